@@ -1,0 +1,39 @@
+"""A research engine for KV-cache memory and scheduling in LLM inference.
+
+Reading order: `request` (what a user asks), `config`, `kv/patterns` (who sees whom), `models/transformer` (the network),
+`ops/attention` and `kv/cache` (paged keys and values), `sequence` and `scheduler/scheduler` (what runs in a step),
+`batch` (a step as arrays), `engine/runner` (compiled steps), `engine/engine` (the loop), `engine/llm` (the front door).
+
+Array names carry their dimensions where more than one shape is in play:
+
+  L layers          T packed tokens of a step    R rows (sequences) of a step   P width of a block table
+  B tokens a block  M blocks in the pool         N query heads                  K key/value heads
+  G = N / K         H head dim                   D model width                  F feed-forward width
+  V vocabulary      S query tiles of a step      Q tokens of a query tile       C cached slots a query can reach
+
+*Block* is a unit of the pool, *slot* one token's place in it, *row* one sequence of a step.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+# Names resolve on first use, so that `import ksana_jax` (and `ksana --help`) does not wait for jax.
+_PUBLIC = {
+    "LLM": "ksana_jax.engine.llm",
+    "SamplingParams": "ksana_jax.request",
+    "RequestOutput": "ksana_jax.request",
+    "CompletionOutput": "ksana_jax.request",
+    "Logprob": "ksana_jax.request",
+    "AttentionPattern": "ksana_jax.kv.patterns",
+    "ModelConfig": "ksana_jax.config",
+    "EngineConfig": "ksana_jax.config",
+}
+__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern", "ModelConfig",
+           "EngineConfig"]  # fmt: skip
+
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'ksana_jax' has no attribute {name!r}")

@@ -1,0 +1,201 @@
+"""A scheduled step as padded arrays. Shapes come from a ladder of buckets, so that few steps need compiling. NumPy only."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+import numpy as np
+
+from ksana_jax.kv.patterns import FAR
+from ksana_jax.sequence import Rows
+from ksana_jax.step import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+
+
+def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
+    """Rising sizes from smallest to largest, each at most `ratio` times the one before; ends with largest."""
+    sizes = [min(smallest, largest)]
+    while sizes[-1] < largest:
+        sizes.append(min(max(int(sizes[-1] * ratio), sizes[-1] + 1), largest))
+    return tuple(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes that steps are padded to.
+
+    Args:
+      singles: numbers of tokens that are alone in their row. tiles: numbers of query tiles. widths: of block tables.
+      query_tile: tokens of a tile.
+    """
+
+    singles: tuple[int, ...]
+    tiles: tuple[int, ...]
+    widths: tuple[int, ...]
+    query_tile: int
+
+    @classmethod
+    def of(cls, max_num_seqs: int, max_num_tiles: int, table_width: int, query_tile: int, min_singles: int = 1) -> Buckets:
+        """Ladders whose neighbours differ by a factor of two, four for tiles and the smallest widths.
+
+        Args:
+          min_singles: least rows of a step of singles, where matrix units are slow with fewer.
+        """
+        return cls(
+            singles=ladder(min(min_singles, max_num_seqs), max_num_seqs, 2.0),
+            tiles=ladder(1, max_num_tiles, 4.0),
+            widths=ladder(4, table_width, 1.5 if table_width <= 64 else 2.0),
+            query_tile=query_tile,
+        )
+
+    def shape(self, num_singles: int, num_tiles: int, width: int) -> StepShape:
+        """The smallest bucket that holds a step. Steps with both singles and tiles take the most singles: those are
+        cheap beside a tile, and it keeps the number of combinations down."""
+        if not num_singles:
+            singles = 0
+        elif num_tiles:
+            singles = self.singles[-1]
+        else:
+            singles = _at_least(self.singles, num_singles)
+        tiles = _at_least(self.tiles, num_tiles) if num_tiles else 0
+        return StepShape(singles, tiles, self.query_tile, _at_least(self.widths, width))
+
+    def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
+        """Every shape that a step can have, up to a width of the block tables."""
+        pairs = [(d, 0) for d in self.singles]
+        pairs += [(d, t) for t in self.tiles for d in (0, self.singles[-1])]
+        top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
+        return [StepShape(d, t, self.query_tile, w) for w in self.widths if w <= top for d, t in pairs]
+
+
+def _at_least(sizes: tuple[int, ...], count: int) -> int:
+    return sizes[bisect.bisect_left(sizes, count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchBuilder:
+    """Turns scheduled steps into arrays.
+
+    Args:
+      block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
+    """
+
+    buckets: Buckets
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+
+    def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """A scheduled step as an executor takes it.
+
+        Returns:
+          The step, and for each of `batch.rows` the index in [0, S) of the tile that holds its last token.
+        """
+        singles, chunks = batch.singles, batch.chunks
+        num_tiles = -(-batch.counts // self.buckets.query_tile)
+        width = int(rows.num_blocks[batch.rows].max())
+        shape = self.buckets.shape(len(singles), int(num_tiles.sum()), width)
+        arrays = self._empty(shape)
+        self._put_singles(arrays, singles, rows)
+        ends = np.arange(len(singles))
+        if len(chunks):
+            ends = np.concatenate([ends, shape.num_singles + np.cumsum(num_tiles) - 1])
+            tile = shape.num_singles
+            for row, count, tiles in zip(chunks.tolist(), batch.counts.tolist(), num_tiles.tolist(), strict=True):
+                token = shape.num_singles + (tile - shape.num_singles) * shape.query_tile
+                self._put_chunk(arrays, rows, row, token, count, slice(tile, tile + tiles))
+                tile += tiles
+        step = StepInput(shape, arrays)
+        self._ask(step, batch, rows, ends)
+        return step, ends
+
+    def _empty(self, shape: StepShape) -> StepArrays:
+        size, width = shape.num_singles + shape.num_tiles, shape.table_width
+        return StepArrays(
+            tokens=np.zeros(shape.num_tokens, np.int32),
+            positions=np.full(shape.num_tokens, -1, np.int32),
+            slots=np.full(shape.num_tokens, self.num_blocks * self.block_size, np.int32),
+            block_tables=np.zeros((size, width), np.int32),
+            block_starts=np.full((size, width), FAR, np.int32),
+            last=np.zeros(size, np.int32),
+        )
+
+    def _put_singles(self, arrays: StepArrays, singles: np.ndarray, rows: Rows) -> None:
+        n, width = len(singles), arrays.block_tables.shape[1]
+        if not n:
+            return
+        at = rows.num_computed[singles]
+        arrays.tokens[:n] = rows.token_ids[singles, at]
+        arrays.positions[:n] = at
+        # A single is the newest token of its row: it lies in the row's last block.
+        newest = rows.block_tables[singles, rows.num_blocks[singles] - 1]
+        arrays.slots[:n] = newest * self.block_size + at % self.block_size
+        arrays.block_tables[:n] = rows.block_tables[:, :width][singles]
+        arrays.block_starts[:n] = rows.block_starts[:, :width][singles]
+        arrays.last[:n] = np.arange(n)
+
+    def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
+        start, width = int(rows.num_computed[row]), arrays.block_tables.shape[1]
+        here = slice(token, token + count)
+        positions = np.arange(start, start + count, dtype=np.int32)
+        arrays.tokens[here] = rows.token_ids[row, start : start + count]
+        arrays.positions[here] = positions
+        block = np.searchsorted(rows.block_starts[row], positions, side="right") - 1
+        arrays.slots[here] = rows.block_tables[row, block] * self.block_size + positions % self.block_size
+        arrays.block_tables[tiles] = rows.block_tables[row, :width]
+        arrays.block_starts[tiles] = rows.block_starts[row, :width]
+        arrays.last[tiles] = token + count - 1
+
+    def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
+        """Fills in what the rows ask for beyond greedy tokens."""
+        running = batch.rows
+        if rows.samples[running].any():
+            step.sampling = self._sampling(rows, running, ends, len(step.arrays.last))
+        num_logprobs = int(rows.num_logprobs[running].max())
+        step.num_logprobs = None if num_logprobs < 0 else num_logprobs
+        # A token is scored where the one before it is computed.
+        scored = (rows.num_prompt_logprobs[running] >= 0) & (rows.num_computed[running] + 1 < rows.num_prompt[running])
+        if not scored.any():
+            return
+        step.num_prompt_logprobs = int(rows.num_prompt_logprobs[running[scored]].max())
+        step.targets = np.full(step.shape.num_tokens, -1, np.int32)
+        for row, count, end in zip(running[scored], batch.num_per_row[scored], ends[scored], strict=True):
+            start = int(rows.num_computed[row])
+            known = min(int(count), int(rows.num_prompt[row]) - 1 - start)
+            token = step.arrays.last[end] + 1 - count
+            step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
+
+    def _sampling(self, rows: Rows, running: np.ndarray, ends: np.ndarray, size: int) -> SamplingArrays:
+        def spread(column: np.ndarray, default: float) -> np.ndarray:
+            out = np.full((size, *column.shape[1:]), default, column.dtype)
+            out[ends] = column[running]
+            return out
+
+        settings = SamplingArrays(
+            temperature=spread(rows.temperature, 0),
+            top_k=spread(rows.top_k, 0),
+            top_p=spread(rows.top_p, 1),
+            min_p=spread(rows.min_p, 0),
+            seeds=spread(rows.seeds, 0),
+            num_outputs=spread(rows.num_tokens - rows.num_prompt, 0),
+            repetition_penalty=spread(rows.repetition_penalty, 1),
+            presence_penalty=spread(rows.presence_penalty, 0),
+            frequency_penalty=spread(rows.frequency_penalty, 0),
+        )
+        if not rows.dense[running].any():
+            return settings
+        counts = np.zeros((size, self.vocab_size), np.int32)
+        in_prompt = np.zeros((size, self.vocab_size), bool)
+        bias = np.zeros((size, self.vocab_size), np.float32)
+        for row, tile in zip(running.tolist(), ends.tolist(), strict=True):
+            seq = rows.seqs[row]
+            if seq is None or not rows.dense[row]:
+                continue
+            split, end = seq.num_prompt, int(rows.num_tokens[row])
+            in_prompt[tile, rows.token_ids[row, :split]] = True
+            counts[tile] = np.bincount(rows.token_ids[row, split:end], minlength=self.vocab_size)
+            for token, value in (seq.params.logit_bias or {}).items():
+                bias[tile, token] = value
+            if end - split < seq.params.min_tokens:
+                bias[tile, list(seq.stop_ids)] = -np.inf
+        return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)

@@ -1,0 +1,157 @@
+"""What a model and an engine are made of, as frozen values. Knows no arrays, no files."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from ksana_jax.kv.patterns import FULL, AttentionPattern
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be: the message lists every problem found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, arXiv:2104.09864, and the ways to stretch it.
+
+    Fields beyond `theta` belong to some kinds only, with the names of Hugging Face's `rope_scaling`.
+    original_max_len: tokens; the context before stretching (dynamic, llama3, yarn).
+    """
+
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_len: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer; letters as in `ksana_jax.__doc__`.
+
+    max_position: tokens; the context that the model was trained for.
+    pattern: which positions each layer sees: one for all layers or one for each.
+    """
+
+    family: str = "llama"
+    vocab_size: int = 32_000
+    d_model: int = 512
+    num_layers: int = 8
+    num_heads: int = 8
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    d_ff: int = 1408
+    norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    max_position: int = 2048
+    pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Everything that makes this shape impossible, one sentence each; empty when it is sound."""
+        found = []
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff",
+                     "max_position"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                found.append(f"{name} is {value!r}, must be a positive integer")
+        if not found and self.num_heads % self.num_kv_heads:
+            found.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if isinstance(self.head_dim, int) and self.head_dim % 2:
+            found.append(f"head_dim is {self.head_dim}, must be even for rotary embeddings")
+        for name, value in (("norm_eps", self.norm_eps), ("rope theta", self.rope.theta),
+                            ("rope factor", self.rope.factor)):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                found.append(f"{name} is {value!r}, must be a positive finite number")
+        if self.rope.kind in ("dynamic", "llama3", "yarn") and not self.rope.original_max_len:
+            found.append(f"rope {self.rope.kind!r} needs original_max_len")
+        return found
+
+    def validate(self) -> ModelConfig:
+        """Returns itself.
+
+        Raises:
+          ConfigError: listing everything that makes this shape impossible.
+        """
+        if found := self.problems():
+            raise ConfigError("; ".join(found))
+        return self
+
+    @property
+    def num_params(self) -> int:
+        """Count of weights, tied embeddings counted once."""
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.d_model * (qkv + self.num_heads * self.head_dim + 3 * self.d_ff + 2)
+        layer += qkv * self.qkv_bias + self.d_model * self.out_bias + (2 * self.d_ff + self.d_model) * self.mlp_bias
+        layer += 2 * self.head_dim * self.qk_norm
+        return self.num_layers * layer + self.d_model + self.vocab_size * self.d_model * (2 - self.tie_embeddings)
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+DTYPES = ("f32", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs; every default works on a laptop.
+
+    Args:
+      dtype: of weights and KV: "f32" or "bf16".
+      block_size: tokens in a KV block.
+      num_blocks: blocks in the pool; None takes what max_num_seqs sequences of max_model_len need, within memory_bytes.
+      max_model_len: most tokens of a sequence, prompt and output; None takes the model's max_position.
+      max_num_seqs: most sequences running at once.
+      max_num_batched_tokens: most tokens computed in a step.
+      query_tile: tokens of one sequence that share a tile of attention in a step.
+      policy: order of the waiting requests, a key of `scheduler.policies.POLICIES`.
+      max_rotated_sinks: most sink tokens that a pattern may place at "cache" or "ceiling" positions; None takes what
+        the pattern needs. A sweep that changes patterns on one engine gives its largest.
+      memory_bytes: budget of the pool when num_blocks is None.
+      seed: of the requests that bring none.
+    """
+
+    dtype: Literal["f32", "bf16"] = "f32"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    query_tile: int = 32
+    policy: str = "fcfs"
+    max_rotated_sinks: int | None = None
+    memory_bytes: int = 2 * 2**30
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        for name in ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "query_tile",
+                     "memory_bytes"):  # fmt: skip
+            value = getattr(self, name)
+            if value is None and name in ("num_blocks", "max_model_len"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}, must be a positive integer")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed is {self.seed!r}, must be an integer")
+
+

@@ -1,0 +1,114 @@
+"""One completion as its reader sees it: text, stop strings, log-probabilities. Knows no scheduling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ksana_jax.request import CompletionOutput, FinishReason, Logprob
+from ksana_jax.sequence import Sequence
+from ksana_jax.step import TokenScores
+from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Completion:
+    """What one sequence of a request has given.
+
+    Args:
+      index: in [0, n).
+      tokenizer: makes text; None makes none.
+      streams: whether text is wanted while it grows. Otherwise it is made at the end, unless stop strings need it.
+    """
+
+    index: int
+    seq: Sequence
+    tokenizer: Tokenizer | None
+    streams: bool = False
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    _held_back: str = ""
+    _closed: bool = False
+
+    def __post_init__(self):
+        if self.seq.params.logprobs is not None:
+            self.logprobs = []
+        self._stops = self.seq.params.stop_strings
+        self._detokenizer = IncrementalDetokenizer(self.tokenizer) if self.tokenizer else None
+
+    @property
+    def watched(self) -> bool:
+        """Whether it wants each token as it comes."""
+        return self.streams or bool(self._stops) or self.logprobs is not None
+
+    def add(self, token: int, scores: TokenScores | None, tile: int) -> str | None:
+        """Takes a new token in.
+
+        Args:
+          scores: of the step's tiles; this token's are at index `tile`.
+
+        Returns:
+          The stop string that it has completed, if any.
+        """
+        self.token_ids.append(token)
+        if self.logprobs is not None and scores is not None:
+            self.logprobs.append(top_logprobs(scores, tile, token, self.seq.params.logprobs or 0))
+        if self._detokenizer is None or not (self.streams or self._stops):
+            return None
+        if self.seq.finish_reason is FinishReason.STOP:  # an id that ends the output has no text
+            return None
+        return self._add_text(self._detokenizer.push([token]))
+
+    def _add_text(self, new: str) -> str | None:
+        """Releases text that cannot become part of a stop string; cuts at a stop string and returns it."""
+        pending = self._held_back + new
+        if len(self.token_ids) > self.seq.params.min_tokens:
+            found = [(pending.find(s), s) for s in self._stops if s in pending]
+            if found:
+                at, stop = min(found)
+                self.text, self._held_back = self.text + pending[:at], ""
+                self._detokenizer = None
+                return stop
+        keep = max((_overlap(pending, s) for s in self._stops), default=0)
+        self.text += pending[: len(pending) - keep]
+        self._held_back = pending[len(pending) - keep :]
+        return None
+
+    def close(self) -> None:
+        """Completes the text once the sequence has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        seq = self.seq
+        if not self.watched:
+            self.token_ids = seq.token_ids[seq.num_prompt :].tolist()
+            if self._detokenizer:
+                by_id = seq.finish_reason is FinishReason.STOP
+                self.text = self._detokenizer.push(self.token_ids[:-1] if by_id else self.token_ids)
+        elif self._detokenizer and not (self.streams or self._stops):
+            by_id = seq.finish_reason is FinishReason.STOP
+            self.text = self._detokenizer.push(self.token_ids[:-1] if by_id else self.token_ids)
+        if self._detokenizer:
+            self.text += self._held_back + self._detokenizer.flush()
+            self._held_back = ""
+
+    def output(self) -> CompletionOutput:
+        """What there is so far."""
+        seq = self.seq
+        return CompletionOutput(
+            self.index, self.text, list(self.token_ids), None if self.logprobs is None else list(self.logprobs),
+            seq.finish_reason, seq.stop_reason,
+        )  # fmt: skip
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text with which stop begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def top_logprobs(scores: TokenScores, at: int, token: int, count: int) -> dict[int, Logprob]:
+    """{token: Logprob} of the given token and the `count` most probable ones, at one index of the scores."""
+    found = {token: Logprob(float(scores.logprob[at]), int(scores.rank[at]))}
+    for rank, (top, logprob) in enumerate(zip(scores.top_ids[at, :count], scores.top_logprobs[at, :count], strict=True)):
+        found.setdefault(int(top), Logprob(float(logprob), rank + 1))
+    return found

@@ -1,0 +1,278 @@
+"""The loop: schedule, execute, update, report. Knows requests and their rows; no jax, no files, a clock handed in."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ksana_jax.batch import BatchBuilder
+from ksana_jax.engine.completion import Completion, top_logprobs
+from ksana_jax.metrics import StepRecord
+from ksana_jax.request import FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from ksana_jax.scheduler.scheduler import Progress, Scheduler
+from ksana_jax.sequence import Sequence
+from ksana_jax.step import Executor, ScheduledBatch, StepOutput
+from ksana_jax.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request in the engine: its prompt and its n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: np.ndarray
+    params: SamplingParams
+    metrics: RequestMetrics
+    completions: list[Completion] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(c.seq.finish_reason is not None for c in self.completions)
+
+    def output(self) -> RequestOutput:
+        """What there is so far."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids.tolist(),
+            [c.output() for c in self.completions],
+            self.finished,
+            self.metrics,
+            self.prompt_logprobs,
+        )
+
+
+class Engine:
+    """Serves requests step by step.
+
+    Args:
+      scheduler: owns rows and blocks.
+      builder: turns its batches into arrays.
+      executor: computes them.
+      tokenizer: makes text; None serves requests with detokenize=False only.
+      eos_ids: end-of-sequence ids of the model.
+      max_model_len: most tokens of a sequence, prompt included.
+      seed: of requests that bring none.
+      clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+        executor: Executor,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.scheduler, self.builder, self.executor = scheduler, builder, executor
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.max_model_len, self.seed, self.clock = max_model_len, seed, clock
+        self.requests: dict[str, Request] = {}
+        self.records: list[StepRecord] = []
+        self._watched: set[Completion] = set()  # text or log-probabilities wanted step by step
+        self._num_requests = self._num_seqs = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def validate(self, prompt_token_ids: np.ndarray, params: SamplingParams) -> None:
+        """Whether a request can be served.
+
+        Raises:
+          ValueError: it never can, with the numbers.
+        """
+        count, vocab = len(prompt_token_ids), self.builder.vocab_size
+        if not count:
+            raise ValueError("prompt is empty: at least one token is needed")
+        if count >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {count:,} tokens, max_model_len is {self.max_model_len:,} with at least one token of output"
+            )
+        low, high = int(prompt_token_ids.min()), int(prompt_token_ids.max())
+        if low < 0 or high >= vocab:
+            raise ValueError(f"prompt has token id {low if low < 0 else high}, ids go from 0 to {vocab - 1}")
+        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids or ())):
+            if ids and max(ids) >= vocab:
+                raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {vocab - 1}")
+        if self.tokenizer is None and params.detokenize:
+            raise ValueError("this engine has no tokenizer: set detokenize=False")
+        max_len = min(count + params.max_tokens, self.max_model_len)
+        needed, blocks = self.scheduler.blocks_to_finish(max_len), self.scheduler.blocks
+        if needed > blocks.num_blocks:
+            raise ValueError(
+                f"prompt of {count:,} tokens and max_tokens {params.max_tokens:,} need {needed:,} KV blocks of "
+                f"{blocks.block_size} tokens, the pool has {blocks.num_blocks:,}"
+            )
+
+    def add_request(
+        self,
+        prompt_token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        streams: bool = False,
+    ) -> Request:
+        """Takes a request in.
+
+        Args:
+          streams: its text is wanted while it grows.
+
+        Raises:
+          ValueError: it can never be served, or its id is taken; nothing is changed.
+        """
+        self.validate(prompt_token_ids, params)
+        request_id = request_id or f"request-{self._num_requests}"
+        if request_id in self.requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+        request = Request(request_id, prompt, prompt_token_ids, params, RequestMetrics(self.clock()))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        stop_ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
+        for index in range(params.n):
+            seq = Sequence(
+                seq_id=self._num_seqs,
+                token_ids=prompt_token_ids,
+                params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+                stop_ids=tuple(dict.fromkeys(stop_ids)),
+                max_len=min(len(prompt_token_ids) + params.max_tokens, self.max_model_len),
+                seed=self._seed(params, index),
+                owner=request,
+            )
+            self._num_seqs += 1
+            completion = Completion(index, seq, self.tokenizer if params.detokenize else None, streams)
+            request.completions.append(completion)
+            if completion.watched or seq.params.prompt_logprobs is not None:
+                self._watched.add(completion)
+            self.scheduler.add(seq)
+        self._num_requests += 1
+        self.requests[request_id] = request
+        return request
+
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        if params.seed is not None and index == 0:
+            return params.seed & (2**64 - 1)
+        parts = (self.seed & (2**64 - 1), self._num_requests) if params.seed is None else (params.seed & (2**64 - 1),)
+        return int(np.random.SeedSequence((*parts, index)).generate_state(1, np.uint64)[0])
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in whatever state it is; unknown and finished ones are left alone."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        for completion in request.completions:
+            self.scheduler.finish(completion.seq, FinishReason.ABORT)
+        self._close(request)
+
+    def step(self) -> list[Request]:
+        """Computes one step.
+
+        Returns:
+          Requests that have something new to report: those that ended, and those that stream.
+        """
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert not self.scheduler.has_work, "there is work, and none of it can be scheduled"
+            return []
+        step, ends = self.builder.build(batch, self.scheduler.rows)
+        peak_blocks = self.scheduler.blocks.num_used
+        try:
+            output = self.executor.execute(step)
+        except BaseException:
+            # What was computed is lost; nothing may stay behind that holds blocks.
+            for request_id in list(self.requests):
+                self.abort(request_id)
+            raise
+        now = self.clock()
+        self._note_first_tokens(batch, now)
+        rows_of = {c: c.seq.row for c in self._watched if c.seq.row is not None}
+        if step.targets is not None:
+            self._report_prompt(batch, ends, step.arrays.last, output, rows_of)
+        progress = self.scheduler.update(batch, output.tokens[ends])
+        reported = self._report_tokens(batch, ends, output, progress, rows_of)
+        for seq in progress.finished:
+            reported.setdefault(seq.owner)
+        for request in reported:
+            if request.finished:
+                self._close(request, now)
+        self.records.append(
+            StepRecord(
+                now, batch.num_tokens, len(batch.singles), len(self.scheduler.order), len(self.scheduler.waiting),
+                self.scheduler.blocks.num_used, peak_blocks, self.scheduler.num_preemptions,
+            )
+        )  # fmt: skip
+        return list(reported)
+
+    def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
+        rows = self.scheduler.rows
+        fresh = rows.num_tokens[batch.rows] == rows.num_prompt[batch.rows]
+        if not fresh.any():
+            return
+        whole = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
+        for row in batch.rows[fresh & whole]:
+            metrics = rows.seqs[row].owner.metrics
+            if metrics.first_token_s is None:
+                metrics.first_token_s = now
+
+    def _report_prompt(self, batch, ends, last, output: StepOutput, rows_of) -> None:
+        """Adds the log-probabilities of the prompt tokens that this step has scored."""
+        rows, scores = self.scheduler.rows, output.prompt_scores
+        where = {row: i for i, row in enumerate(batch.rows.tolist())}
+        for completion, row in rows_of.items():
+            seq, count = completion.seq, completion.seq.params.prompt_logprobs
+            if count is None or row not in where:
+                continue
+            i = where[row]
+            computed = int(batch.num_per_row[i])
+            start = int(rows.num_computed[row])
+            # The step scored prompt tokens start + 1 to start + computed; a restart scores some again.
+            first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
+            token = int(last[ends[i]]) + 1 - computed + (first - 1 - start)
+            for offset in range(max(end + 1 - first, 0)):
+                token_id = int(rows.token_ids[row, first + offset])
+                seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
+            seq.num_scored = max(seq.num_scored, end + 1)
+
+    def _report_tokens(self, batch, ends, output: StepOutput, progress: Progress, rows_of) -> dict[Request, None]:
+        """Hands new tokens to the completions that want them; returns their requests, in order."""
+        reported: dict[Request, None] = {}
+        if not rows_of:
+            return reported
+        tile_of = dict(zip(batch.rows.tolist(), ends.tolist(), strict=True))
+        token_of = dict(zip(progress.rows.tolist(), progress.tokens.tolist(), strict=True))
+        for completion, row in rows_of.items():
+            if row not in token_of or not completion.watched:
+                continue
+            stop = completion.add(token_of[row], output.scores, tile_of[row])
+            if stop is not None:
+                self._stop_by_text(completion.seq, stop)
+                reported.setdefault(completion.seq.owner)
+            if completion.streams:
+                reported.setdefault(completion.seq.owner)
+        return reported
+
+    def _stop_by_text(self, seq: Sequence, stop: str) -> None:
+        if seq.finish_reason is FinishReason.LENGTH:  # by the same token
+            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
+        self.scheduler.finish(seq, FinishReason.STOP, stop)
+
+    def _close(self, request: Request, now: float | None = None) -> None:
+        for completion in request.completions:
+            completion.close()
+            self._watched.discard(completion)
+        metrics = request.metrics
+        metrics.finished_s = self.clock() if now is None else now
+        metrics.num_output_tokens = sum(len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions)
+        metrics.num_preemptions = sum(c.seq.num_preemptions for c in request.completions)
+        self.requests.pop(request.request_id, None)
+

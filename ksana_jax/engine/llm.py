@@ -1,0 +1,281 @@
+"""The front door: `LLM.generate`. Loads a model, sizes the pool, turns prompts into requests and runs the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.batch import BatchBuilder, Buckets
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.engine.engine import Engine, Request
+from ksana_jax.engine.runner import Runner
+from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.patterns import AttentionPattern, LiveRange, per_layer
+from ksana_jax.loading import load_model
+from ksana_jax.metrics import StepRecord
+from ksana_jax.models.transformer import Params
+from ksana_jax.request import RequestOutput, SamplingParams
+from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
+
+EMBEDDED = {"ksana-tiny": Path(__file__).parent.parent / "assets" / "ksana-tiny"}
+
+Prompt = str | Mapping[str, Any]
+
+
+class LLM:
+    """A model behind the paged engine; names as in vLLM.
+
+    Args:
+      model: a Hugging Face directory, or "ksana-tiny", the model that comes with the package.
+      pattern: which positions are attended to, in all layers or one for each; None takes the model's own.
+      load_format: "auto", or "dummy" for random weights.
+      tokenizer: None loads the directory's, if it has one.
+      settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ...
+
+    Raises:
+      ValueError: the model or the settings cannot be; the message says which and why.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        pattern: AttentionPattern | Seq[AttentionPattern] | None = None,
+        load_format: str = "auto",
+        tokenizer: Tokenizer | None = None,
+        **settings: Any,
+    ):
+        unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(EngineConfig)})
+        if unknown:
+            raise ConfigError(f"LLM has no setting {', '.join(unknown)}")
+        config = EngineConfig(**settings)
+        model_dir = EMBEDDED.get(str(model), Path(model))
+        self.model_config, params = load_model(model_dir, dtype=config.dtype, load_format=load_format, seed=config.seed)
+        if tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
+            tokenizer = load_tokenizer(model_dir)
+        self._start(config, params, pattern, tokenizer)
+
+    @classmethod
+    def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
+        """An engine around weights that are already in memory."""
+        self = cls.__new__(cls)
+        self.model_config = model_config.validate()
+        self._start(EngineConfig(**settings), params, pattern, tokenizer)
+        return self
+
+    def _start(self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None) -> None:
+        model = self.model_config
+        if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary only {model.vocab_size}"
+            )
+        self.tokenizer = tokenizer
+        self.patterns = per_layer(model.pattern if pattern is None else pattern, model.num_layers)
+        max_model_len = config.max_model_len or model.max_position
+        if max_model_len > model.max_position:
+            warnings.warn(
+                f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: beyond "
+                "them only patterns with a window keep it on known ground",
+                stacklevel=3,
+            )
+        rotated = config.max_rotated_sinks
+        if rotated is None:
+            rotated = max((p.num_sinks for p in self.patterns if p.sink_position != "absolute"), default=0)
+        num_blocks = config.num_blocks or self._pool_size(config, max_model_len)
+        self.config = dataclasses.replace(
+            config, max_model_len=max_model_len, num_blocks=num_blocks, max_rotated_sinks=rotated
+        )
+        self.runner = Runner(
+            model, params, self.patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
+            max_model_len=max_model_len, max_rotated_sinks=rotated,
+        )  # fmt: skip
+        scheduler = Scheduler(
+            BlockManager(num_blocks, config.block_size),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            query_tile=config.query_tile,
+            max_model_len=max_model_len,
+            live=LiveRange.of(self.patterns),
+            policy=config.policy,
+        )
+        # Matrix units want rows: XLA:CPU multiplies bfloat16 ten times slower with fewer than eight.
+        min_singles = 8 if config.dtype == "bf16" else 1
+        # Widths are those of a full table, so that every pattern finds its bucket among the same shapes.
+        width = -(-max_model_len // config.block_size)
+        buckets = Buckets.of(config.max_num_seqs, scheduler.max_num_tiles, width, config.query_tile, min_singles)
+        self.engine = Engine(
+            scheduler,
+            BatchBuilder(buckets, config.block_size, num_blocks, model.vocab_size),
+            self.runner,
+            tokenizer=tokenizer,
+            eos_ids=model.eos_ids,
+            max_model_len=max_model_len,
+            seed=config.seed,
+        )
+
+    def _pool_size(self, config: EngineConfig, max_model_len: int) -> int:
+        """Blocks for max_num_seqs sequences of max_model_len tokens, within the budget."""
+        live = LiveRange.of(self.patterns)
+        chunk = config.max_num_batched_tokens
+        wanted = config.max_num_seqs * live.max_live_blocks(config.block_size, max_model_len, chunk)
+        per_block = config.block_size * self.model_config.kv_bytes_per_token(2 if config.dtype == "bf16" else 4)
+        affordable = config.memory_bytes // per_block
+        if affordable < 1:
+            raise ConfigError(f"a KV block takes {per_block:,} bytes, memory_bytes is {config.memory_bytes:,}")
+        return min(wanted, affordable)
+
+    # ------------------------------------------------------------------ what an experiment looks at
+
+    @property
+    def num_compilations(self) -> int:
+        """Functions compiled so far."""
+        return self.runner.num_compilations
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.engine.scheduler.blocks.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return self.runner.block_bytes
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """One record for each step since `clear_records`."""
+        return self.engine.records
+
+    def clear_records(self) -> None:
+        self.engine.records.clear()
+
+    def set_pattern(self, pattern: AttentionPattern | Seq[AttentionPattern] | None) -> None:
+        """Changes what is attended to, without loading or compiling anything; None takes the model's own.
+
+        Raises:
+          RuntimeError: requests are running.
+          ValueError: the pattern has more rotated sinks than `max_rotated_sinks`.
+        """
+        if self.engine.has_work:
+            raise RuntimeError(f"{len(self.engine.requests)} requests are running: the pattern changes only in between")
+        patterns = per_layer(self.model_config.pattern if pattern is None else pattern, self.model_config.num_layers)
+        self.runner.set_patterns(patterns)
+        self.engine.scheduler.set_live_range(LiveRange.of(patterns))
+        self.patterns = patterns
+
+    def warm_up(self, max_len: int | None = None) -> int:
+        """Compiles every step that sequences of up to max_len tokens can need; returns how many were new."""
+        before = self.num_compilations
+        live = self.engine.scheduler.live
+        width = live.max_live_blocks(
+            self.config.block_size, max_len or self.engine.max_model_len, self.config.max_num_batched_tokens
+        )
+        self.runner.warm_up(self.engine.builder.buckets.all_shapes(width))
+        return self.num_compilations - before
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+          prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of those.
+          sampling_params: one for all, or one for each; None takes the defaults.
+
+        Returns:
+          One output for each prompt, in order.
+
+        Raises:
+          ValueError: a request can never be served; then none of this call is, and others go on.
+        """
+        requests = self._add_all(prompts, sampling_params, streams=False)
+        try:
+            while not all(r.finished for r in requests):
+                self.engine.step()
+        except BaseException:
+            self._abort(requests)
+            raise
+        return [r.output() for r in requests]
+
+    def stream(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Completes prompts, yielding what a request has so far whenever it has more; arguments as in `generate`.
+
+        Requests that are unfinished when the reader stops are aborted.
+        """
+        requests = self._add_all(prompts, sampling_params, streams=True)
+        mine = set(requests)
+        try:
+            while not all(r.finished for r in requests):
+                for request in self.engine.step():
+                    if request in mine:
+                        yield request.output()
+        finally:
+            self._abort(requests)
+
+    def chat(
+        self,
+        messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so no chat template")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        texts = [render_chat(self.tokenizer, c, add_generation_prompt=True) for c in conversations]
+        # A template writes the special tokens itself.
+        ids = [{"prompt": t, "prompt_token_ids": self.tokenizer.encode(t, add_special_tokens=False)} for t in texts]
+        return self.generate(ids, sampling_params)
+
+    def _add_all(self, prompts, sampling_params, streams: bool) -> list[Request]:
+        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params were given")
+        read = [self._read(prompt) for prompt in prompts]
+        for (_, ids), p in zip(read, params, strict=True):
+            self.engine.validate(ids, p)
+        return [
+            self.engine.add_request(ids, p, prompt=text, streams=streams)
+            for (text, ids), p in zip(read, params, strict=True)
+        ]
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, np.ndarray]:
+        """Text and token ids of a prompt."""
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif not isinstance(prompt, Mapping):
+            raise ValueError(f"a prompt is a string or a dict, not {type(prompt).__name__}")
+        if unknown := sorted(set(prompt) - {"prompt", "prompt_token_ids"}):
+            raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; prompt and prompt_token_ids are supported")
+        text = prompt.get("prompt")
+        if "prompt_token_ids" not in prompt:
+            if not isinstance(text, str) or self.tokenizer is None:
+                missing = "text" if self.tokenizer else "tokenizer: give prompt_token_ids"
+                raise ValueError(f"prompt has no {missing}")
+            return text, np.array(self.tokenizer.encode(text), np.int32)
+        ids = np.asarray(prompt["prompt_token_ids"])
+        if ids.size == 0:
+            return text, np.zeros(0, np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
+        bounded = np.clip(ids, -1, np.iinfo(np.int32).max)
+        return text, bounded.astype(np.int32)
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.request_id)

@@ -1,0 +1,181 @@
+"""Runs steps on the device: compiled per bucket ahead of time, counted, the KV pool donated. Knows no requests."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.kv.cache import KVCache, make_cache, storage_dtype
+from ksana_jax.kv.patterns import AttentionPattern, PatternArrays, stack
+from ksana_jax.models.rope import Rope, make_rope
+from ksana_jax.models.transformer import Params, forward, logits
+from ksana_jax.ops.attention import choose
+from ksana_jax.ops.paged import paged_attend
+from ksana_jax.request import MAX_LOGPROBS
+from ksana_jax.sampling.sampler import sample, score
+from ksana_jax.step import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+
+# Scores of the whole vocabulary are made for so many prompt tokens at a time.
+SCORED_AT_ONCE = 128
+
+
+class Runner:
+    """The model on one device, with its KV pool: an `Executor`.
+
+    Args:
+      dtype: "f32" or "bf16", of keys and values.
+      num_blocks, block_size: of the pool.
+      max_model_len: longest text; some kinds of rope depend on it.
+      max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        patterns: Sequence[AttentionPattern],
+        *,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_rotated_sinks: int,
+    ):
+        self.config, self.params = config, params
+        self.platform = jax.default_backend()
+        self.implementation = choose(self.platform)
+        self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)
+        self.sink_width = -(-max_rotated_sinks // block_size)
+        self._pool = (num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim,
+                      storage_dtype(dtype, self.platform))  # fmt: skip
+        self.cache: KVCache = make_cache(*self._pool)
+        self.set_patterns(patterns)
+        self._compiled: dict[Any, Callable] = {}
+
+    @property
+    def num_compilations(self) -> int:
+        """Functions compiled so far."""
+        return len(self._compiled)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return self.cache.blocks.nbytes // self.cache.num_blocks
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Changes what each layer sees; the numbers are data, so nothing is compiled anew.
+
+        Raises:
+          ValueError: more sinks are seen from elsewhere than the compiled step has room for.
+        """
+        rotated = max((p.num_sinks for p in patterns if p.sink_position != "absolute"), default=0)
+        room = self.sink_width * self._pool[3]
+        if rotated > room:
+            raise ValueError(
+                f"the pattern has {rotated} sinks at {patterns[0].sink_position!r} positions, this engine was made for "
+                f"at most {room}; give it max_rotated_sinks={rotated}"
+            )
+        self._patterns: PatternArrays = jax.device_put(stack(patterns))
+
+    def reset(self) -> None:
+        """Makes the pool anew, after a step that failed took it along."""
+        self.cache = make_cache(*self._pool)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step; see `step.Executor`."""
+        compiled = self.compile_step(step.shape)
+        self.cache, hidden = compiled(self.params, self.cache, step.arrays, self._patterns)
+        prompt_scores = None
+        if step.targets is not None:
+            top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
+            prompt_scores = self._score(step.shape.num_tokens, top)(self.params, hidden, step.targets)
+        top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
+        finish = self._sample(hidden, step.arrays.last, step.sampling, top)
+        tokens, scores = finish(self.params, hidden, step.arrays.last, step.sampling)
+        return StepOutput(
+            tokens=np.asarray(tokens),
+            scores=None if scores is None else TokenScores(*(np.asarray(x) for x in scores)),
+            prompt_scores=None if prompt_scores is None else TokenScores(*(np.asarray(x) for x in prompt_scores)),
+        )
+
+    def warm_up(self, shapes: Sequence[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles the steps of some shapes and greedy sampling after them; already compiled ones cost nothing."""
+        for done, shape in enumerate(shapes):
+            self.compile_step(shape)
+            num_tiles = shape.num_singles + shape.num_tiles
+            hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
+            self._sample(hidden, jax.ShapeDtypeStruct((num_tiles,), jnp.int32), None, None)
+            if progress:
+                progress(done + 1, len(shapes))
+
+    def compile_step(self, shape: StepShape) -> Callable:
+        """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D])."""
+        if shape not in self._compiled:
+            lowered = self.lower_step(shape)
+            self._compiled[shape] = lowered.compile()
+        return self._compiled[shape]
+
+    def lower_step(self, shape: StepShape):
+        """The same, traced but not compiled: for looking at the program."""
+        size, width, tokens = shape.num_singles + shape.num_tiles, shape.table_width, shape.num_tokens
+        ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((size, width)),
+                            ints((size, width)), ints((size,)))  # fmt: skip
+        run = functools.partial(
+            _run, shape=shape, config=self.config, rope=self.rope, sink_width=self.sink_width,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return jax.jit(run, donate_argnames="cache").lower(self.params, self.cache, arrays, self._patterns)
+
+    def _sample(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
+        dense = sampling is not None and sampling.counts is not None
+        key = ("sample", hidden.shape[0], last.shape[0], sampling is not None, dense, num_top)
+        if key not in self._compiled:
+            run = jax.jit(functools.partial(_choose_tokens, num_top=num_top))
+            self._compiled[key] = run.lower(self.params, hidden, last, sampling).compile()
+        return self._compiled[key]
+
+    def _score(self, num_tokens: int, num_top: int) -> Callable:
+        key = ("score", num_tokens, num_top)
+        if key not in self._compiled:
+            hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
+            targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+            run = jax.jit(functools.partial(_score_tokens, num_top=num_top))
+            self._compiled[key] = run.lower(self.params, hidden, targets).compile()
+        return self._compiled[key]
+
+
+def _bucket_of_top(count: int, vocab_size: int) -> int:
+    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
+
+
+def _run(params, cache, arrays, patterns, *, shape, config, rope, sink_width, implementation):
+    attend = paged_attend(
+        arrays, shape, patterns, config=config, rope=rope, sink_width=sink_width, implementation=implementation
+    )
+    hidden, cache = forward(params, arrays.tokens, attend, cache, config=config)
+    return cache, hidden
+
+
+def _choose_tokens(params, hidden, last, sampling, *, num_top):
+    scores_SV = logits(params, hidden[last])
+    tokens = sample(scores_SV, sampling)
+    return tokens, None if num_top is None else score(scores_SV, tokens, num_top)
+
+
+def _score_tokens(params, hidden, targets, *, num_top):
+    group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
+    if group < 16:
+        group = hidden.shape[0]
+    parts = jax.lax.map(
+        lambda part: score(logits(params, part[0]), part[1], num_top),
+        (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
+    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)

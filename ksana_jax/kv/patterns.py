@@ -1,0 +1,219 @@
+"""Attention patterns: which cached text positions a query sees. Plain numbers; no jax, no blocks.
+
+One definition, `AttentionPattern.visible`, serves NumPy and jax arrays alike, and everything is tested against it.
+`stack` turns one pattern per layer into arrays [L], which enter the compiled step as data: a sweep over windows and
+sinks runs on one compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+SinkPosition = Literal["absolute", "cache", "ceiling"]
+SINK_POSITIONS: tuple[SinkPosition, ...] = ("absolute", "cache", "ceiling")
+
+# Stands for "no limit" in integer arrays; twice it still fits in int32.
+FAR = 2**30
+
+
+class PatternArrays(NamedTuple):
+    """Patterns of all layers as int32 arrays [L], or of one layer as scalars.
+
+    window and global_every are FAR where there is none (position 0 then counts as global only through `has_global`).
+    sink_position indexes SINK_POSITIONS; sink_ceiling is FAR unless that position is "ceiling".
+    """
+
+    window: Any
+    num_sinks: Any
+    stride: Any
+    has_global: Any
+    global_every: Any
+    sink_position: Any
+    sink_ceiling: Any
+
+    def layer(self, index: int) -> PatternArrays:
+        return PatternArrays(*(a[index] for a in self))
+
+    def visible(self, q_pos, kv_pos):
+        """Whether each key is seen by each query: boolean, shapes broadcast. Keys at or beyond FAR are never seen."""
+        distance = q_pos - kv_pos
+        near = (distance < self.window) & (distance % self.stride == 0)
+        is_sink = kv_pos < self.num_sinks
+        is_global = (self.has_global != 0) & (kv_pos % self.global_every == 0)
+        return (distance >= 0) & (near | is_sink | is_global)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPattern:
+    """Which keys j a query i sees: j <= i and (near, or sink, or global), where
+
+      near    i - j < window and (i - j) % stride == 0
+      sink    j < num_sinks
+      global  global_every is given and j % global_every == 0
+
+    Args:
+      window: tokens, the query's own included; None sees the whole text.
+      num_sinks: first tokens of the text that stay visible.
+      stride: 1 is dense; 2 sees every second token of the window (dilated).
+      global_every: every such position stays visible.
+      sink_position: where a query stands when it looks at a sink.
+        "absolute": at its own position i.
+        "cache": at min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
+        "ceiling": beyond the window, at a distance of min(i - j, sink_ceiling) (LM-Infinite, arXiv:2308.16137).
+      sink_ceiling: tokens; only with "ceiling", where it defaults to the window.
+
+    Raises:
+      ValueError: a number is out of range, or the sink position lacks what it needs.
+    """
+
+    window: int | None = None
+    num_sinks: int = 0
+    stride: int = 1
+    global_every: int | None = None
+    sink_position: SinkPosition = "absolute"
+    sink_ceiling: int | None = None
+
+    def __post_init__(self):
+        for name, least in (("window", 1), ("num_sinks", 0), ("stride", 1), ("global_every", 1), ("sink_ceiling", 1)):
+            value = getattr(self, name)
+            optional = name in ("window", "global_every", "sink_ceiling")
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < FAR:
+                allowed = f"an integer from {least} to {FAR - 1:,}" + (" or None" if optional else "")
+                raise ValueError(f"AttentionPattern.{name} is {value!r}, must be {allowed}")
+        if self.sink_position not in SINK_POSITIONS:
+            raise ValueError(
+                f"AttentionPattern.sink_position is {self.sink_position!r}, must be one of {', '.join(SINK_POSITIONS)}"
+            )
+        if self.sink_position != "absolute" and self.window is None:
+            raise ValueError(f"AttentionPattern.sink_position {self.sink_position!r} needs a window")
+        if self.sink_ceiling is not None and self.sink_position != "ceiling":
+            raise ValueError(
+                f"AttentionPattern.sink_ceiling is {self.sink_ceiling}, "
+                f"but sink_position is {self.sink_position!r}, not 'ceiling'"
+            )
+
+    @property
+    def ceiling(self) -> int:
+        """Largest distance at which a sink beyond the window is seen, in tokens; FAR where there is no limit."""
+        if self.sink_position != "ceiling":
+            return FAR
+        return self.sink_ceiling or self.window or FAR
+
+    @property
+    def evicts(self) -> bool:
+        """Whether some positions become invisible to all later queries."""
+        return self.window is not None and self.global_every != 1
+
+    def arrays(self) -> PatternArrays:
+        """The pattern as int32 scalars."""
+        values = (
+            self.window or FAR,
+            self.num_sinks,
+            self.stride,
+            self.global_every is not None,
+            self.global_every or FAR,
+            SINK_POSITIONS.index(self.sink_position),
+            self.ceiling,
+        )
+        return PatternArrays(*(np.int32(v) for v in values))
+
+    def visible(self, q_pos, kv_pos):
+        """Whether each key is seen by each query: boolean, shapes broadcast."""
+        return self.arrays().visible(q_pos, kv_pos)
+
+    def sink_query_position(self, q_pos, kv_pos):
+        """Text position at which a query is rotated to look at a key, shapes broadcast. Differs from q_pos on sinks only."""
+        q, j = np.broadcast_arrays(np.asarray(q_pos), np.asarray(kv_pos))
+        if self.sink_position == "absolute" or self.window is None:
+            return q
+        if self.sink_position == "cache":
+            return np.where(j < self.num_sinks, np.minimum(q, self.num_sinks + self.window - 1), q)
+        beyond = (j < self.num_sinks) & (q - j >= self.window)
+        return np.where(beyond, j + np.minimum(q - j, self.ceiling), q)
+
+    def __str__(self) -> str:
+        if self == AttentionPattern():
+            return "full"
+        given = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in given)
+
+
+FULL = AttentionPattern()
+
+
+def per_layer(pattern: AttentionPattern | Sequence[AttentionPattern], num_layers: int) -> tuple[AttentionPattern, ...]:
+    """One pattern for each layer, from one for all or a list.
+
+    Raises:
+      ValueError: the list does not have num_layers entries.
+    """
+    if isinstance(pattern, AttentionPattern):
+        return (pattern,) * num_layers
+    patterns = tuple(pattern)
+    if len(patterns) != num_layers:
+        raise ValueError(f"{len(patterns)} attention patterns were given, the model has {num_layers} layers")
+    return patterns
+
+
+def stack(patterns: Sequence[AttentionPattern]) -> PatternArrays:
+    """Patterns of all layers as int32 arrays [L]."""
+    return PatternArrays(*(np.stack(column) for column in zip(*(p.arrays() for p in patterns), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRange:
+    """What at least one layer can still see: the union of all layers' patterns, for freeing blocks.
+
+    window is None where some layer sees everything. globals_every holds the distinct strides of global positions.
+    """
+
+    window: int | None
+    num_sinks: int
+    globals_every: tuple[int, ...]
+
+    @classmethod
+    def of(cls, patterns: Sequence[AttentionPattern]) -> LiveRange:
+        windows = [p.window for p in patterns if p.evicts]
+        everything = len(windows) < len(patterns)
+        return cls(
+            window=None if everything else max(w for w in windows if w is not None),
+            num_sinks=max(p.num_sinks for p in patterns),
+            globals_every=tuple(sorted({p.global_every for p in patterns if p.global_every is not None})),
+        )
+
+    def dead_blocks(self, block_start, block_size: int, next_position):
+        """Whether no query at next_position or later sees a block's positions.
+
+        Args:
+          block_start: text position of each block's first slot; integer array.
+          next_position: text position of the next query, broadcast against block_start.
+        """
+        if self.window is None:
+            return np.zeros(np.broadcast_shapes(np.shape(block_start), np.shape(next_position)), bool)
+        # window 4, next query 10: it sees 7, 8, 9 and itself, so a block that ends at 6 is dead.
+        dead = block_start + (block_size - 1) <= next_position - self.window
+        dead &= block_start >= self.num_sinks
+        for every in self.globals_every:
+            dead &= (-block_start) % every >= block_size
+        return dead
+
+    def max_live_blocks(self, block_size: int, max_tokens: int, chunk: int = 1) -> int:
+        """Most blocks one sequence holds at once while it computes chunks of up to `chunk` tokens.
+
+        Args:
+          max_tokens: length at which the sequence ends.
+        """
+        whole = -(-max_tokens // block_size)
+        if self.window is None:
+            return whole
+        sinks = -(-self.num_sinks // block_size)
+        # A chunk of c queries reaches W - 1 + c positions, which can straddle one more block than they fill.
+        recent = -(-(self.window - 1 + chunk) // block_size) + 1
+        pinned = sum(-(-max_tokens // max(every, block_size)) for every in self.globals_every)
+        return min(whole, sinks + recent + pinned)

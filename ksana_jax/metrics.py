@@ -1,0 +1,23 @@
+"""What a step was, for experiments and plots. Plain numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepRecord(NamedTuple):
+    """One step of the engine.
+
+    ended_s: on the engine's clock. num_tokens: computed. num_singles: of them, alone in their row (decode).
+    num_running, num_waiting: sequences after the step. blocks_in_use: between steps, once invisible blocks are returned.
+    peak_blocks: during the step. num_preemptions: since the engine started.
+    """
+
+    ended_s: float
+    num_tokens: int
+    num_singles: int
+    num_running: int
+    num_waiting: int
+    blocks_in_use: int
+    peak_blocks: int
+    num_preemptions: int

@@ -1,0 +1,1 @@
+"""Functional decoder-only transformers. Parameters are pytrees; nothing here knows blocks, scheduling or files."""

@@ -1,0 +1,103 @@
+"""Rotary position embeddings (arXiv:2104.09864) and their stretched kinds. Knows positions, no cache."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.config import RopeConfig
+
+
+class Rope(NamedTuple):
+    """Frequencies [H/2] in radians per token, and the factor that scales rotated vectors (yarn; else 1)."""
+
+    inv_freq: jax.Array | np.ndarray
+    scale: float
+
+    def angles(self, positions) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines [..., H/2] of text positions [...], float32."""
+        angle = jnp.asarray(positions, jnp.float32)[..., None] * self.inv_freq
+        return jnp.cos(angle), jnp.sin(angle)
+
+    def rotate(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Rotates x [..., heads, H] by angles [..., H/2]: halves are pairs, as in Hugging Face checkpoints."""
+        return _rotate(x, angles, self.scale)
+
+    def rotate_further(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Rotates what is already rotated and scaled, without scaling it again."""
+        return _rotate(x, angles, 1.0)
+
+
+def _rotate(x, angles, scale):
+    cos, sin = (a[..., None, :] * scale for a in angles)
+    half = x.shape[-1] // 2
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> Rope:
+    """Frequencies of a model.
+
+    Args:
+      max_len: tokens; the longest text to be served. Only "dynamic" uses it: cached keys cannot change frequency as a
+        text grows, so they have that of the longest text from the start (none beyond original_max_len: the default).
+
+    Raises:
+      ValueError: an unknown kind.
+    """
+    base = config.theta
+    if config.kind == "dynamic":
+        longest, original = max_len or 0, config.original_max_len or 0
+        if longest > original:
+            stretch = config.factor * longest / original - (config.factor - 1)
+            base *= stretch ** (head_dim / (head_dim - 2))
+    inv_freq = base ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if config.kind in ("default", "dynamic"):
+        return Rope(inv_freq.astype(np.float32), 1.0)
+    if config.kind == "linear":
+        return Rope((inv_freq / config.factor).astype(np.float32), 1.0)
+    if config.kind == "llama3":
+        return Rope(_llama3(config, inv_freq).astype(np.float32), 1.0)
+    if config.kind == "yarn":
+        return _yarn(config, inv_freq, head_dim)
+    raise ValueError(f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn")
+
+
+def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, those between are mixed (Llama 3.1's released scaling)."""
+    original = float(config.original_max_len or 0)
+    turns = original * inv_freq / (2 * math.pi)  # full turns within the original context
+    mix = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    mix = np.clip(mix, 0.0, 1.0)
+    return inv_freq * (mix + (1 - mix) / config.factor)
+
+
+def _yarn(config: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> Rope:
+    """YaRN, arXiv:2309.00071, section 3.2 (frequencies by parts) and 3.3 (attention factor)."""
+    original = float(config.original_max_len or 0)
+
+    def dimension(num_turns: float) -> float:
+        """Pair of dimensions that makes so many turns within the original context."""
+        return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    freq = inv_freq * (1 - ramp) + inv_freq / config.factor * ramp
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    scale = config.attention_factor
+    if scale is None:
+        if config.mscale and config.mscale_all_dim:
+            scale = mscale(config.mscale) / mscale(config.mscale_all_dim)
+        else:
+            scale = mscale(1.0)
+    return Rope(freq.astype(np.float32), float(scale))

@@ -1,0 +1,1 @@
+"""Operators with one contract and several implementations, chosen by platform."""

@@ -1,0 +1,199 @@
+"""What a user asks and gets back. Knows no scheduling, no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import NamedTuple
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIASES = 1024
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    ABORT = "abort"
+
+
+def _number(name: str, value, low: float, high: float, integer: bool = False) -> None:
+    kind = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not low <= value <= high:
+        what = "an integer" if integer else "a number"
+        raise ValueError(f"{name} is {value!r}, must be {what} from {low:,} to {high:,}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens of one request are chosen; names and meaning as in vLLM.
+
+    Args:
+      n: completions per prompt.
+      temperature: 0 takes the most probable token.
+      top_k: most probable tokens kept; 0 or -1 keeps all.
+      top_p: smallest set of tokens whose probability reaches this is kept, in (0, 1].
+      min_p: tokens below min_p x the largest probability are dropped.
+      repetition_penalty: divides positive (multiplies negative) logits of tokens in the prompt or the output.
+      presence_penalty: subtracted once from the logits of tokens in the output.
+      frequency_penalty: subtracted from the logits for each time a token is in the output.
+      logit_bias: {token id: added to its logit}, -100 to 100.
+      seed: same tokens whatever shares the batch; None draws one from the engine's seed.
+      stop: a string or strings that end the output and are not part of it.
+      stop_token_ids: ids that end the output.
+      ignore_eos: go on after an end-of-sequence id.
+      min_tokens: no end-of-sequence or stop id before that many tokens.
+      max_tokens: most tokens of output.
+      logprobs: log-probabilities of that many top tokens, and of the chosen one; None for none.
+      prompt_logprobs: the same for each prompt token.
+      detokenize: whether to make text.
+
+    Log-probabilities are those of the model, before penalties, temperature and truncation.
+
+    Raises:
+      ValueError: a field is out of range, with the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+
+    def __post_init__(self):
+        _number("n", self.n, 1, MAX_N, integer=True)
+        _number("temperature", self.temperature, 0, 100)
+        _number("top_k", self.top_k, -1, 2**31 - 1, integer=True)
+        _number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ValueError("top_p is 0, must be above 0 and at most 1")
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0, 100)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty is 0, must be above 0 and at most 100")
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _number("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
+        _number("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
+        _number("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0, MAX_LOGPROBS, integer=True)
+        for name in ("ignore_eos", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be True or False")
+        self._check_stops()
+        self._check_bias()
+
+    def _check_stops(self):
+        stops = self.stop_strings
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(stops)} strings, at most {MAX_STOP_STRINGS} are supported")
+        for text in stops:
+            if not isinstance(text, str) or not 1 <= len(text) <= 256:
+                raise ValueError(f"stop has {text!r:.60}, each must be a string of 1 to 256 characters")
+        if stops and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True")
+        for token in self.stop_token_ids or ():
+            _number("stop_token_ids", token, 0, 2**31 - 1, integer=True)
+
+    def _check_bias(self):
+        bias = self.logit_bias or {}
+        if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIASES} entries")
+        for token, value in bias.items():
+            _number("logit_bias key", token, 0, 2**31 - 1, integer=True)
+            _number(f"logit_bias[{token}]", value, -100, 100)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token and its rank, 1 for the most probable."""
+
+    logprob: float
+    rank: int
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One completion. logprobs: for each token {token_id: Logprob}, the chosen one and the top ones; None unless asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class RequestMetrics:
+    """Times in seconds on the engine's clock; None where it has not come to that.
+
+    ttft_s: from arrival to the first token. tpot_s: mean time per later token. num_preemptions: times the request had to
+    start over.
+    """
+
+    arrival_s: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.first_token_s is None or self.finished_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """What a request has given so far.
+
+    prompt_logprobs: None for the first prompt token, which nothing predicts, then {token_id: Logprob} for each; None
+    unless asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

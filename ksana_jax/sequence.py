@@ -1,0 +1,156 @@
+"""What the host knows of sequences: one object each while it waits or reports, one row of NumPy arrays while it runs.
+
+A decode step touches arrays only, whatever the number of sequences; objects are for what happens once in a sequence's
+life (admission, preemption, the end) or where a request asks for text or log-probabilities step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.kv.patterns import FAR
+from ksana_jax.request import FinishReason, SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One completion of a request.
+
+    Args:
+      seq_id: number in order of arrival.
+      token_ids: prompt, and what was generated before a preemption; while it runs, the tokens are in its row.
+      params: of its request.
+      stop_ids: ids that end it, those of the model included.
+      max_len: tokens at which it ends, prompt included.
+      seed: of its random stream.
+      owner: the request it belongs to; the scheduler does not look inside.
+
+    Attributes:
+      row: where it runs; None while it waits.
+      num_prompt: tokens of its prompt.
+      num_scored: prompt tokens whose log-probabilities are already reported.
+    """
+
+    seq_id: int
+    token_ids: np.ndarray
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    max_len: int
+    seed: int = 0
+    owner: Any = None
+    row: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+    num_scored: int = 1
+    first_token_s: float | None = None
+    num_prompt: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.num_prompt = len(self.token_ids)
+
+    @property
+    def dense_sampling(self) -> bool:
+        """Whether penalties or biases over the whole vocabulary are in play."""
+        p = self.params
+        penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        return penalised or bool(p.logit_bias) or (p.min_tokens > 0 and bool(self.stop_ids))
+
+
+class Rows:
+    """Running sequences as rows of arrays; R rows, tables of width P.
+
+    token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; what is left to
+    compute is num_tokens - num_computed.
+    block_tables, block_starts: [R, P] live blocks by rising text position and where each begins; FAR where absent.
+    num_blocks: [R] live blocks. covered: [R] text position up to which blocks have been taken.
+    return_at: [R] oldest visible position at which the next block may have become invisible.
+    stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
+    """
+
+    def __init__(self, num_rows: int, table_width: int):
+        self.seqs: list[Sequence | None] = [None] * num_rows
+        self.token_ids = np.zeros((num_rows, 64), np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        self.num_computed = np.zeros(num_rows, np.int32)
+        self.num_prompt = np.zeros(num_rows, np.int32)
+        self.max_len = np.zeros(num_rows, np.int32)
+        self.block_tables = np.zeros((num_rows, table_width), np.int32)
+        self.block_starts = np.full((num_rows, table_width), FAR, np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.covered = np.zeros(num_rows, np.int32)
+        self.return_at = np.zeros(num_rows, np.int32)
+        self.stop_ids = np.full((num_rows, 1), -1, np.int32)
+        self.min_len = np.zeros(num_rows, np.int32)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.seeds = np.zeros((num_rows, 2), np.uint32)
+        self.repetition_penalty = np.ones(num_rows, np.float32)
+        self.presence_penalty = np.zeros(num_rows, np.float32)
+        self.frequency_penalty = np.zeros(num_rows, np.float32)
+        # What a row asks for beyond a greedy token, so that a step can tell with one reduction.
+        self.samples = np.zeros(num_rows, bool)
+        self.dense = np.zeros(num_rows, bool)
+        self.num_logprobs = np.full(num_rows, -1, np.int32)
+        self.num_prompt_logprobs = np.full(num_rows, -1, np.int32)
+        self.alive = np.zeros(num_rows, bool)
+
+    def place(self, seq: Sequence, row: int) -> None:
+        """Writes a sequence into a free row, nothing of it computed."""
+        assert self.seqs[row] is None and seq.row is None
+        p, count = seq.params, len(seq.token_ids)
+        self.seqs[row], seq.row = seq, row
+        self.alive[row] = True
+        if count >= self.token_ids.shape[1]:
+            self._grow(count + 1)
+        self.token_ids[row, :count] = seq.token_ids
+        self.num_tokens[row], self.num_computed[row], self.num_prompt[row] = count, 0, seq.num_prompt
+        self.max_len[row] = seq.max_len
+        self.min_len[row] = seq.num_prompt + p.min_tokens
+        if len(seq.stop_ids) > self.stop_ids.shape[1]:
+            extra = len(seq.stop_ids) - self.stop_ids.shape[1]
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(seq.stop_ids)] = seq.stop_ids
+        self.temperature[row], self.top_k[row], self.top_p[row] = p.temperature, p.top_k, p.top_p
+        self.min_p[row] = p.min_p
+        self.seeds[row] = (seq.seed >> 32) & 0xFFFFFFFF, seq.seed & 0xFFFFFFFF
+        self.repetition_penalty[row] = p.repetition_penalty
+        self.presence_penalty[row], self.frequency_penalty[row] = p.presence_penalty, p.frequency_penalty
+        self.dense[row] = seq.dense_sampling
+        self.samples[row] = not p.greedy or seq.dense_sampling
+        self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
+        self.num_prompt_logprobs[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
+
+    def clear(self, row: int) -> None:
+        """Frees a row; its sequence takes its tokens along. Its blocks must have been released."""
+        seq = self.seqs[row]
+        assert seq is not None
+        seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        self.seqs[row], seq.row = None, None
+        self.num_blocks[row] = self.covered[row] = self.return_at[row] = 0
+        self.block_starts[row] = FAR
+        self.block_tables[row] = 0
+        self.samples[row] = self.dense[row] = self.alive[row] = False
+        self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Adds one token to each of some rows."""
+        at = self.num_tokens[rows]
+        if len(at) and at.max() >= self.token_ids.shape[1]:
+            self._grow(int(at.max()) + 1)
+        self.token_ids[rows, at] = tokens
+        self.num_tokens[rows] = at + 1
+
+    def held(self, row: int) -> np.ndarray:
+        """Ids of the blocks that a row holds."""
+        return self.block_tables[row, : self.num_blocks[row]]
+
+    def _grow(self, count: int) -> None:
+        width = max(count, 2 * self.token_ids.shape[1])
+        self.token_ids = np.pad(self.token_ids, ((0, 0), (0, width - self.token_ids.shape[1])))
