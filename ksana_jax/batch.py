@@ -121,7 +121,7 @@ class BatchBuilder:
         )
 
     def _put_singles(self, arrays: StepArrays, singles: np.ndarray, rows: Rows) -> None:
-        n, width = len(singles), arrays.block_tables.shape[1]
+        n, width = len(singles), min(arrays.block_tables.shape[1], rows.block_tables.shape[1])
         if not n:
             return
         at = rows.num_computed[singles]
@@ -130,20 +130,20 @@ class BatchBuilder:
         # A single is the newest token of its row: it lies in the row's last block.
         newest = rows.block_tables[singles, rows.num_blocks[singles] - 1]
         arrays.slots[:n] = newest * self.block_size + at % self.block_size
-        arrays.block_tables[:n] = rows.block_tables[:, :width][singles]
-        arrays.block_starts[:n] = rows.block_starts[:, :width][singles]
+        arrays.block_tables[:n, :width] = rows.block_tables[:, :width][singles]
+        arrays.block_starts[:n, :width] = rows.block_starts[:, :width][singles]
         arrays.last[:n] = np.arange(n)
 
     def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
-        start, width = int(rows.num_computed[row]), arrays.block_tables.shape[1]
+        start, width = int(rows.num_computed[row]), int(rows.num_blocks[row])
         here = slice(token, token + count)
         positions = np.arange(start, start + count, dtype=np.int32)
         arrays.tokens[here] = rows.token_ids[row, start : start + count]
         arrays.positions[here] = positions
         block = np.searchsorted(rows.block_starts[row], positions, side="right") - 1
         arrays.slots[here] = rows.block_tables[row, block] * self.block_size + positions % self.block_size
-        arrays.block_tables[tiles] = rows.block_tables[row, :width]
-        arrays.block_starts[tiles] = rows.block_starts[row, :width]
+        arrays.block_tables[tiles, :width] = rows.block_tables[row, :width]
+        arrays.block_starts[tiles, :width] = rows.block_starts[row, :width]
         arrays.last[tiles] = token + count - 1
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:

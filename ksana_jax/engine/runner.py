@@ -178,4 +178,4 @@ def _score_tokens(params, hidden, targets, *, num_top):
         lambda part: score(logits(params, part[0]), part[1], num_top),
         (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+    return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), parts)

@@ -244,14 +244,10 @@ class Scheduler:
             more to compute.
         """
         r, rows = self.rows, batch.rows
-        if len(batch.chunks):
-            r.num_computed[batch.singles] += 1
-            r.num_computed[batch.chunks] += batch.counts
-            complete = r.num_computed[rows] == r.num_tokens[rows]
-            sampled, tokens = rows[complete], tokens[complete]
-        else:
-            r.num_computed[rows] += 1
-            sampled = rows
+        r.num_computed[batch.singles] += 1
+        r.num_computed[batch.chunks] += batch.counts
+        complete = r.num_computed[rows] == r.num_tokens[rows]
+        sampled, tokens = rows[complete], tokens[complete]
         r.append(sampled, tokens)
         length = r.num_tokens[sampled]
         stopped = (r.stop_ids[sampled] == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])

@@ -1,0 +1,170 @@
+"""The `ksana` command. Imports what a command needs when it runs, so that `ksana --help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="ksana",
+    help="Quality, memory and speed of KV-cache techniques, measured on one engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Times of the engine on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, dotted: engine.block_size=8", show_default=False)
+]
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    pass
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="the experiment, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="output folder  [default: runs/NAME]", show_default=False)] = None,
+    shard: Annotated[str, typer.Option(help="k/n: the k-th of n parts, for job arrays")] = "1/1",
+) -> None:
+    """Runs an experiment, or goes on with one that was interrupted; prints its table and writes its figure."""
+    from experiments.command import run_and_report
+
+    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=_debugging()))
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)]) -> None:
+    """Makes table and figure of a run again from its records."""
+    from experiments.command import show
+    from experiments.report import report as make
+
+    show(make(folder), folder)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="text to continue", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(help="most tokens of output")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="smallest set of tokens of that probability")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="f32 or bf16")] = "f32",
+    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
+    sinks: Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")] = 0,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="most tokens, prompt and output", show_default=False)
+    ] = None,
+) -> None:
+    """Continues a prompt, text appearing as it is made."""
+    from ksana_jax import LLM, AttentionPattern, SamplingParams
+
+    if sinks and window is None:
+        raise ValueError(f"--sinks {sinks} needs --window")
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    pattern = None
+    if window is not None:
+        pattern = AttentionPattern(window=window, num_sinks=sinks, sink_position="cache" if sinks else "absolute")
+    llm = LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, pattern=pattern)
+    shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    sys.stdout.write("\n")
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="the training configuration, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Trains a model, or goes on with a training that was interrupted."""
+    from ksana_jax.training import train as train_model
+
+    train_model(str(file), overrides or [])
+
+
+@app.command()
+def doctor() -> None:
+    """Says what this machine has, which implementations would be used, and why not the others."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from experiments.environment import environment
+    from ksana_jax.ops.attention import explain
+
+    console, found = Console(highlight=False), environment()
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    console.print(
+        f"device     {found['num_devices']} x {escape(found['device'])} ({found['backend']}), {found['cores']} cores"
+    )
+    console.print(f"system     {found['platform']}")
+    console.print(f"python     {found['python']}")
+    console.print(f"packages   {packages}")
+    console.print(f"XLA_FLAGS  {escape(found['xla_flags']) or '(none)'}")
+    console.print("ragged paged attention:")
+    for name, chosen, reason in explain():
+        console.print(f"  {'[green]used[/green]    ' if chosen else 'not used'}  {escape(name)}: {escape(reason)}")
+
+
+@bench.command("host", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench_host(context: typer.Context) -> None:
+    """CPU time of the host loop for one decode step: --rows 256,1024 --json."""
+    from ksana_jax.bench.host import main as bench_main
+
+    bench_main(context.args)
+
+
+@bench.command("throughput", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench_throughput(context: typer.Context) -> None:
+    """Output tokens a second on a fixed load: --model DIR --dtype f32|bf16 --json."""
+    from ksana_jax.bench.throughput import main as bench_main
+
+    bench_main(context.args)
+
+
+_debug = False
+
+
+def _debugging() -> bool:
+    return _debug
+
+
+def _warn(message, category, filename, lineno, file=None, line=None) -> None:
+    print(f"ksana: warning: {message}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: an error of the user is one line on stderr and exit code 2."""
+    global _debug
+    argv = sys.argv[1:] if argv is None else argv
+    # Wherever it stands: `ksana run x.yaml --debug` is what one types after an error.
+    _debug = "--debug" in argv
+    warnings.showwarning = _warn
+    try:
+        app([a for a in argv if a != "--debug"], prog_name="ksana")
+    except (ValueError, OSError, NotImplementedError) as error:
+        if _debug:
+            raise
+        print(f"ksana: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except ImportError as error:
+        if _debug:
+            raise
+        print(f"ksana: error: {error}; is everything installed? (pip install -e .)", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("ksana: interrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,156 @@
+"""Checkpoints of a run, through orbax: one directory for each step, whole or absent. Knows no Hugging Face names.
+
+`step_00000012` is written under a temporary name and renamed when it is complete. What a killed process left behind
+is skipped when reading.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.loading.errors import LoadError
+from ksana_jax.loading.load import abstract_params
+from ksana_jax.models.transformer import Params
+
+MAX_LISTED = 20
+# What orbax and the store below it raise for lost or damaged files.
+READ_ERRORS = (ValueError, OSError, KeyError, RuntimeError)
+_STEP = re.compile(r"step_(\d{8,})")
+_UNFINISHED = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*")
+
+
+def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = None, keep: int | None = 3) -> int:
+    """Saves a pytree of arrays, such as Params or a training state; done and complete when it returns.
+
+    Args:
+      path: directory of the run; made where it does not exist.
+      step: its number, replacing what has that number; None takes the next one.
+      keep: newest steps to keep; None keeps all.
+
+    Returns:
+      The step.
+    """
+    root = Path(path).resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    if step is None:
+        step = max(_steps(root), default=-1) + 1
+    if step < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(_directory(root, step), _named(tree), force=True)
+    for name in [entry.name for entry in root.iterdir() if _UNFINISHED.fullmatch(entry.name)]:
+        shutil.rmtree(root / name, ignore_errors=True)
+    if keep is not None:
+        # Steps after this one were abandoned by whoever resumed before them, and stay until they are overtaken.
+        for old in [s for s in _steps(root) if s <= step][:-keep]:
+            shutil.rmtree(_directory(root, old), ignore_errors=True)
+    return step
+
+
+def restore_checkpoint(
+    path: str | os.PathLike[str], config: ModelConfig, dtype: Literal["f32", "bf16"] = "f32", step: int | None = None
+) -> Params:
+    """Weights of the latest complete step, or of the one given; as `restore_tree`."""
+    return restore_tree(path, abstract_params(config, dtype), step)[0]
+
+
+def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = None) -> tuple[Any, int]:
+    """Reads what `save_checkpoint` saved, onto the default device.
+
+    Args:
+      wanted: the same pytree with jax.ShapeDtypeStruct for arrays; stored values are converted to its dtypes.
+      step: None takes the latest that can be read, warning about torn ones that it skips.
+
+    Returns:
+      The tree, and its step.
+
+    Raises:
+      LoadError: no complete step, or one whose tree differs; the first 20 differing paths are listed.
+    """
+    root = Path(path).resolve()
+    steps = [step] if step is not None else sorted(_steps(root), reverse=True)
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    named = {name: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=place) for name, w in _named(wanted).items()}
+    torn = []
+    with ocp.StandardCheckpointer() as checkpointer:
+        for candidate in steps:
+            directory = _directory(root, candidate)
+            stored = _stored(checkpointer, directory)
+            if stored is None:
+                torn.append(f"{directory.name} is not complete")
+                continue
+            _check_tree(directory, stored, named)
+            try:
+                leaves = checkpointer.restore(directory, named)
+            except READ_ERRORS as error:
+                torn.append(f"{directory.name} cannot be read: {str(error).splitlines()[0][:200]}")
+                continue
+            if torn:
+                warnings.warn(f"{root}: {'; '.join(torn)}; step {candidate} is used instead", stacklevel=2)
+            return jax.tree.unflatten(jax.tree.structure(wanted), [leaves[name] for name in named]), candidate
+    raise LoadError(f"{root} holds no complete checkpoint" + (f": {'; '.join(torn)}" if torn else ""))
+
+
+def latest_step(path: str | os.PathLike[str]) -> int | None:
+    """The newest complete step, or None."""
+    root = Path(path).resolve()
+    with ocp.StandardCheckpointer() as checkpointer:
+        for step in sorted(_steps(root), reverse=True):
+            if _stored(checkpointer, _directory(root, step)) is not None:
+                return step
+    return None
+
+
+def _steps(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in root.iterdir() if (match := _STEP.fullmatch(entry.name)))
+
+
+def _directory(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by path, such as layers.0.w_q."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _stored(checkpointer: ocp.StandardCheckpointer, directory: Path) -> Mapping[str, Any] | None:
+    """Shapes and dtypes by path, or None where the step is not complete."""
+    if not (directory / "_CHECKPOINT_METADATA").is_file():
+        return None
+    try:
+        metadata = checkpointer.metadata(directory).item_metadata
+    except READ_ERRORS:
+        return None
+    return None if metadata is None else metadata.tree
+
+
+def _check_tree(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    problems = []
+    for name in sorted(stored.keys() | wanted.keys()):
+        if name not in stored:
+            problems.append(f"{name} is missing")
+        elif name not in wanted:
+            problems.append(f"{name} is not part of the model")
+        elif tuple(stored[name].shape) != wanted[name].shape:
+            problems.append(f"{name} has shape {list(stored[name].shape)}, not {list(wanted[name].shape)}")
+        elif np.issubdtype(stored[name].dtype, np.integer) != np.issubdtype(wanted[name].dtype, np.integer):
+            problems.append(f"{name} is {stored[name].dtype}, not {wanted[name].dtype}")
+    if problems:
+        listed = "; ".join(problems[:MAX_LISTED])
+        more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        raise LoadError(f"{directory}: {len(problems)} arrays differ: {listed}{more}")

@@ -1,0 +1,106 @@
+"""Reads the shape of a model from its directory: `config.json` and `generation_config.json`. Knows no arrays."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.loading.errors import LoadError
+from ksana_jax.models.families import config_from_hf
+
+# Far above any real config or shard index; a file beyond it is not read.
+MAX_JSON_BYTES = 16 * 2**20
+
+
+class Tokenizer(Protocol):
+    """What `check_tokenizer` asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def model_directory(model_dir: str | os.PathLike[str]) -> Path:
+    """
+    Raises:
+      LoadError: there is no such directory.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise LoadError(f"{path} is not a directory; supported: a local directory in Hugging Face form")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+      ConfigError: the file is missing, too large, not a JSON object, or holds NaN or an infinity.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing or not a file")
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ConfigError(f"{path} has {size:,} bytes; supported: at most {MAX_JSON_BYTES:,}")
+    try:
+        values = json.loads(path.read_bytes())
+        problems = list(_not_finite(values))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}; must be a JSON object")
+    if problems:
+        raise ConfigError(f"{path}: " + "; ".join(f"{name} is {value}, must be finite" for name, value in problems))
+    return values
+
+
+def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield name or "the value", value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_finite(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_finite(item, f"{name}[{index}]")
+
+
+def load_config(model_dir: str | os.PathLike[str]) -> ModelConfig:
+    """Reads a model's shape. Ids that begin and end a text come from generation_config.json where it gives them.
+
+    Raises:
+      LoadError: there is no such directory.
+      ConfigError: one line that names the file and every field that cannot be or is not supported.
+    """
+    directory = model_directory(model_dir)
+    source = directory / "config.json"
+    values = read_json(source)
+    config = config_from_hf(values, str(source))
+    generation = directory / "generation_config.json"
+    if not generation.exists():
+        return config
+    given = read_json(generation)
+    ids = {name: given[name] for name in ("bos_token_id", "eos_token_id") if given.get(name) is not None}
+    return config_from_hf({**values, **ids}, f"{source} with ids from {generation.name}") if ids else config
+
+
+def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Checks that a tokenizer's ids are rows of the embedding, which may be larger than the vocabulary (padded).
+
+    Raises:
+      ConfigError: the tokenizer has more ids than the model, or the model's special ids lie beyond the tokenizer's.
+    """
+    size = tokenizer.vocab_size
+    if size > config.vocab_size:
+        raise ConfigError(
+            f"vocab_size is {config.vocab_size:,}, but the tokenizer has {size:,} ids; they are not of the same model"
+        )
+    named = [("bos_token_id", config.bos_id), *(("eos_token_id", i) for i in config.eos_ids)]
+    beyond = [f"{name} {value:,}" for name, value in named if value is not None and value >= size]
+    if beyond:
+        raise ConfigError(
+            f"{', '.join(beyond)} lies beyond the tokenizer's {size:,} ids; they are not of the same model"
+        )

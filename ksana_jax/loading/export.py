@@ -1,0 +1,64 @@
+"""Writes a model as a Hugging Face directory: config.json, generation_config.json and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.loading.errors import LoadError
+from ksana_jax.loading.load import tensor_names
+from ksana_jax.loading.tensor_files import SINGLE
+from ksana_jax.models.families import config_to_hf
+from ksana_jax.models.transformer import Params, is_shape, param_shapes
+
+STORED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:
+    """Writes weights in the dtype that they have. Each file appears whole or not at all, the weights last.
+
+    Raises:
+      ConfigError: the family's config in Hugging Face form cannot express this model.
+      LoadError: params are not those of the config; every difference is listed.
+    """
+    values = config_to_hf(config)
+    shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
+    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    wanted = {jax.tree_util.keystr(path): shape for path, shape in shapes}
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    problems += [f"{name} is not part of the config" for name in given if name not in wanted]
+    problems += [f"{name} has shape {list(given[name].shape)}, the config gives {list(shape)}"
+                 for name, shape in wanted.items() if name in given and given[name].shape != shape]  # fmt: skip
+    dtypes = sorted({str(leaf.dtype) for leaf in given.values()})
+    if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
+        problems.append(f"dtypes are {', '.join(dtypes)}; supported: one of {', '.join(STORED_DTYPES)}")
+    if problems:
+        raise LoadError(f"params do not fit the config: {'; '.join(problems)}")
+
+    directory = Path(model_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    names = jax.tree.leaves(tensor_names(config))
+    tensors = dict(zip(names, map(np.asarray, jax.tree.leaves(params)), strict=True))
+    _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})
+    # Its ids go before those of config.json, so one that was there before must not stay.
+    _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})
+    partial = directory / f"{SINGLE}.partial"
+    # transformers asks for the "format" entry, which says in which framework's layout the tensors are.
+    safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
+    # safetensors lets the owner alone read it; the others follow the user's umask.
+    shutil.copymode(directory / "config.json", partial)
+    os.replace(partial, directory / SINGLE)
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(values, indent=2) + "\n")
+    os.replace(partial, path)

@@ -1,0 +1,141 @@
+"""Weights of a model directory, tensor by tensor, into the parameter tree.
+
+On the CPU a tensor's final place is the only whole copy of it: a buffer aligned as XLA wants it, filled from the file
+in pieces and handed over without a copy. On an accelerator the buffer is a stage, and one tensor is in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.config import DTYPES, ConfigError, ModelConfig
+from ksana_jax.loading.config_json import load_config, model_directory
+from ksana_jax.loading.errors import LoadError
+from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
+from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.transformer import Params, init_params, is_shape, param_shapes
+
+LOAD_FORMATS = ("auto", "dummy")
+ALIGNMENT = 64  # bytes; what XLA's CPU client asks of a buffer that it takes over
+
+# Buffers that older versions of transformers saved with the weights; they follow from the config.
+IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def array_dtype(name: str) -> Any:
+    """
+    Raises:
+      ConfigError: not "f32" or "bf16".
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}, must be one of {', '.join(DTYPES)}")
+    return jnp.dtype(jnp.float32 if name == "f32" else jnp.bfloat16)
+
+
+def load_model(
+    source: str | os.PathLike[str] | ModelConfig,
+    dtype: Literal["f32", "bf16"] = "f32",
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+) -> tuple[ModelConfig, Params]:
+    """Reads a model, or makes one up.
+
+    Args:
+      source: a directory in Hugging Face form; with "dummy" its config.json is enough, or a ModelConfig.
+      dtype: of the weights in memory, whatever they are stored in.
+      load_format: "auto" reads safetensors; "dummy" draws random weights.
+      seed: of the random weights.
+
+    Raises:
+      ConfigError: a config or argument that cannot be.
+      LoadError: files that cannot be used; one line that lists every tensor concerned.
+    """
+    kind = array_dtype(dtype)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format is {load_format!r}, must be one of {', '.join(LOAD_FORMATS)}")
+    config = source.validate() if isinstance(source, ModelConfig) else load_config(source)
+    if load_format == "dummy":
+        return config, init_params(config, seed, kind)
+    if isinstance(source, ModelConfig):
+        raise ConfigError("a ModelConfig brings no weights; give a model directory, or load_format='dummy'")
+    return config, read_params(config, find_tensors(model_directory(source)), kind, str(source))
+
+
+def abstract_params(config: ModelConfig, dtype: Literal["f32", "bf16"] = "f32") -> Params:
+    """Shapes and dtypes of the weights, without weights: a Params of jax.ShapeDtypeStruct, to plan and trace with."""
+    kind = array_dtype(dtype)
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
+
+
+def tensor_names(config: ModelConfig) -> Params:
+    """Hugging Face names of the weights: a Params whose leaves are strings."""
+    family = FAMILIES[config.family]
+
+    def name(path, shape) -> str:
+        return family.tensor_name(path[-1].name, path[1].idx if path[0].name == "layers" else None)
+
+    return jax.tree_util.tree_map_with_path(name, param_shapes(config), is_leaf=is_shape)
+
+
+def read_params(config: ModelConfig, found: dict[str, StoredTensor], dtype, source: str) -> Params:
+    """Reads all weights of a config from where they were found.
+
+    Raises:
+      LoadError: tensors that are missing, unexpected, of another shape or of a dtype that is not supported; all listed.
+    """
+    shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
+    names = jax.tree.leaves(tensor_names(config))
+    _check_tensors(config, dict(zip(names, shapes, strict=True)), found, source)
+    return jax.tree.unflatten(tree, [read_tensor(found[name], dtype) for name in names])
+
+
+def _check_tensors(config: ModelConfig, expected: dict[str, tuple[int, ...]], found: dict[str, StoredTensor], source):
+    family = FAMILIES[config.family]
+    head, embed = family.tensor_name("head"), family.tensor_name("embed")
+    tied_head = config.tie_embeddings and head in found
+    allowed = dict(expected) | ({head: expected[embed]} if tied_head else {})
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    for name, stored in found.items():
+        if name not in allowed:
+            if not IGNORED.fullmatch(name):
+                problems.append(f"{name} is not part of this {config.family} config")
+        elif stored.shape != allowed[name]:
+            problems.append(f"{name} has shape {list(stored.shape)}, the config gives {list(allowed[name])}")
+        elif stored.dtype not in FLOATS:
+            problems.append(f"{name} is {stored.dtype}, supported: {', '.join(FLOATS)}")
+    if problems:
+        raise LoadError(f"{source}: {len(problems)} tensors do not fit: {'; '.join(problems)}")
+    if tied_head and not _same(found[head], found[embed]):
+        raise LoadError(
+            f"{source}: {head} differs from {embed} although tie_word_embeddings is true; "
+            "supported: equal tensors, or tie_word_embeddings false"
+        )
+
+
+def _same(a: StoredTensor, b: StoredTensor) -> bool:
+    if a.dtype != b.dtype:
+        return False
+    pairs = zip(chunks(a), chunks(b), strict=True)
+    return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for (_, x), (_, y) in pairs)
+
+
+def read_tensor(stored: StoredTensor, dtype) -> jax.Array:
+    """One tensor as an array on the default device; done when it returns."""
+    host = aligned_empty(stored.shape, dtype)
+    for rows, piece in chunks(stored):
+        host.reshape(host.shape or (1,))[rows] = piece
+    return jax.block_until_ready(jax.device_put(host))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """An uninitialised array whose memory XLA's CPU client takes over as it is."""
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

@@ -1,0 +1,149 @@
+"""Finds and reads tensors in the safetensors files of a model directory. Knows no names of weights, no jax.
+
+Pickled weights are never opened. Files are mapped into memory a few MiB at a time: pages of a mapping count as memory
+of the process for as long as it lives, so a mapping kept over a whole checkpoint would double what loading takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ksana_jax.loading.config_json import read_json
+from ksana_jax.loading.errors import LoadError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_TENSORS = 100_000
+CHUNK_BYTES = 8 * 2**20
+FLOATS = ("F32", "BF16", "F16")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file; dtype is safetensors' name for it."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model directory, by name, from their files' headers.
+
+    Raises:
+      LoadError: no safetensors, a shard outside the directory, a file that is not sound, or an index that names
+        tensors which its shards do not hold.
+    """
+    if (directory / SINGLE).exists() or (directory / SINGLE).is_symlink():
+        return read_header(_inside(directory, SINGLE, directory / SINGLE))
+    index = directory / INDEX
+    if not index.exists():
+        pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(kind))
+        if pickled:
+            raise LoadError(
+                f"{directory} holds pickled weights ({', '.join(pickled[:5])}), which can run code when they are read; "
+                f"supported: {SINGLE} or {INDEX}"
+            )
+        raise LoadError(f"{directory} holds no weights; supported: {SINGLE} or {INDEX}")
+
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise LoadError(f"{index}: weight_map must be an object of tensor names and file names")
+    if len(weight_map) > MAX_TENSORS:
+        raise LoadError(f"{index}: weight_map has {len(weight_map):,} tensors; supported: at most {MAX_TENSORS:,}")
+    found: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, stored in read_header(_inside(directory, shard, index)).items():
+            if name in found:
+                raise LoadError(f"{index}: {name} is in both {found[name].path.name} and {shard}")
+            found[name] = stored
+    absent = [f"{name} in {shard}" for name, shard in weight_map.items()
+              if name not in found or found[name].path.name != Path(shard).name]  # fmt: skip
+    if absent:
+        raise LoadError(f"{index}: weight_map names tensors that the files do not hold: {', '.join(absent)}")
+    return found
+
+
+def _inside(directory: Path, name: str, source: Path) -> Path:
+    """The file of that name, which must lie in the directory after links are followed.
+
+    A snapshot of the Hugging Face cache links to files beside it in `blobs`; that one place is allowed as well.
+    """
+    root = directory.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    plain = Path(name)
+    if plain.is_absolute() or ".." in plain.parts or "\0" in name:
+        raise LoadError(f"{source}: shard {name!r} leaves the directory; supported: files in {directory}")
+    try:
+        target = (directory / plain).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError up to Python 3.12
+        raise LoadError(f"{source}: shard {name!r} cannot be read: {error}") from None
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise LoadError(f"{source}: shard {name!r} leaves the directory; supported: files in {directory}")
+    if not target.is_file():
+        raise LoadError(f"{source}: shard {name!r} is missing or not a file")
+    return directory / plain
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path} is not a sound safetensors file: {error}") from None
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of one file. The header's size and number of entries are checked before it is parsed.
+
+    Raises:
+      LoadError: a truncated or malformed file, or a header beyond MAX_HEADER_BYTES or MAX_TENSORS.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise LoadError(f"{path} is not a sound safetensors file: it has {size} bytes, the header alone takes more")
+        (length,) = struct.unpack("<Q", start)
+        if length > MAX_HEADER_BYTES:
+            raise LoadError(f"{path}: header has {length:,} bytes; supported: at most {MAX_HEADER_BYTES:,}")
+        if length > size - 8:
+            raise LoadError(f"{path} is truncated: its header has {length:,} bytes, the file {size:,}")
+        # Every entry opens a brace, whatever its name; the outer object and __metadata__ open two more.
+        entries = file.read(length).count(b"{") - 2
+    if entries > MAX_TENSORS:
+        raise LoadError(f"{path}: header has {entries:,} entries; supported: at most {MAX_TENSORS:,}")
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        return {n: StoredTensor(path, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+
+
+def chunks(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray]]:
+    """A tensor in pieces of whole rows, about CHUNK_BYTES each, with the rows they are.
+
+    Each piece is a copy; the file is mapped anew for each, so that pages already read are given back.
+    """
+    if not stored.shape:
+        with _opened(stored.path) as file:
+            yield slice(0, 1), file.get_tensor(stored.name).reshape(1)
+        return
+    num_rows = stored.shape[0]
+    row_bytes = int(np.prod(stored.shape[1:], dtype=np.int64)) * (4 if stored.dtype == "F32" else 2)
+    step = max(1, CHUNK_BYTES // max(row_bytes, 1))
+    for first in range(0, num_rows, step):
+        rows = slice(first, min(first + step, num_rows))
+        with _opened(stored.path) as file:
+            piece = file.get_slice(stored.name)[rows]
+        yield rows, piece

@@ -1,0 +1,80 @@
+"""Model families by Hugging Face `model_type`: how a config is read and what the weights are called.
+
+A new family is one file with a `Family` and one entry in FAMILIES. Nothing here touches arrays or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.patterns import per_layer
+from ksana_jax.models.families.family import Family, read_config, write_config
+from ksana_jax.models.families.llama import LLAMA
+from ksana_jax.models.families.mistral import MISTRAL
+from ksana_jax.models.families.qwen2 import QWEN2
+from ksana_jax.models.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
+    """The family of a Hugging Face config, by `model_type` and `architectures`.
+
+    Raises:
+      ConfigError: neither names a family, or they name something else than a causal language model of one.
+    """
+    supported = "; ".join(f"{f.model_type} ({', '.join(f.architectures)})" for f in FAMILIES.values())
+    by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
+    kind, architectures = values.get("model_type"), values.get("architectures")
+    if architectures is None:
+        architectures = []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ConfigError(f"{source}: architectures is {architectures!r}; must be a list of names, one of {supported}")
+    for name in architectures:
+        if name not in by_architecture:
+            raise ConfigError(f"{source}: architectures names {name!r}; supported: {supported}")
+        kind = by_architecture[name].model_type if kind is None else kind
+        if by_architecture[name].model_type != kind:
+            raise ConfigError(
+                f"{source}: model_type {kind!r} and architectures {name!r} differ; supported: {supported}"
+            )
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"{source}: model_type is {kind!r}; supported: {supported}")
+    return FAMILIES[kind]
+
+
+def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Reads a parsed Hugging Face config.
+
+    Args:
+      source: where it comes from, for error messages.
+
+    Raises:
+      ConfigError: one line that names the source and every field that cannot be or is not supported.
+    """
+    return read_config(family_of(values, source), values, source)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The same model as a Hugging Face config, in fields that every version of transformers reads.
+
+    Raises:
+      ConfigError: the family's config cannot express this model, naming the fields that would be lost.
+    """
+    if config.family not in FAMILIES:
+        raise ConfigError(f"family is {config.family!r}, must be one of {', '.join(FAMILIES)}")
+    values = write_config(FAMILIES[config.family], config)
+    read = config_from_hf(values, f"{config.family} config")
+    lost = [
+        name
+        for name in config.__dataclass_fields__
+        if name != "pattern" and getattr(read, name) != getattr(config, name)
+    ]
+    if per_layer(read.pattern, config.num_layers) != per_layer(config.pattern, config.num_layers):
+        lost.append("pattern")
+    if lost:
+        shown = ", ".join(f"{name} {getattr(config, name)}" for name in lost)
+        raise ConfigError(f"a {config.family} config of Hugging Face cannot express {shown}")
+    return values

@@ -1,0 +1,181 @@
+"""What the families share: the fields of a config and the names of the weights. Knows no arrays, no files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields, is_integer
+from ksana_jax.models.families.rope import read_rope, write_rope
+
+# Fields of Params and LayerParams by their Hugging Face names.
+TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm.weight",
+    "w_q": "self_attn.q_proj.weight", "b_q": "self_attn.q_proj.bias", "q_norm": "self_attn.q_norm.weight",
+    "w_k": "self_attn.k_proj.weight", "b_k": "self_attn.k_proj.bias", "k_norm": "self_attn.k_norm.weight",
+    "w_v": "self_attn.v_proj.weight", "b_v": "self_attn.v_proj.bias",
+    "w_o": "self_attn.o_proj.weight", "b_o": "self_attn.o_proj.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "w_gate": "mlp.gate_proj.weight", "b_gate": "mlp.gate_proj.bias",
+    "w_up": "mlp.up_proj.weight", "b_up": "mlp.up_proj.bias",
+    "w_down": "mlp.down_proj.weight", "b_down": "mlp.down_proj.bias",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One kind of checkpoint.
+
+    Args:
+      model_type: its name in Hugging Face configs.
+      architectures: the class names that stand for its causal language model; the first is written on export.
+      defaults: what its config class in transformers assumes for absent fields.
+      read: the ModelConfig fields in which it differs from a plain Llama.
+      write: those fields as config fields.
+      top_names, layer_names: Hugging Face names of the weights, by the field of Params and of LayerParams.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    read: Callable[[Fields], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    top_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: TOP_NAMES)
+    layer_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+
+    def tensor_name(self, field: str, layer: int | None = None) -> str:
+        """Hugging Face name of a weight: a field of LayerParams where a layer is given, else of Params."""
+        return self.top_names[field] if layer is None else f"model.layers.{layer}.{self.layer_names[field]}"
+
+
+def read_config(family: Family, values: Mapping[str, Any], source: str) -> ModelConfig:
+    """Reads a parsed config of a known family.
+
+    Raises:
+      ConfigError: one line with every field that cannot be or is not supported.
+    """
+    fields = Fields(values, source, {"rms_norm_eps": 1e-6, "hidden_act": "silu", **family.defaults})
+    fields.must_be("hidden_act", ("silu", "swish"), "supported: silu")
+    fields.must_be("partial_rotary_factor", (1,), "supported: 1.0")
+    for name in ("quantization_config", "compression_config"):
+        if fields.get(name):
+            fields.problem(name, fields.get(name), "supported: weights in F32, BF16 or F16 without quantization")
+
+    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads")
+    sound = not fields.problems
+    if sound and num_heads % num_kv_heads:
+        fields.problem("num_attention_heads", num_heads, f"must be a multiple of num_key_value_heads {num_kv_heads}")
+    if fields.get("head_dim") is not None:
+        head_dim = fields.integer("head_dim")
+    else:
+        head_dim = max(width // num_heads, 1)
+        if sound and width % num_heads:
+            fields.problem("hidden_size", width, f"must be a multiple of num_attention_heads {num_heads} "
+                                                 "where head_dim is not given")  # fmt: skip
+    max_position = fields.integer("max_position_embeddings")
+    rope = read_rope(fields, max_position)
+    if rope.kind == "yarn":
+        # Some configs keep the length from before the stretch here, others that after it.
+        max_position = max(max_position, int(min(rope.factor * (rope.original_max_len or 0), MAX_INTEGER)))
+    bos_id, eos_ids = read_special_ids(fields)
+    shape = {
+        "family": family.model_type,
+        "vocab_size": fields.integer("vocab_size"),
+        "d_model": width,
+        "num_layers": fields.integer("num_hidden_layers", most=MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "d_ff": fields.integer("intermediate_size"),
+        "norm_eps": fields.number("rms_norm_eps", fields.get("rms_norm_eps")),
+        "rope": rope,
+        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "max_position": max_position,
+        "bos_id": bos_id,
+        "eos_ids": eos_ids,
+    }
+    shape |= family.read(fields)
+    fields.check()
+    try:
+        return ModelConfig(**shape).validate()
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def read_special_ids(fields: Fields) -> tuple[int | None, tuple[int, ...]]:
+    """The id that begins a text, and those that end one; a config gives one id, a list or null."""
+    vocab_size = fields.get("vocab_size")
+
+    def ids(name: str) -> tuple[int, ...]:
+        value = fields.get(name)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        found = [i for i in listed if is_integer(i) and 0 <= i and (not is_integer(vocab_size) or i < vocab_size)]
+        if len(found) < len(listed) and name in fields.values:
+            fields.problem(name, value, f"ids must be integers from 0 to vocab_size {vocab_size} - 1")
+        return tuple(dict.fromkeys(found))
+
+    return next(iter(ids("bos_token_id")), None), ids("eos_token_id")
+
+
+def layer_windows(fields: Fields) -> dict[str, Any]:
+    """The pattern of families in which some layers slide, where `use_sliding_window` is true.
+
+    `layer_types` names the kind of each layer; without it the layers from index `max_window_layers` on slide.
+    """
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    window = fields.get("sliding_window") if fields.flag("use_sliding_window") else None
+    if window is not None:
+        window = fields.integer("sliding_window")
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        first = fields.get("max_window_layers")
+        if not is_integer(first) or first < 0:
+            fields.problem("max_window_layers", first, "must be an integer from 0")
+            first = num_layers
+        kinds = ["full_attention"] * min(first, num_layers)
+        kinds += ["full_attention" if window is None else "sliding_attention"] * (num_layers - len(kinds))
+    supported = f"must list full_attention or sliding_attention for each of {num_layers} layers"
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        fields.problem("layer_types", kinds, supported)
+        return {}
+    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        fields.problem("layer_types", kinds, supported)
+        return {}
+    if "sliding_attention" in kinds and window is None:
+        fields.problem("layer_types", kinds, "sliding_attention needs use_sliding_window true and a sliding_window")
+    return {"pattern": as_pattern([window if kind == "sliding_attention" else None for kind in kinds])}
+
+
+def as_pattern(windows: Sequence[int | None]) -> AttentionPattern | tuple[AttentionPattern, ...]:
+    """One pattern where all layers agree, else one for each."""
+    patterns = tuple(AttentionPattern(window=window) for window in windows)
+    return patterns[0] if len(set(patterns)) == 1 else patterns
+
+
+def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Config fields of a model; the caller checks that they read back as the same model."""
+    eos: Any = list(config.eos_ids) if len(config.eos_ids) > 1 else next(iter(config.eos_ids), None)
+    return {
+        "architectures": [family.architectures[0]],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.d_ff,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_position,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": eos,
+        **write_rope(config.rope),
+        **family.write(config),
+    }

@@ -1,0 +1,33 @@
+"""Llama 1, 2 and 3.x, and the many checkpoints in their form (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.families.family import Family
+from ksana_jax.models.families.fields import Fields
+
+
+def read(fields: Fields) -> dict[str, Any]:
+    # transformers ignores these on a Llama; whoever gave them expects a window.
+    if fields.get("sliding_window") is not None:
+        fields.problem("sliding_window", fields.get("sliding_window"), "supported by mistral, qwen2, qwen3")
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        fields.problem("layer_types", kinds, "supported: full_attention")
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+LLAMA = Family(
+    model_type="llama",
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
+    defaults={"bos_token_id": 1, "eos_token_id": 2},
+    read=read,
+    write=write,
+)

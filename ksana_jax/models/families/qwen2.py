@@ -1,0 +1,39 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; later layers may slide (arXiv:2407.10671, 2412.15115)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.kv.patterns import per_layer
+from ksana_jax.models.families.family import Family, layer_windows
+from ksana_jax.models.families.fields import Fields
+
+WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+
+
+def read(fields: Fields) -> dict[str, Any]:
+    # attention_bias is not read: whatever it says, this family has biases on q, k and v and none on the output.
+    fields.must_be("mlp_bias", (False,), "supported: false")
+    return {"qkv_bias": True, **layer_windows(fields)}
+
+
+def write_windows(config: ModelConfig) -> dict[str, Any]:
+    """The layers' windows as config fields; of several window sizes the first is written."""
+    windows = [pattern.window for pattern in per_layer(config.pattern, config.num_layers)]
+    sizes = [window for window in windows if window is not None]
+    return {
+        "use_sliding_window": bool(sizes),
+        "sliding_window": next(iter(sizes), None),
+        "max_window_layers": next((i for i, window in enumerate(windows) if window is not None), len(windows)),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    defaults={"num_key_value_heads": 32, **WINDOW_DEFAULTS},
+    read=read,
+    write=write_windows,
+)

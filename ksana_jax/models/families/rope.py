@@ -1,0 +1,118 @@
+"""Rotary embedding settings in Hugging Face configs, in the older and the newer form.
+
+Older: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ...}`. Newer: all of it in `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ksana_jax.config import RopeConfig
+from ksana_jax.models.families.fields import Fields, is_integer
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KNOWN = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+    "partial_rotary_factor",
+    "finetuned",  # only says that the stretched model was trained further
+}  # fmt: skip
+
+
+def read_rope(fields: Fields, max_position: int) -> RopeConfig:
+    """Rotary settings of a config.
+
+    Args:
+      max_position: the config's max_position_embeddings, in tokens.
+    """
+    forms = {name: fields.get(name) for name in ("rope_scaling", "rope_parameters") if fields.get(name)}
+    for name, form in forms.items():
+        if not isinstance(form, Mapping):
+            fields.problem(name, form, "must be an object")
+            return RopeConfig()
+    if not forms:
+        return _read_form(fields, "rope_parameters", {}, max_position)
+    ropes = [_read_form(fields, name, form, max_position) for name, form in forms.items()]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
+        fields.problems.append("rope_scaling and rope_parameters disagree; give one of them")
+    return ropes[0]
+
+
+def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position: int) -> RopeConfig:
+    def number(name: str) -> float:
+        return fields.number(f"{where}.{name}", form.get(name))
+
+    def optional(name: str) -> float | None:
+        return number(name) if form.get(name) else None  # transformers takes 0 for "not given" here
+
+    unknown = sorted(name for name in form if name not in KNOWN and form[name] is not None)
+    if unknown:
+        fields.problem(f"{where} field", ", ".join(map(str, unknown)), f"supported: {', '.join(sorted(KNOWN))}")
+        return RopeConfig()
+    theta = form.get("rope_theta")
+    if theta is not None:
+        theta = fields.number(f"{where}.rope_theta", theta)
+    else:
+        given = fields.get("rope_theta")
+        theta = 10_000.0 if given is None and "rope_theta" not in fields.values else fields.number("rope_theta", given)
+    if form.get("partial_rotary_factor") not in (None, 1):
+        fields.problem(f"{where}.partial_rotary_factor", form["partial_rotary_factor"], "supported: 1.0")
+
+    kind = form.get("rope_type", form.get("type", "default"))
+    if kind not in KINDS:
+        fields.problem(f"{where} type", kind, f"supported: {', '.join(KINDS)}")
+        return RopeConfig()
+    if form.get("type", kind) != kind:
+        fields.problem(f"{where}.type", form["type"], f"rope_type says {kind!r}; give one of them")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig("linear", theta, number("factor"))
+    if kind == "dynamic":
+        # transformers stretches from max_position_embeddings on, whatever original_max_position_embeddings says.
+        return RopeConfig("dynamic", theta, number("factor"), original_max_len=max_position)
+
+    original = fields.get("original_max_position_embeddings")
+    if original is None:
+        original = form.get("original_max_position_embeddings", max_position)
+    if not is_integer(original) or original < 1:
+        fields.problem(f"{where}.original_max_position_embeddings", original, "must be a positive integer")
+        original = max_position
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if not low < high:
+            fields.problem(f"{where}.high_freq_factor", high, f"must exceed low_freq_factor {low}")
+        return RopeConfig("llama3", theta, number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+    truncate = form.get("truncate", True)
+    if not isinstance(truncate, bool):
+        fields.problem(f"{where}.truncate", truncate, "must be true or false")
+    if theta == 1:
+        fields.problem("rope_theta", theta, "yarn needs a base other than 1")
+    if "factor" in form and form["factor"] is None:
+        factor = max_position / original
+    else:
+        factor = number("factor")
+    return RopeConfig(
+        "yarn", theta, factor, original,
+        beta_fast=optional("beta_fast") or 32.0, beta_slow=optional("beta_slow") or 1.0,
+        attention_factor=None if form.get("attention_factor") is None else number("attention_factor"),
+        mscale=optional("mscale"), mscale_all_dim=optional("mscale_all_dim"), truncate=truncate is True,
+    )  # fmt: skip
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The same settings as config fields, in the older form, which every version of transformers reads."""
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_len
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(rope, name) is not None:
+                scaling[name] = getattr(rope, name)
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -1,0 +1,13 @@
+"""Text to token ids and back. Knows no models, no jax.
+
+`load_tokenizer` reads a Hugging Face directory; `IncrementalDetokenizer` turns ids into text as they come, and is also
+what `Tokenizer.decode` is made of; `render_chat` lays messages out as the model's chat template wants them.
+"""
+
+from ksana_jax.tokenizers.base import Tokenizer, TokenizerError
+from ksana_jax.tokenizers.chat import ChatTemplateError, render_chat
+from ksana_jax.tokenizers.detokenizer import IncrementalDetokenizer
+from ksana_jax.tokenizers.load import load_tokenizer
+
+__all__ = ["load_tokenizer", "Tokenizer", "TokenizerError", "IncrementalDetokenizer", "render_chat",
+           "ChatTemplateError"]  # fmt: skip

@@ -1,0 +1,76 @@
+"""Finds the tokenizer of a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
+from ksana_jax.tokenizers.files import TokenizerError, read_optional_object, read_text
+
+JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+
+
+def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
+    """Reads the tokenizer of a directory.
+
+    tokenizer.json where there is one: it is complete by itself (added tokens, what begins a text), and it is what
+    transformers and the serving engines read, while a tokenizer.model beside it is what it was converted from and often
+    lacks the tokens of the chat format. A tokenizer.json that is broken is an error, never a reason to take the other.
+
+    Raises:
+      TokenizerError: no tokenizer, or a file that cannot be used.
+    """
+    directory = Path(model_dir)
+    if not directory.is_dir():
+        raise TokenizerError(f"{directory} is not a directory")
+    config = read_optional_object(directory / CONFIG)
+    specials = _special_tokens(directory, config)
+    # Each library takes a tenth of a second to import, and a directory needs one of them.
+    if (directory / JSON).exists():
+        from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
+
+        tokenizer: Tokenizer = JsonTokenizer(directory / JSON, specials)
+    elif (directory / MODEL).exists():
+        from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer
+
+        tokenizer = SentencePieceTokenizer(directory / MODEL, config, specials)
+    else:
+        raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
+    tokenizer.chat_template = _chat_template(directory, config)
+    return tokenizer
+
+
+def _special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:
+    """Texts of BOS and EOS: tokenizer_config.json's, else those of the older special_tokens_map.json."""
+    older = directory / "special_tokens_map.json"
+    sources = [(directory / CONFIG, config), (older, read_optional_object(older))]
+    return SpecialTokens(_special_token("bos_token", sources), _special_token("eos_token", sources))
+
+
+def _special_token(name: str, sources: list[tuple[Path, Mapping[str, Any]]]) -> str | None:
+    for path, values in sources:
+        if (token := values.get(name)) is None:
+            continue
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            raise TokenizerError(f"{path}: {name} is {token!r:.60}, must be a string or an object with content")
+        return text or None
+    return None
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Jinja source: chat_template.jinja, else tokenizer_config.json's, of several the one named "default"."""
+    if (path := directory / "chat_template.jinja").exists():
+        return read_text(path)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        if "default" not in named:
+            raise TokenizerError(f"{directory / CONFIG}: chat_template is a list without one named 'default'")
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"{directory / CONFIG}: chat_template is {type(template).__name__}, must be a string")
+    return template

@@ -1,0 +1,181 @@
+"""SentencePiece tokenizers, `tokenizer.model` (arXiv:1808.06226), with the tokens that Hugging Face files add."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2 as model_pb2
+
+from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
+from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
+from ksana_jax.tokenizers.files import TokenizerError, one_line, read_bytes, read_optional_object
+
+MARK = "\u2581"  # stands for a space in pieces
+
+
+class AddedToken(NamedTuple):
+    """A token that is found in a text before the rest is split.
+
+    lstrip, rstrip: it swallows the white space before it, after it.
+    """
+
+    content: str
+    id: int
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model and what tokenizer_config.json says about it.
+
+    BOS comes first unless add_bos_token is false, EOS last if add_eos_token is true. Control pieces (BOS, EOS) and
+    added tokens written out in a text become their ids; the space before a text's first word is added at its very
+    beginning only, or after every such token where the file says "legacy": true.
+
+    Raises:
+      TokenizerError: a file that cannot be used.
+    """
+
+    byte_errors = EACH_BYTE
+
+    def __init__(self, path: Path, config: Mapping[str, Any], specials: SpecialTokens):
+        self.source = str(path)
+        data = read_bytes(path)
+        self._proto = model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            self._proto.ParseFromString(data)
+            self._model = _processor(data)
+        except Exception as error:  # sentencepiece and protobuf raise their own, and RuntimeError
+            raise TokenizerError(f"{path} is not a SentencePiece model: {one_line(error)}") from None
+        self._num_pieces: int = self._model.vocab_size()
+        if not self._num_pieces:
+            raise TokenizerError(f"{path} is not a SentencePiece model: it has no pieces")
+        self._without_prefix: Any = None
+        self._legacy = config.get("legacy") is True
+        self._strip_one = self._proto.normalizer_spec.add_dummy_prefix
+        self._strip_all = self._proto.normalizer_spec.remove_extra_whitespaces
+        self._unk_text = self._proto.trainer_spec.unk_surface
+
+        self._added = _added_tokens(path.parent, config)
+        controls = (i for i in range(self._num_pieces) if self._model.is_control(i))
+        tokens = {self._model.id_to_piece(i): AddedToken(self._model.id_to_piece(i), i) for i in controls}
+        tokens |= {token.content: token for token in self._added.values()}
+        self._tokens = {content: token for content, token in tokens.items() if content}
+        self._written_out = _any_of(self._tokens)
+        self.vocab_size = max(self._num_pieces, 1 + max(self._added, default=-1))
+        self._pieces: dict[int, Piece] = {}
+
+        self.bos_id, self.bos_token = self._special("bos_token", specials.bos, self._model.bos_id())
+        self.eos_id, self.eos_token = self._special("eos_token", specials.eos, self._model.eos_id())
+        self._add_bos = config.get("add_bos_token", True) is not False
+        self._add_eos = config.get("add_eos_token", False) is True
+
+    def _special(self, name: str, text: str | None, model_id: int) -> tuple[int | None, str]:
+        if text is None:
+            return (model_id, self._model.id_to_piece(model_id)) if model_id >= 0 else (None, "")
+        if text in self._tokens:
+            return self._tokens[text].id, text
+        found = self._model.piece_to_id(text)
+        if self._model.id_to_piece(found) != text:
+            raise TokenizerError(f"{self.source}: {name} {text!r} is not in the vocabulary")
+        return found, text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        if add_special_tokens and self._add_bos and self.bos_id is not None:
+            ids.append(self.bos_id)
+        for index, part in enumerate(self._split(text)):
+            if isinstance(part, AddedToken):
+                ids.append(part.id)
+            elif part:
+                model = self._model if index == 0 or self._legacy else self._later_model()
+                ids += model.encode(part)
+        if add_special_tokens and self._add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    def _split(self, text: str) -> Iterator[str | AddedToken]:
+        """Tokens that are written out in a text, and what stands between them."""
+        end, swallow = 0, False
+        for match in self._written_out.finditer(text) if self._written_out else ():
+            token = self._tokens[match[0]]
+            between = text[end : match.start()]
+            between = between.lstrip() if swallow else between
+            yield between.rstrip() if token.lstrip else between
+            yield token
+            end, swallow = match.end(), token.rstrip
+        yield text[end:].lstrip() if swallow else text[end:]
+
+    def _later_model(self) -> Any:
+        """The model for text that follows a special token: the same without a space before the first word."""
+        if not self._strip_one:
+            return self._model
+        if self._without_prefix is None:
+            proto = model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+            proto.CopyFrom(self._proto)
+            proto.normalizer_spec.add_dummy_prefix = False
+            self._without_prefix = _processor(proto.SerializeToString())
+        return self._without_prefix
+
+    def piece(self, token_id: int) -> Piece:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id) if 0 <= token_id < self.vocab_size else NOTHING
+        return piece
+
+    def _make_piece(self, token_id: int) -> Piece:
+        if added := self._added.get(token_id):
+            return Piece(added.content.encode(), special=added.special)
+        if token_id >= self._num_pieces:
+            return NOTHING
+        text = self._model.id_to_piece(token_id)
+        if self._model.is_control(token_id):
+            return Piece(text.encode(), special=True)
+        if self._model.is_unknown(token_id):
+            return Piece(self._unk_text.encode())
+        if self._model.is_byte(token_id):
+            return Piece(bytes([int(text[3:5], 16)]))  # <0x0A>
+        data = text.replace(MARK, " ").encode()
+        if text.startswith(MARK) and (self._strip_one or self._strip_all):
+            # A text's first word brings the space that encoding put before it. Where encoding also drops extra
+            # spaces, all that come before any other text go.
+            return Piece(data, at_start=data[1:], opens=self._strip_all and text == MARK)
+        return Piece(data)
+
+
+def _processor(data: bytes) -> Any:
+    model = sentencepiece.SentencePieceProcessor()
+    model.LoadFromSerializedProto(data)
+    return model
+
+
+def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """By id, the tokens of added_tokens.json, {text: id}, and of tokenizer_config.json's added_tokens_decoder."""
+    found: dict[int, AddedToken] = {}
+    path = directory / "added_tokens.json"
+    for content, token_id in read_optional_object(path).items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31 or not content:
+            raise TokenizerError(f"{path}: {content!r:.60} has id {token_id!r:.60}, must be a token id")
+        found[token_id] = AddedToken(content, token_id)
+    path = directory / "tokenizer_config.json"
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise TokenizerError(f"{path}: added_tokens_decoder must be an object of ids and tokens")
+    for key, token in decoder.items():
+        content = token.get("content") if isinstance(token, dict) else None
+        if not (key.isascii() and key.isdigit() and len(key) <= 9) or not isinstance(content, str) or not content:
+            raise TokenizerError(f"{path}: added_tokens_decoder[{key!r:.60}] must be an id and a token with content")
+        flags = {name: token.get(name) is True for name in ("special", "lstrip", "rstrip")}
+        found[int(key)] = AddedToken(content, int(key), **flags)
+    return found
+
+
+def _any_of(contents: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds any of the texts, the longest where several begin."""
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -1,0 +1,81 @@
+"""Loss, optimiser and one compiled training step. Knows batches, no files."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.rope import make_rope
+from ksana_jax.models.transformer import Params, forward, init_params, logits
+from ksana_jax.training.attention import training_attend
+from ksana_jax.training.batches import IGNORED
+from ksana_jax.training.settings import TrainConfig
+
+COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+class TrainState(NamedTuple):
+    """What a step replaces. Weights are float32 whatever the products are computed in."""
+
+    params: Params
+    opt_state: Any
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW without the learning rate, which each step brings: it may depend on the clock (`learning_rate_scale`)."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
+        optax.add_decayed_weights(config.weight_decay, mask=lambda params: jax.tree.map(lambda w: w.ndim > 1, params)),
+    )
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """Random weights and an empty optimiser."""
+    params = init_params(config.model_config(), config.seed)
+    return TrainState(params, make_optimizer(config).init(params))
+
+
+def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> float:
+    """Share of the peak rate at a step from 0: warm-up, plateau, linear decay to 0 (arXiv:2404.06395, section 4).
+
+    The decay follows whichever of num_steps and budget_s is further along, so that a run limited by time ends decayed.
+    """
+    warmup = min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    done = max(
+        step / config.num_steps if config.num_steps else 0.0,
+        elapsed_s / config.budget_s if config.budget_s else 0.0,
+    )
+    if not config.decay_fraction:
+        return warmup
+    return warmup * min(1.0, max(0.0, (1.0 - done) / config.decay_fraction))
+
+
+def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:
+    """Mean cross-entropy in nats of the targets [batch, T] that are not IGNORED."""
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    length = inputs.shape[-1]
+    attend = training_attend(make_rope(config.rope, config.head_dim, length), length)
+    hidden, _ = forward(params, inputs, attend, None, config=config)
+    scored = targets != IGNORED
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, hidden), jnp.where(scored, targets, 0))
+    return jnp.sum(losses * scored) / jnp.maximum(jnp.sum(scored), 1)
+
+
+def make_train_step(config: TrainConfig):
+    """Compiled step(state, inputs, targets, learning_rate) -> (state, loss); the state is donated."""
+    optimizer, model, dtype = make_optimizer(config), config.model_config(), COMPUTE_DTYPES[config.compute_dtype]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, inputs, targets, learning_rate):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, inputs, targets, config=model, dtype=dtype)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda w, u: w - learning_rate * u, state.params, updates)
+        return TrainState(params, opt_state), loss
+
+    return step

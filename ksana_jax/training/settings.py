@@ -1,0 +1,162 @@
+"""What a training run is: its YAML file as dataclasses. Knows no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
+
+
+@dataclasses.dataclass
+class ModelShape:
+    """Shape of the Llama model to be trained; names as in `ksana_jax.config.ModelConfig`."""
+
+    d_model: int = 192
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    d_ff: int = 512
+    rope_theta: float = 10_000.0
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """A training run; the YAML file mirrors these fields.
+
+    Args:
+      out_dir: checkpoints, encoded corpus, tokenizer and log; the same directory resumes.
+      export_dir: Hugging Face directory written at the end; None takes out_dir/export.
+      first_export_s: training seconds after which a first, unfinished model is exported too; None exports at the end only.
+      corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
+      vocab_size: pieces of the SentencePiece tokenizer.
+      tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
+      context: tokens of a training sequence, the beginning-of-text token included.
+      batch_size: sequences of a step.
+      learning_rate: peak; linear warm-up over warmup_steps, constant, linear decay to 0 in the last decay_fraction.
+      num_steps: optimiser steps of the whole run, or None; budget_s: its training seconds, or None. Whichever ends
+        first ends the run, and the decay follows the one that is further along.
+      weight_decay: on matrices. Large values make attention sinks strong (arXiv:2410.10781, section 5).
+      compute_dtype: of matrix products, "f32" or "bf16"; master weights, sums and softmax are float32.
+      log_every, eval_every: steps; a multiple of log_every is also where checkpoints may fall.
+      eval_sequences: held-out sequences of `context` tokens that held-out loss and Sink_1 are measured on.
+      checkpoint_every_s: seconds between checkpoints; checkpoint_every: steps, or None.
+      keep_checkpoints: newest checkpoints kept.
+    """
+
+    out_dir: str = "runs/ksana-tiny"
+    export_dir: str | None = None
+    first_export_s: float | None = None
+    corpus_dir: str | None = None
+    seed: int = 0
+    model: ModelShape = dataclasses.field(default_factory=ModelShape)
+    vocab_size: int = 1024
+    tokenizer_sample_bytes: int = 6_000_000
+    context: int = 256
+    batch_size: int = 16
+    learning_rate: float = 3e-3
+    warmup_steps: int = 200
+    decay_fraction: float = 0.2
+    num_steps: int | None = None
+    budget_s: float | None = 6600.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.5
+    clip_norm: float = 1.0
+    compute_dtype: str = "bf16"
+    log_every: int = 50
+    eval_every: int = 500
+    eval_sequences: int = 128
+    checkpoint_every_s: float = 180.0
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 3
+
+    def model_config(self) -> ModelConfig:
+        """The model as the engine knows it."""
+        shape = dataclasses.asdict(self.model)
+        theta = shape.pop("rope_theta")
+        return ModelConfig(
+            family="llama", vocab_size=self.vocab_size, rope=RopeConfig(theta=theta), tie_embeddings=True,
+            max_position=self.context, bos_id=1, eos_ids=(2,), **shape,
+        )  # fmt: skip
+
+    def validate(self) -> TrainConfig:
+        """Returns itself.
+
+        Raises:
+          ConfigError: listing everything that cannot be.
+        """
+        found = self.model_config().problems()
+        for name in ("batch_size", "log_every", "eval_every", "eval_sequences", "keep_checkpoints", "num_steps",
+                     "checkpoint_every", "budget_s", "checkpoint_every_s", "learning_rate", "clip_norm",
+                     "first_export_s", "tokenizer_sample_bytes"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                found.append(f"{name} is {value}, must be positive")
+        for name in ("warmup_steps", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                found.append(f"{name} is {value}, must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}, must be in [0, 1)")
+        if not 0 <= self.decay_fraction <= 1:
+            found.append(f"decay_fraction is {self.decay_fraction}, must be in [0, 1]")
+        if self.num_steps is None and self.budget_s is None:
+            found.append("neither num_steps nor budget_s is given: the run would never end")
+        if self.vocab_size < 3 + 256 + 2:
+            found.append(f"vocab_size is {self.vocab_size}, must be at least 261: 3 control pieces, 256 bytes, 2 more")
+        if self.context < 64:
+            found.append(f"context is {self.context}, must be at least 64: Sink_1 is measured over 64 tokens")
+        if self.compute_dtype not in ("f32", "bf16"):
+            found.append(f"compute_dtype is {self.compute_dtype!r}, must be f32 or bf16")
+        for name in ("eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and self.log_every > 0 and value % self.log_every:
+                found.append(f"{name} {value} is not a multiple of log_every {self.log_every}")
+        if found:
+            raise ConfigError("; ".join(found))
+        return self
+
+
+def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
+    """Reads a YAML file and dotted "key=value" overrides.
+
+    Raises:
+      ConfigError: the file is missing or is not YAML, a key is unknown (the nearest one is named), or a value cannot be.
+    """
+    schema = OmegaConf.structured(TrainConfig)
+    try:
+        with open(path, encoding="utf-8") as file:
+            loaded = OmegaConf.load(file)
+        for override in overrides:
+            if "=" not in override or override.startswith("="):
+                raise ConfigError(f"{override!r} is not of the form key=value")
+        merged = OmegaConf.merge(schema, loaded, OmegaConf.from_dotlist(overrides))
+        config = OmegaConf.to_object(merged)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ConfigKeyError as error:
+        raise ConfigError(f"{path}: unknown key {error.full_key!r}{_nearest(str(error.full_key))}") from None
+    except OmegaConfBaseException as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: {error.full_key}: {first_line}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # omegaconf lets the YAML parser's own exceptions through
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    assert isinstance(config, TrainConfig)
+    return config.validate()
+
+
+def _nearest(key: str) -> str:
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    known += [f"model.{field.name}" for field in dataclasses.fields(ModelShape)]
+    close = difflib.get_close_matches(key, known, n=1)
+    return f", did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"

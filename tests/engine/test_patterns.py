@@ -1,0 +1,147 @@
+"""Every attention pattern through the paged engine, against the literal dense definition in float64."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.transformer import init_params
+from tests.reference import reference_logprobs
+
+WINDOW = 12
+TEXT = 6 * WINDOW
+PATTERNS = {
+    "full": AttentionPattern(),
+    "sliding": AttentionPattern(window=WINDOW),
+    "dilated": AttentionPattern(window=WINDOW, stride=3),
+    "dilated with sinks": AttentionPattern(window=WINDOW, stride=2, num_sinks=1),
+    "global": AttentionPattern(window=WINDOW, global_every=10),
+    "sinks at absolute positions": AttentionPattern(window=WINDOW, num_sinks=3),
+    "StreamingLLM": AttentionPattern(window=WINDOW, num_sinks=3, sink_position="cache"),
+    "StreamingLLM, sinks over a block's edge": AttentionPattern(window=WINDOW, num_sinks=9, sink_position="cache"),
+    "LM-Infinite": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling"),
+    "LM-Infinite, high ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=30),
+    "LM-Infinite, low ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=5),
+}
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+# float32 against float64 through two layers: about 1e-5 here; 1e-4 is the contract.
+TOLERANCE = 1e-4
+
+
+def make_model(heads: str = "GQA"):
+    num_heads, num_kv_heads = HEADS[heads]
+    config = ModelConfig(vocab_size=61, d_model=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                         head_dim=8, d_ff=48, max_position=256)  # fmt: skip
+    return config, init_params(config, seed=3, std=0.4)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 61, n) for n in (1, 2, 17, TEXT)]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    made = {}
+
+    def make(heads: str, chunk: int, block_size: int) -> LLM:
+        key = heads, chunk, block_size
+        if key not in made:
+            config, params = make_model(heads)
+            made[key] = LLM.from_params(
+                config, params, block_size=block_size, max_num_batched_tokens=chunk, max_num_seqs=3, query_tile=8,
+                max_model_len=128, max_rotated_sinks=16,
+            )  # fmt: skip
+        return made[key]
+
+    return make
+
+
+def check(llm: LLM, params, config, texts, pattern) -> None:
+    llm.set_pattern(pattern)
+    llm.clear_records()
+    asked = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)
+    for text, output in zip(texts, outputs, strict=True):
+        whole = np.concatenate([text, output.outputs[0].token_ids])
+        expected = reference_logprobs(params, config, whole, pattern)
+        entries = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+        assert len(entries) == len(whole) and entries[0] is None
+        got = np.array([entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry])
+        np.testing.assert_allclose(got, [expected[t - 1, whole[t]] for t in range(1, len(whole))], atol=TOLERANCE)
+        assert output.outputs[0].token_ids == expected[len(text) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 128])
+def test_every_pattern_equals_its_dense_definition_for_every_chunk_and_block_size(engines, texts, chunk, block_size):
+    config, params = make_model("GQA")
+    llm = engines("GQA", chunk, block_size)
+    for pattern in PATTERNS.values():
+        check(llm, params, config, texts, pattern)
+
+
+@pytest.mark.parametrize("heads", ["MHA", "MQA"])
+def test_every_pattern_equals_its_dense_definition_for_other_head_counts(engines, texts, heads):
+    config, params = make_model(heads)
+    for pattern in PATTERNS.values():
+        check(engines(heads, 16, 8), params, config, texts, pattern)
+
+
+def test_layers_can_have_different_patterns(engines, texts):
+    config, params = make_model("GQA")
+    mixed = [PATTERNS["StreamingLLM"], PATTERNS["dilated"]]
+    check(engines("GQA", 16, 8), params, config, texts, mixed)
+
+
+def test_a_sweep_over_patterns_compiles_nothing_new(engines, texts):
+    llm = engines("GQA", 16, 8)
+    config, params = make_model("GQA")
+    check(llm, params, config, texts, AttentionPattern(window=WINDOW, num_sinks=2, sink_position="cache"))
+    before = llm.num_compilations
+    for window in (WINDOW - 3, WINDOW - 1):
+        for sinks in (0, 1, 5):
+            for position in ("absolute", "cache", "ceiling"):
+                check(llm, params, config, texts,
+                      AttentionPattern(window=window, num_sinks=sinks, sink_position=position))  # fmt: skip
+    assert llm.num_compilations == before
+
+
+@pytest.mark.parametrize("name", ["sliding", "dilated", "StreamingLLM", "LM-Infinite", "global"])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_live_blocks_stay_bounded_however_long_the_text(engines, name, block_size):
+    pattern = PATTERNS[name]
+    llm = engines("GQA", 16, block_size)
+    llm.set_pattern(pattern)
+    llm.clear_records()
+    text = np.arange(100) % 61
+    llm.generate({"prompt_token_ids": text}, SamplingParams(temperature=0, max_tokens=20, detokenize=False))
+    bound = math.ceil(pattern.num_sinks / block_size) + math.ceil(WINDOW / block_size) + 1
+    if pattern.global_every:
+        bound += sum(1 for b in range(0, 120, block_size) if any(t % 10 == 0 for t in range(b, b + block_size)))
+    assert max(r.blocks_in_use for r in llm.records) <= bound
+    assert llm.records[-1].blocks_in_use == 0
+
+
+def test_a_pool_of_little_more_than_a_window_serves_a_long_text():
+    config, params = make_model("GQA")
+    pattern = PATTERNS["StreamingLLM"]
+    small = math.ceil(3 / 8) + math.ceil(WINDOW / 8) + 1
+    llm = LLM.from_params(config, params, block_size=8, num_blocks=small, max_num_seqs=2, max_num_batched_tokens=32,
+                          query_tile=8, max_model_len=250, pattern=pattern)  # fmt: skip
+    text = np.random.default_rng(1).integers(0, 61, 240)
+    asked = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
+    [got] = llm.generate({"prompt_token_ids": text}, asked)
+    whole = np.concatenate([text, got.outputs[0].token_ids])
+    expected = reference_logprobs(params, config, whole, pattern)
+    assert got.outputs[0].token_ids == expected[len(text) - 1 : -1].argmax(-1).tolist()
+    assert max(r.peak_blocks for r in llm.records) <= small
+
+
+def test_more_rotated_sinks_than_the_engine_was_made_for_are_refused(engines):
+    llm = engines("GQA", 16, 8)
+    with pytest.raises(ValueError, match=r"17 sinks at 'cache' positions.*at most 16; give it max_rotated_sinks=17"):
+        llm.set_pattern(AttentionPattern(window=WINDOW, num_sinks=17, sink_position="cache"))

@@ -1,0 +1,68 @@
+"""The network written again in float64 NumPy, one whole text at a time: no cache, no blocks, no jax. Every pattern is the
+literal definition: a mask, and for each pair of query and key the position at which the query stands."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.kv.patterns import AttentionPattern, per_layer
+
+
+def _norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _rotate(x, positions, theta):
+    """x [..., H] at integer positions of shape x.shape[:-1]."""
+    half = x.shape[-1] // 2
+    angle = np.asarray(positions, np.float64)[..., None] * theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def reference_logprobs(params, config: ModelConfig, tokens, pattern=None) -> np.ndarray:
+    """Log-probabilities [T, V] of what follows each token of a text [T]."""
+    patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
+
+    def f64(a):
+        return np.asarray(a, np.float64)
+
+    t = len(tokens)
+    i, j = np.arange(t)[:, None], np.arange(t)[None, :]
+    x = f64(params.embed)[np.asarray(tokens)]
+    heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_dim
+    for p, pat in zip(params.layers, patterns, strict=True):
+        y = _norm(x, f64(p.attn_norm), config.norm_eps)
+        q = (y @ f64(p.w_q).T).reshape(t, heads, h)
+        k = np.repeat((y @ f64(p.w_k).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
+        v = np.repeat((y @ f64(p.w_v).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
+        k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, heads)), config.rope.theta)
+        mask, stands = literal(pat, i, j)
+        out = np.zeros((t, heads, h))
+        for n in range(heads):
+            q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, config.rope.theta)
+            scores = np.where(mask, (q_ij * k[None, :, n]).sum(-1) / np.sqrt(h), -np.inf)
+            w = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, n] = (w / w.sum(-1, keepdims=True)) @ v[:, n]
+        x = x + out.reshape(t, -1) @ f64(p.w_o).T
+        y = _norm(x, f64(p.mlp_norm), config.norm_eps)
+        gate = y @ f64(p.w_gate).T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ f64(p.w_up).T)) @ f64(p.w_down).T
+    z = _norm(x, f64(params.final_norm), config.norm_eps) @ f64(params.embed if params.head is None else params.head).T
+    z -= z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def literal(p: AttentionPattern, i, j):
+    """The definition of `AttentionPattern`, word for word: who is visible [T, T], and where the query stands [T, T]."""
+    near = (i - j < (p.window or 10**9)) & ((i - j) % p.stride == 0)
+    sink = j < p.num_sinks
+    everywhere = (j % p.global_every == 0) if p.global_every else np.zeros_like(near)
+    stands = i + 0 * j
+    if p.sink_position == "cache":
+        stands = np.where(sink, np.minimum(i, p.num_sinks + p.window - 1), stands)
+    if p.sink_position == "ceiling":
+        ceiling = p.sink_ceiling or p.window
+        stands = np.where(sink & (i - j >= p.window), j + np.minimum(i - j, ceiling), stands)
+    return (j <= i) & (near | sink | everywhere), stands
