@@ -1,11 +1,12 @@
 """Checkpoints of a run, through orbax: one directory for each step, whole or absent. Knows no Hugging Face names.
 
-`step_00000012` is written under a temporary name and renamed when it is complete. What a killed process left behind
-is skipped when reading.
+`step_00000012` is written under a temporary name, renamed, and complete once `files.json` lists the size of every file
+in it. What a killed process or a full disk left behind lacks that list or differs from it, and is skipped.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,9 +24,10 @@ from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.transformer import Params
 
+FILES = "files.json"
 MAX_LISTED = 20
 # What orbax and the store below it raise for lost or damaged files.
-READ_ERRORS = (ValueError, OSError, KeyError, RuntimeError)
+READ_ERRORS = (ValueError, OSError, KeyError, AttributeError, RuntimeError)
 _STEP = re.compile(r"step_(\d{8,})")
 _UNFINISHED = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*")
 
@@ -49,6 +51,10 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
         raise ValueError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(_directory(root, step), _named(tree), force=True)
+    listed = _directory(root, step) / FILES
+    partial = listed.with_suffix(".partial")
+    partial.write_text(json.dumps(_file_sizes(listed.parent), indent=1))
+    os.replace(partial, listed)
     for name in [entry.name for entry in root.iterdir() if _UNFINISHED.fullmatch(entry.name)]:
         shutil.rmtree(root / name, ignore_errors=True)
     if keep is not None:
@@ -86,15 +92,17 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
     with ocp.StandardCheckpointer() as checkpointer:
         for candidate in steps:
             directory = _directory(root, candidate)
-            stored = _stored(checkpointer, directory)
-            if stored is None:
+            if not _complete(directory):
                 torn.append(f"{directory.name} is not complete")
                 continue
-            _check_tree(directory, stored, named)
             try:
+                _check_tree(directory, checkpointer.metadata(directory).item_metadata.tree, named)
                 leaves = checkpointer.restore(directory, named)
+            except LoadError:
+                raise
             except READ_ERRORS as error:
-                torn.append(f"{directory.name} cannot be read: {str(error).splitlines()[0][:200]}")
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                torn.append(f"{directory.name} cannot be read: {reason[:200]}")
                 continue
             if torn:
                 warnings.warn(f"{root}: {'; '.join(torn)}; step {candidate} is used instead", stacklevel=2)
@@ -105,11 +113,7 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
 def latest_step(path: str | os.PathLike[str]) -> int | None:
     """The newest complete step, or None."""
     root = Path(path).resolve()
-    with ocp.StandardCheckpointer() as checkpointer:
-        for step in sorted(_steps(root), reverse=True):
-            if _stored(checkpointer, _directory(root, step)) is not None:
-                return step
-    return None
+    return next((step for step in sorted(_steps(root), reverse=True) if _complete(_directory(root, step))), None)
 
 
 def _steps(root: Path) -> list[int]:
@@ -128,15 +132,17 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _stored(checkpointer: ocp.StandardCheckpointer, directory: Path) -> Mapping[str, Any] | None:
-    """Shapes and dtypes by path, or None where the step is not complete."""
-    if not (directory / "_CHECKPOINT_METADATA").is_file():
-        return None
+def _file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every file of a step but the list itself, by relative path."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stem != Path(FILES).stem)
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+
+
+def _complete(directory: Path) -> bool:
     try:
-        metadata = checkpointer.metadata(directory).item_metadata
-    except READ_ERRORS:
-        return None
-    return None if metadata is None else metadata.tree
+        return json.loads((directory / FILES).read_text()) == _file_sizes(directory)
+    except (OSError, ValueError):
+        return False
 
 
 def _check_tree(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:

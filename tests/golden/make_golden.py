@@ -1,0 +1,193 @@
+"""Makes the golden files: tiny random models, and what transformers computes with them.
+
+  python tests/golden/make_golden.py [case ...]      (needs `pip install -e .[parity]`; about 10 s on a CPU)
+
+One folder for each case: config.json, model.safetensors, and expected.npz with prompts, log-probabilities of every
+prompt position [T, V] in float32, and 16 greedy tokens. Cases are made so that a mistake shows: weights are large
+enough that attention decides and no two tokens are nearly tied, and each case is checked to change when its rotary
+scaling or its window is taken away. transformers 5.23.0 with torch 2.13.0 made the files that are committed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+LENGTHS = (1, 9, 70)
+NUM_GREEDY = 16
+LEAST_GAP = 0.01  # between the two best tokens, in logits; far above rounding
+LEAST_EFFECT = 0.05  # of what a case is about, on some log-probability
+
+BASE = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
+MISTRAL = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
+QWEN2 = BASE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1000000.0}
+QWEN3 = BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}  # fmt: skip
+
+
+def without(config, *names):
+    return {key: value for key, value in config.items() if key not in names}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+# The older config form, with rope_theta beside rope_scaling, and the newer, rope_parameters, are both among them.
+CASES = {
+    "llama-mha": without(LLAMA, "head_dim", "num_key_value_heads", "rope_theta"),
+    "llama-gqa-tied": LLAMA | {"tie_word_embeddings": True},
+    "llama-mqa-biases": LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "llama-rope-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama-rope-dynamic": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64},
+    "llama-rope-llama3": LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 5000.0},
+    "llama-rope-llama3-new": without(LLAMA, "rope_theta") | {"rope_parameters": LLAMA3 | {"rope_theta": 5000.0}},
+    "llama-rope-yarn": LLAMA | {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    },
+    "mistral-gqa": MISTRAL | {"sliding_window": None},
+    "mistral-mqa-window": MISTRAL | {"sliding_window": 12, "num_key_value_heads": 1, "head_dim": 16},
+    "mistral-rope-linear-new": without(MISTRAL, "rope_theta") | {
+        "sliding_window": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    },
+    "qwen2-gqa-tied": QWEN2 | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 16},
+    "qwen2-mha-window": QWEN2 | {
+        "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1
+    },
+    "qwen2-rope-yarn-new": without(QWEN2, "rope_theta") | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
+                            "original_max_position_embeddings": 32, "mscale": 1.5, "mscale_all_dim": 0.5,
+                            "beta_fast": 4.0, "beta_slow": 0.5},
+        "head_dim": 16,
+    },
+    "qwen3-mha": QWEN3 | {"num_key_value_heads": 4},
+    "qwen3-gqa-window-tied": QWEN3 | {
+        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3-mqa-biases-yarn": QWEN3 | {
+        "num_key_value_heads": 1, "attention_bias": True,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "attention_factor": 1.3,
+                            "original_max_position_embeddings": 32},
+    },
+}  # fmt: skip
+STORED = {"llama-mha": torch.float32, "qwen2-gqa-tied": torch.bfloat16}  # the others in float16
+
+
+def main(names: list[str]) -> None:
+    for name in names or CASES:
+        make_case(name, HERE / name)
+
+
+def make_case(name: str, folder: Path) -> None:
+    config = CASES[name]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for seed in range(100):
+        write_weights(folder, STORED.get(name, torch.float16), np.random.default_rng([zlib.crc32(name.encode()), seed]))
+        model = load(folder)
+        rng = np.random.default_rng(seed)
+        lengths = (*LENGTHS[:-1], 40) if "dynamic" in name else LENGTHS
+        prompts = [rng.integers(0, config["vocab_size"], length) for length in lengths]
+        runs = [run(model, prompt) for prompt in prompts]
+        if min(gap for *_, gap in runs) > LEAST_GAP:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed keeps the two best tokens apart")
+    expected = {}
+    for index, (prompt, (logprobs, greedy, _)) in enumerate(zip(prompts, runs, strict=True)):
+        expected |= {f"prompt_{index}": prompt.astype(np.int32), f"logprobs_{index}": logprobs,
+                     f"greedy_{index}": greedy}  # fmt: skip
+    if "dynamic" in name:
+        beyond = rng.integers(0, config["vocab_size"], 120)
+        expected |= {"beyond": beyond.astype(np.int32), "beyond_logprobs": logprobs_of(load(folder), beyond)}
+    np.savez(folder / "expected.npz", **expected)
+    effect = effect_of_feature(config, folder, expected)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{name}: seed {seed}, effect {effect:.2f}, {size:,} bytes")
+    if effect < LEAST_EFFECT:
+        raise SystemExit(f"{name}: what the case is about changes log-probabilities by {effect} only")
+
+
+def load(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:
+    """Random weights under the names that transformers gives them, rounded to the stored dtype."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    tensors = {}
+    for name, tensor in sorted(model.state_dict().items()):
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if "norm" in name:
+            values = 1 + 0.2 * rng.standard_normal(tensor.shape)
+        elif name.endswith("bias"):
+            values = 0.3 * rng.standard_normal(tensor.shape)
+        else:
+            std = 0.5 if "embed" in name or "lm_head" in name else 0.25
+            values = std * rng.standard_normal(tensor.shape)
+        tensors[name] = torch.tensor(values, dtype=torch.float32).to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def logprobs_of(model, ids: np.ndarray) -> np.ndarray:
+    logits = model(torch.tensor(ids)[None], use_cache=False).logits[0].float()
+    return torch.log_softmax(logits, -1).numpy()
+
+
+@torch.no_grad()
+def run(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Log-probabilities of the prompt, greedy tokens by transformers' own loop, and the least gap on the way."""
+    logprobs = logprobs_of(model, prompt)
+    out = model.generate(torch.tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                         max_new_tokens=NUM_GREEDY, do_sample=False, pad_token_id=0)  # fmt: skip
+    text = out[0].numpy()
+    assert len(text) == len(prompt) + NUM_GREEDY, "generation ended early"
+    whole = logprobs_of(model, text)[len(prompt) - 1 : -1]
+    assert (whole.argmax(-1) == text[len(prompt) :]).all(), "with and without a cache differ"
+    best = np.sort(whole, -1)
+    return logprobs, text[len(prompt) :].astype(np.int32), float((best[:, -1] - best[:, -2]).min())
+
+
+def effect_of_feature(config: dict, folder: Path, expected: dict) -> float:
+    """How far the longest text's log-probabilities move when the rotary scaling or the window is taken away.
+
+    Where a case has neither, it is all tokens but the last two that are taken away: attention must matter.
+    """
+    plain = dict(config)
+    form = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    text, logprobs = expected["prompt_2"], expected["logprobs_2"]
+    if "dynamic" in folder.name:
+        text, logprobs = expected["beyond"], expected["beyond_logprobs"]
+    if form.get("rope_type", form.get("type", "default")) != "default":
+        plain = without(plain, "rope_scaling", "rope_parameters")
+        plain["rope_theta"] = form.get("rope_theta", config.get("rope_theta", 10000.0))
+    elif config["model_type"] == "mistral" and config["sliding_window"]:
+        plain["sliding_window"] = None
+    elif config.get("use_sliding_window"):
+        plain = without(plain, "layer_types") | {"use_sliding_window": False}
+    else:
+        return float(np.abs(logprobs_of(load(folder), text[-2:])[-1] - logprobs[-1]).max())
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch, "config.json").write_text(json.dumps(plain))
+        Path(scratch, "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        return float(np.abs(logprobs_of(load(Path(scratch)), text) - logprobs).max())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

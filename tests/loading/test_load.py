@@ -1,0 +1,142 @@
+"""Weights that arrive: from one file and from shards, in every dtype, made up, and within the memory they need."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.loading import abstract_params, load_config, load_model, tensor_files
+from ksana_jax.models.dense import dense_logits
+from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_config, write_model, write_shards
+
+
+def test_every_weight_arrives_at_its_place(tmp_path):
+    config = dataclasses.replace(TINY, family="qwen3", qk_norm=True, qkv_bias=True, out_bias=True)
+    tensors = random_tensors(config)
+    found, params = load_model(write_model(tmp_path, tensors, config))
+    assert found == config
+    layer = params.layers[1]
+    for name, value in {
+        "model.embed_tokens.weight": params.embed, "lm_head.weight": params.head,
+        "model.norm.weight": params.final_norm,
+        "model.layers.1.self_attn.k_proj.weight": layer.w_k, "model.layers.1.self_attn.k_proj.bias": layer.b_k,
+        "model.layers.1.self_attn.q_norm.weight": layer.q_norm, "model.layers.1.mlp.down_proj.weight": layer.w_down,
+        "model.layers.1.post_attention_layernorm.weight": layer.mlp_norm,
+    }.items():  # fmt: skip
+        np.testing.assert_array_equal(value, tensors[name])
+    assert len(jax.tree.leaves(params)) == len(tensors)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_stored_dtypes_are_converted_to_the_wanted_one(tmp_path, stored, dtype):
+    tensors = random_tensors(TINY, stored)
+    wanted = jnp.float32 if dtype == "f32" else ml_dtypes.bfloat16
+    _, params = load_model(write_model(tmp_path, tensors), dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+    np.testing.assert_array_equal(params.embed, tensors["model.embed_tokens.weight"].astype(wanted))
+
+
+def test_shards_give_the_same_weights_as_one_file(tmp_path, monkeypatch):
+    tensors = random_tensors(TINY)
+    one = load_model(write_model(tmp_path / "one", tensors))
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 100)  # a row is 64 bytes or more: every tensor comes in pieces
+    assert len(list(tensor_files.chunks(tensor_files.find_tensors(tmp_path / "one")["lm_head.weight"]))) == 32
+    several = load_model(write_shards(tmp_path / "several", tensors))
+    assert one[0] == several[0]
+    jax.tree.map(np.testing.assert_array_equal, one[1], several[1])
+
+
+def test_snapshot_of_the_hugging_face_cache_is_read_through_its_links(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for index, path in enumerate(sorted(write_shards(tmp_path / "plain", random_tensors(TINY)).iterdir())):
+        path.rename(blobs / str(index))
+        (snapshot / path.name).symlink_to(f"../../blobs/{index}")
+    assert load_model(snapshot)[0] == TINY
+
+
+def test_generation_config_names_the_ids_that_end_a_text(tmp_path):
+    write_config(tmp_path)
+    assert (load_config(tmp_path).bos_id, load_config(tmp_path).eos_ids) == (1, (2,))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9], "temperature": 0.6}))
+    assert (load_config(tmp_path).bos_id, load_config(tmp_path).eos_ids) == (1, (5, 9))
+
+
+def test_tied_model_takes_no_head_and_ignores_an_equal_one(tmp_path):
+    config = dataclasses.replace(TINY, tie_embeddings=True)
+    tensors = random_tensors(config)
+    assert "lm_head.weight" not in tensors
+    assert load_model(write_model(tmp_path, tensors, config))[1].head is None
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    assert load_model(write_model(tmp_path, tensors, config))[1].head is None
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(2)}
+    load_model(write_model(tmp_path, random_tensors(TINY) | buffers))
+
+
+def test_dummy_weights_need_a_config_only_and_repeat_with_the_seed(tmp_path):
+    write_config(tmp_path)
+    config, params = load_model(tmp_path, dtype="bf16", load_format="dummy", seed=3)
+    same = load_model(TINY, dtype="bf16", load_format="dummy", seed=3)[1]
+    other = load_model(TINY, dtype="bf16", load_format="dummy", seed=4)[1]
+    assert config == TINY
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+    assert not np.array_equal(params.embed, other.embed)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), abstract_params(TINY, "bf16")
+    )
+
+
+def test_shapes_of_7b_are_planned_and_traced_without_weights():
+    config = ModelConfig(vocab_size=32_000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
+                         d_ff=11_008, max_position=4096)  # fmt: skip
+    params = abstract_params(config, "bf16")
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.num_params == 6_738_415_616
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    assert jax.eval_shape(lambda p, t: dense_logits(p, t, config=config), params, tokens).shape == (2, 8, 32_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"dtype": "f16"}, "dtype is 'f16', must be one of f32, bf16"),
+        ({"load_format": "gguf"}, "load_format is 'gguf', must be one of auto, dummy"),
+        ({}, "a ModelConfig brings no weights"),
+        ({"source": dataclasses.replace(TINY, num_heads=0), "load_format": "dummy"}, "num_heads is 0"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        load_model(**{"source": TINY, **arguments})
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from Linux's /proc")
+@pytest.mark.parametrize(("stored", "dtype"), [("F32", "f32"), ("BF16", "f32")])
+def test_loading_takes_at_most_1_3_times_the_weights(tmp_path, stored, dtype):
+    # 32M weights, 130 MB in float32: enough that the 16 MiB in flight and the imports do not hide a second copy.
+    config = dataclasses.replace(TINY, vocab_size=8_000, d_model=1024, num_layers=2, d_ff=2600)
+    tensors = {name: np.full_like(tensor, 0.5) for name, tensor in random_tensors(config, stored).items()}
+    write_shards(tmp_path / "model", tensors, config, num_shards=2)
+    probe = Path(__file__).with_name("memory_probe.py")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, probe, tmp_path / "model", dtype],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    peak, weights = map(int, done.stdout.split())
+    assert weights == 4 * config.num_params
+    assert peak <= 1.3 * weights

@@ -1,0 +1,97 @@
+"""Every family, attention kind and rope kind against what transformers computed, from the committed files."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import ModelConfig, RopeConfig
+from ksana_jax.kv.patterns import FULL
+from ksana_jax.loading import load_model
+from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.transformer import Params
+from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
+from tests.models.reference import pattern_logits
+
+# Two float32 implementations that add in different orders; log-probabilities here reach down to -25.
+ATOL = 1e-4
+
+CASES = list(golden_cases())
+every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+@functools.cache
+def model_of(name: str) -> tuple[ModelConfig, Params]:
+    return load_model(golden_case(name).model_dir)
+
+
+def logprobs_of(case: GoldenCase, tokens: np.ndarray, length: int) -> np.ndarray:
+    """Padded at the end to a length, so that texts share a compilation; earlier positions do not see the padding."""
+    config, params = model_of(case.name)
+    padded = np.pad(tokens, (0, length - len(tokens)))
+    # Within the trained context "dynamic" is not stretched, however far the padding goes.
+    return np.asarray(jax.nn.log_softmax(pattern_logits(params, padded, config=config, max_len=1)))[: len(tokens)]
+
+
+@every_case
+def test_log_probabilities_of_prompts_are_those_of_transformers(case):
+    for prompt, expected in zip(case.prompts, case.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs_of(case, prompt, 96), expected, atol=ATOL, rtol=0)
+
+
+@every_case
+def test_greedy_tokens_are_those_of_transformers(case):
+    for prompt, expected in zip(case.prompts, case.greedy, strict=True):
+        text = np.concatenate([prompt, expected])
+        # Each is the best token after those before it, so greedy decoding takes exactly these.
+        best = logprobs_of(case, text, 96).argmax(-1)
+        assert best[len(prompt) - 1 : -1].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if "window" not in case.name])
+def test_dense_reference_agrees_where_no_window_is_set(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    assert config.pattern == FULL
+    scores = dense_logits(params, jnp.asarray(case.prompts[1]), config=config)
+    np.testing.assert_allclose(jax.nn.log_softmax(scores), case.logprobs[1], atol=ATOL, rtol=0)
+
+
+def test_dynamic_rope_of_a_whole_text_beyond_the_trained_context():
+    model_dir, text, expected = beyond_context()
+    config, params = load_model(model_dir)
+    assert len(text) > config.max_position
+    scores = pattern_logits(params, text, config=config, max_len=len(text))
+    np.testing.assert_allclose(jax.nn.log_softmax(scores), expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(dense_logits(params, jnp.asarray(text), config=config), scores, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", [c.name for c in CASES if "rope" in c.name or "yarn" in c.name])
+def test_golden_files_notice_a_missing_rope_scaling(name):
+    """A check of the files themselves: without the scaling the same test would fail by far."""
+    case, (config, params) = golden_case(name), model_of(name)
+    text, expected = (case.prompts[2], case.logprobs[2]) if "dynamic" not in name else beyond_context()[1:]
+    plain = dataclasses.replace(config, rope=RopeConfig(theta=config.rope.theta))
+    scores = pattern_logits(params, text, config=plain)
+    assert np.abs(jax.nn.log_softmax(scores) - expected).max() > 1
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if "window" in case.name])
+def test_golden_files_notice_a_missing_window(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    scores = pattern_logits(params, case.prompts[2], config=dataclasses.replace(config, pattern=FULL))
+    assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
+
+
+def test_golden_files_cover_every_family_rope_kind_and_grouping():
+    configs = {case.name: model_of(case.name)[0] for case in CASES}
+    assert {c.family for c in configs.values()} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {c.rope.kind for c in configs.values()} == {"default", "linear", "dynamic", "llama3", "yarn"}
+    assert {c.num_heads // c.num_kv_heads for c in configs.values()} == {1, 2, 4}
+    assert {c.tie_embeddings for c in configs.values()} == {False, True}
+    given = [json.loads((case.model_dir / "config.json").read_text()) for case in CASES]
+    assert {"head_dim" in values for values in given} == {False, True}
+    assert {"rope_parameters" in values for values in given} == {False, True}

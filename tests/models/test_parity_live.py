@@ -1,0 +1,89 @@
+"""Parity with transformers itself, on texts that are not in the golden files; where torch is installed."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax.config import ModelConfig, RopeConfig
+from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.loading import export_hf, load_model
+from ksana_jax.models.rope import make_rope
+from ksana_jax.models.transformer import init_params
+from tests.golden.cases import golden_cases
+from tests.models.reference import pattern_logits
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
+CASES = list(golden_cases())
+ATOL = 1e-4
+
+
+def theirs(model_dir, tokens: np.ndarray) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor(tokens)[None]).logits[0], -1).numpy()
+
+
+def ours(model_dir, tokens: np.ndarray) -> np.ndarray:
+    config, params = load_model(model_dir)
+    return np.asarray(jax.nn.log_softmax(pattern_logits(params, tokens, config=config)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_log_probabilities_of_another_text_are_those_of_transformers(case):
+    tokens = np.random.default_rng(7).integers(0, 128, 61).astype(np.int32)
+    np.testing.assert_allclose(ours(case.model_dir, tokens), theirs(case.model_dir, tokens), atol=ATOL, rtol=0)
+
+
+TINY = ModelConfig(vocab_size=64, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=48,
+                   max_position=128, bos_id=1, eos_ids=(2, 3))  # fmt: skip
+SLIDING = (AttentionPattern(), AttentionPattern(window=9), AttentionPattern(window=9))
+EXPORTED = {
+    "llama": TINY,
+    "llama, biases": dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "llama, llama3 rope": dataclasses.replace(TINY, rope=RopeConfig("llama3", 5e5, 8.0, 32)),
+    "llama, yarn": dataclasses.replace(TINY, rope=RopeConfig("yarn", 1e4, 4.0, 32, truncate=False)),
+    "llama, linear": dataclasses.replace(TINY, rope=RopeConfig("linear", 1e4, 4.0)),
+    "mistral": dataclasses.replace(TINY, family="mistral", pattern=AttentionPattern(window=9)),
+    "qwen2": dataclasses.replace(TINY, family="qwen2", qkv_bias=True, tie_embeddings=True, pattern=SLIDING),
+    "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm=True, pattern=SLIDING),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_transformers_reads_what_we_export(name, tmp_path):
+    config = EXPORTED[name]
+    export_hf(tmp_path, config, init_params(config, std=0.3))
+    tokens = np.random.default_rng(7).integers(0, 64, 61).astype(np.int32)
+    np.testing.assert_allclose(ours(tmp_path, tokens), theirs(tmp_path, tokens), atol=ATOL, rtol=0)
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert (generation.bos_token_id, generation.eos_token_id) == (1, [2, 3])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(theta=1e6),
+        RopeConfig("llama3", 5e5, 8.0, 8192),
+        RopeConfig("llama3", 5e5, 32.0, 8192),
+        RopeConfig("yarn", 1e6, 4.0, 32768),
+        RopeConfig("yarn", 1e4, 16.0, 4096, beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.8),
+        RopeConfig("linear", 1e4, 8.0),
+    ],
+    ids=lambda rope: f"{rope.kind}-{rope.theta:g}-{rope.factor:g}",
+)
+def test_frequencies_at_real_sizes_are_those_of_transformers_to_rounding(rope, tmp_path):
+    """At head_dim 128 and real contexts, which the tiny models do not reach."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = dataclasses.replace(TINY, head_dim=128, max_position=131_072, rope=rope)
+    export_hf(tmp_path, config, init_params(config))
+    expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(tmp_path))
+    found = make_rope(load_model(tmp_path, load_format="dummy")[0].rope, 128)
+    # transformers rounds each power to float32, we once at the end.
+    np.testing.assert_allclose(found.inv_freq, expected.inv_freq.numpy(), rtol=5e-7)
+    assert found.scale == pytest.approx(expected.attention_scaling, rel=1e-12)
