@@ -36,15 +36,16 @@ class Buckets:
 
     @classmethod
     def of(cls, max_num_seqs: int, max_num_tiles: int, table_width: int, query_tile: int, min_singles: int = 1) -> Buckets:
-        """Ladders whose neighbours differ by a factor of two, four for tiles and the smallest widths.
+        """Ladders whose neighbours differ by a factor of two, for tiles and widths four: a tile that is not used costs
+        the most, but so many shapes need compiling; a width costs little beyond its table.
 
         Args:
           min_singles: least rows of a step of singles, where matrix units are slow with fewer.
         """
         return cls(
-            singles=ladder(min(min_singles, max_num_seqs), max_num_seqs, 2.0),
-            tiles=ladder(1, max_num_tiles, 4.0),
-            widths=ladder(4, table_width, 1.5 if table_width <= 64 else 2.0),
+            singles=ladder(min(min_singles, max_num_seqs), max_num_seqs),
+            tiles=ladder(1, max_num_tiles),
+            widths=ladder(16, table_width, 4.0),
             query_tile=query_tile,
         )
 
@@ -66,6 +67,15 @@ class Buckets:
         pairs += [(d, t) for t in self.tiles for d in (0, self.singles[-1])]
         top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
         return [StepShape(d, t, self.query_tile, w) for w in self.widths if w <= top for d, t in pairs]
+
+
+def _padded(values: np.ndarray, shape: tuple[int, ...], fill: int) -> np.ndarray:
+    """Values in the corner of an array of a shape that may be larger; itself where it is not."""
+    if values.shape == shape:
+        return values
+    out = np.full(shape, fill, values.dtype)
+    out[tuple(slice(size) for size in values.shape)] = values
+    return out
 
 
 def _at_least(sizes: tuple[int, ...], count: int) -> int:
@@ -92,11 +102,10 @@ class BatchBuilder:
           The step, and for each of `batch.rows` the index in [0, S) of the tile that holds its last token.
         """
         singles, chunks = batch.singles, batch.chunks
-        num_tiles = -(-batch.counts // self.buckets.query_tile)
+        num_tiles = -(-batch.counts // self.buckets.query_tile) if len(chunks) else batch.counts
         width = int(rows.num_blocks[batch.rows].max())
         shape = self.buckets.shape(len(singles), int(num_tiles.sum()), width)
-        arrays = self._empty(shape)
-        self._put_singles(arrays, singles, rows)
+        arrays = self._with_singles(shape, singles, rows)
         ends = np.arange(len(singles))
         if len(chunks):
             ends = np.concatenate([ends, shape.num_singles + np.cumsum(num_tiles) - 1])
@@ -109,30 +118,20 @@ class BatchBuilder:
         self._ask(step, batch, rows, ends)
         return step, ends
 
-    def _empty(self, shape: StepShape) -> StepArrays:
-        size, width = shape.num_singles + shape.num_tiles, shape.table_width
-        return StepArrays(
-            tokens=np.zeros(shape.num_tokens, np.int32),
-            positions=np.full(shape.num_tokens, -1, np.int32),
-            slots=np.full(shape.num_tokens, self.num_blocks * self.block_size, np.int32),
-            block_tables=np.zeros((size, width), np.int32),
-            block_starts=np.full((size, width), FAR, np.int32),
-            last=np.zeros(size, np.int32),
-        )
-
-    def _put_singles(self, arrays: StepArrays, singles: np.ndarray, rows: Rows) -> None:
-        n, width = len(singles), min(arrays.block_tables.shape[1], rows.block_tables.shape[1])
-        if not n:
-            return
+    def _with_singles(self, shape: StepShape, singles: np.ndarray, rows: Rows) -> StepArrays:
+        """The arrays with their singles; the rest is padding."""
+        tokens, tiles, width = shape.num_tokens, shape.num_singles + shape.num_tiles, shape.table_width
         at = rows.num_computed[singles]
-        arrays.tokens[:n] = rows.token_ids[singles, at]
-        arrays.positions[:n] = at
         # A single is the newest token of its row: it lies in the row's last block.
         newest = rows.block_tables[singles, rows.num_blocks[singles] - 1]
-        arrays.slots[:n] = newest * self.block_size + at % self.block_size
-        arrays.block_tables[:n, :width] = rows.block_tables[:, :width][singles]
-        arrays.block_starts[:n, :width] = rows.block_starts[:, :width][singles]
-        arrays.last[:n] = np.arange(n)
+        return StepArrays(
+            tokens=_padded(rows.token_ids[singles, at], (tokens,), 0),
+            positions=_padded(at, (tokens,), -1),
+            slots=_padded(newest * self.block_size + at % self.block_size, (tokens,), self.num_blocks * self.block_size),
+            block_tables=_padded(rows.block_tables[singles, :width], (tiles, width), 0),
+            block_starts=_padded(rows.block_starts[singles, :width], (tiles, width), FAR),
+            last=_padded(np.arange(len(singles), dtype=np.int32), (tiles,), 0),
+        )
 
     def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
         start, width = int(rows.num_computed[row]), int(rows.num_blocks[row])
@@ -153,8 +152,11 @@ class BatchBuilder:
             step.sampling = self._sampling(rows, running, ends, len(step.arrays.last))
         num_logprobs = int(rows.num_logprobs[running].max())
         step.num_logprobs = None if num_logprobs < 0 else num_logprobs
+        scored = rows.num_prompt_logprobs[running] >= 0
+        if not scored.any():
+            return
         # A token is scored where the one before it is computed.
-        scored = (rows.num_prompt_logprobs[running] >= 0) & (rows.num_computed[running] + 1 < rows.num_prompt[running])
+        scored &= rows.num_computed[running] + 1 < rows.num_prompt[running]
         if not scored.any():
             return
         step.num_prompt_logprobs = int(rows.num_prompt_logprobs[running[scored]].max())

@@ -119,20 +119,34 @@ def doctor() -> None:
         console.print(f"  {'[green]used[/green]    ' if chosen else 'not used'}  {escape(name)}: {escape(reason)}")
 
 
-@bench.command("host", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench_host(context: typer.Context) -> None:
-    """CPU time of the host loop for one decode step: --rows 256,1024 --json."""
-    from ksana_jax.bench.host import main as bench_main
+@bench.command("host")
+def bench_host(
+    rows: Annotated[str, typer.Option(help="running sequences, a list of numbers")] = "256,1024",
+    steps: Annotated[int, typer.Option(help="steps, of which the median is taken")] = 200,
+    context: Annotated[int, typer.Option(help="tokens of each sequence")] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
+) -> None:
+    """CPU time of the host loop for a decode step, with a device that takes none."""
+    counts = [part.strip() for part in rows.split(",")]
+    if not all(part.isdecimal() for part in counts):
+        raise ValueError(f"--rows {rows!r} is not a list of numbers such as 256,1024")
+    from ksana_jax.bench.host import main as measure
 
-    bench_main(context.args)
+    measure([int(part) for part in counts], steps=steps, context=context, as_json=as_json)
 
 
-@bench.command("throughput", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench_throughput(context: typer.Context) -> None:
-    """Output tokens a second on a fixed load: --model DIR --dtype f32|bf16 --json."""
-    from ksana_jax.bench.throughput import main as bench_main
+@bench.command("throughput")
+def bench_throughput(
+    model: Annotated[str, typer.Option(help="a Hugging Face directory, or ksana-tiny")] = "ksana-tiny",
+    dtype: Annotated[str, typer.Option(help="f32 or bf16")] = "f32",
+    requests: Annotated[int, typer.Option(help="requests, all there from the beginning")] = 32,
+    seed: Annotated[int, typer.Option(help="draws lengths and prompts")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
+) -> None:
+    """Output tokens a second: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy."""
+    from ksana_jax.bench.throughput import main as measure
 
-    bench_main(context.args)
+    measure(model, dtype=dtype, num_requests=requests, seed=seed, as_json=as_json)
 
 
 _debug = False
@@ -165,6 +179,9 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"ksana: error: {error}; is everything installed? (pip install -e .)", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("ksana: interrupted; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        # typer makes this of Ctrl-C.
+        if end.code == 130:
+            resumes = "; the same command goes on from here" if argv[0] in ("run", "train") else ""
+            print(f"ksana: interrupted{resumes}", file=sys.stderr)
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from typing import NamedTuple
 
 MAX_N = 128
@@ -21,7 +20,7 @@ class FinishReason(enum.StrEnum):
 
 def _number(name: str, value, low: float, high: float, integer: bool = False) -> None:
     kind = int if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # NaN is not
         what = "an integer" if integer else "a number"
         raise ValueError(f"{name} is {value!r}, must be {what} from {low:,} to {high:,}")
 
@@ -104,6 +103,10 @@ class SamplingParams:
         self._check_bias()
 
     def _check_stops(self):
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise ValueError(f"stop is {self.stop!r:.60}, must be a string or a list of strings")
+        if not isinstance(self.stop_token_ids, (list, tuple, type(None))):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r:.60}, must be a list of integers")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(stops)} strings, at most {MAX_STOP_STRINGS} are supported")
@@ -116,7 +119,7 @@ class SamplingParams:
             _number("stop_token_ids", token, 0, 2**31 - 1, integer=True)
 
     def _check_bias(self):
-        bias = self.logit_bias or {}
+        bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIASES:
             raise ValueError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIASES} entries")
         for token, value in bias.items():
@@ -132,6 +135,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether it changes scores before one is chosen."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias)
 
 
 class Logprob(NamedTuple):

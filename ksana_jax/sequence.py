@@ -55,9 +55,7 @@ class Sequence:
     @property
     def dense_sampling(self) -> bool:
         """Whether penalties or biases over the whole vocabulary are in play."""
-        p = self.params
-        penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        return penalised or bool(p.logit_bias) or (p.min_tokens > 0 and bool(self.stop_ids))
+        return self.params.penalised or (self.params.min_tokens > 0 and bool(self.stop_ids))
 
 
 class Rows:
@@ -139,13 +137,15 @@ class Rows:
         self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds one token to each of some rows."""
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Adds one token to each of some rows; returns their new lengths."""
         at = self.num_tokens[rows]
-        if len(at) and at.max() >= self.token_ids.shape[1]:
-            self._grow(int(at.max()) + 1)
+        longest = int(at.max(initial=0))
+        if longest >= self.token_ids.shape[1]:
+            self._grow(longest + 1)
         self.token_ids[rows, at] = tokens
-        self.num_tokens[rows] = at + 1
+        length = self.num_tokens[rows] = at + 1
+        return length
 
     def held(self, row: int) -> np.ndarray:
         """Ids of the blocks that a row holds."""

@@ -40,7 +40,8 @@ class ScheduledBatch:
     @property
     def num_per_row(self) -> np.ndarray:
         """Tokens computed of each of `rows`."""
-        return np.concatenate([np.ones(len(self.singles), np.int32), self.counts])
+        ones = np.ones(len(self.singles), np.int32)
+        return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
     @property
     def num_tokens(self) -> int:

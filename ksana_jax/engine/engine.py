@@ -42,8 +42,8 @@ class Request:
             self.prompt_token_ids.tolist(),
             [c.output() for c in self.completions],
             self.finished,
-            self.metrics,
-            self.prompt_logprobs,
+            dataclasses.replace(self.metrics),
+            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
 
@@ -132,6 +132,7 @@ class Engine:
           ValueError: it can never be served, or its id is taken; nothing is changed.
         """
         self.validate(prompt_token_ids, params)
+        prompt_token_ids = prompt_token_ids.astype(np.int32)
         request_id = request_id or f"request-{self._num_requests}"
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -203,6 +204,9 @@ class Engine:
         for seq in progress.finished:
             reported.setdefault(seq.owner)
         for request in reported:
+            for completion in request.completions:
+                if completion.seq.finish_reason is not None:
+                    completion.close()
             if request.finished:
                 self._close(request, now)
         self.records.append(

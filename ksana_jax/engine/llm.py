@@ -170,14 +170,21 @@ class LLM:
         self.engine.scheduler.set_live_range(LiveRange.of(patterns))
         self.patterns = patterns
 
-    def warm_up(self, max_len: int | None = None) -> int:
-        """Compiles every step that sequences of up to max_len tokens can need; returns how many were new."""
+    def warm_up(
+        self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> int:
+        """Compiles every step that sequences of up to max_len tokens can need; returns how many functions were new.
+
+        Args:
+          sampling_params: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
+        """
         before = self.num_compilations
         live = self.engine.scheduler.live
         width = live.max_live_blocks(
             self.config.block_size, max_len or self.engine.max_model_len, self.config.max_num_batched_tokens
         )
-        self.runner.warm_up(self.engine.builder.buckets.all_shapes(width))
+        asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
+        self.runner.warm_up(self.engine.builder.buckets.all_shapes(width), asked)
         return self.num_compilations - before
 
     # ------------------------------------------------------------------ requests
@@ -214,12 +221,15 @@ class LLM:
         Requests that are unfinished when the reader stops are aborted.
         """
         requests = self._add_all(prompts, sampling_params, streams=True)
-        mine = set(requests)
         try:
-            while not all(r.finished for r in requests):
-                for request in self.engine.step():
-                    if request in mine:
-                        yield request.output()
+            unfinished = requests
+            while unfinished:
+                reported = set(self.engine.step())
+                # Steps that others took in between may have ended a request.
+                news = [r for r in unfinished if r in reported or r.finished]
+                unfinished = [r for r in unfinished if not r.finished]
+                for request in news:
+                    yield request.output()
         finally:
             self._abort(requests)
 
@@ -231,6 +241,8 @@ class LLM:
         """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template")
+        if not isinstance(messages, (list, tuple)):
+            raise ValueError(f"messages is a {type(messages).__name__}, must be a list")
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
         texts = [render_chat(self.tokenizer, c, add_generation_prompt=True) for c in conversations]
@@ -239,13 +251,16 @@ class LLM:
         return self.generate(ids, sampling_params)
 
     def _add_all(self, prompts, sampling_params, streams: bool) -> list[Request]:
-        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        else:
-            params = list(sampling_params)
-            if len(params) != len(prompts):
-                raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params were given")
+        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(f"prompts is a {type(prompts).__name__}, must be a string, a dict or a list of them")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        elif not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError("sampling_params must be a SamplingParams or a list of them")
+        elif len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params were given")
         read = [self._read(prompt) for prompt in prompts]
         for (_, ids), p in zip(read, params, strict=True):
             self.engine.validate(ids, p)
@@ -260,21 +275,24 @@ class LLM:
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             raise ValueError(f"a prompt is a string or a dict, not {type(prompt).__name__}")
-        if unknown := sorted(set(prompt) - {"prompt", "prompt_token_ids"}):
+        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"})):
             raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; prompt and prompt_token_ids are supported")
         text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"prompt is a {type(text).__name__}, must be a string")
         if "prompt_token_ids" not in prompt:
-            if not isinstance(text, str) or self.tokenizer is None:
+            if text is None or self.tokenizer is None:
                 missing = "text" if self.tokenizer else "tokenizer: give prompt_token_ids"
                 raise ValueError(f"prompt has no {missing}")
             return text, np.array(self.tokenizer.encode(text), np.int32)
-        ids = np.asarray(prompt["prompt_token_ids"])
-        if ids.size == 0:
+        given = prompt["prompt_token_ids"]
+        ids = np.asarray(given)
+        if ids.shape == (0,):
             return text, np.zeros(0, np.int32)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy takes them for 0 and 1
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
             raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
-        bounded = np.clip(ids, -1, np.iinfo(np.int32).max)
-        return text, bounded.astype(np.int32)
+        return text, ids
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:

@@ -18,7 +18,7 @@ from ksana_jax.models.rope import Rope, make_rope
 from ksana_jax.models.transformer import Params, forward, logits
 from ksana_jax.ops.attention import choose
 from ksana_jax.ops.paged import paged_attend
-from ksana_jax.request import MAX_LOGPROBS
+from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.step import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 
@@ -86,10 +86,18 @@ class Runner:
 
     def reset(self) -> None:
         """Makes the pool anew, after a step that failed took it along."""
+        self.cache.blocks.delete()  # first: there may not be room for two
         self.cache = make_cache(*self._pool)
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step; see `step.Executor`."""
+        """Runs one step; see `step.Executor`. One that fails leaves an empty pool."""
+        try:
+            return self._execute(step)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _execute(self, step: StepInput) -> StepOutput:
         compiled = self.compile_step(step.shape)
         self.cache, hidden = compiled(self.params, self.cache, step.arrays, self._patterns)
         prompt_scores = None
@@ -105,13 +113,31 @@ class Runner:
             prompt_scores=None if prompt_scores is None else TokenScores(*(np.asarray(x) for x in prompt_scores)),
         )
 
-    def warm_up(self, shapes: Sequence[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the steps of some shapes and greedy sampling after them; already compiled ones cost nothing."""
+    def warm_up(
+        self,
+        shapes: Sequence[StepShape],
+        asked: Sequence[SamplingParams] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compiles the steps of some shapes; already compiled ones cost nothing.
+
+        Args:
+          asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
+        """
+        vocab = self.config.vocab_size
+        tops = {None} | {_bucket_of_top(p.logprobs, vocab) for p in asked if p.logprobs is not None}
+        prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
+        dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
         for done, shape in enumerate(shapes):
             self.compile_step(shape)
-            num_tiles = shape.num_singles + shape.num_tiles
+            size = shape.num_singles + shape.num_tiles
             hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
-            self._sample(hidden, jax.ShapeDtypeStruct((num_tiles,), jnp.int32), None, None)
+            last = jax.ShapeDtypeStruct((size,), jnp.int32)
+            for settings in (None, *(_sampling_shapes(size, vocab if d else None) for d in dense)):
+                for num_top in tops:
+                    self._sample(hidden, last, settings, num_top)
+            for num_top in prompt_tops:
+                self._score(shape.num_tokens, num_top)
             if progress:
                 progress(done + 1, len(shapes))
 
@@ -150,6 +176,20 @@ class Runner:
             run = jax.jit(functools.partial(_score_tokens, num_top=num_top))
             self._compiled[key] = run.lower(self.params, hidden, targets).compile()
         return self._compiled[key]
+
+
+def _sampling_shapes(size: int, vocab_size: int | None) -> Any:
+    """Shapes of SamplingArrays; those of penalties and biases where a vocabulary is given."""
+
+    def array(dtype, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((size, *more), dtype)
+
+    f32, i32 = array(jnp.float32), array(jnp.int32)
+    settings = SamplingArrays(f32, i32, f32, f32, array(jnp.uint32, 2), i32, f32, f32, f32)
+    if vocab_size is None:
+        return settings
+    counts, in_prompt, bias = (array(dtype, vocab_size) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
+    return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)
 
 
 def _bucket_of_top(count: int, vocab_size: int) -> int:

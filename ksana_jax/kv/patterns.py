@@ -179,10 +179,11 @@ class LiveRange:
 
     @classmethod
     def of(cls, patterns: Sequence[AttentionPattern]) -> LiveRange:
-        windows = [p.window for p in patterns if p.evicts]
+        # Window 8, stride 3: the farthest distance seen is 6, so 7 positions are enough.
+        windows = [(p.window - 1) // p.stride * p.stride + 1 for p in patterns if p.evicts and p.window is not None]
         everything = len(windows) < len(patterns)
         return cls(
-            window=None if everything else max(w for w in windows if w is not None),
+            window=None if everything else max(windows),
             num_sinks=max(p.num_sinks for p in patterns),
             globals_every=tuple(sorted({p.global_every for p in patterns if p.global_every is not None})),
         )
@@ -213,7 +214,7 @@ class LiveRange:
         if self.window is None:
             return whole
         sinks = -(-self.num_sinks // block_size)
-        # A chunk of c queries reaches W - 1 + c positions, which can straddle one more block than they fill.
-        recent = -(-(self.window - 1 + chunk) // block_size) + 1
+        # A chunk of c queries reaches W - 1 + c positions; n positions touch at most ceil((n - 1) / B) + 1 blocks.
+        recent = -(-(self.window - 2 + chunk) // block_size) + 1
         pinned = sum(-(-max_tokens // max(every, block_size)) for every in self.globals_every)
         return min(whole, sinks + recent + pinned)

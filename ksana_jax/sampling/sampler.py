@@ -19,7 +19,9 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     logits_SV = adjust(logits_SV, settings)
     greedy = jnp.argmax(logits_SV, axis=-1)
     heat = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
-    kept = truncate(logits_SV / heat[:, None], settings.top_k, settings.top_p, settings.min_p)
+    # From the best downwards: a small temperature must not take it to infinity.
+    below_best = logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True)
+    kept = truncate(below_best / heat[:, None], settings.top_k, settings.top_p, settings.min_p)
     # Gumbel's trick: the largest of (score + noise) is distributed as the softmax of the scores.
     drawn = jnp.argmax(kept + _noise(settings, logits_SV.shape[-1]), axis=-1)
     return jnp.where(settings.temperature > 0, drawn, greedy).astype(jnp.int32)
@@ -59,7 +61,8 @@ def truncate(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: ja
     in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
     floor_p = jnp.min(jnp.where(in_nucleus, among_k, jnp.inf), axis=-1, keepdims=True)
     floor_m = ordered[:, :1] + jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)[:, None]
-    floor = jnp.maximum(jnp.maximum(floor_k, floor_p), floor_m)
+    # The best stays, even where a tiny top_p is 0 in float32.
+    floor = jnp.minimum(jnp.maximum(jnp.maximum(floor_k, floor_p), floor_m), ordered[:, :1])
     return jnp.where(logits_SV >= floor, logits_SV, -jnp.inf)
 
 

@@ -38,7 +38,8 @@ class _Room:
     tiles: int
 
 
-_NO_ROWS = np.zeros(0, np.int32)
+# Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
+_NO_ROWS = np.zeros(0, np.intp)
 
 
 class Scheduler:
@@ -120,7 +121,7 @@ class Scheduler:
         if seq.row is None:
             self.waiting = [w for w in self.waiting if w[2] is not seq]
         else:
-            self._leave(np.array([seq.row], np.int32))
+            self._leave(np.array([seq.row]))
 
     # ------------------------------------------------------------------ before a step
 
@@ -152,8 +153,8 @@ class Scheduler:
         if not chunks:
             return ScheduledBatch(singles, _NO_ROWS, _NO_ROWS) if len(singles) else None
         alone = [row for row, count in chunks if count == 1]
-        longer = np.array([c for c in chunks if c[1] > 1], np.int32).reshape(-1, 2)
-        return ScheduledBatch(np.concatenate([singles, np.array(alone, np.int32)]), longer[:, 0], longer[:, 1])
+        longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
+        return ScheduledBatch(np.concatenate([singles, np.array(alone, np.intp)]), longer[:, 0], longer[:, 1])
 
     def _take_blocks(self, rows: np.ndarray, count: int = 1) -> None:
         """Gives `count` blocks to each of some rows; there are enough."""
@@ -194,7 +195,7 @@ class Scheduler:
         """Takes a row's blocks; its sequence waits in its old place and will compute all its tokens again."""
         seq = self.rows.seqs[row]
         assert seq is not None
-        self._leave(np.array([row], np.int32))
+        self._leave(np.array([row]))
         seq.num_preemptions += 1
         self.num_preemptions += 1
         bisect.insort(self.waiting, (self.policy(seq), seq.seq_id, seq))
@@ -213,7 +214,7 @@ class Scheduler:
         count = min(int(r.num_tokens[row]) - done, room.tokens, room.tiles * self.query_tile)
         count = min(count, covered + self.blocks.num_free * size - done)
         if new := -(-max(done + count - covered, 0) // size):
-            self._take_blocks(np.array([row], np.int32), new)
+            self._take_blocks(np.array([row]), new)
         room.tokens -= count
         room.tiles -= -(-count // self.query_tile) if count > 1 else 0
         return count
@@ -231,7 +232,7 @@ class Scheduler:
         self.rows.place(seq, row)
         at = bisect.bisect(self._keys, key)
         self._keys.insert(at, key)
-        self.order = np.insert(self.order, at, row).astype(np.int32)
+        self.order = np.insert(self.order, at, row)
         return row, self._take(row, room)
 
     # ------------------------------------------------------------------ after a step
@@ -244,13 +245,13 @@ class Scheduler:
             more to compute.
         """
         r, rows = self.rows, batch.rows
-        r.num_computed[batch.singles] += 1
-        r.num_computed[batch.chunks] += batch.counts
+        r.num_computed[rows] += batch.num_per_row
         complete = r.num_computed[rows] == r.num_tokens[rows]
-        sampled, tokens = rows[complete], tokens[complete]
-        r.append(sampled, tokens)
-        length = r.num_tokens[sampled]
-        stopped = (r.stop_ids[sampled] == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
+        sampled = rows
+        if not complete.all():
+            sampled, tokens = rows[complete], tokens[complete]
+        length = r.append(sampled, tokens)
+        stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
         ended = stopped | (length >= r.max_len[sampled])
         finished: list[Sequence] = []
         if ended.any():
@@ -277,17 +278,18 @@ class Scheduler:
             return
         rows = rows[due]
         r.return_at[rows] = (seen_from[due] // size + 1) * size
-        starts = r.block_starts[rows]
+        width = int(r.num_blocks[rows].max())
+        starts = r.block_starts[rows, :width]
         dead = self.live.dead_blocks(starts, size, r.num_computed[rows][:, None])
         some = dead.any(axis=1)
         if not some.any():
             return
         rows, dead = rows[some], dead[some]
-        tables = r.block_tables[rows]
+        tables = r.block_tables[rows, :width]
         self.blocks.release(tables[dead])
         order = np.argsort(dead, axis=1, kind="stable")  # the living move up
-        r.block_tables[rows] = np.take_along_axis(tables, order, axis=1)
-        r.block_starts[rows] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
+        r.block_tables[rows, :width] = np.take_along_axis(tables, order, axis=1)
+        r.block_starts[rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
         r.num_blocks[rows] -= dead.sum(axis=1, dtype=np.int32)
 
     def _leave(self, leaving: np.ndarray) -> None:

@@ -149,9 +149,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)  # None for what only keeps its arguments: namespace, dict, macros
         if owner is not None:
             _check_numbers(getattr(obj, "__name__", "a method"), (*args, *kwargs.values()))
-        if isinstance(owner, str) and obj.__name__ in ("format", "format_map"):
-            _checked_format(owner)
         return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandbox's stand-in for str.format, which looks at the widths before it formats."""
+        stand_in = super().wrap_str_format(value)
+        if stand_in is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _checked_format(value.__self__)
+            _check_numbers("format", (*args, *kwargs.values()))
+            return stand_in(*args, **kwargs)
+
+        return checked
 
 
 def _check_numbers(name: str, values: Iterable[Any]) -> None:

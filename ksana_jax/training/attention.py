@@ -2,9 +2,9 @@
 
 `models.dense.causal_attend` computes the same. XLA on CPU multiplies bfloat16 fast (AMX) only when the left operand is
 contracted over its last dimension; gradients to keys and values contract over queries, and were 8 to 13 times slower
-(16 x 2 heads, 512 x 256, 2 cores, jax 0.10.2 and 0.12.0). So the backward pass computes the probabilities twice, by
-query and by key, as FlashAttention-2 does for another reason (arXiv:2307.08691, algorithm 2). Queries go in blocks that
-see no key of a later block.
+(16 x 2 heads, 512 x 256, 2 cores, jax 0.10.2 and 0.12.0). So the backward pass computes the probabilities again with
+keys as rows, from the saved logarithms of their sums (arXiv:2307.08691, algorithm 2). Queries go in blocks that see no
+key of a later block.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ def _block_backward(start, saved, grad):
     scale, visible = q.shape[-1] ** -0.5, _visible(q.shape[2], k.shape[2], start)
     # Softmax: d scores = p (d p - sum_c p d p), and that sum over keys equals out . grad.
     mean = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=-1)
-
-    weights = jnp.where(visible, jnp.exp(_dot(q, k, 3) * scale - log_sum[..., None]), 0.0)  # by query
-    grad_scores = weights * (_dot(grad, v, 3) - mean[..., None]) * scale
-    grad_q = _dot(grad_scores.astype(q.dtype), k, 2)
-
-    weights = jnp.where(visible.T, jnp.exp(_dot(k, q, 3) * scale - log_sum[..., None, :]), 0.0)  # by key
-    grad_scores = weights * (_dot(v, grad, 3) - mean[..., None, :]) * scale
-    grad_k = _dot(grad_scores.astype(q.dtype), q, 2)
+    weights = jnp.where(visible.T, jnp.exp(_dot(k, q, 3) * scale - log_sum[..., None, :]), 0.0)  # [.., C, G*Q]
+    grad_scores = (weights * (_dot(v, grad, 3) - mean[..., None, :]) * scale).astype(q.dtype)
+    grad_q = _transposed(_dot(_transposed(k), grad_scores, 2))
+    grad_k = _dot(grad_scores, q, 2)
     grad_v = _dot(weights.astype(q.dtype), grad, 2)
     return tuple(g.astype(q.dtype) for g in (grad_q, grad_k, grad_v))
+
+
+def _transposed(a: jax.Array) -> jax.Array:
+    """The last two dimensions exchanged, in halves: XLA would fold a whole transposition back into the product."""
+    return jnp.concatenate([jnp.swapaxes(half, 2, 3) for half in jnp.array_split(a, 2, axis=2)], axis=3)
 
 
 _attend_block.defvjp(_block_forward, _block_backward)
@@ -80,11 +81,11 @@ def training_attend(rope: Rope, length: int, block: int = 128) -> Attend:
         num_kv_heads = k.shape[2]
         q = q.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [batch, K, G, T, H]
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        outs = []
+        outs: list[jax.Array] = []
         for start in range(0, length, block):
             end = min(start + block, length)
             q_block = q[:, :, :, start:end].reshape(batch, num_kv_heads, -1, head_dim)
-            out = _attend_block(q_block, k[:, :, :end], v[:, :, :end], start)
+            out = jnp.asarray(_attend_block(q_block, k[:, :, :end], v[:, :, :end], start))
             outs.append(out.reshape(batch, num_kv_heads, -1, end - start, head_dim))
         out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4)
         return out.reshape(batch, length, num_heads, head_dim), state

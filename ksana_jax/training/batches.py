@@ -55,11 +55,11 @@ class TokenFiles:
 
 
 class Batches:
-    """Endless batches in an order that only seed and step decide, so that a resumed run sees what it would have seen."""
+    """Endless batches; seed and step alone decide them, so that a resumed run sees what it would have seen."""
 
     def __init__(self, files: TokenFiles, *, context: int, batch_size: int, seed: int):
         self.files, self.context, self.batch_size, self.seed = files, context, batch_size, seed
-        # An epoch has as many steps whatever its shift, so that a step knows its epoch; each file has at least this many.
+        # No shift gives fewer pieces than 0: all epochs have this many steps, and a step knows its epoch.
         self.steps_per_epoch = max(1, len(files.pieces(context)) // batch_size)
         self._epoch, self._pieces = -1, np.zeros((0, 2), np.int64)
 

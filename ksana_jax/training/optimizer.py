@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.rope import make_rope
-from ksana_jax.models.transformer import Params, forward, init_params, logits
-from ksana_jax.training.attention import training_attend
+from ksana_jax.models.transformer import Params, init_params
 from ksana_jax.training.batches import IGNORED
+from ksana_jax.training.network import training_logits
 from ksana_jax.training.settings import TrainConfig
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -38,7 +37,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def init_state(config: TrainConfig) -> TrainState:
     """Random weights and an empty optimiser."""
     params = init_params(config.model_config(), config.seed)
-    return TrainState(params, make_optimizer(config).init(params))
+    return TrainState(params, make_optimizer(config).init(params))  # pyright: ignore[reportArgumentType]
 
 
 def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> float:
@@ -59,11 +58,9 @@ def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> flo
 def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:
     """Mean cross-entropy in nats of the targets [batch, T] that are not IGNORED."""
     params = jax.tree.map(lambda w: w.astype(dtype), params)
-    length = inputs.shape[-1]
-    attend = training_attend(make_rope(config.rope, config.head_dim, length), length)
-    hidden, _ = forward(params, inputs, attend, None, config=config)
     scored = targets != IGNORED
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, hidden), jnp.where(scored, targets, 0))
+    scores = training_logits(params, inputs, config=config)
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.where(scored, targets, 0))
     return jnp.sum(losses * scored) / jnp.maximum(jnp.sum(scored), 1)
 
 
@@ -74,7 +71,7 @@ def make_train_step(config: TrainConfig):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, inputs, targets, learning_rate):
         loss, grads = jax.value_and_grad(loss_fn)(state.params, inputs, targets, config=model, dtype=dtype)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)  # pyright: ignore[reportArgumentType]
         params = jax.tree.map(lambda w, u: w - learning_rate * u, state.params, updates)
         return TrainState(params, opt_state), loss
 

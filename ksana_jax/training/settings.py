@@ -33,7 +33,7 @@ class TrainConfig:
     Args:
       out_dir: checkpoints, encoded corpus, tokenizer and log; the same directory resumes.
       export_dir: Hugging Face directory written at the end; None takes out_dir/export.
-      first_export_s: training seconds after which a first, unfinished model is exported too; None exports at the end only.
+      first_export_s: training seconds after which the unfinished model is exported too, or None.
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
@@ -129,7 +129,7 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     """Reads a YAML file and dotted "key=value" overrides.
 
     Raises:
-      ConfigError: the file is missing or is not YAML, a key is unknown (the nearest one is named), or a value cannot be.
+      ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), or a value cannot be.
     """
     schema = OmegaConf.structured(TrainConfig)
     try:

@@ -23,7 +23,7 @@ class TrainLog:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(path, "a", encoding="utf-8")
 
     def write(self, record: dict) -> None:
         """Appends one line."""

@@ -1,0 +1,64 @@
+# `make` lists the commands. Each sets up what it needs: nothing has to be installed first but Python 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+# Processes that run tests; each holds a jax of its own.
+WORKERS ?= 2
+# More for pytest, for example: make test ARGS="-k scheduler"
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format clean
+
+help:
+	@echo "make demo     an ablation of attention windows on the embedded model: a table and a figure"
+	@echo "make test     the tests                       (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make lint     ruff and pyright"
+	@echo "make format   lays the code out as lint wants it"
+	@echo "make clean    removes $(VENV) and the caches"
+	@echo "All of them use the environment VENV=$(VENV), made by PYTHON=$(PYTHON) (3.11 or later) when it is not there."
+
+demo: $(READY)
+	@echo "== ksana run configs/quickstart.yaml"
+	@$(VENV)/bin/ksana run configs/quickstart.yaml
+
+test: $(READY)
+	@$(RUN) -c 'import platform; from importlib.metadata import version; \
+	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(READY)
+	@echo "== ruff check"
+	@$(RUN) -m ruff check --quiet .
+	@echo "== ruff format --check"
+	@$(RUN) -m ruff format --check --quiet .
+	@echo "== pyright"
+	@$(RUN) -m pyright --pythonpath $(RUN)
+
+format: $(READY)
+	@$(RUN) -m ruff check --fix --quiet .
+	@$(RUN) -m ruff format .
+
+clean:
+	@if [ -f "$(VENV)/pyvenv.cfg" ]; then echo "== removing $(VENV)"; rm -rf "$(VENV)"; fi
+	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build ksana_jax.egg-info
+	@find ksana_jax pallas_kernels experiments tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is written last, so that an installation that was cut short is taken up again.
+$(READY): pyproject.toml constraints.txt
+	@if ! $(RUN) -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "ksana_jax needs Python 3.11 or later, and PYTHON=$(PYTHON) is \
+	$$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null || echo not a Python that runs here)." >&2; \
+	    exit 1; }; \
+	  echo "== making the environment $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv "$(VENV)" || { \
+	    echo "PYTHON=$(PYTHON) could not make $(VENV); on Debian and Ubuntu its package python3-venv is missing." >&2; \
+	    exit 1; }; \
+	fi
+	@echo "== installing ksana_jax and what it needs into $(VENV), about a minute the first time"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -qq --constraint constraints.txt --editable ".[dev]"
+	@touch $@

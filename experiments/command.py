@@ -1,0 +1,68 @@
+"""`ksana run`: plan, progress bar, run, report, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments import tables
+from experiments.config import load
+from experiments.records import Shard
+from experiments.report import Report, report
+from experiments.run import run
+
+_WIDEST = 1000  # characters
+
+
+def run_and_report(
+    file: Path, overrides: Sequence[str], out: Path | None, shard: str = "1/1", debug: bool = False
+) -> int:
+    """Runs what is left of an experiment and shows the report of all that is done.
+
+    Args:
+      out: output folder; None takes runs/NAME.
+
+    Returns:
+      Exit code: 0, or 1 when trials failed.
+    """
+    part = Shard.parse(shard)
+    plan = load(file, overrides)
+    folder = out or Path("runs") / plan.name
+    errors = Console(stderr=True, highlight=False)
+    bar = (TextColumn("{task.completed:.1f}/{task.total} trials"), BarColumn(), TimeElapsedColumn(),
+           TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*bar, console=errors, transient=True) as progress:
+        shown = progress.add_task("loading", total=len(plan.trials))
+
+        def on_progress(done: int, total: int, label: str, fraction: float) -> None:
+            progress.update(shown, completed=done + fraction, total=total, description=escape(label))
+
+        outcome = run(plan, folder, part, on_progress=on_progress, debug=debug)
+    show(report(folder), folder)
+    if outcome.num_skipped:
+        errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were done already")
+    for label, error in outcome.failed.items():
+        errors.print(f"failed: {escape(label)}: {escape(error)}")
+    return 1 if outcome.failed else 0
+
+
+def show(made: Report, folder: Path) -> None:
+    """Prints table, notes and reading, and where the files are."""
+    table = tables.terminal(made.title, made.rows, made.columns)
+    # Squeezed numbers cannot be read: a narrow terminal wraps the table's lines instead.
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDEST)
+    width = console.measure(table).maximum
+    Console(highlight=False, width=width).print(table)
+    console = Console(highlight=False)
+    if made.reading:
+        console.print(f"[bold]{escape(made.reading)}[/bold]")
+    for note in made.notes:
+        console.print(f"[dim]{escape(note)}[/dim]")
+    console.print(
+        f"{escape(str(folder))}: table.md, table.csv, table.tex, figure.png, figure.pdf, records.jsonl, run.json"
+    )

@@ -1,0 +1,268 @@
+"""What an experiment is: a YAML file, dotted overrides, and the list of trials they stand for. Knows no engine, no jax.
+
+A trial is one point: model, engine settings, attention pattern, task settings and a seed, all resolved. Its id is the
+hash of those and of its inputs (weights, texts), so that a changed value is another trial and a changed label is not.
+
+Numbers may be given in multiples of the model's training context: `window: ${context:1/4}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from experiments import dotted
+from experiments.models import fingerprint, training_context
+from experiments.tasks import task_named
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.kv.patterns import AttentionPattern
+
+
+@dataclasses.dataclass
+class Experiment:
+    """The fields of an experiment's YAML file.
+
+    name: of the default output folder; the file's name when empty.
+    title: one line above the table.
+    task: a key of `tasks.TASKS`.
+    model: a Hugging Face directory, or the name of an embedded model.
+    load_format: "auto" reads the weights, "dummy" draws them.
+    engine: fields of `EngineConfig`; max_model_len null takes what the task needs.
+    pattern: fields of `AttentionPattern`; null takes the model's own.
+    layer_patterns: one pattern for each layer, instead of `pattern`.
+    settings: the task's own fields.
+    variants: named rows, each {name: ..., dotted.key: value}; empty for one row.
+    grid: {dotted.key: [values]}; every combination, for every variant.
+    seeds: each row runs once for each; tables then give mean and standard deviation.
+    """
+
+    name: str = ""
+    title: str = ""
+    task: str = "perplexity"
+    model: str = "ksana-tiny"
+    load_format: str = "auto"
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    pattern: AttentionPattern | None = None
+    layer_patterns: list[AttentionPattern] = dataclasses.field(default_factory=list)
+    settings: Any = None
+    variants: list[Any] = dataclasses.field(default_factory=list)
+    grid: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+
+# What makes a trial what it is; the rest names, orders and multiplies trials.
+TRIAL_KEYS = ("task", "model", "load_format", "engine", "pattern", "layer_patterns", "settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One point of an experiment. config: resolved, plain values, keys TRIAL_KEYS, `seed` and `inputs`."""
+
+    id: str
+    label: str
+    seed: int
+    config: dict[str, Any]
+
+    @property
+    def engine_key(self) -> str:
+        """Equal for trials that can share a loaded engine; the pattern is set without reloading."""
+        return canonical([self.config[k] for k in ("model", "load_format", "engine")])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table: its trials differ in seed only. point: the grid's keys and this row's values."""
+
+    label: str
+    point: dict[str, Any]
+    trials: tuple[Trial, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An experiment, resolved. source: the experiment's fields as plain values, for run.json."""
+
+    name: str
+    title: str
+    task: str
+    rows: tuple[Row, ...]
+    source: dict[str, Any]
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Each trial once, in order of the rows."""
+        return list({t.id: t for row in self.rows for t in row.trials}.values())
+
+    def max_rotated_sinks(self, trial: Trial) -> int:
+        """Most sinks at moved positions in any trial that shares this trial's engine."""
+        patterns = [p for t in self.trials if t.engine_key == trial.engine_key for p in patterns_of(t.config)]
+        return max((p.num_sinks for p in patterns if p.sink_position != "absolute"), default=0)
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
+    """The patterns that a trial's config names: none (the model's own), one for all layers, or one for each."""
+    given = config["layer_patterns"] or ([config["pattern"]] if config["pattern"] is not None else [])
+    return [AttentionPattern(**fields) for fields in given]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """Reads an experiment and its overrides ("key=value", dotted) into a plan.
+
+    Raises:
+      FileNotFoundError: there is no such file, model or text.
+      ConfigError: an unknown key (with the nearest name), a value of the wrong type or out of range.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such experiment file")
+    try:
+        return plan(dotted.plain(OmegaConf.load(path)), overrides, default_name=path.stem)
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ConfigError(f"{path}: not a YAML file of keys and values: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: str = "experiment") -> Plan:
+    """The trials of an experiment given as plain values; see `load`."""
+    pinned = dotted.dotlist(overrides)
+    # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
+    given = dotted.merge(given, pinned)
+    experiment = _typed(given)
+    source = dotted.plain(experiment)
+    variants, grid = _variants(source["variants"]), _grid(source["grid"])
+    _refuse_pinned(pinned, variants, grid)
+    base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
+    rows = []
+    for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
+        raw = dotted.merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True))))
+        config = _resolved(raw)
+        point = {key: dotted.at(config, key) for key in grid}
+        full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
+        trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
+        rows.append(Row(label, point, trials))
+    if not source["seeds"]:
+        raise ConfigError("seeds is empty: give at least one")
+    return Plan(source["name"] or default_name, source["title"], source["task"], tuple(rows), source)
+
+
+def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
+    config = {**config, "seed": seed}
+    return Trial(hashlib.sha256(canonical(config).encode()).hexdigest()[:12], label or config["task"], seed, config)
+
+
+def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's config as plain values, checked, with the digests of what it reads; the seed comes later."""
+    try:
+        config = dotted.plain(_typed(raw), resolve=True)
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+    config = {k: config[k] for k in TRIAL_KEYS}
+    task = task_named(config["task"])
+    try:
+        settings = task.Settings(**config["settings"])
+        patterns_of(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if config["engine"]["max_model_len"] is None:
+        config["engine"]["max_model_len"] = task.max_model_len(settings)
+    EngineConfig(**config["engine"])
+    config["inputs"] = {**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)}
+    task.check(config)
+    return config
+
+
+def _typed(given: Mapping[str, Any]):
+    """An experiment's fields with their types, the task's settings included.
+
+    Raises:
+      ConfigError: an unknown key or a value of the wrong type.
+    """
+    OmegaConf.register_resolver("context", _context, replace=True)
+    schema = OmegaConf.structured(Experiment)
+    try:
+        task = str(given.get("task", schema.task))
+        schema.settings = OmegaConf.structured(task_named(task).Settings)
+        return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+
+
+def _context(multiple: int | float | str, *, _root_) -> int:
+    """`${context:1/4}` in a YAML file: so many times the model's training context, in tokens."""
+    try:
+        tokens = Fraction(str(multiple)) * training_context(_root_.model)
+    except ValueError as error:
+        raise ConfigError(f"${{context:{multiple}}} is not a multiple such as 4 or 1/2") from error
+    if tokens.denominator != 1:
+        raise ConfigError(f"${{context:{multiple}}} is {float(tokens):g} tokens of {_root_.model}, not a whole number")
+    return int(tokens)
+
+
+def _explained(error: OmegaConfBaseException) -> ConfigError:
+    cause = error.__cause__
+    if isinstance(cause, (ConfigError, FileNotFoundError)):
+        return ConfigError(str(cause))
+    key = error.full_key or error.key
+    if isinstance(error, ConfigKeyError) and dataclasses.is_dataclass(error.object_type):
+        names = [f.name for f in dataclasses.fields(error.object_type)]
+        nearest = difflib.get_close_matches(str(error.key), names, n=1, cutoff=0.0)
+        return ConfigError(f"unknown key {key!r}; the nearest is {nearest[0]!r}")
+    message = str(error).splitlines()[0]
+    return ConfigError(f"{key}: {message}" if key else message)
+
+
+def _variants(given: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
+    variants = []
+    for item in given:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
+            raise ConfigError(f"each of variants needs a name, {item!r:.80} has none")
+        variants.append((item["name"], dotted.nested({k: v for k, v in item.items() if k != "name"})))
+    names = [name for name, _ in variants]
+    if doubled := {n for n in names if names.count(n) > 1}:
+        raise ConfigError(f"variants have the same name: {', '.join(sorted(doubled))}")
+    for name, changes in variants:
+        _only_trial_keys(f"variant {name!r}", changes)
+    return variants or [("", {})]
+
+
+def _grid(given: Mapping[str, Any]) -> dict[str, list[Any]]:
+    grid = dotted.flat(given)
+    _only_trial_keys("grid", dotted.nested(grid))
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{key} is {values!r}, must be a list of values")
+    return grid
+
+
+def _only_trial_keys(where: str, changes: Mapping[str, Any]) -> None:
+    for key in changes:
+        if key not in TRIAL_KEYS or key == "task":
+            names = [k for k in TRIAL_KEYS if k != "task"]
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown key {key!r} in {where}; the nearest is {nearest!r}")
+
+
+def _refuse_pinned(pinned: Mapping[str, Any], variants: Sequence[tuple[str, dict]], grid: Mapping[str, Any]) -> None:
+    for key in dotted.flat({k: v for k, v in pinned.items() if k in TRIAL_KEYS}):
+        rows = [name for name, changes in variants if key in dotted.flat(changes)] + ["the grid"] * (key in grid)
+        if rows:
+            raise ConfigError(f"{key} is set by {', '.join(rows)}, so overriding it for all rows would change nothing")

@@ -1,0 +1,67 @@
+"""Where and with what a run was made: commit, versions, device."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "ksana-jax",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "safetensors",
+    "sentencepiece",
+    "tokenizers",
+    "omegaconf",
+    "matplotlib",
+)
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """Commit and dirty flag (None outside a git checkout), versions, device, cores and XLA flags, as plain values."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        **_git(Path(__file__).parent),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "platform": platform.platform(),
+        "backend": device.platform,
+        "device": device.device_kind,
+        "num_devices": jax.device_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path) -> dict[str, Any]:
+    def git(*args: str) -> str | None:
+        command = ["git", "-C", str(folder), *args]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    # An installed copy inside somebody else's checkout is not that checkout.
+    tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
+    if commit is None or not tracked:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

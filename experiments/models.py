@@ -1,0 +1,64 @@
+"""What an experiment needs to know of a model before it is loaded: where it is, its context, its digest. No jax."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+import ksana_jax
+from ksana_jax.config import ConfigError
+
+_SAMPLE_BYTES = 2**20
+
+
+def model_dir(model: str) -> Path:
+    """The directory of a model given by path or by the name of an embedded one.
+
+    Raises:
+      FileNotFoundError: there is neither.
+    """
+    embedded = Path(ksana_jax.__file__).parent / "assets" / model
+    for path in (Path(model), embedded):
+        if (path / "config.json").is_file():
+            return path
+    names = sorted(p.parent.name for p in embedded.parent.glob("*/config.json"))
+    known = f"; embedded models are {', '.join(names)}" if names else ""
+    raise FileNotFoundError(f"model {model!r} is not a directory with a config.json{known}")
+
+
+@functools.cache
+def training_context(model: str) -> int:
+    """Tokens of the context that the model was trained for, from its config.json."""
+    path = model_dir(model) / "config.json"
+    try:
+        context = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ConfigError(f"{path}: max_position_embeddings is {context!r}, needed for ${{context:...}}")
+    return context
+
+
+@functools.cache
+def fingerprint(model: str, load_format: str = "auto") -> dict[str, str]:
+    """{"model": digest} of a model's files: config and tokenizer whole, weights by size, first and last MiB.
+
+    A model that was trained further is another model: its trials run again.
+    """
+    digest = hashlib.sha256()
+    weights = (".safetensors",)
+    for path in sorted(model_dir(model).iterdir()):
+        if path.suffix not in (".json", ".model", ".jinja", *weights):
+            continue
+        if path.suffix in weights and load_format == "dummy":
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            if path.suffix in weights and size > 2 * _SAMPLE_BYTES:
+                digest.update(file.read(_SAMPLE_BYTES))
+                file.seek(-_SAMPLE_BYTES, 2)
+            digest.update(file.read())
+    return {"model": digest.hexdigest()[:16]}

@@ -1,0 +1,74 @@
+"""Tables, a figure and one sentence, made from the records of a folder and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+from experiments import figures, tables
+from experiments.records import Records, read, write_atomic
+from experiments.tasks import task_named
+from experiments.tasks.base import Column, ResultRow, Task
+from ksana_jax.config import ConfigError
+
+FIGURE_INCHES = 3.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a folder's records say. failed: {trial id: error}."""
+
+    title: str
+    rows: list[ResultRow]
+    columns: list[Column]
+    notes: list[str]
+    reading: str
+    failed: dict[str, str]
+
+
+def report(folder: Path) -> Report:
+    """Writes table.md, table.csv, table.tex, figure.png and figure.pdf of a folder; equal records give equal bytes.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records name no plan, or are not records.
+    """
+    records = read(folder)
+    if records.plan is None:
+        raise ConfigError(f"{folder}: the records name no experiment")
+    task = task_named(records.plan["task"])
+    rows = result_rows(records, task)
+    made = Report(
+        title=records.plan["title"] or records.plan["name"],
+        rows=rows,
+        columns=task.columns(rows),
+        notes=_progress_note(rows) + task.notes(rows),
+        reading=task.reading(rows),
+        failed=records.failed,
+    )
+    notes = [made.reading, *made.notes] if made.reading else made.notes
+    write_atomic(folder / "table.md", tables.markdown(made.title, rows, made.columns, notes))
+    write_atomic(folder / "table.csv", tables.comma_separated(rows, made.columns))
+    write_atomic(folder / "table.tex", tables.latex(made.title, rows, made.columns, made.notes))
+    for kind, content in figures.render(lambda figure: task.draw(figure, rows), FIGURE_INCHES).items():
+        write_atomic(folder / f"figure.{kind}", content)
+    return made
+
+
+def result_rows(records: Records, task: Task) -> list[ResultRow]:
+    """The plan's rows with what has been measured so far."""
+    assert records.plan is not None
+    rows = []
+    for row in records.plan["rows"]:
+        trials = [records.done[t] for t in row["trials"] if t in records.done]
+        summaries = [task.summarise(measurements) for measurements in trials]
+        keys = dict.fromkeys(k for s in summaries for k in s)
+        values = {k: [s[k] for s in summaries if k in s and math.isfinite(s[k])] for k in keys}
+        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), trials, values))
+    return rows
+
+
+def _progress_note(rows: list[ResultRow]) -> list[str]:
+    planned, done = sum(r.num_planned for r in rows), sum(len(r.trials) for r in rows)
+    return [f"{done} of {planned} trials are done."] if done < planned else []

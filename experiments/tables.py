@@ -1,0 +1,114 @@
+"""Result rows as Markdown, CSV, LaTeX (booktabs) and terminal tables. Knows columns and numbers, not what they mean."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from experiments.tasks.base import Column, ResultRow
+
+MISSING = "—"
+
+
+def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
+    """The table as text: heads, cells, and which cells hold their column's best value."""
+    labelled = any(r.label for r in rows)
+    keys = list(rows[0].point) if rows else []
+    heads = ["row"] * labelled + [k.rpartition(".")[2] for k in keys] + [c.title for c in columns]
+    cells, bold = [], []
+    best = {c.key: _best(rows, c) for c in columns}
+    for row in rows:
+        left = [row.label] * labelled + [MISSING if row.point[k] is None else str(row.point[k]) for k in keys]
+        cells.append(left + [_cell(row, c) for c in columns])
+        # Two rows that read the same are equally good.
+        bold.append(
+            [False] * len(left) + [c.best is not None and _mean(row, c) == best[c.key] != MISSING for c in columns]
+        )
+    return heads, cells, bold
+
+
+def _mean(row: ResultRow, column: Column) -> str:
+    mean = row.mean(column.key)
+    return MISSING if mean is None else column.write(mean)
+
+
+def _best(rows: Sequence[ResultRow], column: Column) -> str:
+    means = [m for r in rows if (m := r.mean(column.key)) is not None]
+    if column.best is None or len({column.write(m) for m in means}) < 2:
+        return MISSING
+    return column.write(min(means) if column.best == "min" else max(means))
+
+
+def _cell(row: ResultRow, column: Column) -> str:
+    sd = row.sd(column.key)
+    return _mean(row, column) + (f" ± {column.write(sd)}" if sd is not None else "")
+
+
+def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
+    heads, cells, bold = grid(rows, columns)
+    num_left = len(heads) - len(columns)
+    lines = [f"## {title}", ""] if title else []
+    lines += ["| " + " | ".join(heads) + " |"]
+    lines += ["|" + "|".join([" --- "] * num_left + [" ---: "] * len(columns)) + "|"]
+    for texts, bolds in zip(cells, bold, strict=True):
+        marked = [f"**{t}**" if b else t.replace("|", "\\|") for t, b in zip(texts, bolds, strict=True)]
+        lines.append("| " + " | ".join(marked) + " |")
+    return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
+
+
+def latex(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
+    """A table environment; needs the booktabs package and nothing else."""
+    heads, cells, bold = grid(rows, columns)
+    num_left = len(heads) - len(columns)
+    lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
+    lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * len(columns)}}}", r"\toprule"]
+    lines += [" & ".join(_tex(h) for h in heads) + r" \\", r"\midrule"]
+    for texts, bolds in zip(cells, bold, strict=True):
+        marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
+        lines.append(" & ".join(marked) + r" \\")
+    caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
+    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(caption)}}}", r"\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+_TEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "—": "---", "–": "--", "±": r"$\pm$", "×": r"$\times$",
+        "≤": r"$\leq$", "≥": r"$\geq$"}  # fmt: skip
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(char, char) for char in text)
+
+
+def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str:
+    """Full precision: label, grid, then mean, standard deviation and count of every summary key, shown or not."""
+    shown = [c.key for c in columns]
+    keys = shown + sorted({k for r in rows for k in r.values} - set(shown))
+    points = list(rows[0].point) if rows else []
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", *points, "seeds", *(name for k in keys for name in (k, f"{k}_sd"))])
+    for row in rows:
+        numbers = [v for k in keys for v in (row.mean(k), row.sd(k))]
+        writer.writerow(
+            [row.label, *row.point.values(), len(row.trials), *("" if v is None else repr(v) for v in numbers)]
+        )
+    return text.getvalue()
+
+
+def terminal(title: str, rows: Sequence[ResultRow], columns: Sequence[Column]):
+    """The table for a rich console; heads take two lines where they can."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    heads, cells, bold = grid(rows, columns)
+    table = Table(title=escape(title) or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, head in enumerate(heads):
+        table.add_column(
+            escape(head.replace(" ", "\n", 1)), justify="left" if i < len(heads) - len(columns) else "right"
+        )
+    for texts, bolds in zip(cells, bold, strict=True):
+        table.add_row(*(f"[bold]{escape(t)}[/bold]" if b else escape(t) for t, b in zip(texts, bolds, strict=True)))
+    return table

@@ -1,0 +1,127 @@
+"""What a task is: settings, a run that yields measurements, and how they become a table and a figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+
+Measurement = dict[str, Any]
+
+
+def number(digits: int) -> Callable[[float], str]:
+    """Writes a number with that many digits after the point and commas between thousands."""
+    return lambda value: f"{value:,.{digits}f}"
+
+
+def kib(value: float) -> str:
+    return f"{value / 1024:,.1f}".removesuffix(".0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the table. key: of the summary; write: a value as text; best: which value is set in bold."""
+
+    key: str
+    title: str
+    write: Callable[[float], str]
+    best: Literal["min", "max"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultRow:
+    """A row of the table with its results. trials: the measurements of each finished trial, one trial a seed.
+
+    values: {summary key: its value for each finished trial}.
+    """
+
+    label: str
+    point: Mapping[str, Any]
+    num_planned: int
+    trials: Sequence[Sequence[Measurement]]
+    values: Mapping[str, Sequence[float]]
+
+    @property
+    def name(self) -> str:
+        """What the figure and the sentence call the row."""
+        parts = [self.label] * bool(self.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in self.point.items()]
+        return ", ".join(parts) or "this configuration"
+
+    def mean(self, key: str) -> float | None:
+        """Mean over seeds; None where nothing was measured."""
+        values = self.values.get(key, ())
+        return statistics.fmean(values) if values else None
+
+    def sd(self, key: str) -> float | None:
+        """Sample standard deviation over seeds; None below two."""
+        values = self.values.get(key, ())
+        return statistics.stdev(values) if len(values) > 1 else None
+
+
+class TrialContext(Protocol):
+    """What a running trial is given."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The trial's resolved configuration."""
+        ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def llm(self) -> LLM:
+        """The trial's engine, its pattern set; shared with trials that differ in nothing but the pattern."""
+        ...
+
+    def progress(self, fraction: float) -> None:
+        """Says how much of the trial is done, 0 to 1."""
+        ...
+
+
+class Task(Protocol):
+    """One kind of measurement. Adding one: a file with such a class, and a line in TASKS."""
+
+    Settings: type
+
+    def max_model_len(self, settings: Any) -> int | None:
+        """Tokens of the longest sequence that the settings need; None leaves it to the model."""
+        ...
+
+    def inputs(self, settings: Any) -> dict[str, str]:
+        """Digests of what the task reads, so that changed inputs are another trial."""
+        ...
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError where settings and pattern cannot go together."""
+        ...
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        """Yields measurements, each written at once: plain values, with a "metric" that names what it is."""
+        ...
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """One trial's numbers, by the keys that columns use; what was not measured is absent."""
+        ...
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        """The columns to show for these rows; the CSV file has every summary key besides."""
+        ...
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        """What a reader must know to compare the rows, a sentence each."""
+        ...
+
+    def reading(self, rows: Sequence[ResultRow]) -> str:
+        """One sentence that the numbers say."""
+        ...
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Draws the rows into an empty figure of column width."""
+        ...

@@ -1,0 +1,216 @@
+"""Streaming perplexity: how well each next token is predicted, far beyond the training context, and what the KV costs.
+
+Every text is scored in one pass through the engine, the cache policy applied while scoring: a token's query sees what
+it would see had the text been generated. The baseline "sliding window with recomputation" re-runs the window before
+every scored token, so it is scored on a sample of positions; every row reports that sample too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from experiments import texts
+from experiments.tasks import perplexity_figure, perplexity_report
+from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext
+from ksana_jax.config import ConfigError
+from ksana_jax.kv.patterns import FULL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+
+
+@dataclasses.dataclass
+class PerplexitySettings:
+    """Fields of `settings` in a perplexity experiment.
+
+    method: "stream" scores with the engine's cache as it streams, "recompute" re-runs the window for every token.
+    texts: UTF-8 files; none takes the held-out texts of the embedded model's corpus. The seed draws among them.
+    num_texts: texts scored, one after another.
+    num_tokens: tokens of each text, BOS included.
+    bucket_tokens: length of a bucket of positions; null takes the model's training context.
+    sampled_per_bucket: positions of each text and bucket, the first bucket left out, that every row, recomputation
+      included, is scored on.
+    """
+
+    method: Literal["stream", "recompute"] = "stream"
+    texts: list[str] = dataclasses.field(default_factory=list)
+    num_texts: int = 3
+    num_tokens: int = 4096
+    bucket_tokens: int | None = None
+    sampled_per_bucket: int = 0
+
+
+class Perplexity:
+    """See the module."""
+
+    Settings = PerplexitySettings
+
+    def max_model_len(self, settings: PerplexitySettings) -> int:
+        return settings.num_tokens + 1
+
+    def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
+        return {"texts": texts.digest(settings.texts)}
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        settings = PerplexitySettings(**config["settings"])
+        least = {"num_texts": 1, "num_tokens": 2, "sampled_per_bucket": 0, "bucket_tokens": 1}
+        for name, low in least.items():
+            if (value := getattr(settings, name)) is not None and value < low:
+                raise ConfigError(f"settings.{name} is {value}, must be at least {low}")
+        if settings.method == "recompute":
+            pattern = config["pattern"] or {}
+            if pattern.get("window") is None or config["layer_patterns"]:
+                raise ConfigError("settings.method 'recompute' needs pattern.window, the tokens that it re-runs")
+            if pattern != dataclasses.asdict(FULL) | {"window": pattern["window"]}:
+                raise ConfigError("settings.method 'recompute' takes a window and no other field of the pattern")
+            if settings.sampled_per_bucket < 1:
+                raise ConfigError("settings.method 'recompute' needs settings.sampled_per_bucket of 1 or more")
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        settings, llm = PerplexitySettings(**trial.config["settings"]), trial.llm
+        bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
+        chosen = texts.choose(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
+        compiled_before = llm.num_compilations
+        for index, (name, ids) in enumerate(chosen):
+            sample = sample_positions(len(ids), bucket_tokens, settings.sampled_per_bucket, [trial.seed, index])
+            if settings.method == "recompute" and not len(sample):
+                raise ConfigError(
+                    f"{len(ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
+                )
+            every = np.arange(1, len(ids))
+            positions, subset = (sample, "sampled") if settings.method == "recompute" else (every, "all")
+            timed = _Timed(llm)
+            if settings.method == "recompute":
+                log_probs = timed(_recompute, llm, ids, trial.config["pattern"]["window"], sample)
+            else:
+                log_probs = timed(_stream, llm, ids)
+            yield from _by_bucket(name, subset, positions, log_probs, bucket_tokens, len(ids))
+            if subset == "all" and len(sample):
+                yield from _by_bucket(name, "sampled", sample, log_probs[sample - 1], bucket_tokens, len(ids))
+            yield {"metric": "speed", "text": name, "num_scored": len(positions), "seconds": timed.seconds,
+                   "compiled_while_timed": timed.compiled}  # fmt: skip
+            if settings.method == "recompute":
+                # Runs over several windows went side by side; memory is that of one.
+                llm.clear_records()
+                _recompute(llm, ids, trial.config["pattern"]["window"], sample[-1:])
+            yield {"metric": "kv", "text": name, "method": settings.method, **_kv(llm, settings.method)}
+            trial.progress((index + 1) / len(chosen))
+        yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
+               "in_all": llm.num_compilations}  # fmt: skip
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        return perplexity_report.summarise(measurements)
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        return perplexity_report.columns(rows)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        return perplexity_report.notes(rows)
+
+    def reading(self, rows: Sequence[ResultRow]) -> str:
+        return perplexity_report.reading(rows)
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        perplexity_figure.draw(figure, rows)
+
+
+class _Timed:
+    """Runs something and keeps its seconds; runs it again when the first time compiled, so that seconds are of running.
+
+    compiled: compilations within the time that counts; 0 unless the second run compiled too.
+    """
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self.seconds = math.nan
+        self.compiled = 0
+
+    def __call__(self, work: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
+        result = self._once(work, *args)
+        return self._once(work, *args) if self.compiled else result
+
+    def _once(self, work: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
+        self._llm.clear_records()
+        before, began = self._llm.num_compilations, time.perf_counter()
+        result = work(*args)
+        self.seconds = time.perf_counter() - began
+        self.compiled = self._llm.num_compilations - before
+        return result
+
+
+def _stream(llm: LLM, ids: list[int]) -> np.ndarray:
+    """Log-probabilities [len(ids) - 1] of ids[1:], each given all that the cache still holds."""
+    from ksana_jax import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": ids}, params)
+    entries = output.prompt_logprobs
+    assert entries is not None and len(entries) == len(ids)
+    return np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])  # pyright: ignore[reportOptionalSubscript]
+
+
+def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> np.ndarray:
+    from ksana_jax.engine.recompute import score
+
+    llm.set_pattern(FULL)
+    return np.asarray(score(llm, ids, window, positions.tolist()))
+
+
+def sample_positions(num_tokens: int, bucket_tokens: int, per_bucket: int, seed: Sequence[int]) -> np.ndarray:
+    """Sorted text positions, that many from each bucket but the first, or all that it has; the same in every row."""
+    rng = np.random.default_rng(seed)
+    picked = [np.zeros(0, np.int64)]
+    for start in range(bucket_tokens, num_tokens, bucket_tokens):
+        bucket = np.arange(start, min(start + bucket_tokens, num_tokens))
+        picked.append(rng.choice(bucket, min(per_bucket, len(bucket)), replace=False))
+    return np.sort(np.concatenate(picked))
+
+
+def _by_bucket(
+    name: str, subset: str, positions: np.ndarray, log_probs: np.ndarray, bucket_tokens: int, num_tokens: int
+) -> Iterator[Measurement]:
+    sums: dict[int, list[float]] = defaultdict(list)
+    for position, value in zip(positions.tolist(), log_probs.tolist(), strict=True):
+        sums[position // bucket_tokens].append(value)
+    digest = hashlib.sha256(positions.astype("<i8").tobytes()).hexdigest()[:12]
+    for bucket, values in sorted(sums.items()):
+        yield {
+            "metric": "nll",
+            "text": name,
+            "text_tokens": num_tokens,
+            "subset": subset,
+            "bucket": bucket,
+            "bucket_tokens": bucket_tokens,
+            "sum": -math.fsum(values),
+            "count": len(values),
+            "positions": digest,
+        }
+
+
+def _kv(llm: LLM, method: str) -> dict[str, Any]:
+    """Blocks of the one running sequence, from the engine's records.
+
+    Returns:
+      peak_blocks: most held within a step. When streaming also, step by step: position, tokens computed after it;
+      live_blocks, held after it. The last step is left out: it frees everything.
+    """
+    records = list(llm.records)
+    result = {
+        "block_bytes": llm.block_bytes,
+        "peak_blocks": max(int(r.peak_blocks) for r in records),
+        "num_preemptions": sum(int(r.num_preemptions) for r in records),
+    }
+    if method == "stream":
+        result["position"] = np.cumsum([r.num_tokens for r in records])[:-1].tolist()
+        result["live_blocks"] = [int(r.blocks_in_use) for r in records[:-1]]
+    return result

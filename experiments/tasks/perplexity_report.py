@@ -1,0 +1,151 @@
+"""How perplexity measurements become columns, notes and a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from experiments.tasks.base import Column, Measurement, ResultRow, kib, number
+
+
+def span(bucket: int) -> tuple[int, int]:
+    """The span of buckets [low, high) that a bucket is shown in: 0, 1, 2-3, 4-7, 8-15, ..."""
+    low = 1 << (bucket.bit_length() - 1) if bucket else 0
+    return low, max(1, 2 * low)
+
+
+def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """One trial's numbers.
+
+    ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
+    live_kv_bytes, peak_kv_bytes: most between steps, within one.
+    tokens_per_s: tokens scored a second, compilation left out.
+    """
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    speed, kv, result = [], [], {}
+    for m in measurements:
+        if m["metric"] == "nll":
+            prefix, size = "sampled_" if m["subset"] == "sampled" else "", m["bucket_tokens"]
+            low, high = span(m["bucket"])
+            for key in (f"{prefix}ppl", f"{prefix}ppl_{low * size}_{min(high * size, m['text_tokens'])}"):
+                sums[key][0] += m["sum"]
+                sums[key][1] += m["count"]
+        elif m["metric"] == "speed":
+            speed.append(m)
+        elif m["metric"] == "kv":
+            kv.append(m)
+        elif m["metric"] == "compilations":
+            result["num_compilations"] = m["count"]
+    # Not by exp alone: a dense cache beyond its context can go past the largest float.
+    result.update({key: math.exp(min(total / count, 700)) for key, (total, count) in sums.items()})
+    if speed:
+        result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
+        result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
+    if kv:
+        result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
+    # Recomputation holds nothing between two tokens; its peak is what it costs.
+    if streamed := [m for m in kv if m["method"] == "stream"]:
+        result["live_kv_bytes"] = max(max(m["live_blocks"], default=0) * m["block_bytes"] for m in streamed)
+    return result
+
+
+def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
+    """The spans of positions [low, high) that the summaries have under "PREFIXlow_high", in order."""
+    keys = {k for r in rows for k in r.values if k.startswith(prefix) and k.removeprefix(prefix)[:1].isdigit()}
+    return sorted(tuple(int(n) for n in k.removeprefix(prefix).split("_")) for k in keys)  # pyright: ignore
+
+
+def columns(rows: Sequence[ResultRow]) -> list[Column]:
+    digits = number(2)
+    shown = [Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min") for a, b in spans(rows, "ppl_")]
+    if sampled := spans(rows, "sampled_ppl_"):
+        shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
+    shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min"))
+    shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min"))
+    return [*shown, Column("tokens_per_s", "tokens/s", number(0), "max")]
+
+
+def notes(rows: Sequence[ResultRow]) -> list[str]:
+    found = [m for r in rows for trial in r.trials for m in trial if m["metric"] == "nll"]
+    if not found:
+        return []
+    names = {m["text"] for m in found}
+    count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
+    seeds = max(len(r.trials) for r in rows)
+    said = [
+        f"Perplexity by position in the text; position 0 is BOS. Columns ppl score every position of the texts "
+        f"({count['all']:,} tokens, {len(names)} texts), the same in every row."
+    ]
+    if count["sampled"]:
+        said.append(
+            f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, recomputation too."
+        )
+        if any(method(r) == "recompute" for r in rows):
+            said.append("In the figure, recomputation is the line most like it plus their difference on the sample.")
+    if seeds > 1:
+        said.append(
+            f"Mean ± standard deviation over up to {seeds} seeds, which draw the texts; counts are of one seed."
+        )
+    said.append("Live KV: most held between steps; peak KV: most held within a step, its chunk included.")
+    for subset in ("all", "sampled"):
+        by_seed = zip(
+            *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False
+        )
+        if any(len(set(places)) > 1 for places in by_seed):
+            said.append("NOT COMPARABLE: rows were scored on different positions or texts.")
+    if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
+        said.append("tokens/s of some rows includes compilation.")
+    return said
+
+
+def _scored(trial: Sequence[Measurement], subset: str) -> int:
+    return sum(m["count"] for m in trial if m["metric"] == "nll" and m["subset"] == subset)
+
+
+def _places(row: ResultRow, subset: str) -> list[tuple]:
+    """For each seed, what was scored; empty where the row has no such subset."""
+    found = []
+    for trial in row.trials:
+        nll = [m for m in trial if m["metric"] == "nll" and m["subset"] == subset]
+        if nll:
+            found.append(tuple((m["text"], m["bucket"], m["count"], m["positions"]) for m in nll))
+    return found
+
+
+def reading(rows: Sequence[ResultRow]) -> str:
+    """The best, the worst and the price of the best, at the last positions that were scored in every row's way."""
+    if not (found := spans(rows, "ppl_")):
+        return ""
+    low, high = found[-1]
+    key = f"ppl_{low}_{high}"
+    scored = [(ppl, r) for r in rows if (ppl := r.mean(key)) is not None]
+    # Rows that read the same are equal: the first of them is named.
+    (least, best), (most, worst) = (pick(scored, key=lambda s: round(s[0], 2)) for pick in (min, max))
+    said = f"At positions {low:,} to {high - 1:,} {best.name!r} predicts best (perplexity {least:,.2f}"
+    said += f", against {most:,.2f} of {worst.name!r})" if worst is not best else ")"
+    held = [(live, r) for _, r in scored if (live := r.mean("live_kv_bytes"))]
+    mine = best.mean("live_kv_bytes")
+    if held and mine:
+        largest, owner = max(held, key=lambda h: h[0])
+        if owner is best:
+            said += (
+                f", with {kib(mine)} KiB of KV, the most of all rows"
+                if len(held) > 1
+                else f", with {kib(mine)} KiB of KV"
+            )
+        else:
+            said += f", with {kib(mine)} KiB of KV, {mine / largest:.1%} of what {owner.name!r} holds"
+    for row in rows:
+        theirs, ours = row.mean("sampled_ppl"), best.mean("sampled_ppl")
+        if method(row) == "recompute" and theirs and ours:
+            ratio = (best.mean("tokens_per_s") or math.nan) / (row.mean("tokens_per_s") or math.nan)
+            said += f"; on the sampled positions {row.name!r} has {theirs:,.2f} against its {ours:,.2f}"
+            said += f", {ratio:,.0f} times slower" if ratio > 1 else ""
+            break
+    return said + "."
+
+
+def method(row: ResultRow) -> str:
+    """How the row was scored; empty where nothing was."""
+    return next((m["method"] for trial in row.trials for m in trial if m["metric"] == "kv"), "")

@@ -1,0 +1,157 @@
+"""CPU time of the host loop per decode step: schedule, arrays, update and the engine's books; no model, no jax.
+
+The executor returns random tokens, and its time is not counted. All rows decode, with contexts that are spread over a
+block's length, so that in each step as many rows as on average need a new block.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.batch import BatchBuilder, Buckets
+from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.patterns import FULL, LiveRange
+from ksana_jax.request import SamplingParams
+from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.step import StepInput, StepOutput
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+PREFILL_TOKENS = 16_384
+PARTS = ("schedule", "build", "update")
+
+
+class RandomTokens:
+    """An executor that takes no time to speak of: its tokens were drawn beforehand."""
+
+    def __init__(self, size: int):
+        self.tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        return StepOutput(self.tokens[: len(step.arrays.last)])
+
+
+class Stopwatch:
+    """CPU and wall time of calls, in seconds since it was last read."""
+
+    def __init__(self, call: Callable):
+        self.call, self.cpu_s, self.wall_s = call, 0.0, 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        result = self.call(*args)
+        self.cpu_s += time.thread_time() - cpu
+        self.wall_s += time.perf_counter() - wall
+        return result
+
+    def read(self) -> tuple[float, float]:
+        """CPU and wall seconds; starts again from zero."""
+        seconds = self.cpu_s, self.wall_s
+        self.cpu_s = self.wall_s = 0.0
+        return seconds
+
+
+class _TimedBuilder:
+    def __init__(self, builder: BatchBuilder):
+        self.vocab_size, self.build = builder.vocab_size, Stopwatch(builder.build)
+
+
+def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK_SIZE) -> Engine:
+    """An engine in which `rows` sequences of about `context` tokens have just been prefilled and decode `steps` steps.
+
+    Row i begins with context - (i mod block_size) tokens.
+    """
+    max_model_len = context + steps + 1
+    blocks = BlockManager(rows * -(-max_model_len // block_size), block_size)
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(PREFILL_TOKENS, rows),
+        query_tile=32,
+        max_model_len=max_model_len,
+        live=LiveRange.of([FULL]),
+    )
+    buckets = Buckets.of(rows, scheduler.max_num_tiles, -(-max_model_len // block_size), scheduler.query_tile)
+    engine = Engine(
+        scheduler,
+        BatchBuilder(buckets, block_size, blocks.num_blocks, VOCAB_SIZE),
+        RandomTokens(rows + scheduler.max_num_tiles),
+        tokenizer=None,
+        eos_ids=(0,),
+        max_model_len=max_model_len,
+    )
+    rng = np.random.default_rng(1)
+    params = SamplingParams(temperature=0, max_tokens=2 * steps + context, ignore_eos=True, detokenize=False)
+    for row in range(rows):
+        prompt = rng.integers(0, VOCAB_SIZE, max(context - row % block_size, 1), np.int32)
+        engine.add_request(prompt, params)
+    while scheduler.waiting or not _all_decode(scheduler):
+        engine.step()
+    return engine
+
+
+def _all_decode(scheduler: Scheduler) -> bool:
+    rows = scheduler.rows
+    return bool((rows.num_tokens[scheduler.order] - rows.num_computed[scheduler.order] == 1).all())
+
+
+def measure(rows: int, steps: int, context: int) -> dict[str, float]:
+    """Medians over steps, in microseconds: `step_us` and `wall_us` of Engine.step without its executor, and of its parts."""
+    warm_up = 20
+    # Rows that were prefilled first have decoded for some steps when the last one joins them.
+    prefill_steps = rows * context // PREFILL_TOKENS + 2
+    engine = decoding_engine(rows, context, prefill_steps + 2 * (warm_up + steps))
+    executing = Stopwatch(engine.executor.execute)
+    engine.executor.execute = executing  # type: ignore[method-assign]
+    whole = Stopwatch(engine.step)
+    total_s = np.zeros((steps, 2))
+    for at in range(-warm_up, steps):
+        whole()
+        assert len(engine.scheduler.order) == rows and engine.records[-1].num_singles == rows
+        spent = np.subtract(whole.read(), executing.read())
+        if at >= 0:
+            total_s[at] = spent
+    # Again with a watch on each part, which costs a microsecond or two itself.
+    timed = _TimedBuilder(engine.builder)
+    schedule, update = Stopwatch(engine.scheduler.schedule), Stopwatch(engine.scheduler.update)
+    engine.scheduler.schedule, engine.scheduler.update = schedule, update  # type: ignore[method-assign]
+    engine.builder = timed  # type: ignore[assignment]
+    part_s = np.zeros((steps, len(PARTS)))
+    for at in range(-warm_up, steps):
+        engine.step()
+        spent = [watch.read()[0] for watch in (schedule, timed.build, update)]
+        if at >= 0:
+            part_s[at] = spent
+    cpu_us, wall_us = np.median(total_s, axis=0) * 1e6
+    parts_us = np.median(part_s, axis=0) * 1e6
+    return {"rows": rows, "step_us": round(float(cpu_us), 1), "wall_us": round(float(wall_us), 1),
+            **{f"{name}_us": round(float(us), 1) for name, us in zip(PARTS, parts_us, strict=True)}}  # fmt: skip
+
+
+def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool = False) -> None:
+    """Measures decode steps and prints a table.
+
+    Args:
+      rows: numbers of running sequences to measure with.
+      steps: of which the median is taken.
+      context: tokens of each sequence when it starts to decode.
+      as_json: whether the last line is {"results": [{"rows": 256, "step_us": ..., ...}, ...]}.
+    """
+    for name, least, values in (("rows", 1, rows), ("steps", 1, [steps]), ("context", 1, [context])):
+        if not values or min(values) < least:
+            raise ValueError(f"{name} is {values}, must be at least {least}")
+    print(f"host loop, decode steps, median of {steps}: contexts of {context:,} tokens, block size {BLOCK_SIZE}")
+    print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which {'schedule':>9} {'build':>9} {'update':>9}")
+    results = []
+    for count in rows:
+        results.append(r := measure(count, steps, context))
+        print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            "
+              f"{r['schedule_us']:9,.1f} {r['build_us']:9,.1f} {r['update_us']:9,.1f}")  # fmt: skip
+    if as_json:
+        print(json.dumps({"results": results}))

@@ -1,0 +1,76 @@
+"""Output tokens per second of the engine on a mixed batch, beside what transformers does with the same model."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ksana_jax.engine.llm import LLM
+from ksana_jax.request import SamplingParams
+
+
+def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 32 to 256 random tokens, and for each how many of 16 to 128 tokens it must give."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, vocab_size, n).tolist() for n in rng.integers(32, 257, num_requests)]
+    return prompts, rng.integers(16, 129, num_requests).tolist()
+
+
+def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeats: int = 3, **settings) -> dict:
+    """Times the workload through the engine, greedy and with ends of sequence ignored, after warm-up.
+
+    Returns:
+      output_tokens_per_s (median over repeats, prompts included in the time), seconds (of that repeat), and what it
+      was measured on. token_ids holds what each request gave.
+    """
+    if "load_format" not in settings and not (Path(model) / "model.safetensors").exists() and Path(model).is_dir():
+        settings["load_format"] = "auto" if (Path(model) / "model.safetensors.index.json").exists() else "dummy"
+    llm = LLM(model, dtype=dtype, max_num_seqs=num_requests, max_model_len=512, **settings)
+    prompts, lengths = workload(llm.model_config.vocab_size, num_requests, seed)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    requests = [{"prompt_token_ids": p} for p in prompts]
+    started = time.perf_counter()
+    llm.warm_up(max(len(p) + n for p, n in zip(prompts, lengths, strict=True)))
+    warm_up_s, compiled = time.perf_counter() - started, llm.num_compilations
+    llm.generate(requests, params)
+    seconds, token_ids = [], []
+    for _ in range(repeats):
+        llm.clear_records()
+        started = time.perf_counter()
+        outputs = llm.generate(requests, params)
+        seconds.append(time.perf_counter() - started)
+        token_ids = [o.outputs[0].token_ids for o in outputs]
+    median = float(np.median(seconds))
+    return {
+        "output_tokens_per_s": round(sum(lengths) / median, 1),
+        "seconds": round(median, 3),
+        "seconds_of_repeats": [round(s, 3) for s in seconds],
+        "output_tokens": sum(lengths),
+        "prompt_tokens": sum(map(len, prompts)),
+        "requests": num_requests,
+        "steps": len(llm.records),
+        "dtype": dtype,
+        "implementation": llm.runner.implementation.name,
+        "platform": llm.runner.platform,
+        "warm_up_s": round(warm_up_s, 1),
+        "compilations": compiled,
+        "compilations_after_warmup": llm.num_compilations - compiled,
+        "token_ids": token_ids,
+    }
+
+
+def main(model: str, dtype: str = "f32", num_requests: int = 32, seed: int = 0, as_json: bool = False) -> None:
+    """Prints the measurement; with as_json its last line is one JSON object."""
+    result = run(model, dtype=dtype, num_requests=num_requests, seed=seed)
+    del result["token_ids"]
+    print(
+        f"{result['requests']} requests, {result['prompt_tokens']:,} prompt and {result['output_tokens']:,} output tokens "
+        f"in {result['seconds']:.2f} s: {result['output_tokens_per_s']:,.0f} output tokens/s "
+        f"({result['dtype']}, {result['implementation']} on {result['platform']}; {result['compilations']} steps compiled "
+        f"in {result['warm_up_s']:.0f} s, {result['compilations_after_warmup']} after that)"
+    )
+    if as_json:
+        print(json.dumps(result))

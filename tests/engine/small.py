@@ -1,0 +1,84 @@
+"""A tiny model, a tokenizer for it, and engines around them that compile little. Shared by the tests of the public API."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from ksana_jax import LLM
+from ksana_jax.batch import Buckets
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.transformer import init_params
+from ksana_jax.tokenizers import Tokenizer
+from ksana_jax.tokenizers.detokenizer import Piece
+
+BOS, EOS = 0, 1
+# Letters, pairs of letters, and bytes that make characters only together: é is C3 A9, ü C3 BC, 😀 F0 9F 98 80.
+_PIECES = [c.encode() for c in "abcdefghijklmnopqrstuvwxyz .,:<>/0123456789"]
+_PIECES += [b"th", b"he", b"in", b"er", b"an", b"the", b"<u>", b"<a>"]
+BYTES = (0xC3, 0xA9, 0xBC, 0xF0, 0x9F, 0x98, 0x80)
+FIRST_BYTE = 2 + len(_PIECES)
+_PIECES += [bytes([b]) for b in BYTES]
+VOCAB = 64
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<u>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+class Letters(Tokenizer):
+    """Longest match first. Ids beyond the pieces stand for nothing, as in a padded vocabulary."""
+
+    source = "letters"
+    vocab_size = VOCAB
+    bos_id, eos_id, bos_token, eos_token = BOS, EOS, "<s>", "</s>"
+
+    def __init__(self, chat_template: str | None = CHAT):
+        self.chat_template = chat_template
+        self._ids = {b"<s>": BOS, b"</s>": EOS} | {p: i + 2 for i, p in enumerate(_PIECES)}
+
+    def piece(self, token_id: int) -> Piece:
+        if token_id in (BOS, EOS):
+            return Piece(b"<s>" if token_id == BOS else b"</s>", special=True)
+        return Piece(_PIECES[token_id - 2] if 2 <= token_id < 2 + len(_PIECES) else b"")
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        data, ids = text.encode(), [BOS] if add_special_tokens else []
+        while data:
+            best = next(data[:n] for n in (4, 3, 2, 1) if data[:n] in self._ids)
+            ids.append(self._ids[best])
+            data = data[len(best) :]
+        return ids
+
+
+@functools.cache
+def model():
+    """Two layers with grouped heads; random weights large enough that greedy texts vary."""
+    config = ModelConfig(vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48,
+                         max_position=64, bos_id=BOS, eos_ids=(EOS,))  # fmt: skip
+    return config, init_params(config, seed=3, std=0.5)
+
+
+SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
+_compiled: dict = {}
+
+
+def make_llm(tokenizer: Tokenizer | None = None, seed: int = 0, pattern=None, **settings) -> LLM:
+    """An engine with one bucket of each kind, so that it has three shapes of steps; engines of the same settings share
+    what is compiled, which knows nothing of seeds and requests."""
+    settings = SMALL | settings
+    config, params = model()
+    llm = LLM.from_params(config, params, tokenizer=tokenizer, seed=seed, pattern=pattern, **settings)
+    buckets = llm.engine.builder.buckets
+    few = Buckets(buckets.singles[-1:], buckets.tiles[-1:], buckets.widths[-1:], buckets.query_tile)
+    llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=few)
+    key = tuple(sorted(settings.items())), llm.runner.sink_width
+    llm.runner._compiled = _compiled.setdefault(key, llm.runner._compiled)
+    return llm
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing runs or waits, and every block is back in the pool."""
+    scheduler = llm.engine.scheduler
+    scheduler.check()
+    assert not scheduler.has_work and not llm.engine.requests and not llm.engine._watched
+    assert scheduler.blocks.num_used == 0

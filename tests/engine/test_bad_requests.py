@@ -1,0 +1,160 @@
+"""What can never be served is refused with the numbers; requests that run go on, and no block leaks."""
+
+import numpy as np
+import pytest
+
+from ksana_jax import SamplingParams
+from tests.engine.small import BOS, Letters, assert_idle, make_llm
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def ids(*token_ids):
+    return {"prompt_token_ids": list(token_ids)}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    # Two blocks of 16: less than max_model_len 64 needs.
+    return make_llm(Letters(), num_blocks=2, max_num_seqs=2)
+
+
+@pytest.fixture
+def llm(engine):
+    """An engine in which a request runs, which must come out as if nothing had happened."""
+    alone = engine.generate("x.y", GREEDY)[0].outputs[0]
+    request = engine.engine.add_request(np.array(engine.tokenizer.encode("x.y")), GREEDY)
+    engine.engine.step()
+    held = engine.engine.scheduler.blocks.num_used
+    yield engine
+    assert engine.engine.scheduler.blocks.num_used == held
+    assert len(engine.engine.requests) == 1 and not engine.engine.scheduler.waiting
+    while not request.finished:
+        engine.engine.step()
+    assert request.output().outputs[0] == alone
+    assert_idle(engine)
+
+
+PROMPTS = {
+    "no tokens": (ids(), "prompt is empty"),
+    "no tokens in an array": ({"prompt_token_ids": np.array([], np.int32)}, "prompt is empty"),
+    "as long as max_model_len": (ids(*[BOS] * 64), "prompt has 64 tokens, max_model_len is 64"),
+    "far too long": (ids(*[BOS] * 5000), "prompt has 5,000 tokens, max_model_len is 64"),
+    "more than the pool": (ids(*[BOS] * 33), "prompt of 33 tokens and max_tokens 12 need 3 KV blocks of 16 tokens, .* 2"),
+    "more than the pool with its output": (ids(*[BOS] * 22), "prompt of 22 tokens and max_tokens 12 need 3 KV blocks"),
+    "an id beyond the vocabulary": (ids(1, 64), "prompt has token id 64, ids go from 0 to 63"),
+    "an id far beyond": (ids(1, 2**40), f"prompt has token id {2**40}, ids go from 0 to 63"),
+    "an id beyond 64 bits": (ids(1, 2**80), "prompt_token_ids must be a list of integers"),
+    "an id of 64 bits without a sign": ({"prompt_token_ids": np.array([2**63], np.uint64)}, f"token id {2**63}, ids go"),
+    "a negative id": (ids(5, -7), "prompt has token id -7, ids go from 0 to 63"),
+    "fractions": (ids(1, 2.5), "prompt_token_ids must be a list of integers, not float64"),
+    "NaN": (ids(1, float("nan")), "prompt_token_ids must be a list of integers, not float64"),
+    "truth values": (ids(True, False), "prompt_token_ids must be a list of integers"),
+    "one truth value": (ids(3, True), "prompt_token_ids must be a list of integers"),
+    "words": (ids("a", "b"), "prompt_token_ids must be a list of integers"),
+    "None among the ids": (ids(1, None), "prompt_token_ids must be a list of integers"),
+    "None for ids": ({"prompt_token_ids": None}, "prompt_token_ids must be a list of integers"),
+    "one id that is no list": ({"prompt_token_ids": 5}, "prompt_token_ids must be a list of integers"),
+    "a text for ids": ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list of integers"),
+    "ids of two dimensions": ({"prompt_token_ids": [[1, 2]]}, r"must be a list of integers, not int64 of shape \(1, 2\)"),
+    "no ids of two dimensions": ({"prompt_token_ids": [[]]}, "prompt_token_ids must be a list of integers"),
+    "an empty dict": ({}, "prompt has no text"),
+    "unknown keys": ({"prompt": "a", "text": "b", 7: 1}, "unknown keys 7, text; prompt and prompt_token_ids"),
+    "a text that is a number": ({"prompt": 5}, "prompt is a int, must be a string"),
+    "a text that is a number, beside ids": ({"prompt": 5, "prompt_token_ids": [1]}, "prompt is a int, must be a string"),
+    "half of a surrogate pair": ("a\ud800", "half of a surrogate pair at character 1"),
+    "a number": ([5], "a prompt is a string or a dict, not int"),
+    "None in a list": ([None], "a prompt is a string or a dict, not NoneType"),
+    "ids without a dict": ([1, 2, 3], "a prompt is a string or a dict, not int"),
+    "None": (None, "prompts is a NoneType"),
+    "bytes": (b"abc", "prompts is a bytes"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_that_cannot_be_served_is_refused(llm, name):
+    prompt, message = PROMPTS[name]
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompt, GREEDY)
+    with pytest.raises(ValueError, match=message):
+        next(llm.stream(prompt, GREEDY))
+
+
+@pytest.mark.parametrize("name", [n for n, (prompt, _) in PROMPTS.items() if isinstance(prompt, (str, dict))])
+def test_one_bad_prompt_among_good_ones_and_none_is_taken(llm, name):
+    prompt, message = PROMPTS[name]
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["a", prompt, "b"], GREEDY)
+
+
+SAMPLING = {
+    "a bias beyond the vocabulary": ({"logit_bias": {64: 1.0}}, "logit_bias has token id 64, ids go from 0 to 63"),
+    "a stop id beyond the vocabulary": ({"stop_token_ids": [3, 99]}, "stop_token_ids has token id 99, ids go from 0"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_ids_in_sampling_params_are_held_against_the_vocabulary(llm, name):
+    given, message = SAMPLING[name]
+    with pytest.raises(ValueError, match=message):
+        llm.generate("a", SamplingParams(max_tokens=2, **given))
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": 0.5}, "greedy", 5, [None], [{"temperature": 1}], SamplingParams, [GREEDY, 3]], ids=repr
+)
+def test_sampling_params_of_another_type_are_refused(llm, given):
+    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams or a list of them"):
+        llm.generate("a", given)
+
+
+def test_as_many_sampling_params_as_prompts(llm):
+    with pytest.raises(ValueError, match="2 prompts and 3 sampling_params were given"):
+        llm.generate(["a", "b"], [GREEDY] * 3)
+
+
+def test_an_id_that_is_in_use_is_refused(llm):
+    taken = next(iter(llm.engine.requests))
+    with pytest.raises(ValueError, match=f"request id '{taken}' is in use"):
+        llm.engine.add_request(np.array([BOS]), GREEDY, request_id=taken)
+
+
+def lose_the_pool(llm, error):
+    """A step that fails after it has taken the donated pool along."""
+
+    def execute(step):
+        runner = llm.runner
+        runner.compile_step(step.shape)(runner.params, runner.cache, step.arrays, runner._patterns)
+        raise error
+
+    return "_execute", execute
+
+
+def fail_to_sample(llm, error):
+    def sample(*args):
+        raise error
+
+    return "_sample", sample
+
+
+def fail_to_compile(llm, error):
+    def compile_step(shape):
+        raise error
+
+    return "compile_step", compile_step
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["failure", "interrupt"])
+@pytest.mark.parametrize("break_", [lose_the_pool, fail_to_sample, fail_to_compile])
+def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_, error):
+    expected = [o.outputs[0] for o in engine.generate(["x.y", "a"], GREEDY)]
+    other = engine.engine.add_request(np.array([BOS, 5]), GREEDY)
+    engine.engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner, *break_(engine, error))
+        with pytest.raises(type(error)):
+            engine.generate(["x.y", "a"], GREEDY)
+    assert_idle(engine)
+    assert other.finished and other.output().outputs[0].finish_reason == "abort"
+    assert [o.outputs[0] for o in engine.generate(["x.y", "a"], GREEDY)] == expected
+    assert_idle(engine)

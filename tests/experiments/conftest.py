@@ -1,0 +1,52 @@
+"""A model directory without weights, a task without an engine, and an engine without a model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_llm
+import fake_task
+
+from experiments import run as run_module
+from experiments.tasks import TASKS
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Path of a model whose training context is 16 tokens."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+    return str(folder)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Path of a text of 400 bytes."""
+    path = tmp_path / "text.txt"
+    path.write_text("0123456789" * 40)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+    """Trials of fakes need not ask jax what the device is."""
+    monkeypatch.setattr(run_module, "environment", lambda: {"device": "none"})
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The task "fake" is known."""
+    monkeypatch.setitem(TASKS, "fake", "fake_task:Fake")
+    return fake_task
+
+
+@pytest.fixture
+def make_llm(monkeypatch):
+    """The fake engine; its `instances` are those built in this test."""
+    monkeypatch.setattr(fake_llm.FakeLLM, "instances", [])
+    return fake_llm.FakeLLM

@@ -1,0 +1,154 @@
+"""A YAML file becomes typed trials: what is refused, what makes an id."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.config import load, plan
+from ksana_jax.config import ConfigError
+
+pytestmark = pytest.mark.usefixtures("fake")
+
+
+def small(model, **fields):
+    return {"task": "fake", "model": model, **fields}
+
+
+def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
+    made = plan(small(model, variants=[{"name": "a"}, {"name": "b", "engine.block_size": 8}],
+                      grid={"settings.x": [1, 2], "pattern": {"window": [4, 8]}}, seeds=[0, 1]))  # fmt: skip
+    assert [(r.label, *r.point.values()) for r in made.rows] == [
+        (name, x, window) for name in "ab" for x in (1, 2) for window in (4, 8)
+    ]
+    assert len(made.trials) == 16
+    last = made.rows[-1].trials[1]
+    assert (last.config["engine"]["block_size"], last.config["settings"]["x"], last.seed) == (8, 2, 1)
+    assert last.config["pattern"]["window"] == 8
+    assert last.label == "b, x=2, window=8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"engin": {}}, "unknown key 'engin'; the nearest is 'engine'"),
+        ({"engine": {"block_sise": 8}}, "unknown key 'engine.block_sise'; the nearest is 'block_size'"),
+        ({"pattern": {"windw": 8}}, "unknown key 'pattern.windw'; the nearest is 'window'"),
+        ({"settings": {"xx": 8}}, "unknown key 'settings.xx'; the nearest is 'x'"),
+        ({"task": "perplexitty"}, "unknown task 'perplexitty'; the nearest is 'perplexity'"),
+        ({"variants": [{"name": "a", "patern.window": 1}]}, "unknown key 'patern' in variant 'a'; the nearest is 'pat"),
+        ({"grid": {"pattern.windows": [1]}}, "unknown key 'pattern.windows'; the nearest is 'window'"),
+        ({"engine": {"block_size": "many"}}, "engine.block_size: "),
+        ({"engine": {"block_size": 0}}, "block_size is 0, must be a positive integer"),
+        ({"engine": {"dtype": "f64"}}, "engine.dtype: Invalid value 'f64', expected one of ['f32', 'bf16']"),
+        ({"pattern": {"num_sinks": -1}}, "AttentionPattern.num_sinks is -1"),
+        ({"grid": {"settings.x": 3}}, "grid.settings.x is 3, must be a list of values"),
+        ({"variants": [{"pattern.window": 1}]}, "each of variants needs a name"),
+        ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants have the same name: a"),
+        ({"seeds": []}, "seeds is empty"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(model, fields, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        plan({**small(model), **fields})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_model_is_named():
+    with pytest.raises(FileNotFoundError, match="model 'nowhere' is not a directory with a config"):
+        plan(small("nowhere"))
+
+
+def test_an_override_wins_over_the_file(model):
+    made = plan(small(model, settings={"x": 1}), ["settings.x=5", "seeds=[3]", "engine.num_blocks=null"])
+    (trial,) = made.trials
+    assert (trial.config["settings"]["x"], trial.seed) == (5, 3)
+
+
+@pytest.mark.parametrize("override", ["settings.x", "=3", ""])
+def test_an_override_without_key_and_value_is_refused(model, override):
+    with pytest.raises(ConfigError, match="is not an override"):
+        plan(small(model), [override])
+
+
+def test_overriding_what_a_variant_or_the_grid_sets_is_refused(model):
+    with pytest.raises(ConfigError, match=r"settings\.x is set by the grid"):
+        plan(small(model, grid={"settings.x": [1, 2]}), ["settings.x=5"])
+    with pytest.raises(ConfigError, match=r"settings\.x is set by b"):
+        plan(small(model, variants=[{"name": "a"}, {"name": "b", "settings": {"x": 2}}]), ["settings.x=5"])
+
+
+def test_the_id_of_a_trial_is_the_same_whatever_it_is_called_and_however_it_is_written(model):
+    (plain,) = plan(small(model, pattern={"window": 8})).trials
+    (renamed,) = plan(small(model, name="other", title="t", variants=[{"name": "w", "pattern.window": 8}])).trials
+    gridded = plan(small(model, grid={"pattern.window": [4, 8]})).trials
+    relative = plan(small(model, pattern={"window": "${context:1/2}"})).trials
+    assert plain.id == renamed.id == gridded[1].id == relative[0].id != gridded[0].id
+
+
+def test_the_id_changes_with_a_setting_a_seed_and_the_weights(model):
+    def trial_id(*overrides):
+        return plan(small(model), overrides).trials[0].id
+
+    ids = {trial_id(), trial_id("settings.y=0.25"), trial_id("seeds=[1]"), trial_id("engine.block_size=8")}
+    assert len(ids) == 4
+    assert trial_id("settings.y=0.5") == trial_id()
+    Path(model, "model.safetensors").write_bytes(b"weights")
+    from experiments.models import fingerprint
+
+    fingerprint.cache_clear()
+    assert trial_id() not in ids
+
+
+def test_ids_are_stable_between_processes_and_versions():
+    from experiments.config import _trial
+
+    # printf '{"seed":0,"settings":{"x":1},"task":"fake"}' | sha256sum
+    assert _trial({"task": "fake", "settings": {"x": 1}}, "", 0).id == "259ea5d68d05"
+
+
+def test_numbers_can_be_given_in_multiples_of_the_training_context(model):
+    (trial,) = plan(small(model, pattern={"window": "${context:1/4}"}, settings={"x": "${context:3}"})).trials
+    assert (trial.config["pattern"]["window"], trial.config["settings"]["x"]) == (4, 48)
+    with pytest.raises(ConfigError, match=r"\$\{context:1/3\} is 5.33333 tokens of"):
+        plan(small(model, pattern={"window": "${context:1/3}"}))
+    with pytest.raises(ConfigError, match=r"\$\{context:half\} is not a multiple"):
+        plan(small(model, pattern={"window": "${context:half}"}))
+
+
+def test_trials_share_an_engine_when_only_pattern_settings_or_seed_differ(model):
+    variants = [
+        {"name": "a", "pattern.window": 8},
+        {"name": "b", "pattern": {"window": 4, "num_sinks": 3, "sink_position": "cache"}},
+        {"name": "c", "engine.block_size": 8},
+        {"name": "d", "settings.x": 9},
+    ]
+    made = plan(small(model, seeds=[0, 1], variants=variants))
+    keys = [row.trials[0].engine_key for row in made.rows]
+    assert keys[0] == keys[1] == keys[3] != keys[2]
+    assert [made.max_rotated_sinks(row.trials[0]) for row in made.rows] == [3, 3, 0, 3]
+
+
+def test_layers_can_have_patterns_of_their_own(model):
+    (trial,) = plan(small(model, layer_patterns=[{"window": 4}, {}])).trials
+    from experiments.config import patterns_of
+
+    assert [str(p) for p in patterns_of(trial.config)] == ["window=4", "full"]
+
+
+def test_a_file_that_is_no_experiment_is_refused_with_its_name(tmp_path, model):
+    for content in ("- 1\n", "a: [\n", "just text\n", "\x00"):
+        path = tmp_path / "bad.yaml"
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"bad\.yaml") as raised:
+            load(path)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(FileNotFoundError, match="no such experiment file"):
+        load(tmp_path / "missing.yaml")
+
+
+def test_the_name_of_a_file_names_the_run(tmp_path, model):
+    path = tmp_path / "windows.yaml"
+    path.write_text(json.dumps(small(model)))
+    assert load(path).name == "windows"

@@ -1,0 +1,54 @@
+"""The generate task against an engine whose clock ticks once for each event."""
+
+import pytest
+
+from experiments.config import plan
+from experiments.report import report
+from experiments.run import run
+
+
+@pytest.fixture
+def measured(model, text, make_llm, tmp_path):
+    settings = {"texts": [text], "num_prompts": 3, "prompt_tokens": 24, "output_tokens": 6}
+    engine = {"block_size": 4, "max_num_batched_tokens": 8}
+    variants = [{"name": "full"}, {"name": "sliding", "pattern.window": 8}]
+    given = {"task": "generate", "model": model, "engine": engine, "settings": settings, "variants": variants}
+    outcome = run(plan(given), tmp_path / "out", make_llm=make_llm)
+    assert not outcome.failed
+    return tmp_path / "out", report(tmp_path / "out")
+
+
+def test_speed_and_blocks_stand_in_one_row(measured):
+    _, made = measured
+    full, sliding = made.rows
+    for row in made.rows:
+        assert row.mean("compiled_while_timed") == 0
+        assert row.mean("tokens_per_s") > 0
+        # Three steps of 8 tokens; the first token comes with the end of the third.
+        assert row.mean("ttft_s") == pytest.approx(0.003)
+        assert row.mean("tpot_s") > 0
+    # 29 tokens are computed in all; the last step frees them.
+    assert full.mean("live_kv_bytes") == 7 * 1024
+    assert full.mean("peak_kv_bytes") == 8 * 1024
+    assert sliding.mean("live_kv_bytes") == 3 * 1024
+
+
+def test_blocks_over_time_are_in_the_records_and_the_figure(measured):
+    folder, made = measured
+    kv = next(m for m in made.rows[0].trials[0] if m["metric"] == "kv")
+    assert len(kv["time_s"]) == len(kv["live_blocks"]) == len(kv["num_running"]) == 24
+    assert kv["time_s"] == sorted(kv["time_s"])
+    assert (folder / "figure.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_prompts_start_with_bos_and_have_the_length_asked_for(measured):
+    _, made = measured
+    requests = [m for m in made.rows[0].trials[0] if m["metric"] == "request"]
+    assert [m["num_prompt_tokens"] for m in requests] == [24, 24, 24]
+    assert [m["num_output_tokens"] for m in requests] == [6, 6, 6]
+
+
+def test_the_sentence_names_fastest_and_smallest(measured):
+    _, made = measured
+    assert "is fastest with" in made.reading
+    assert "'sliding' needs least KV" in made.reading

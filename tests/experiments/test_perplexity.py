@@ -1,0 +1,212 @@
+"""The perplexity task against an engine whose log-probabilities are known: -1 - 1 / (keys that the query sees)."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from fake_llm import fake_recompute_score
+
+from experiments.config import plan
+from experiments.report import report
+from experiments.run import run
+from experiments.tasks.base import ResultRow
+from experiments.tasks.perplexity import Perplexity, sample_positions
+from experiments.tasks.perplexity_figure import _from_sample
+from experiments.tasks.perplexity_report import span
+from ksana_jax.config import ConfigError
+
+VARIANTS = [
+    {"name": "full"},
+    {"name": "sliding", "pattern.window": 8},
+    {"name": "sinks", "pattern": {"window": 8, "num_sinks": 2, "sink_position": "cache"}},
+    {"name": "recompute", "pattern.window": 8, "settings.method": "recompute"},
+]
+
+
+@pytest.fixture
+def experiment(model, text):
+    def make(**fields):
+        engine = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+        settings = {"texts": [text], "num_texts": 1, "num_tokens": 128, "sampled_per_bucket": 4}
+        return plan({"name": "small", "model": model, "engine": engine, "settings": settings, **fields})
+
+    return make
+
+
+@pytest.fixture
+def measured(experiment, make_llm, tmp_path, monkeypatch):
+    """Folder, report and fake engines of a run over VARIANTS."""
+    from ksana_jax.engine import recompute
+
+    monkeypatch.setattr(recompute, "score", fake_recompute_score)
+    outcome = run(experiment(variants=VARIANTS), tmp_path / "out", make_llm=make_llm)
+    assert not outcome.failed
+    return tmp_path / "out", report(tmp_path / "out"), make_llm.instances
+
+
+def row(made, label):
+    return next(r for r in made.rows if r.label == label)
+
+
+def test_perplexity_of_each_span_of_positions_is_that_of_its_tokens(measured):
+    _, made, _ = measured
+    for label, window, sinks in (("full", 10**9, 0), ("sliding", 8, 0), ("sinks", 8, 2)):
+        for low, high in ((0, 16), (16, 32), (32, 64), (64, 128)):
+            seen = [min(t, window) + min(sinks, max(0, t - window)) for t in range(max(low, 1), high)]
+            expected = math.exp(np.mean([1 + 1 / n for n in seen]))
+            assert row(made, label).mean(f"ppl_{low}_{high}") == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_row_is_scored_on_the_sample_of_the_recomputed_one(measured):
+    folder, made, _ = measured
+    positions = {(m["bucket"], m["positions"], m["count"]) for r in made.rows for m in r.trials[0]
+                 if m["metric"] == "nll" and m["subset"] == "sampled"}  # fmt: skip
+    assert len(positions) == 7
+    recompute, sliding = row(made, "recompute"), row(made, "sliding")
+    assert recompute.mean("ppl_64_128") is None
+    assert recompute.mean("sampled_ppl") == pytest.approx(sliding.mean("sampled_ppl"))
+    assert any("the same 28 sampled positions in every row" in note for note in made.notes)
+    assert not any("NOT COMPARABLE" in note for note in made.notes)
+    assert "ppl* 16–127" in (folder / "table.md").read_text()
+
+
+def test_kv_bytes_are_those_of_the_blocks_in_use(measured):
+    _, made, _ = measured
+    full, sliding = row(made, "full"), row(made, "sliding")
+    # 128 tokens in blocks of 4, but between steps at most 112: the last step frees everything.
+    assert full.mean("live_kv_bytes") == 28 * 1024
+    assert full.mean("peak_kv_bytes") == 32 * 1024
+    # The 7 tokens before the next one lie in 2 blocks; within a step, its 16 come in 4 more.
+    assert sliding.mean("live_kv_bytes") == 2 * 1024
+    assert sliding.mean("peak_kv_bytes") == 6 * 1024
+    assert row(made, "sinks").mean("live_kv_bytes") == 3 * 1024
+    assert row(made, "recompute").mean("live_kv_bytes") is None
+    # A window of 8 and the token that it predicts.
+    assert row(made, "recompute").mean("peak_kv_bytes") == 3 * 1024
+
+
+def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
+    _, made, engines = measured
+    (engine,) = engines
+    assert engine.given["max_rotated_sinks"] == 2
+    assert engine.given["max_model_len"] == 129
+    assert [r.mean("compiled_while_timed") for r in made.rows] == [0, 0, 0, 0]
+    # Steps of 16 tokens, then the 9 of a recomputed window; nothing for sliding or sinks.
+    assert [r.mean("num_compilations") for r in made.rows] == [1, 0, 0, 1]
+
+
+def test_the_sentence_says_what_the_numbers_say(measured):
+    _, made, _ = measured
+    assert made.reading.startswith(
+        "At positions 64 to 127 'full' predicts best (perplexity 2.75, against 3.08 of 'sliding')"
+    )
+    assert "with 28 KiB of KV, the most of all rows" in made.reading
+    assert "on the sampled positions 'recompute' has 3.08 against its 2.7" in made.reading
+
+
+def test_the_report_is_made_again_from_the_records_to_the_byte(measured):
+    folder, _, _ = measured
+    names = ("table.md", "table.csv", "table.tex", "figure.png", "figure.pdf")
+    before = {name: (folder / name).read_bytes() for name in names}
+    for path in folder.iterdir():
+        if path.name != "records.jsonl":
+            path.unlink()
+    report(folder)
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    assert before["figure.png"].startswith(b"\x89PNG") and len(before["figure.png"]) > 10_000
+    # fonttype 42: TrueType outlines, which journals take; Type 3 they do not.
+    assert b"/CIDFontType2" in before["figure.pdf"] and b"/Type3" not in before["figure.pdf"]
+
+
+def test_seeds_give_mean_and_standard_deviation(experiment, make_llm, tmp_path, text):
+    shorter = tmp_path / "other.txt"
+    shorter.write_text("abc" * 100)
+    made = experiment(seeds=[0, 1, 2], settings={"texts": [text, str(shorter)], "num_texts": 1, "num_tokens": 64})
+    run(made, tmp_path / "out", make_llm=make_llm)
+    (only,) = report(tmp_path / "out").rows
+    assert len(only.trials) == 3
+    assert only.sd("ppl") == 0  # the fake's log-probabilities do not depend on the text
+    assert " ± 0.00" in (tmp_path / "out/table.md").read_text()
+    assert len(make_llm.instances) == 1
+
+
+def test_rows_on_different_positions_are_called_not_comparable(experiment, make_llm, tmp_path):
+    made = experiment(variants=[{"name": "a"}, {"name": "b", "settings.num_tokens": 64}])
+    run(made, tmp_path / "out", make_llm=make_llm)
+    assert any("NOT COMPARABLE" in note for note in report(tmp_path / "out").notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"settings": {"method": "recompute", "sampled_per_bucket": 2}}, "needs pattern.window"),
+        ({"settings": {"method": "recompute"}, "pattern": {"window": 8}}, "needs settings.sampled_per_bucket"),
+        ({"settings": {"method": "recompute", "sampled_per_bucket": 2}, "pattern": {"window": 8, "num_sinks": 1}},
+         "takes a window and no other field"),
+        ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be at least 1"),
+        ({"settings": {"method": "guess"}}, "settings.method: Invalid value 'guess'"),
+        ({"settings": {"texts": ["missing.txt"]}}, "missing.txt: no such text file"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_refused_before_anything_runs(model, text, fields, said):
+    fields["settings"] = {"texts": [text], **fields["settings"]}
+    with pytest.raises((ConfigError, FileNotFoundError), match=said):
+        plan({"model": model, **fields})
+
+
+def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, text):
+    made = experiment(settings={"texts": [text], "num_texts": 1, "num_tokens": 1000})
+    outcome = run(made, tmp_path / "out", make_llm=make_llm)
+    (error,) = outcome.failed.values()
+    assert error == (
+        "ConfigError: 0 of 1 texts have 1,000 tokens or more, 1 are asked for; the longest has 401"
+    )  # fmt: skip
+
+
+def test_a_sample_is_spread_over_the_buckets_and_leaves_out_the_first():
+    sample = sample_positions(100, 32, 5, [7, 0])
+    assert [np.count_nonzero(sample // 32 == b) for b in range(4)] == [0, 5, 5, 4]
+    assert len(set(sample.tolist())) == len(sample)
+    assert sample.tolist() == sample_positions(100, 32, 5, [7, 0]).tolist()
+    assert len(sample_positions(100, 32, 0, [0])) == 0
+
+
+def test_spans_double():
+    assert [span(b) for b in range(9)] == [(0, 1), (1, 2), (2, 4), (2, 4), (4, 8), (4, 8), (4, 8), (4, 8), (8, 16)]
+
+
+def test_the_csv_has_full_precision(measured):
+    folder, made, _ = measured
+    header, first, *_ = (folder / "table.csv").read_text().splitlines()
+    fields = dict(zip(header.split(","), first.split(","), strict=True))
+    assert float(fields["ppl_64_128"]) == row(made, "full").mean("ppl_64_128")
+    assert json.loads((folder / "records.jsonl").read_text().splitlines()[0])["kind"] == "plan"
+
+
+def test_a_sampled_curve_is_the_nearest_row_plus_the_difference_on_the_sample():
+    def row(name, **subsets):
+        trial = [
+            {"metric": "nll", "subset": s, "bucket": b, "sum": v * 2, "count": 2}
+            for s, means in subsets.items() for b, v in enumerate(means)
+        ]  # fmt: skip
+        return ResultRow(name, {}, 1, [trial], {})
+
+    near = row("near", all=[1.0, 2.0], sampled=[1.5, 1.0])
+    far = row("far", all=[3.0, 4.0], sampled=[3.5, 3.0])
+    sampled = row("sampled", sampled=[1.6, 1.2])
+    assert _from_sample(sampled, [far, near, sampled]) == pytest.approx({0: 1.1, 1: 2.2})
+    assert _from_sample(sampled, [sampled]) == pytest.approx({0: 1.6, 1: 1.2})
+
+
+def test_a_grid_of_numbers_is_drawn_against_its_last_key(experiment, make_llm, tmp_path):
+    from matplotlib.figure import Figure
+
+    made = experiment(grid={"pattern.window": [4, 8], "pattern.num_sinks": [0, 1, 2]})
+    run(made, tmp_path / "out", make_llm=make_llm)
+    figure = Figure()
+    Perplexity().draw(figure, report(tmp_path / "out").rows)
+    above, below = figure.axes
+    assert below.get_xlabel() == "num_sinks"
+    assert above.get_ylabel() == "ppl, positions 64–127"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["window 4", "window 8"]

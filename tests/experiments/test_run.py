@@ -1,0 +1,208 @@
+"""A run can be killed, resumed, sharded and changed; only what is missing runs."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.config import plan
+from experiments.records import RecordFile, Shard, locked, read
+from experiments.report import report
+from experiments.run import run
+from ksana_jax.config import ConfigError
+
+pytestmark = pytest.mark.usefixtures("fake")
+ROOT = Path(__file__).parents[2]
+TABLES = ("table.md", "table.csv", "table.tex", "figure.png", "figure.pdf")
+
+
+def small(model, **fields):
+    return {
+        "name": "small",
+        "task": "fake",
+        "model": model,
+        "grid": {"settings.x": [1, 2, 3, 4]},
+        "seeds": [0, 1],
+        **fields,
+    }
+
+
+def lines(folder, kind=None):
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [r for r in records if kind in (None, r["kind"])]
+
+
+def made_files(folder):
+    report(folder)
+    return {name: (folder / name).read_bytes() for name in TABLES}
+
+
+def test_a_second_run_does_nothing_and_leaves_the_records_as_they_are(model, tmp_path):
+    experiment = plan(small(model))
+    assert run(experiment, tmp_path / "out").num_done == 8
+    before = (tmp_path / "out/records.jsonl").read_bytes()
+    outcome = run(experiment, tmp_path / "out")
+    assert (outcome.num_done, outcome.num_skipped) == (0, 8)
+    assert (tmp_path / "out/records.jsonl").read_bytes() == before
+
+
+def test_a_changed_experiment_keeps_what_has_not_changed(model, tmp_path):
+    run(plan(small(model)), tmp_path / "out")
+    changed = plan(small(model, name="renamed", grid={"settings.x": [4, 5, 1]}))
+    outcome = run(changed, tmp_path / "out")
+    assert (outcome.num_done, outcome.num_skipped) == (2, 4)
+    assert [row.point["settings.x"] for row in report(tmp_path / "out").rows] == [4, 5, 1]
+
+
+def test_a_torn_last_line_is_dropped_with_a_warning_and_its_trial_runs_again(model, tmp_path):
+    experiment = plan(small(model))
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    run(experiment, whole)
+    run(experiment, torn)
+    path = torn / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-17])
+    with pytest.warns(UserWarning, match=r"torn last line \(\d+ bytes\)"):
+        outcome = run(experiment, torn)
+    assert (outcome.num_done, outcome.num_skipped) == (1, 7)
+    assert made_files(torn) == made_files(whole)
+
+
+def test_records_cut_anywhere_resume_to_the_same_table(model, tmp_path):
+    experiment = plan(small(model, grid={"settings.x": [1, 2]}))
+    run(experiment, tmp_path / "whole")
+    content = (tmp_path / "whole/records.jsonl").read_bytes()
+    expected = made_files(tmp_path / "whole")
+    for i, cut in enumerate(range(0, len(content), len(content) // 6)):
+        folder = tmp_path / f"cut{i}"
+        folder.mkdir()
+        (folder / "records.jsonl").write_bytes(content[:cut])
+        torn = not content[:cut].endswith(b"\n") and cut > 0
+        with pytest.warns(UserWarning, match="torn") if torn else contextlib.nullcontext():
+            run(experiment, folder)
+        assert made_files(folder) == expected
+
+
+def test_a_killed_run_resumes_to_the_bytes_of_an_uninterrupted_one(model, tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(json.dumps(small(model, settings={"sleep_s": 0.04})))
+
+    def start(folder):
+        command = [sys.executable, str(Path(__file__).with_name("fake_task.py")), str(file), str(folder)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    killed = tmp_path / "killed"
+    with start(tmp_path / "whole") as whole:
+        for num_lines in (12, 25):
+            path = killed / "records.jsonl"
+            with start(killed) as process:
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline and not (
+                    path.exists() and path.read_bytes().count(b"\n") >= num_lines
+                ):
+                    time.sleep(0.005)
+                process.send_signal(signal.SIGKILL)
+            assert process.returncode == -signal.SIGKILL
+            assert not (killed / "table.md").exists()
+        with start(killed) as process:
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0, output
+            assert "num_skipped=0" not in output
+        output, _ = whole.communicate(timeout=30)
+        assert whole.returncode == 0, output
+    for name in TABLES:
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def test_shards_partition_the_trials_and_together_make_the_same_table(model, tmp_path):
+    experiment = plan(small(model))
+    run(experiment, tmp_path / "whole")
+    done = [run(experiment, tmp_path / "parts", Shard(k, 3)).num_done for k in (1, 2, 3)]
+    assert (sum(done), max(done) - min(done)) == (8, 1)
+    assert made_files(tmp_path / "parts") == made_files(tmp_path / "whole")
+    started = [json.loads(line)["trial"] for path in (tmp_path / "parts").glob("records*.jsonl")
+               for line in path.read_text().splitlines() if json.loads(line)["kind"] == "start"]  # fmt: skip
+    assert sorted(started) == sorted(t.id for t in experiment.trials)
+
+
+def test_a_whole_run_skips_what_shards_have_done(model, tmp_path):
+    experiment = plan(small(model))
+    run(experiment, tmp_path / "out", Shard(2, 4))
+    outcome = run(experiment, tmp_path / "out")
+    assert (outcome.num_done, outcome.num_skipped) == (6, 2)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"])
+def test_a_shard_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="is not k/n"):
+        Shard.parse(text)
+
+
+def test_two_runs_on_one_folder_are_refused_with_the_pid_of_the_first(model, tmp_path):
+    experiment = plan(small(model))
+    with locked(tmp_path, Shard()), pytest.raises(ConfigError, match=f"in use by a run with pid {os.getpid()}"):
+        run(experiment, tmp_path)
+    with locked(tmp_path, Shard(1, 2)):
+        with pytest.raises(ConfigError, match="in use by a run"):
+            run(experiment, tmp_path)
+        with pytest.raises(ConfigError, match=f"in use by a run with pid {os.getpid()}"):
+            run(experiment, tmp_path, Shard(1, 2))
+        assert run(experiment, tmp_path, Shard(2, 2)).num_done == 4
+    assert run(experiment, tmp_path).num_skipped == 4
+
+
+def test_a_failing_trial_is_recorded_and_the_others_go_on(model, tmp_path):
+    failing = small(model, settings={"fail_at": 2})
+    outcome = run(plan(failing), tmp_path / "out")
+    assert (outcome.num_done, len(outcome.failed)) == (6, 2)
+    assert outcome.failed["x=2, seed 1"] == "RuntimeError: x is 2"
+    made = report(tmp_path / "out")
+    assert len(made.failed) == 2
+    assert "| 2 | — | — |" in (tmp_path / "out/table.md").read_text()
+    assert "6 of 8 trials are done." in made.notes
+    assert len(run(plan(failing), tmp_path / "out").failed) == 2  # tried again
+    with pytest.raises(RuntimeError, match="x is 2"):
+        run(plan(failing), tmp_path / "out", debug=True)
+
+
+def test_records_say_what_made_them(model, tmp_path):
+    run(plan(small(model)), tmp_path)
+    start = lines(tmp_path, "start")[0]
+    assert start["config"]["settings"]["x"] == 1
+    assert start["environment"] == {"device": "none"}
+    assert all(r["schema_version"] == 1 for r in lines(tmp_path))
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["experiment"]["grid"] == {"settings.x": [1, 2, 3, 4]}
+    assert len(content["trials"]) == 8
+    assert not list(tmp_path.glob(".run.json*"))
+
+
+def test_the_environment_names_commit_versions_and_device():
+    from experiments.environment import environment
+
+    found = environment()
+    assert {"commit", "dirty", "python", "packages", "device", "cores", "xla_flags"} <= found.keys()
+    assert found["packages"]["jax"]
+    json.dumps(found)
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path):
+    (tmp_path / "records.jsonl").write_text('{"schema_version": 1, "kind": "plan", "time": 0}\nnot json\n')
+    with pytest.raises(ConfigError, match=r"records.jsonl line 2 is not a record: b'not json"):
+        read(tmp_path)
+    (tmp_path / "records.jsonl").write_text('{"schema_version": 99, "kind": "plan"}\n')
+    with pytest.raises(ConfigError, match="line 1 has schema_version 99, this version reads 1"):
+        read(tmp_path)
+
+
+def test_every_line_is_on_disk_as_soon_as_it_is_appended(tmp_path):
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append("plan", time=0)
+    assert (tmp_path / "records.jsonl").read_bytes().endswith(b"}\n")
+    file.close()

@@ -1,0 +1,284 @@
+"""An executor with the real interface and hashes for numbers: whatever reaches a query through its block table decides the
+next token, so a stale, stolen, misaligned, half-written or early freed block shows in the text at once.
+
+The fake network has layers like a real one. What a token leaves in the cache of layer l, h_l, is a hash of its id, its
+position and all that it saw below:
+
+    h_0     = hash(id, position)
+    h_(l+1) = hash(h_l, sum over visible slots j of h_l(j) * (2 * position of j + 1))
+
+and the next token is hash(h_last) mod vocab. `reference_hidden` computes the same from a text alone: no blocks, no chunks,
+and the pattern from its literal definition.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from ksana_jax.batch import BatchBuilder, Buckets
+from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
+from ksana_jax.request import SamplingParams
+from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.step import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from tests.reference import literal
+
+VOCAB = 97
+Patterns = Sequence[AttentionPattern]
+
+
+def two_layers(pattern: AttentionPattern) -> Patterns:
+    """The fewest layers with which a cached token depends on what it saw."""
+    return (pattern, pattern)
+
+
+def _u64(x) -> np.ndarray:
+    return np.atleast_1d(np.asarray(x)).astype(np.uint64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A hash of 64 bits, element by element (the finaliser of splitmix64, doi:10.1145/2660193.2660195)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _embed(token_ids, positions) -> np.ndarray:
+    return _mix((_u64(token_ids) << np.uint64(32)) + _u64(positions))
+
+
+def _weigh(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return keys * (_u64(positions) * np.uint64(2) + np.uint64(1))
+
+
+def _attend(hidden: np.ndarray, weighed: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """hidden [T], weighed and visible [T, C]: the next layer's hidden [T]."""
+    return _mix(hidden ^ _mix(np.where(visible, weighed, np.uint64(0)).sum(axis=1, dtype=np.uint64)))
+
+
+def choose(hidden: np.ndarray, vocab: int, seeds=None, num_outputs=None) -> np.ndarray:
+    """Tokens [T] after hidden [T]; with seeds [T], sampled at place num_outputs [T] of each seed's random stream."""
+    if seeds is not None:
+        hidden = hidden ^ _mix(_mix(_u64(seeds)) + _u64(num_outputs))
+    return (_mix(hidden) % np.uint64(vocab)).astype(np.int32)
+
+
+def score(hidden: np.ndarray, token_ids, num_top: int, vocab: int) -> TokenScores:
+    """Log-probabilities that say of which hidden [T] and token [T] they are."""
+    tops = hidden[:, None] + np.arange(num_top, dtype=np.uint64)
+    return TokenScores(
+        logprob=-(_mix(hidden ^ _u64(token_ids)) >> np.uint64(44)).astype(np.float64),
+        rank=np.full(len(hidden), 1 + num_top),
+        top_ids=(_mix(tops) % np.uint64(vocab)).astype(np.int32),
+        top_logprobs=-(_mix(~tops) >> np.uint64(44)).astype(np.float64),
+    )
+
+
+# ------------------------------------------------------------------ no cache, no blocks
+
+
+def reference_hidden(token_ids, patterns: Patterns) -> np.ndarray:
+    """Last layer's hidden [T] of a text [T], all at once."""
+    positions = np.arange(len(token_ids))
+    hidden = _embed(token_ids, positions)
+    for pattern in patterns:
+        visible, _ = literal(pattern, positions[:, None], positions[None])
+        hidden = _attend(hidden, _weigh(hidden, positions)[None], visible)
+    return hidden
+
+
+def reference_tokens(prompt, count: int, patterns: Patterns, vocab: int = VOCAB, seed: int | None = None) -> list[int]:
+    """The `count` tokens that follow a prompt; greedy, or sampled with a seed. Quadratic in what it keeps: nothing."""
+    positions = np.arange(len(prompt) + count)
+    text = np.concatenate([np.asarray(prompt, np.int64), np.zeros(count, np.int64)])
+    # masks[l]: which positions each position sees; layers[l]: what the text so far holds in layer l.
+    masks = [literal(p, positions[:, None], positions[None])[0] for p in patterns]
+    layers = np.zeros((len(patterns) + 1, len(text)), np.uint64)
+    weighed = np.zeros((len(patterns), len(text)), np.uint64)
+    start = 0
+    for end in range(len(prompt), len(text)):
+        new = slice(start, end)
+        layers[0, new] = _embed(text[new], positions[new])
+        for at, mask in enumerate(masks):
+            weighed[at, new] = _weigh(layers[at, new], positions[new])
+            layers[at + 1, new] = _attend(layers[at, new], weighed[at][None], mask[new])
+        sampled = () if seed is None else ([seed], [end - len(prompt)])
+        text[end] = choose(layers[-1, end - 1 : end], vocab, *sampled)[0]
+        start = end
+    return text[len(prompt) :].tolist()
+
+
+def until_stop(token_ids: list[int], stop_ids, min_tokens: int = 0) -> list[int]:
+    """What is left of an output that ends with the first stop id after min_tokens tokens."""
+    ends = (n + 1 for n, token in enumerate(token_ids) if token in stop_ids and n >= min_tokens)
+    return token_ids[: next(ends, len(token_ids))]
+
+
+# ------------------------------------------------------------------ the executor
+
+
+class FakeExecutor:
+    """The fake network on a paged pool: a `step.Executor` that knows of a step only its arrays.
+
+    Args:
+      patterns: one for each layer.
+      shapes: those that were "compiled"; None takes any.
+
+    Attributes:
+      steps: what was executed, the last one last.
+    """
+
+    def __init__(
+        self,
+        patterns: Patterns,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab: int = VOCAB,
+        shapes: Sequence[StepShape] | None = None,
+    ):
+        self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
+        self.shapes = None if shapes is None else set(shapes)
+        self.steps: list[StepInput] = []
+        self._patterns = [p.arrays() for p in patterns]
+        self._rng = np.random.default_rng(0)
+        # One slot more: padding writes there.
+        self.keys = np.zeros((len(patterns), num_blocks * block_size + 1), np.uint64)
+        self.scramble(np.ones(num_blocks, bool))
+
+    def scramble(self, blocks: np.ndarray) -> None:
+        """Fills some blocks [M] (boolean) with noise, as whoever takes them next might."""
+        slots = np.repeat(blocks, self.block_size).nonzero()[0]
+        noise = self._rng.integers(0, 2**64, (len(self.keys), len(slots)), np.uint64)
+        self.keys[:, slots] = noise
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.check(step)
+        self.steps.append(step)
+        a, shape = step.arrays, step.shape
+        tiles = np.arange(shape.num_tiles)
+        tile_of = np.concatenate([np.arange(shape.num_singles), shape.num_singles + tiles.repeat(shape.query_tile)])
+        offsets = np.arange(self.block_size)
+        size = len(a.last)
+        kv_slots = (a.block_tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
+        kv_positions = (a.block_starts[:, :, None] + offsets).reshape(size, -1)
+        hidden = _embed(a.tokens, np.maximum(a.positions, 0))
+        for layer, pattern in enumerate(self._patterns):
+            self.keys[layer, a.slots] = hidden
+            weighed = _weigh(self.keys[layer, kv_slots], kv_positions)[tile_of]
+            hidden = _attend(hidden, weighed, pattern.visible(a.positions[:, None], kv_positions[tile_of]))
+        last = hidden[a.last]
+        tokens = choose(last, self.vocab)
+        if (s := step.sampling) is not None:
+            seeds = (_u64(s.seeds[:, 0]) << np.uint64(32)) + _u64(s.seeds[:, 1])
+            tokens = np.where(s.temperature > 0, choose(last, self.vocab, seeds, s.num_outputs), tokens)
+        return StepOutput(
+            tokens,
+            None if step.num_logprobs is None else score(last, tokens, step.num_logprobs, self.vocab),
+            None if step.targets is None
+            else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
+        )  # fmt: skip
+
+    def check(self, step: StepInput) -> None:
+        """Holds a step against the contract of `step.StepArrays`.
+
+        Raises:
+          AssertionError: a compiled step would not take it, or would go wrong silently.
+        """
+        a, shape = step.arrays, step.shape
+        assert self.shapes is None or shape in self.shapes, f"{shape} was not compiled"
+        tokens, tiles = shape.num_tokens, shape.num_singles + shape.num_tiles
+        wide = (tiles, shape.table_width)
+        for name, array, expected in zip(
+            StepArrays._fields, a, [(tokens,), (tokens,), (tokens,), wide, wide, (tiles,)], strict=True
+        ):
+            assert array.shape == expected and array.dtype == np.int32, f"{name}: {array.dtype}{array.shape}"
+        real = a.positions >= 0
+        slots = a.slots[real]
+        assert (a.positions[~real] == -1).all() and (a.slots[~real] == self.num_blocks * self.block_size).all()
+        assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"
+        assert len(slots) and slots.min() >= 0 and slots.max() < self.num_blocks * self.block_size
+        assert ((a.block_tables >= 0) & (a.block_tables < self.num_blocks)).all()
+        absent = a.block_starts == FAR
+        assert (a.block_starts[~absent] % self.block_size == 0).all()
+        gaps = np.diff(a.block_starts, axis=1)
+        assert ((gaps > 0) | absent[:, 1:]).all() and (gaps >= 0).all(), "blocks are not in the order of the text"
+        assert ((a.last >= 0) & (a.last < max(tokens, 1))).all()
+        if step.sampling is not None:
+            given = [x for x in step.sampling if x is not None]
+            assert all(len(x) == tiles for x in given)
+
+
+def make_engine(
+    patterns: Patterns = two_layers(FULL),
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    query_tile: int = 4,
+    max_model_len: int = 64,
+    policy: str = "fcfs",
+    eos_ids: tuple[int, ...] = (),
+) -> Engine:
+    """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look."""
+    scheduler = Scheduler(
+        BlockManager(num_blocks, block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        query_tile=query_tile,
+        max_model_len=max_model_len,
+        live=LiveRange.of(patterns),
+        policy=policy,
+    )
+    buckets = Buckets.of(max_num_seqs, scheduler.max_num_tiles, -(-max_model_len // block_size), query_tile)
+    # What `LLM.warm_up` compiles.
+    widest = scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
+    executor = FakeExecutor(patterns, num_blocks=num_blocks, block_size=block_size, shapes=buckets.all_shapes(widest))
+    return Engine(
+        scheduler,
+        BatchBuilder(buckets, block_size, num_blocks, VOCAB),
+        executor,
+        tokenizer=None,
+        eos_ids=eos_ids,
+        max_model_len=max_model_len,
+        clock=itertools.count().__next__,
+    )
+
+
+def asking(max_tokens: int = 8, **settings) -> SamplingParams:
+    """Greedy and without text, unless told otherwise."""
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "detokenize": False, **settings})
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    """A prompt of random ids."""
+    return np.random.default_rng((seed, length)).integers(0, VOCAB, length).astype(np.int32)
+
+
+def run(engine: Engine, max_steps: int = 2000) -> int:
+    """Steps until nothing is left, the books checked after each; returns how many.
+
+    Raises:
+      AssertionError: a check failed, or max_steps steps were not enough.
+    """
+    for steps in range(max_steps):
+        if not engine.has_work:
+            return steps
+        step(engine)
+    raise AssertionError(f"{len(engine.requests)} requests are unfinished after {max_steps} steps")
+
+
+def step(engine: Engine) -> list:
+    """One step; the books are checked, and what is free is filled with noise, so that no one can live on it."""
+    reported = engine.step()
+    engine.scheduler.check()
+    executor = engine.executor
+    assert isinstance(executor, FakeExecutor)
+    executor.scramble(engine.scheduler.blocks.ref_count == 0)
+    return reported

@@ -1,0 +1,102 @@
+"""One training step: the same numbers as the plain model, gradients included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.dense import attention_weights, dense_logits
+from ksana_jax.models.transformer import init_params
+from ksana_jax.training.batches import IGNORED
+from ksana_jax.training.network import training_logits
+from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step
+from ksana_jax.training.settings import ModelShape, TrainConfig
+from ksana_jax.training.sinks import EPSILON, evaluate, first_token_attention
+
+SHAPE = ModelConfig(vocab_size=300, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80,
+                    tie_embeddings=True, max_position=136)  # fmt: skip
+
+LOGITS = (training_logits, dense_logits)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(SHAPE, seed=1, std=0.2)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.integers(0, 300, (2, 3, 136))
+    targets[1, 100:] = IGNORED
+    return inputs.astype(np.int32), targets.astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def reference(params, batch):
+    """Loss and gradients of the plain model."""
+    return jax.jit(jax.value_and_grad(reference_loss))(params, *batch)
+
+
+def reference_loss(params, inputs, targets):
+    scores = dense_logits(params, inputs, config=SHAPE)
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(targets, 0))
+    return jnp.sum(losses * (targets != IGNORED)) / jnp.sum(targets != IGNORED)
+
+
+def test_training_logits_are_those_of_the_model(params, batch):
+    ours, theirs = (jax.jit(f, static_argnames="config")(params, batch[0], config=SHAPE) for f in LOGITS)
+    # Both are float32; sums run in another order.
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.06)])
+def test_loss_and_gradients_are_those_of_the_model(params, batch, reference, dtype, tolerance):
+    expected, expected_grads = reference
+    loss, grads = jax.jit(
+        jax.value_and_grad(lambda params: loss_fn(params, *batch, config=SHAPE, dtype=dtype))
+    )(params)  # fmt: skip
+    assert abs(float(loss - expected)) < tolerance * float(expected)
+    # Relative to each tensor's norm: float32 differs by the order of sums, bfloat16 by its 8 bits through the network.
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
+        difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+        assert difference < tolerance, f"{jax.tree_util.keystr(path)}: {difference}"
+
+
+def test_weight_decay_shrinks_matrices_only():
+    config = TrainConfig(model=ModelShape(d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64),
+                         vocab_size=300, context=64, compute_dtype="f32", weight_decay=0.5)  # fmt: skip
+    inputs = np.zeros((2, 64), np.int32)
+    nothing_scored = np.full((2, 64), IGNORED, np.int32)
+    before = init_state(config)
+    norm, matrix = np.array(before.params.final_norm), np.array(before.params.layers[0].w_q)
+    after, loss = make_train_step(config)(before, inputs, nothing_scored, np.float32(0.1))
+    assert loss == 0
+    np.testing.assert_array_equal(after.params.final_norm, norm)
+    np.testing.assert_allclose(after.params.layers[0].w_q, matrix * (1 - 0.1 * 0.5), rtol=1e-6)
+
+
+def test_rate_warms_up_stays_and_decays_with_steps_or_time():
+    config = TrainConfig(warmup_steps=10, decay_fraction=0.2, num_steps=100, budget_s=50.0)
+    assert learning_rate_scale(config, 0, 0.0) == pytest.approx(0.1)
+    assert learning_rate_scale(config, 9, 0.0) == 1
+    assert learning_rate_scale(config, 80, 0.0) == pytest.approx(1)
+    assert learning_rate_scale(config, 90, 0.0) == pytest.approx(0.5)
+    assert learning_rate_scale(config, 20, 45.0) == pytest.approx(0.5), "the clock is further along"
+    assert learning_rate_scale(config, 100, 60.0) == 0
+
+
+def test_sink_metric_counts_heads_that_rest_on_the_first_token(params, batch, reference):
+    inputs, targets = batch
+    weights = np.asarray(jax.jit(attention_weights, static_argnames="config")(params, inputs[:, :64], config=SHAPE))
+    received = weights[..., 0].mean(axis=-1)  # [L, batch, N]
+    first = jax.jit(first_token_attention, static_argnames="config")(params, inputs[:, :64], config=SHAPE)
+    np.testing.assert_allclose(first, received, atol=1e-6)
+    measured = evaluate(params, inputs, targets, config=SHAPE, batch_size=2)
+    assert measured["sink_1"] == pytest.approx(np.mean(received > EPSILON), abs=1e-4)
+    assert measured["heldout_loss"] == pytest.approx(float(reference[0]), rel=1e-4)
+
+    even = init_params(SHAPE, std=0.0)  # all scores are equal: query i pays 1 / (i + 1) to position 0
+    assert evaluate(even, inputs, targets, config=SHAPE, batch_size=2)["first_token_attention"] == [0.0741]
