@@ -124,10 +124,11 @@ class BatchBuilder:
         at = rows.num_computed[singles]
         # A single is the newest token of its row: it lies in the row's last block.
         newest = rows.block_tables[singles, rows.num_blocks[singles] - 1]
+        slots = newest * self.block_size + at % self.block_size
         return StepArrays(
             tokens=_padded(rows.token_ids[singles, at], (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
-            slots=_padded(newest * self.block_size + at % self.block_size, (tokens,), self.num_blocks * self.block_size),
+            slots=_padded(slots, (tokens,), self.num_blocks * self.block_size),
             block_tables=_padded(rows.block_tables[singles, :width], (tiles, width), 0),
             block_starts=_padded(rows.block_starts[singles, :width], (tiles, width), FAR),
             last=_padded(np.arange(len(singles), dtype=np.int32), (tiles,), 0),

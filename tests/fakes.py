@@ -1,5 +1,5 @@
-"""An executor with the real interface and hashes for numbers: whatever reaches a query through its block table decides the
-next token, so a stale, stolen, misaligned, half-written or early freed block shows in the text at once.
+"""An executor with the real interface and hashes for numbers: whatever reaches a query through its block table decides
+the next token, so a stale, stolen, misaligned, half-written or early freed block shows in the text at once.
 
 The fake network has layers like a real one. What a token leaves in the cache of layer l, h_l, is a hash of its id, its
 position and all that it saw below:
@@ -7,8 +7,8 @@ position and all that it saw below:
     h_0     = hash(id, position)
     h_(l+1) = hash(h_l, sum over visible slots j of h_l(j) * (2 * position of j + 1))
 
-and the next token is hash(h_last) mod vocab. `reference_hidden` computes the same from a text alone: no blocks, no chunks,
-and the pattern from its literal definition.
+and the next token is hash(h_last) mod vocab. `reference_hidden` computes the same from a text alone: no blocks, no
+chunks, and the pattern from its literal definition.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.step import StepArrays, StepInput, StepOutput, StepShape, TokenScores
 from tests.reference import literal
 
 VOCAB = 97
@@ -34,6 +34,9 @@ Patterns = Sequence[AttentionPattern]
 def two_layers(pattern: AttentionPattern) -> Patterns:
     """The fewest layers with which a cached token depends on what it saw."""
     return (pattern, pattern)
+
+
+FULLY = two_layers(FULL)
 
 
 def _u64(x) -> np.ndarray:
@@ -215,7 +218,7 @@ class FakeExecutor:
 
 
 def make_engine(
-    patterns: Patterns = two_layers(FULL),
+    patterns: Patterns = FULLY,
     *,
     num_blocks: int = 64,
     block_size: int = 4,

@@ -78,7 +78,8 @@ class Engine:
         self.max_model_len, self.seed, self.clock = max_model_len, seed, clock
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
-        self._watched: set[Completion] = set()  # text or log-probabilities wanted step by step
+        # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
+        self._watched: dict[Completion, None] = {}
         self._num_requests = self._num_seqs = 0
 
     @property
@@ -154,7 +155,7 @@ class Engine:
             completion = Completion(index, seq, self.tokenizer if params.detokenize else None, streams)
             request.completions.append(completion)
             if completion.watched or seq.params.prompt_logprobs is not None:
-                self._watched.add(completion)
+                self._watched[completion] = None
             self.scheduler.add(seq)
         self._num_requests += 1
         self.requests[request_id] = request
@@ -273,7 +274,7 @@ class Engine:
     def _close(self, request: Request, now: float | None = None) -> None:
         for completion in request.completions:
             completion.close()
-            self._watched.discard(completion)
+            self._watched.pop(completion, None)
         metrics = request.metrics
         metrics.finished_s = self.clock() if now is None else now
         metrics.num_output_tokens = sum(len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions)

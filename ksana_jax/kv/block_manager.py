@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-
 # ufunc.at is thirty times slower when it has to convert.
 _ONE = np.int32(1)
 

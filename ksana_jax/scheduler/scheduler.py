@@ -310,10 +310,11 @@ class Scheduler:
           AssertionError: see `BlockManager.check`; or a row's tables do not cover what it has computed.
         """
         r = self.rows
-        self.blocks.check(r.held(row) for row in self.order)
-        assert len(self.order) + len(self._free_rows) == self.max_num_seqs
-        assert set(np.flatnonzero(r.alive)) == set(self.order.tolist())
-        for row in self.order:
+        order = self.order.tolist()
+        self.blocks.check(r.held(row) for row in order)
+        assert len(order) + len(self._free_rows) == self.max_num_seqs
+        assert set(np.flatnonzero(r.alive).tolist()) == set(order)
+        for row in order:
             starts = r.block_starts[row, : r.num_blocks[row]]
             assert (np.diff(starts) > 0).all(), "blocks are out of order"
             assert r.num_computed[row] <= r.covered[row], "computed tokens without a block"

@@ -17,15 +17,15 @@ RNG = np.random.default_rng(2)
 PROMPTS = [{"prompt_token_ids": RNG.integers(2, VOCAB, n)} for n in (1, 3, 15, 16, 17, 30, 9, 33)]
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-PATTERNS = {"full": AttentionPattern(), "sinks": AttentionPattern(window=11, num_sinks=2, sink_position="cache")}
+PATTERNS = {"full": AttentionPattern(), "sinks": AttentionPattern(window=11, num_sinks=2)}
 # What differs from small.SMALL: block_size 16, num_blocks 16, max_num_seqs 4, max_num_batched_tokens 16, query_tile 16.
 VARIANTS = {
     "as it is": {},
-    "chunks of one token": {"max_num_batched_tokens": 1},
+    "one token a step": {"max_num_batched_tokens": 1},
+    "tiles of one token": {"max_num_batched_tokens": 5, "query_tile": 1},
     "chunks of 7 tokens in tiles of 4": {"max_num_batched_tokens": 7, "query_tile": 4},
     "whole prompts": {"max_num_batched_tokens": 128, "query_tile": 64},
-    "small blocks": {"block_size": 4, "num_blocks": 64},
-    "one row": {"max_num_seqs": 1},
+    "few small blocks": {"block_size": 4, "num_blocks": 14},
     "more rows than requests": {"max_num_seqs": 10},
 }
 SAMPLED = [
@@ -51,7 +51,7 @@ def tokens_of(llm, prompts=PROMPTS, params=GREEDY) -> list[list[int]]:
 
 @functools.cache
 def engine(variant: str):
-    return make_llm(max_rotated_sinks=2, **VARIANTS[variant])
+    return make_llm(**VARIANTS[variant])
 
 
 @functools.cache
@@ -83,8 +83,8 @@ def test_greedy_tokens_do_not_depend_on_the_batch_or_how_it_is_cut(variant, patt
     llm.set_pattern(PATTERNS[pattern])
     llm.clear_records()
     assert tokens_of(llm) == expected
-    together = max(r.num_running for r in llm.records)
-    assert together == min(VARIANTS[variant].get("max_num_seqs", 4), len(PROMPTS)), "requests did share steps"
+    # A budget of one token a step is all taken by the first request.
+    assert max(r.num_running for r in llm.records) > 1 or variant == "one token a step", "requests did share steps"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -119,7 +119,7 @@ def test_greedy_tokens_do_not_depend_on_when_others_arrive_and_leave():
 def test_greedy_tokens_do_not_depend_on_the_pool_down_to_one_request_at_a_time(block_size, num_blocks, policy):
     # The longest text, 33 + 20 - 1 tokens, needs 4 blocks of 16, or 13 of 4.
     expected = greedy_alone("full")
-    llm = make_llm(block_size=block_size, num_blocks=num_blocks, policy=policy, max_rotated_sinks=2)
+    llm = make_llm(block_size=block_size, num_blocks=num_blocks, policy=policy)
     assert tokens_of(llm) == expected
     assert llm.engine.scheduler.num_preemptions > 0
     asked = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=0,
@@ -138,7 +138,7 @@ def test_greedy_tokens_do_not_depend_on_the_pool_down_to_one_request_at_a_time(b
 def test_preempted_at_every_turn_a_request_continues_with_the_same_tokens():
     """A pool of one block short of two requests: the later one is thrown out again and again."""
     expected = greedy_alone("full")
-    llm = make_llm(block_size=4, num_blocks=14, max_rotated_sinks=2)
+    llm = make_llm(block_size=4, num_blocks=14)
     order = [7, 6, 5, 4]
     outputs = llm.generate([PROMPTS[i] for i in order], GREEDY)
     assert [o.outputs[0].token_ids for o in outputs] == [expected[i] for i in order]
@@ -159,19 +159,9 @@ def test_seeded_tokens_do_not_depend_on_what_shares_the_batch():
 
 def test_seeded_tokens_do_not_depend_on_preemption():
     expected = sampled_alone()
-    llm = make_llm(block_size=16, num_blocks=4, max_rotated_sinks=2)
+    llm = make_llm(block_size=16, num_blocks=4)
     assert tokens_of(llm, PROMPTS, SAMPLED) == expected
     assert llm.engine.scheduler.num_preemptions > 0
-
-
-def test_bfloat16_tokens_do_not_depend_on_preemption_or_order():
-    given = {"dtype": "bf16", "max_num_seqs": 8}
-    llm = make_llm(**given)
-    expected = tokens_of(llm)
-    assert tokens_of(llm, PROMPTS[::-1]) == expected[::-1]
-    short = make_llm(**given, num_blocks=4)
-    assert tokens_of(short) == expected
-    assert short.engine.scheduler.num_preemptions > 0
 
 
 WINDOW = 12

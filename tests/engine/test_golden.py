@@ -1,0 +1,42 @@
+"""Every family through the paged engine, against what transformers computed (files in tests/golden)."""
+
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from tests.golden.cases import golden_cases
+
+# Two float32 implementations that add in different orders; log-probabilities here reach down to -25.
+ATOL = 1e-4
+CASES = list(golden_cases())
+# Each case meets one block size, each family all three.
+BLOCK_SIZES = [(case, (8, 16, 64)[i % 3]) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("case", "block_size"), BLOCK_SIZES, ids=[f"{c.name}-{b}" for c, b in BLOCK_SIZES])
+def test_log_probabilities_and_greedy_tokens_are_those_of_transformers(case, block_size):
+    # 70 tokens in chunks of up to 24, the three prompts and their decode steps mixed.
+    llm = LLM(case.model_dir, block_size=block_size, max_num_seqs=3, max_num_batched_tokens=24, query_tile=12)
+    asked = SamplingParams(
+        temperature=0, max_tokens=len(case.greedy[0]), prompt_logprobs=20, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in case.prompts], asked)
+    for output, prompt, logprobs, greedy in zip(outputs, case.prompts, case.logprobs, case.greedy, strict=True):
+        assert output.outputs[0].token_ids == greedy.tolist()
+        reported = output.prompt_logprobs or []
+        assert len(reported) == len(prompt) and reported[0] is None
+        for position, entry in enumerate(reported[1:]):
+            ids = list(entry)
+            assert len(ids) >= 20 and int(prompt[position + 1]) in entry
+            np.testing.assert_allclose(
+                [entry[i].logprob for i in ids], logprobs[position, ids], atol=ATOL, rtol=0, err_msg=f"at {position}"
+            )
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_block_and_chunk_size_do_not_change_a_grouped_query_model(block_size):
+    case = next(c for c in CASES if c.name == "mistral-gqa")
+    llm = LLM(case.model_dir, block_size=block_size, max_num_seqs=3, max_num_batched_tokens=128, query_tile=32)
+    asked = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in case.prompts], asked)
+    assert [o.outputs[0].token_ids for o in outputs] == [g.tolist() for g in case.greedy]
