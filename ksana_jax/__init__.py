@@ -1,8 +1,9 @@
 """A research engine for KV-cache memory and scheduling in LLM inference.
 
-Reading order: `request` (what a user asks), `config`, `kv/patterns` (who sees whom), `models/transformer` (the network),
-`ops/attention` and `kv/cache` (paged keys and values), `sequence` and `scheduler/scheduler` (what runs in a step),
-`batch` (a step as arrays), `engine/runner` (compiled steps), `engine/engine` (the loop), `engine/llm` (the front door).
+Reading order: `request` (what a user asks), `config`, `kv/patterns` (who sees whom), `models/transformer` (the
+network), `ops/attention` and `kv/cache` (paged keys and values), `sequence` and `scheduler/scheduler` (what runs in a
+step), `batch` (a step as arrays), `engine/runner` (compiled steps), `engine/engine` (the loop), `engine/llm` (the front
+door).
 
 Array names carry their dimensions where more than one shape is in play:
 
@@ -29,8 +30,7 @@ _PUBLIC = {
     "ModelConfig": "ksana_jax.config",
     "EngineConfig": "ksana_jax.config",
 }
-__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern", "ModelConfig",
-           "EngineConfig"]  # fmt: skip
+__all__ = list(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]  the names below resolve them
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""A scheduled step as padded arrays. Shapes come from a ladder of buckets, so that few steps need compiling. NumPy only."""
+"""A scheduled step as padded arrays, of shapes from ladders of buckets, so that few steps need compiling. No jax."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Buckets:
     query_tile: int
 
     @classmethod
-    def of(cls, max_num_seqs: int, max_num_tiles: int, table_width: int, query_tile: int, min_singles: int = 1) -> Buckets:
-        """Ladders whose neighbours differ by a factor of two, for tiles and widths four: a tile that is not used costs
-        the most, but so many shapes need compiling; a width costs little beyond its table.
+    def of(
+        cls, max_num_seqs: int, max_num_tiles: int, table_width: int, query_tile: int, min_singles: int = 1
+    ) -> Buckets:
+        """Ladders of factors of two; of four for widths, since a table costs little beyond its bytes.
 
         Args:
           min_singles: least rows of a step of singles, where matrix units are slow with fewer.

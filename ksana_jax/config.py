@@ -117,7 +117,7 @@ class EngineConfig:
     Args:
       dtype: of weights and KV: "f32" or "bf16".
       block_size: tokens in a KV block.
-      num_blocks: blocks in the pool; None takes what max_num_seqs sequences of max_model_len need, within memory_bytes.
+      num_blocks: blocks in the pool; None takes what max_num_seqs sequences need, within memory_bytes.
       max_model_len: most tokens of a sequence, prompt and output; None takes the model's max_position.
       max_num_seqs: most sequences running at once.
       max_num_batched_tokens: most tokens computed in a step.
@@ -144,8 +144,8 @@ class EngineConfig:
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
-        for name in ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "query_tile",
-                     "memory_bytes"):  # fmt: skip
+        for name in ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+                     "query_tile", "memory_bytes"):  # fmt: skip
             value = getattr(self, name)
             if value is None and name in ("num_blocks", "max_model_len"):
                 continue
@@ -153,5 +153,3 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}, must be a positive integer")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}, must be an integer")
-
-

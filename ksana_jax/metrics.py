@@ -9,7 +9,7 @@ class StepRecord(NamedTuple):
     """One step of the engine.
 
     ended_s: on the engine's clock. num_tokens: computed. num_singles: of them, alone in their row (decode).
-    num_running, num_waiting: sequences after the step. blocks_in_use: between steps, once invisible blocks are returned.
+    num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned.
     peak_blocks: during the step. num_preemptions: since the engine started.
     """
 

@@ -152,7 +152,7 @@ class Logprob(NamedTuple):
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """One completion. logprobs: for each token {token_id: Logprob}, the chosen one and the top ones; None unless asked for."""
+    """One completion. logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for."""
 
     index: int
     text: str
@@ -170,8 +170,8 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds on the engine's clock; None where it has not come to that.
 
-    ttft_s: from arrival to the first token. tpot_s: mean time per later token. num_preemptions: times the request had to
-    start over.
+    ttft_s: from arrival to the first token. tpot_s: mean time per later token. num_preemptions: times it had to start
+    over.
     """
 
     arrival_s: float

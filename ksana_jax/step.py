@@ -14,7 +14,7 @@ and S = D + 2 tiles share S block tables. Kernels get tiles of equal work; a ref
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -61,6 +61,10 @@ class StepShape(NamedTuple):
         return self.num_singles + self.num_tiles * self.query_tile
 
 
+# NumPy on the host, jax inside a compiled step.
+Array: TypeAlias = Any
+
+
 class StepArrays(NamedTuple):
     """A step as padded int32 arrays; T = D + tiles * Q, S = D + tiles.
 
@@ -72,12 +76,12 @@ class StepArrays(NamedTuple):
     last: [S] index in [0, T) of the tile's last token.
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    block_tables: np.ndarray
-    block_starts: np.ndarray
-    last: np.ndarray
+    tokens: Array
+    positions: Array
+    slots: Array
+    block_tables: Array
+    block_starts: Array
+    last: Array
 
 
 class SamplingArrays(NamedTuple):
@@ -88,18 +92,18 @@ class SamplingArrays(NamedTuple):
     in_prompt: [S, V] bool, or None likewise. bias: [S, V] float32 added to the logits, or None likewise.
     """
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seeds: np.ndarray
-    num_outputs: np.ndarray
-    repetition_penalty: np.ndarray
-    presence_penalty: np.ndarray
-    frequency_penalty: np.ndarray
-    counts: np.ndarray | None = None
-    in_prompt: np.ndarray | None = None
-    bias: np.ndarray | None = None
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seeds: Array
+    num_outputs: Array
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    counts: Array | None = None
+    in_prompt: Array | None = None
+    bias: Array | None = None
 
 
 class TokenScores(NamedTuple):

@@ -1,5 +1,5 @@
-"""The network written again in float64 NumPy, one whole text at a time: no cache, no blocks, no jax. Every pattern is the
-literal definition: a mask, and for each pair of query and key the position at which the query stands."""
+"""The network written again in float64 NumPy, one whole text at a time: no cache, no blocks, no jax. Every pattern is
+the literal definition: a mask, and for each pair of query and key the position at which the query stands."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def _all_decode(scheduler: Scheduler) -> bool:
 
 
 def measure(rows: int, steps: int, context: int) -> dict[str, float]:
-    """Medians over steps, in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its executor,
-    and CPU time of its parts."""
+    """Medians over steps, in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its
+    executor, and CPU time of its parts."""
     warm_up = 20
     # Rows that were prefilled first have decoded for some steps when the last one joins them.
     prefill_steps = rows * context // PREFILL_TOKENS + 2

@@ -67,10 +67,9 @@ def main(model: str, dtype: str = "f32", num_requests: int = 32, seed: int = 0, 
     result = run(model, dtype=dtype, num_requests=num_requests, seed=seed)
     del result["token_ids"]
     print(
-        f"{result['requests']} requests, {result['prompt_tokens']:,} prompt and {result['output_tokens']:,} output tokens "
-        f"in {result['seconds']:.2f} s: {result['output_tokens_per_s']:,.0f} output tokens/s "
-        f"({result['dtype']}, {result['implementation']} on {result['platform']}; {result['compilations']} steps compiled "
-        f"in {result['warm_up_s']:.0f} s, {result['compilations_after_warmup']} after that)"
+        "{requests} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens in {seconds:.2f} s: "
+        "{output_tokens_per_s:,.0f} output tokens/s ({dtype}, {implementation} on {platform})".format(**result)
     )
+    print("{compilations} compilations in {warm_up_s:.0f} s, {compilations_after_warmup} after that".format(**result))
     if as_json:
         print(json.dumps(result))

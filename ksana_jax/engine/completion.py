@@ -109,6 +109,7 @@ def _overlap(text: str, stop: str) -> int:
 def top_logprobs(scores: TokenScores, at: int, token: int, count: int) -> dict[int, Logprob]:
     """{token: Logprob} of the given token and the `count` most probable ones, at one index of the scores."""
     found = {token: Logprob(float(scores.logprob[at]), int(scores.rank[at]))}
-    for rank, (top, logprob) in enumerate(zip(scores.top_ids[at, :count], scores.top_logprobs[at, :count], strict=True)):
+    best = zip(scores.top_ids[at, :count], scores.top_logprobs[at, :count], strict=True)
+    for rank, (top, logprob) in enumerate(best):
         found.setdefault(int(top), Logprob(float(logprob), rank + 1))
     return found

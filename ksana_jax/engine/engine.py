@@ -97,7 +97,7 @@ class Engine:
             raise ValueError("prompt is empty: at least one token is needed")
         if count >= self.max_model_len:
             raise ValueError(
-                f"prompt has {count:,} tokens, max_model_len is {self.max_model_len:,} with at least one token of output"
+                f"prompt has {count:,} tokens, max_model_len is {self.max_model_len:,} and leaves no token of output"
             )
         low, high = int(prompt_token_ids.min()), int(prompt_token_ids.max())
         if low < 0 or high >= vocab:
@@ -232,6 +232,7 @@ class Engine:
     def _report_prompt(self, batch, ends, last, output: StepOutput, rows_of) -> None:
         """Adds the log-probabilities of the prompt tokens that this step has scored."""
         rows, scores = self.scheduler.rows, output.prompt_scores
+        assert scores is not None, "the executor was given targets and returned no scores"
         where = {row: i for i, row in enumerate(batch.rows.tolist())}
         for completion, row in rows_of.items():
             seq, count = completion.seq, completion.seq.params.prompt_logprobs
@@ -280,4 +281,3 @@ class Engine:
         metrics.num_output_tokens = sum(len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions)
         metrics.num_preemptions = sum(c.seq.num_preemptions for c in request.completions)
         self.requests.pop(request.request_id, None)
-

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.patterns import AttentionPattern, LiveRange, per_layer
-from ksana_jax.loading import load_model
+from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
 from ksana_jax.request import RequestOutput, SamplingParams
@@ -48,7 +48,7 @@ class LLM:
         model: str | Path,
         *,
         pattern: AttentionPattern | Seq[AttentionPattern] | None = None,
-        load_format: str = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         tokenizer: Tokenizer | None = None,
         **settings: Any,
     ):
@@ -72,17 +72,15 @@ class LLM:
 
     def _start(self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None) -> None:
         model = self.model_config
-        if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary only {model.vocab_size}"
-            )
+        if tokenizer is not None:
+            check_tokenizer(model, tokenizer)
         self.tokenizer = tokenizer
         self.patterns = per_layer(model.pattern if pattern is None else pattern, model.num_layers)
         max_model_len = config.max_model_len or model.max_position
         if max_model_len > model.max_position:
             warnings.warn(
-                f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: beyond "
-                "them only patterns with a window keep it on known ground",
+                f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: "
+                "beyond them only patterns with a window keep it on known ground",
                 stacklevel=3,
             )
         rotated = config.max_rotated_sinks
@@ -276,7 +274,7 @@ class LLM:
         elif not isinstance(prompt, Mapping):
             raise ValueError(f"a prompt is a string or a dict, not {type(prompt).__name__}")
         if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"})):
-            raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; prompt and prompt_token_ids are supported")
+            raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; it takes prompt and prompt_token_ids")
         text = prompt.get("prompt")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt is a {type(text).__name__}, must be a string")

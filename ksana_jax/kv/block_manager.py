@@ -53,7 +53,7 @@ class BlockManager:
         np.add.at(self.ref_count, ids, _ONE)
 
     def release(self, ids: np.ndarray) -> None:
-        """Takes one owner from each of some blocks; those without any are free again. An id may occur more than once."""
+        """Takes one owner from each of some blocks; those left without are free. An id may occur more than once."""
         np.subtract.at(self.ref_count, ids, _ONE)
         left = self.ref_count[ids]
         assert (left >= 0).all(), "a block was released more often than it was taken"
@@ -74,7 +74,8 @@ class BlockManager:
         for ids in owned:
             np.add.at(counts, ids, 1)
         wrong = np.flatnonzero(counts != self.ref_count)
-        assert not len(wrong), f"blocks {wrong[:8]}: {self.ref_count[wrong[:8]]} owners in the books, {counts[wrong[:8]]} found"
+        some = wrong[:8]
+        assert not len(wrong), f"blocks {some}: {self.ref_count[some]} owners in the books, {counts[some]} found"
         free = self._free[: self.num_free]
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert not self.ref_count[free].any(), "a block is free and held"

@@ -128,7 +128,7 @@ class AttentionPattern:
         return self.arrays().visible(q_pos, kv_pos)
 
     def sink_query_position(self, q_pos, kv_pos):
-        """Text position at which a query is rotated to look at a key, shapes broadcast. Differs from q_pos on sinks only."""
+        """Where a query is rotated to to look at a key, shapes broadcast. Differs from q_pos on sinks only."""
         q, j = np.broadcast_arrays(np.asarray(q_pos), np.asarray(kv_pos))
         if self.sink_position == "absolute" or self.window is None:
             return q

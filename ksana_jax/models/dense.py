@@ -1,4 +1,4 @@
-"""The network over whole texts, without a cache: for training, and as the reference that the paged engine is held to."""
+"""The network over whole texts, without a cache: the reference that training and the paged engine are held to."""
 
 from __future__ import annotations
 
@@ -52,5 +52,3 @@ def attention_weights(params: Params, tokens: jax.Array, *, config: ModelConfig)
 
     _, weights = forward(params, tokens, attend, (), config=config)
     return jnp.stack(weights)
-
-

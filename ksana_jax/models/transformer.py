@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.layers import linear, rms_norm, swiglu
 
-# attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state); q and k not rotated yet.
+# attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state); q, k not yet rotated.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -59,20 +59,22 @@ def param_shapes(config: ModelConfig) -> Params:
     """Shape of every weight: a Params whose leaves are tuples of int."""
     d, f, h = config.d_model, config.d_ff, config.head_dim
     n, k = config.num_heads * h, config.num_kv_heads * h
-    layer = LayerParams(
-        attn_norm=(d,), w_q=(n, d), w_k=(k, d), w_v=(k, d), w_o=(d, n),
-        mlp_norm=(d,), w_gate=(f, d), w_up=(f, d), w_down=(d, f),
-    )  # fmt: skip
+    layer: dict[str, Any] = {
+        "attn_norm": (d,), "w_q": (n, d), "w_k": (k, d), "w_v": (k, d), "w_o": (d, n),
+        "mlp_norm": (d,), "w_gate": (f, d), "w_up": (f, d), "w_down": (d, f),
+    }  # fmt: skip
     if config.qkv_bias:
-        layer = layer.replace(b_q=(n,), b_k=(k,), b_v=(k,))
+        layer |= {"b_q": (n,), "b_k": (k,), "b_v": (k,)}
     if config.out_bias:
-        layer = layer.replace(b_o=(d,))
+        layer |= {"b_o": (d,)}
     if config.mlp_bias:
-        layer = layer.replace(b_gate=(f,), b_up=(f,), b_down=(d,))
+        layer |= {"b_gate": (f,), "b_up": (f,), "b_down": (d,)}
     if config.qk_norm:
-        layer = layer.replace(q_norm=(h,), k_norm=(h,))
-    head = None if config.tie_embeddings else (config.vocab_size, d)
-    return Params(embed=(config.vocab_size, d), layers=(layer,) * config.num_layers, final_norm=(d,), head=head)
+        layer |= {"q_norm": (h,), "k_norm": (h,)}
+    whole: dict[str, Any] = {"embed": (config.vocab_size, d), "final_norm": (d,)}
+    if not config.tie_embeddings:
+        whole["head"] = (config.vocab_size, d)
+    return Params(layers=(LayerParams(**layer),) * config.num_layers, **whole)
 
 
 def is_shape(x: Any) -> bool:
@@ -133,6 +135,4 @@ def forward(params: Params, tokens: jax.Array, attend: Attend, state: Any, *, co
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Scores [..., V] in float32 of hidden states [..., D]."""
     head = params.embed if params.head is None else params.head
-    return jax.lax.dot_general(
-        hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Paged attention: the contract, the XLA reference that everything else is held to, and the choice of implementation."""
+"""Paged attention: the contract, the XLA reference that all others are held to, and the choice of implementation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def ragged_paged_attention(
 
     Args:
       q: [T, N, H], rotated at its own position and scaled; N is a multiple of the cache's K.
-      q_sink: [T, N, H], rotated at `sink_query_positions`, for sinks that are seen from elsewhere; None if sink_width is 0.
-      cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are already written.
+      q_sink: [T, N, H], rotated at `sink_query_positions`, for sinks that are seen from elsewhere; None where
+        sink_width is 0.
+      cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
       layer: index in [0, L).
       batch: block tables and positions, see `step.StepArrays`.
       pattern: which text positions a query sees, this layer's numbers.
@@ -131,7 +132,8 @@ def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
     def body(i, state):
         here = [jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tables_SP, starts_SP)]
         kv_pos_SC = slot_positions(here[1])
-        return absorb(state, q_SKRH, *cache.read(layer, here[0]), kv_pos_SC, chosen(kv_pos_SC)[0])
+        k, v = cache.read(layer, here[0])
+        return absorb(state, q_SKRH, k, v, kv_pos_SC, chosen(kv_pos_SC)[0])
 
     longest = jnp.max(jnp.sum(starts_SP < FAR, axis=1))
     _, total, out = jax.lax.fori_loop(0, -(-longest // piece), body, state)
@@ -153,7 +155,7 @@ def sinks_seen_from_elsewhere(pattern: PatternArrays, distance: jax.Array, kv_po
 
 
 class Implementation(NamedTuple):
-    """An implementation of `ragged_paged_attention`'s contract; `missing` says why it cannot run on a platform, or None."""
+    """One that keeps `ragged_paged_attention`'s contract; `missing` says why it cannot run on a platform, or None."""
 
     name: str
     attend: Callable[..., jax.Array]

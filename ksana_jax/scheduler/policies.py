@@ -1,5 +1,5 @@
-"""Orders in which requests are served. A policy is one function: the smaller its value, the earlier a sequence runs, and
-the later it is preempted."""
+"""Orders in which requests are served. A policy is one function: the smaller its value, the earlier a sequence runs,
+and the later it is preempted."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class Scheduler:
         return count
 
     def _admit(self, room: _Room) -> tuple[int, int]:
-        """Places the first waiting sequence in a row if its first chunk fits: the row and its tokens; 0 tokens if not."""
+        """Places the first waiting sequence in a row if its first chunk fits: the row and its tokens, or 0 tokens."""
         seq = self.waiting[0][2]
         count = min(len(seq.token_ids), room.tokens, room.tiles * self.query_tile)
         fits = -(-count // self.blocks.block_size) <= self.blocks.num_free
