@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ksana_jax.batch import BatchBuilder, Buckets, ladder
@@ -132,7 +132,6 @@ def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, rati
     assert all(a < b <= max(ratio * a, a + 1) for a, b in itertools.pairwise(sizes))
 
 
-@settings(max_examples=50)
 @given(
     max_num_seqs=st.integers(1, 40), max_num_tiles=st.integers(1, 20), width=st.integers(1, 300),
     min_singles=st.sampled_from([1, 8]), data=st.data(),

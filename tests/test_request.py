@@ -92,7 +92,7 @@ def test_a_single_stop_string_is_one_string():
 
 @pytest.mark.parametrize("ids", [[-1], [2**31], [1.0], [True], ["1"], [None], 5, 0, {1: 2}, "12"], ids=repr)
 def test_stop_ids_that_cannot_be_are_refused(ids):
-    with pytest.raises(ValueError, match="^stop_token_ids is .*, must be"):
+    with pytest.raises(ValueError, match=r"^stop_token_ids is .*, must be"):
         SamplingParams(stop_token_ids=ids)
 
 

@@ -75,13 +75,13 @@ class Runner:
         Raises:
           ValueError: more sinks are seen from elsewhere than the compiled step has room for.
         """
-        rotated = max((p.num_sinks for p in patterns if p.sink_position != "absolute"), default=0)
         room = self.sink_width * self._pool[3]
-        if rotated > room:
-            raise ValueError(
-                f"the pattern has {rotated} sinks at {patterns[0].sink_position!r} positions, this engine was made for "
-                f"at most {room}; give it max_rotated_sinks={rotated}"
-            )
+        for p in patterns:
+            if p.sink_position != "absolute" and p.num_sinks > room:
+                raise ValueError(
+                    f"the pattern has {p.num_sinks} sinks at {p.sink_position!r} positions, this engine was made for "
+                    f"at most {room}; give it max_rotated_sinks={p.num_sinks}"
+                )
         self._patterns: PatternArrays = jax.device_put(stack(patterns))
 
     def reset(self) -> None:

@@ -1,14 +1,15 @@
-"""A tiny model, a tokenizer for it, and engines around them that compile little. Shared by the tests of the public API."""
+"""A tiny model, a tokenizer for it, and engines around them that compile little, for the tests of the public API."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 
-from ksana_jax import LLM
+from ksana_jax import LLM, SamplingParams
 from ksana_jax.batch import Buckets
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.transformer import init_params
+from ksana_jax.request import CompletionOutput
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import Piece
 
@@ -74,6 +75,13 @@ def make_llm(tokenizer: Tokenizer | None = None, seed: int = 0, pattern=None, **
     key = tuple(sorted(settings.items())), llm.runner.sink_width
     llm.runner._compiled = _compiled.setdefault(key, llm.runner._compiled)
     return llm
+
+
+def complete(llm: LLM, prompt="x.y", **given) -> CompletionOutput:
+    """The one completion of one prompt; greedy, 24 tokens, past the end of sequence unless told otherwise."""
+    [output] = llm.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True} | given))
+    assert output.finished
+    return output.outputs[0]
 
 
 def assert_idle(llm: LLM) -> None:

@@ -12,6 +12,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.models.transformer import init_params
 from ksana_jax.step import StepShape
 from tests.engine.small import VOCAB, assert_idle, model
+from tests.reference import reference_logprobs
 
 ASKED = [
     SamplingParams(temperature=0, max_tokens=20),
@@ -132,3 +133,18 @@ def test_the_pool_stays_at_its_address_from_step_to_step(large_pool):
         seen.add(runner.cache.blocks.unsafe_buffer_pointer())
     assert seen == {address}
     assert_idle(large_pool)
+
+
+# float32 against float64 through two layers; bfloat16 has 8 bits for scores of up to 15, and a few roundings in a row
+# (0.26 at most here, while the log-probabilities themselves spread by 3).
+TOLERANCES = {"f32": 1e-4, "bf16": 0.5}
+
+
+def test_log_probabilities_through_the_pool_are_those_of_the_dense_model(large_pool):
+    text = np.random.default_rng(0).integers(2, VOCAB, 60)  # several chunks, several blocks
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    [output] = large_pool.generate({"prompt_token_ids": text}, asked)
+    got = [entry[int(token)].logprob for entry, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]
+    expected = reference_logprobs(large_pool.runner.params, large_pool.model_config, text)
+    tolerance = TOLERANCES[large_pool.config.dtype]
+    np.testing.assert_allclose(got, expected[np.arange(59), text[1:]], atol=tolerance)

@@ -147,6 +147,14 @@ def test_metrics_tell_the_first_token_the_last_and_the_preemptions():
     assert second.finished_s == ended[-1]
 
 
+def test_the_first_token_of_a_request_is_that_of_its_first_completion():
+    engine = make_engine(max_num_batched_tokens=8)
+    request = engine.add_request(prompt_of(8), asking(6, n=2))
+    run(engine)
+    # The second prompt is computed beside the first completion's decode, and takes two steps.
+    assert request.metrics.first_token_s == engine.records[0].ended_s
+
+
 def test_records_add_up():
     engine = make_engine(num_blocks=64)
     requests = [engine.add_request(prompt_of(4 + s, s), asking(6)) for s in range(5)]
@@ -248,6 +256,7 @@ def count_bytecodes(call) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks when tracing starts whether any frame asks for it
     sys.settrace(trace)
     try:
         call()
@@ -274,7 +283,8 @@ def test_a_decode_step_runs_no_python_per_sequence(pattern, temperature):
             taken.append(count_bytecodes(engine.step))
             assert engine.records[-1].num_singles == len(engine.scheduler.order) == rows
         counts.append(taken)
-    assert counts[0] == counts[1] and len(set(counts[0])) > 1
+    assert min(counts[0]) > 100 and len(set(counts[0])) > 1
+    assert counts[0] == counts[1]
 
 
 def test_bench_host_prints_its_results_as_json_in_the_last_line(capsys):

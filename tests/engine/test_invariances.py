@@ -1,5 +1,5 @@
-"""Greedy and seeded tokens stay the same when only this changes: who shares the batch, chunks, blocks, the pool, the order
-of arrival, query tiles, rows, policy; and recomputation equals the dense model on the last window."""
+"""Greedy and seeded tokens stay the same when only this changes: who shares the batch, chunks, blocks, the pool, the
+order of arrival, query tiles, rows, policy; and recomputation equals the dense model on the last window."""
 
 import functools
 

@@ -56,7 +56,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPool.settings = settings(stateful_step_count=25)
 
 
 def test_asking_for_more_than_is_free_takes_nothing_and_says_the_numbers():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
@@ -28,7 +28,6 @@ def seen_later(layers, next_position: int) -> np.ndarray:
     return np.any([literal(p, i, j)[0] for p in layers], axis=(0, 1))
 
 
-@settings(max_examples=150)
 @given(layers=patterns, block_size=st.sampled_from([1, 2, 3, 4, 8]), next_position=st.integers(1, LENGTH))
 def test_a_block_is_dead_exactly_when_no_later_query_of_any_layer_sees_it(layers, block_size, next_position):
     live = LiveRange.of(layers)
@@ -38,7 +37,6 @@ def test_a_block_is_dead_exactly_when_no_later_query_of_any_layer_sees_it(layers
     assert live.dead_blocks(starts, block_size, next_position).tolist() == expected
 
 
-@settings(max_examples=100)
 @given(
     layers=patterns,
     block_size=st.sampled_from([1, 2, 4, 8]),

@@ -1,4 +1,4 @@
-"""The sampler's definitions again, one row at a time in float64 NumPy, in the words of the papers and of vLLM's fields."""
+"""The sampler's definitions again, one row at a time in float64 NumPy: the papers' words, vLLM's fields."""
 
 import numpy as np
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.policies import POLICIES
+from ksana_jax.scheduler.policies import POLICIES, fcfs
 from tests.fakes import (
     VOCAB,
     FakeExecutor,
@@ -120,6 +120,7 @@ class Serving(RuleBasedStateMachine):
                 assert request in reported
         self.check_step()
         self.check_live_blocks()
+        self.check_order()
 
     def check_step(self):
         """The last step kept to its budgets."""
@@ -134,6 +135,16 @@ class Serving(RuleBasedStateMachine):
         assert record.num_singles <= scheduler.max_num_seqs and len(scheduler.order) <= scheduler.max_num_seqs
         used = last.arrays.positions[last.shape.num_singles :].reshape(-1, last.shape.query_tile)
         assert (used >= 0).any(axis=1).sum() <= scheduler.max_num_tiles
+
+    def check_order(self):
+        """Running and waiting sequences are in the policy's order; with first come, first served nobody overtakes."""
+        running = [self.scheduler.rows.seqs[row] for row in self.scheduler.order]
+        waiting = [seq for _, _, seq in self.scheduler.waiting]
+        for seqs in (running, waiting):
+            keys = [(self.scheduler.policy(seq), seq.seq_id) for seq in seqs]
+            assert keys == sorted(keys)
+        if self.scheduler.policy is fcfs and running and waiting:
+            assert running[-1].seq_id < waiting[0].seq_id
 
     def check_live_blocks(self):
         """A row holds exactly the blocks that some layer's later queries can see."""
@@ -204,6 +215,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestServing.settings = settings(stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
