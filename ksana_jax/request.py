@@ -170,14 +170,15 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds on the engine's clock; None where it has not come to that.
 
-    ttft_s: from arrival to the first token. tpot_s: mean time per later token. num_preemptions: times it had to start
-    over.
+    ttft_s: from arrival to the first token. tpot_s: mean time per later token of the longest completion.
+    num_output_tokens: of all completions. num_preemptions: times it had to start over.
     """
 
     arrival_s: float
     first_token_s: float | None = None
     finished_s: float | None = None
     num_output_tokens: int = 0
+    longest_output: int = 0
     num_preemptions: int = 0
 
     @property
@@ -186,9 +187,9 @@ class RequestMetrics:
 
     @property
     def tpot_s(self) -> float | None:
-        if self.first_token_s is None or self.finished_s is None or self.num_output_tokens < 2:
+        if self.first_token_s is None or self.finished_s is None or self.longest_output < 2:
             return None
-        return (self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)
+        return (self.finished_s - self.first_token_s) / (self.longest_output - 1)
 
 
 @dataclasses.dataclass

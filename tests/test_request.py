@@ -120,9 +120,9 @@ def test_times_are_given_only_where_it_has_come_to_that():
     assert metrics.ttft_s is None and metrics.tpot_s is None
     metrics.first_token_s = 10.5
     assert metrics.ttft_s == 0.5 and metrics.tpot_s is None
-    metrics.finished_s, metrics.num_output_tokens = 12.5, 1
+    metrics.finished_s, metrics.longest_output = 12.5, 1
     assert metrics.tpot_s is None, "one token has no later ones"
-    metrics.num_output_tokens = 5
+    metrics.longest_output = 5
     assert metrics.tpot_s == 0.5  # 2 s for 4 later tokens
 
 

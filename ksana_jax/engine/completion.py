@@ -34,7 +34,10 @@ class Completion:
         if self.seq.params.logprobs is not None:
             self.logprobs = []
         self._stops = self.seq.params.stop_strings
-        self._detokenizer = IncrementalDetokenizer(self.tokenizer) if self.tokenizer else None
+        self._detokenizer = None
+        if self.tokenizer:
+            # What comes after the prompt: the first word keeps its space.
+            self._detokenizer = IncrementalDetokenizer(self.tokenizer, context=self.seq.token_ids.tolist())
 
     @property
     def watched(self) -> bool:

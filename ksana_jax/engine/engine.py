@@ -180,7 +180,7 @@ class Engine:
         """Computes one step.
 
         Returns:
-          Requests that have something new to report: those that ended, and those that stream.
+          Requests that have something new to report: a completion that ended, or text of one that streams.
         """
         batch = self.scheduler.schedule()
         if batch is None:
@@ -278,6 +278,7 @@ class Engine:
             self._watched.pop(completion, None)
         metrics = request.metrics
         metrics.finished_s = self.clock() if now is None else now
-        metrics.num_output_tokens = sum(len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions)
+        lengths = [len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions]
+        metrics.num_output_tokens, metrics.longest_output = sum(lengths), max(lengths)
         metrics.num_preemptions = sum(c.seq.num_preemptions for c in request.completions)
         self.requests.pop(request.request_id, None)

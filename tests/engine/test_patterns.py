@@ -8,6 +8,7 @@ import pytest
 from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.transformer import init_params
+from ksana_jax.ops import attention
 from tests.reference import reference_logprobs
 
 WINDOW = 12
@@ -35,6 +36,14 @@ def make_model(heads: str = "GQA"):
     config = ModelConfig(vocab_size=61, d_model=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
                          head_dim=8, d_ff=48, max_position=256)  # fmt: skip
     return config, init_params(config, seed=3, std=0.4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_pieces():
+    """These texts are short: let them be looked at in several pieces all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "PIECE_TOKENS", 24)
+        yield
 
 
 @pytest.fixture(scope="module")
