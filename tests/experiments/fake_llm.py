@@ -70,7 +70,8 @@ class FakeLLM:
                 ended_s=next(self._clock) / 1000, num_tokens=count, num_singles=int(count == 1), num_running=1,
                 num_waiting=0, blocks_in_use=live, peak_blocks=peak, num_preemptions=0,
             ))  # fmt: skip
-        metrics = RequestMetrics(arrival, first, next(self._clock) / 1000, params.max_tokens)
+        count = params.max_tokens
+        metrics = RequestMetrics(arrival, first, next(self._clock) / 1000, count, longest_output=count)
         completion = CompletionOutput(0, "", ids[num_prompt:])
         scores = None if params.prompt_logprobs is None else self._scores(ids[:num_prompt])
         return RequestOutput(str(index), None, ids[:num_prompt], [completion], True, metrics, scores)
