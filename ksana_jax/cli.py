@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = typer.Typer(
     name="ksana",
@@ -167,6 +170,8 @@ def main(argv: list[str] | None = None) -> None:
     # Wherever it stands: `ksana run x.yaml --debug` is what one types after an error.
     _debug = "--debug" in argv
     warnings.showwarning = _warn
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    keep_compiled_steps(Path(cache_home) / "ksana_jax" / "compiled")
     try:
         app([a for a in argv if a != "--debug"], prog_name="ksana")
     except (ValueError, OSError, NotImplementedError) as error:
