@@ -151,5 +151,8 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}, must be a positive integer")
+        rotated = self.max_rotated_sinks
+        if rotated is not None and (isinstance(rotated, bool) or not isinstance(rotated, int) or rotated < 0):
+            raise ConfigError(f"max_rotated_sinks is {rotated!r}, must be an integer from 0 or None")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}, must be an integer")

@@ -134,7 +134,10 @@ class Engine:
         """
         self.validate(prompt_token_ids, params)
         prompt_token_ids = prompt_token_ids.astype(np.int32)
-        request_id = request_id or f"request-{self._num_requests}"
+        if request_id is None:
+            request_id = f"request-{self._num_requests}"
+            while request_id in self.requests:  # somebody chose a name like ours
+                request_id += "'"
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
         request = Request(request_id, prompt, prompt_token_ids, params, RequestMetrics(self.clock()))

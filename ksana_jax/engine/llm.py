@@ -52,10 +52,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         **settings: Any,
     ):
-        unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(EngineConfig)})
-        if unknown:
-            raise ConfigError(f"LLM has no setting {', '.join(unknown)}")
-        config = EngineConfig(**settings)
+        config = _engine_config(settings)
         model_dir = EMBEDDED.get(str(model), Path(model))
         self.model_config, params = load_model(model_dir, dtype=config.dtype, load_format=load_format, seed=config.seed)
         if tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
@@ -67,7 +64,7 @@ class LLM:
         """An engine around weights that are already in memory."""
         self = cls.__new__(cls)
         self.model_config = model_config.validate()
-        self._start(EngineConfig(**settings), params, pattern, tokenizer)
+        self._start(_engine_config(settings), params, pattern, tokenizer)
         return self
 
     def _start(self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None) -> None:
@@ -295,3 +292,10 @@ class LLM:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request.request_id)
+
+
+def _engine_config(settings: dict[str, Any]) -> EngineConfig:
+    unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(EngineConfig)})
+    if unknown:
+        raise ConfigError(f"LLM has no setting {', '.join(unknown)}")
+    return EngineConfig(**settings)

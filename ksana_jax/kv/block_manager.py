@@ -43,7 +43,7 @@ class BlockManager:
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free")
         self.num_free -= count
-        ids = self._free[self.num_free : self.num_free + count].copy()
+        ids = self._free[self.num_free : self.num_free + count][::-1].copy()
         self.ref_count[ids] = 1
         return ids
 

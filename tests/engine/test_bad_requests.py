@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ksana_jax import SamplingParams
-from tests.engine.small import BOS, Letters, assert_idle, make_llm
+from ksana_jax import LLM, SamplingParams
+from tests.engine.small import BOS, Letters, assert_idle, make_llm, model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -164,3 +164,29 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
     assert other.finished and other.output().outputs[0].finish_reason == "abort"
     assert [o.outputs[0] for o in engine.generate(["x.y", "a"], GREEDY)] == expected
     assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"blok_size": 8}, "LLM has no setting blok_size"),
+        ({"block_size": 0}, "block_size is 0, must be a positive integer"),
+        ({"max_rotated_sinks": -1}, "max_rotated_sinks is -1, must be an integer from 0 or None"),
+        ({"dtype": "f16"}, "dtype is 'f16', must be one of f32, bf16"),
+        ({"policy": "random"}, "policy is 'random', must be one of fcfs"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    config, params = model()
+    with pytest.raises(ValueError, match=message):
+        LLM.from_params(config, params, **settings)
+
+
+def test_a_request_named_like_ours_does_not_stand_in_the_way(llm):
+    asked = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+    taken = f"request-{llm.engine._num_requests + 1}"
+    requests = [llm.engine.add_request(np.array([1, 2]), asked, request_id=taken)]
+    requests += [llm.engine.add_request(np.array([1, 2]), asked) for _ in range(2)]
+    assert len({r.request_id for r in requests}) == 3
+    while not all(r.finished for r in requests):
+        llm.engine.step()
