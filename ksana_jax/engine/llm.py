@@ -100,7 +100,7 @@ class LLM:
             live=LiveRange.of(self.patterns),
             policy=config.policy,
         )
-        # Matrix units want rows: XLA:CPU multiplies bfloat16 ten times slower with fewer than eight.
+        # Matrix units want rows: XLA:CPU takes 21 ms for one row of bfloat16, 1.2 ms for eight (2048 x 8192).
         min_singles = 8 if config.dtype == "bf16" else 1
         # Widths are those of a full table, so that every pattern finds its bucket among the same shapes.
         width = -(-max_model_len // config.block_size)

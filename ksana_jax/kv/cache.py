@@ -18,7 +18,7 @@ class KVCache:
     """Keys and values of all layers.
 
     blocks: [M, L, 2, K, B, H] in float32 or bfloat16; on CPU bfloat16 rests as its bits in uint16, because XLA:CPU
-      converts a whole bfloat16 pool at each scatter (380 ms for 128 MB on jax 0.10.2, against 30 us for uint16).
+      converts a whole bfloat16 pool at each scatter (110 ms for 128 MB on jax 0.10.2, against 0.01 ms for uint16).
     """
 
     blocks: jax.Array

@@ -16,17 +16,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return make_llm(Letters())
-
-
-@pytest.fixture
-def llm(engine):
-    yield engine
-    assert_idle(engine)
-
-
 def reference(prompt_ids, token_ids):
     config, params = model()
     return reference_logprobs(params, config, np.concatenate([prompt_ids, token_ids]))

@@ -4,18 +4,7 @@ import itertools
 
 import pytest
 
-from tests.engine.small import EOS, Letters, assert_idle, complete, make_llm
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_llm(Letters())
-
-
-@pytest.fixture
-def llm(engine):
-    yield engine
-    assert_idle(engine)
+from tests.engine.small import EOS, complete
 
 
 def test_a_stop_id_ends_the_output_and_gives_no_text(llm):

@@ -5,20 +5,9 @@ import copy
 import pytest
 
 from ksana_jax import SamplingParams
-from tests.engine.small import BOS, FIRST_BYTE, Letters, assert_idle, make_llm
+from tests.engine.small import BOS, FIRST_BYTE, assert_idle
 
 PROMPTS = ["x.y", "a", "in the end", "he", "0", "there"]  # more than max_num_seqs 4
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_llm(Letters())
-
-
-@pytest.fixture
-def llm(engine):
-    yield engine
-    assert_idle(engine)
 
 
 def greedy(**given) -> SamplingParams:
