@@ -125,7 +125,21 @@ class EngineConfig:
       policy: order of the waiting requests, a key of `scheduler.policies.POLICIES`.
       max_rotated_sinks: most sink tokens that a pattern may place at "cache" or "ceiling" positions; None takes what
         the pattern needs. A sweep that changes patterns on one engine gives its largest.
-      memory_bytes: budget of the pool when num_blocks is None.
+      memory_bytes: budget of the pool when num_blocks is None and memory_fraction is too.
+      memory_fraction: part of the device's memory that weights, pool and a step's temporary buffers may fill together
+        when num_blocks is None; see `planner`.
+      enable_prefix_caching: keep full blocks after use and find them again by what they hold. Off by default: a
+        measurement that repeats its prompts would otherwise measure the cache.
+      prefix_eviction: which cached blocks go first, a key of `kv.replacement.POLICIES`.
+      shared_prefix_attention: attend once to blocks that rows of a step share, and merge.
+      preempt: what becomes of the keys and values of a row that makes room: "swap" moves them to the host, "recompute"
+        drops them, "auto" takes what measured copies and steps say is cheaper. Without host memory it is "recompute".
+      host_cache_bytes: preallocated host memory for swapped rows and cached prefixes.
+      disk_cache_dir: folder of the disk tier; None has none.
+      disk_cache_bytes: most bytes of files in it.
+      cache_write: when cached prefixes go to the next slower tier: "back" when they are evicted, "through" when they
+        are computed, "drop" never.
+      embedding_device: where the token embedding rests and is looked up.
       seed: of the requests that bring none.
     """
 
@@ -139,6 +153,16 @@ class EngineConfig:
     policy: str = "fcfs"
     max_rotated_sinks: int | None = None
     memory_bytes: int = 2 * 2**30
+    memory_fraction: float | None = None
+    enable_prefix_caching: bool = False
+    prefix_eviction: str = "lru"
+    shared_prefix_attention: bool = False
+    preempt: Literal["swap", "recompute", "auto"] = "auto"
+    host_cache_bytes: int = 0
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: int = 2**30
+    cache_write: Literal["back", "through", "drop"] = "back"
+    embedding_device: Literal["device", "host"] = "device"
     seed: int = 0
 
     def __post_init__(self):
@@ -151,6 +175,20 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}, must be a positive integer")
+        for name, allowed in (("preempt", ("swap", "recompute", "auto")), ("cache_write", ("back", "through", "drop")),
+                              ("embedding_device", ("device", "host"))):  # fmt: skip
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(allowed)}")
+        for name in ("host_cache_bytes", "disk_cache_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} is {value!r}, must be an integer from 0")
+        fraction = self.memory_fraction
+        if fraction is not None and not (isinstance(fraction, float) and 0 < fraction <= 1):
+            raise ConfigError(f"memory_fraction is {fraction!r}, must be a number above 0 and at most 1, or None")
+        for name in ("enable_prefix_caching", "shared_prefix_attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be True or False")
         rotated = self.max_rotated_sinks
         if rotated is not None and (isinstance(rotated, bool) or not isinstance(rotated, int) or rotated < 0):
             raise ConfigError(f"max_rotated_sinks is {rotated!r}, must be an integer from 0 or None")

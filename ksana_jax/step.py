@@ -119,6 +119,19 @@ class TokenScores(NamedTuple):
 
 
 @dataclasses.dataclass
+class Moves:
+    """Whole blocks to be copied before a step computes, in this order; each [n, 2] int32 of from and to.
+
+    saves: device blocks to host slots. copies: device blocks to device blocks (copy-on-write), all read before one is
+    written. loads: host slots to device blocks.
+    """
+
+    saves: np.ndarray
+    copies: np.ndarray
+    loads: np.ndarray
+
+
+@dataclasses.dataclass
 class StepInput:
     """What an executor gets.
 
@@ -126,6 +139,7 @@ class StepInput:
     num_logprobs: top tokens to report for sampled tokens; None for no log-probabilities.
     targets: [T] the token that follows each packed token in its prompt, -1 where none; None scores no prompt.
     num_prompt_logprobs: top tokens to report for scored prompt tokens.
+    moves: None where no block is copied.
     """
 
     shape: StepShape
@@ -134,6 +148,7 @@ class StepInput:
     num_logprobs: int | None = None
     targets: np.ndarray | None = None
     num_prompt_logprobs: int = 0
+    moves: Moves | None = None
 
 
 @dataclasses.dataclass
