@@ -183,6 +183,10 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} is {value!r}, must be an integer from 0")
+        if self.disk_cache_dir is not None and not (self.enable_prefix_caching and self.host_cache_bytes):
+            raise ConfigError(
+                "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
+            )
         fraction = self.memory_fraction
         if fraction is not None and not (isinstance(fraction, float) and 0 < fraction <= 1):
             raise ConfigError(f"memory_fraction is {fraction!r}, must be a number above 0 and at most 1, or None")

@@ -10,7 +10,8 @@ class StepRecord(NamedTuple):
 
     ended_s: on the engine's clock. num_tokens: computed. num_singles: of them, alone in their row (decode).
     num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned.
-    peak_blocks: during the step. num_preemptions: since the engine started.
+    peak_blocks: during the step. num_preemptions: since the engine started. unshared_blocks: what running sequences
+    would hold at the peak if each had its own. cached_blocks: kept for what they hold, without an owner.
     """
 
     ended_s: float
@@ -21,3 +22,5 @@ class StepRecord(NamedTuple):
     blocks_in_use: int
     peak_blocks: int
     num_preemptions: int
+    unshared_blocks: int = 0
+    cached_blocks: int = 0

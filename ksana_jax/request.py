@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each step needs twice as many candidates as beams
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
 
@@ -30,7 +31,9 @@ class SamplingParams:
     """How tokens of one request are chosen; names and meaning as in vLLM.
 
     Args:
-      n: completions per prompt.
+      n: completions per prompt; with beam_width, how many of the best beams are returned.
+      beam_width: 0 samples; otherwise the number of beams of a beam search, which takes no other way of choosing.
+      length_penalty: beams are ranked by the sum of their log-probabilities / (tokens ** length_penalty).
       temperature: 0 takes the most probable token.
       top_k: most probable tokens kept; 0 or -1 keeps all.
       top_p: smallest set of tokens whose probability reaches this is kept, in (0, 1].
@@ -56,6 +59,8 @@ class SamplingParams:
     """
 
     n: int = 1
+    beam_width: int = 0
+    length_penalty: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -101,6 +106,26 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be True or False")
         self._check_stops()
         self._check_bias()
+        self._check_beams()
+
+    def _check_beams(self):
+        _number("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH, integer=True)
+        _number("length_penalty", self.length_penalty, -10, 10)
+        if not self.beam_width:
+            return
+        if self.n > self.beam_width:
+            raise ValueError(f"n is {self.n}, more than the {self.beam_width} beams of beam_width")
+        # Sampling temperature and truncation do not apply; a default of 1 is no wish.
+        unsupported = [
+            name for name, wanted in (
+                ("stop", bool(self.stop_strings)), ("logprobs", self.logprobs is not None),
+                ("prompt_logprobs", self.prompt_logprobs is not None), ("min_tokens", self.min_tokens > 0),
+                ("penalties or logit_bias", self.penalised), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1),
+                ("min_p", self.min_p > 0),
+            ) if wanted
+        ]  # fmt: skip
+        if unsupported:
+            raise ValueError(f"beam_width {self.beam_width} does not go with {', '.join(unsupported)}")
 
     def _check_stops(self):
         if not isinstance(self.stop, (str, list, tuple, type(None))):
@@ -133,6 +158,11 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that run for the request at once."""
+        return max(self.n, self.beam_width)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
@@ -152,7 +182,11 @@ class Logprob(NamedTuple):
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """One completion. logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for."""
+    """One completion.
+
+    logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for. cumulative_logprob: sum
+    over the tokens of a beam; None otherwise.
+    """
 
     index: int
     text: str
@@ -160,6 +194,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -171,7 +206,8 @@ class RequestMetrics:
     """Times in seconds on the engine's clock; None where it has not come to that.
 
     ttft_s: from arrival to the first token. tpot_s: mean time per later token of the longest completion.
-    num_output_tokens: of all completions. num_preemptions: times it had to start over.
+    num_output_tokens: of all completions. num_preemptions: times it had to make room. num_cached_tokens: of its prompt,
+    taken from the prefix cache.
     """
 
     arrival_s: float
@@ -180,6 +216,7 @@ class RequestMetrics:
     num_output_tokens: int = 0
     longest_output: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:
@@ -198,6 +235,7 @@ class RequestOutput:
 
     prompt_logprobs: None for the first prompt token, which nothing predicts, then {token_id: Logprob} for each; None
     unless asked for.
+    num_cached_tokens: of the prompt, taken from the prefix cache.
     """
 
     request_id: str
@@ -207,3 +245,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0

@@ -7,12 +7,21 @@ life (admission, preemption, the end) or where a request asks for text or log-pr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ksana_jax.kv.patterns import FAR
 from ksana_jax.request import FinishReason, SamplingParams
+
+
+class Held(NamedTuple):
+    """Blocks that a sequence holds or brings along: their ids, the text positions where they begin, and how many of its
+    tokens are computed."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    num_computed: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,11 +36,22 @@ class Sequence:
       max_len: tokens at which it ends, prompt included.
       seed: of its random stream.
       owner: the request it belongs to; the scheduler does not look inside.
+      salt: of its prefixes; only sequences of the same salt share them.
+      guided: its request appends its tokens (beam search), not the scheduler.
 
     Attributes:
       row: where it runs; None while it waits.
+      rank: its place in the order of service.
       num_prompt: tokens of its prompt.
       num_scored: prompt tokens whose log-probabilities are already reported.
+      idles: guided, has computed all its tokens and waits for the next one.
+      forks: sequences of the same prompt that wait until this one has computed it, to share its blocks.
+      held: shared blocks that it brings along while it waits; they may be taken from it.
+      swapped: slots of the host that hold its blocks while it waits after a preemption.
+      links: the hash chain of its full blocks, as far as it was asked for. node, num_indexed: the last of them that the
+        prefix index has, and how many it has. cacheable: whether more may be added.
+      has_read: whether it has looked on the disk. num_read: blocks that it has read from there.
+      num_cached_tokens: tokens that it took from the cache when it first ran; None before that.
     """
 
     seq_id: int
@@ -41,12 +61,26 @@ class Sequence:
     max_len: int
     seed: int = 0
     owner: Any = None
+    salt: str = ""
+    guided: bool = False
+    idles: bool = False
     row: int | None = None
+    rank: Any = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     num_scored: int = 1
     first_token_s: float | None = None
+    forks: list[Sequence] = dataclasses.field(default_factory=list)
+    held: Held | None = None
+    swapped: Held | None = None
+    links: list[Any] = dataclasses.field(default_factory=list)
+    node: Any = None
+    num_indexed: int = 0
+    cacheable: bool = True
+    has_read: bool = False
+    num_read: int = 0
+    num_cached_tokens: int | None = None
     num_prompt: int = dataclasses.field(init=False)
 
     def __post_init__(self):
@@ -66,6 +100,9 @@ class Rows:
     block_tables, block_starts: [R, P] live blocks by rising text position and where each begins; FAR where absent.
     num_blocks: [R] live blocks. covered: [R] text position up to which blocks have been taken.
     return_at: [R] oldest visible position at which the next block may have become invisible.
+    forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
+    index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
+    guided: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
     """
 
@@ -81,6 +118,9 @@ class Rows:
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.covered = np.zeros(num_rows, np.int32)
         self.return_at = np.zeros(num_rows, np.int32)
+        self.forked = np.zeros(num_rows, bool)
+        self.index_at = np.full(num_rows, FAR, np.int32)
+        self.guided = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.min_len = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
@@ -109,6 +149,7 @@ class Rows:
         self.token_ids[row, :count] = seq.token_ids
         self.num_tokens[row], self.num_computed[row], self.num_prompt[row] = count, 0, seq.num_prompt
         self.max_len[row] = seq.max_len
+        self.guided[row] = seq.guided
         self.min_len[row] = seq.num_prompt + p.min_tokens
         if len(seq.stop_ids) > self.stop_ids.shape[1]:
             extra = len(seq.stop_ids) - self.stop_ids.shape[1]
@@ -134,6 +175,8 @@ class Rows:
         self.num_blocks[row] = self.covered[row] = self.return_at[row] = 0
         self.block_starts[row] = FAR
         self.block_tables[row] = 0
+        self.forked[row] = self.guided[row] = False
+        self.index_at[row] = FAR
         self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 

@@ -68,7 +68,7 @@ Array: TypeAlias = Any
 class StepArrays(NamedTuple):
     """A step as padded int32 arrays; T = D + tiles * Q, S = D + tiles.
 
-    tokens: [T] ids.
+    tokens: [T] ids; within an executor whose embedding rests on the host, their rows of it [T, D].
     positions: [T] text positions, -1 where padded.
     slots: [T] where the token's keys and values go: block * B + offset; M*B where padded.
     block_tables: [S, P] blocks that the tile's row can see, by rising text position; any valid id where absent.
@@ -153,14 +153,24 @@ class StepInput:
 
 @dataclasses.dataclass
 class StepOutput:
-    """What an executor returns: tokens [S] sampled after each tile's last token, and the scores asked for."""
+    """What an executor returns: tokens [S] sampled after each tile's last token, and the scores asked for.
+
+    move_s: seconds that the step's moves took, where they were waited for; 0 where that is not known.
+    """
 
     tokens: np.ndarray
     scores: TokenScores | None = None
     prompt_scores: TokenScores | None = None
+    move_s: float = 0.0
 
 
 class Executor(Protocol):
     """Runs steps: the compiled model, a simulator, or a test's fake."""
 
-    def execute(self, step: StepInput) -> StepOutput: ...
+    def execute(self, step: StepInput) -> StepOutput:
+        """Makes the step's moves, then computes it."""
+        ...
+
+    def move(self, moves: Moves) -> None:
+        """Makes moves outside a step."""
+        ...

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step import StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.step import Moves, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 from tests.reference import literal
 
 VOCAB = 97
@@ -131,9 +132,11 @@ class FakeExecutor:
     Args:
       patterns: one for each layer.
       shapes: those that were "compiled"; None takes any.
+      host_slots: blocks of host memory.
 
     Attributes:
       steps: what was executed, the last one last.
+      host_blocks: [host_slots, layers, B] what lies on the host.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class FakeExecutor:
         block_size: int,
         vocab: int = VOCAB,
         shapes: Sequence[StepShape] | None = None,
+        host_slots: int = 0,
     ):
         self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
         self.shapes = None if shapes is None else set(shapes)
@@ -153,6 +157,7 @@ class FakeExecutor:
         # One slot more: padding writes there.
         self.keys = np.zeros((len(patterns), num_blocks * block_size + 1), np.uint64)
         self.scramble(np.ones(num_blocks, bool))
+        self.host_blocks = self._rng.integers(0, 2**64, (host_slots, len(patterns), block_size), np.uint64)
 
     def scramble(self, blocks: np.ndarray) -> None:
         """Fills some blocks [M] (boolean) with noise, as whoever takes them next might."""
@@ -160,9 +165,15 @@ class FakeExecutor:
         noise = self._rng.integers(0, 2**64, (len(self.keys), len(slots)), np.uint64)
         self.keys[:, slots] = noise
 
+    def scramble_host(self, slots: np.ndarray) -> None:
+        """The same for slots [host_slots] of the host."""
+        self.host_blocks[slots] = self._rng.integers(0, 2**64, self.host_blocks[slots].shape, np.uint64)
+
     def execute(self, step: StepInput) -> StepOutput:
         self.check(step)
         self.steps.append(step)
+        if step.moves is not None:
+            self.move(step.moves)
         a, shape = step.arrays, step.shape
         tiles = np.arange(shape.num_tiles)
         tile_of = np.concatenate([np.arange(shape.num_singles), shape.num_singles + tiles.repeat(shape.query_tile)])
@@ -186,6 +197,22 @@ class FakeExecutor:
             None if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
         )  # fmt: skip
+
+    def move(self, moves: Moves) -> None:
+        """Copies whole blocks; see `step.Moves`."""
+        blocks = self.keys[:, :-1].reshape(len(self.keys), self.num_blocks, self.block_size)
+        for pairs, sources, targets in (
+            (moves.saves, self.num_blocks, len(self.host_blocks)),
+            (moves.copies, self.num_blocks, self.num_blocks),
+            (moves.loads, len(self.host_blocks), self.num_blocks),
+        ):
+            assert pairs.shape == (len(pairs), 2) and pairs.dtype == np.int32
+            assert (pairs >= 0).all() and (pairs < [sources, targets]).all()
+            assert len(np.unique(pairs[:, 1])) == len(pairs), "two blocks are copied to one place"
+        assert not set(moves.copies[:, 1]) & set(moves.loads[:, 1]), "two blocks are copied to one place"
+        self.host_blocks[moves.saves[:, 1]] = blocks[:, moves.saves[:, 0]].swapaxes(0, 1)
+        blocks[:, moves.copies[:, 1]] = blocks[:, moves.copies[:, 0]]
+        blocks[:, moves.loads[:, 1]] = self.host_blocks[moves.loads[:, 0]].swapaxes(0, 1)
 
     def check(self, step: StepInput) -> None:
         """Holds a step against the contract of `step.StepArrays`.
@@ -228,10 +255,19 @@ def make_engine(
     max_model_len: int = 64,
     policy: str = "fcfs",
     eos_ids: tuple[int, ...] = (),
+    host_slots: int = 0,
+    **memory: Any,
 ) -> Engine:
-    """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look."""
+    """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
+
+    Args:
+      host_slots: blocks of host memory.
+      memory: arguments of KVMemory, such as caching=True.
+    """
+    clock = itertools.count().__next__
+    executor = FakeExecutor(patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots)
     scheduler = Scheduler(
-        BlockManager(num_blocks, block_size),
+        KVMemory(num_blocks, block_size, host_data=executor.host_blocks, clock=clock, **memory),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         query_tile=query_tile,
@@ -242,7 +278,7 @@ def make_engine(
     buckets = Buckets.of(max_num_seqs, scheduler.max_num_tiles, -(-max_model_len // block_size), query_tile)
     # What `LLM.warm_up` compiles.
     widest = scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
-    executor = FakeExecutor(patterns, num_blocks=num_blocks, block_size=block_size, shapes=buckets.all_shapes(widest))
+    executor.shapes = set(buckets.all_shapes(widest))
     return Engine(
         scheduler,
         BatchBuilder(buckets, block_size, num_blocks, VOCAB),
@@ -250,7 +286,7 @@ def make_engine(
         tokenizer=None,
         eos_ids=eos_ids,
         max_model_len=max_model_len,
-        clock=itertools.count().__next__,
+        clock=clock,
     )
 
 
@@ -283,5 +319,9 @@ def step(engine: Engine) -> list:
     engine.scheduler.check()
     executor = engine.executor
     assert isinstance(executor, FakeExecutor)
-    executor.scramble(engine.scheduler.blocks.ref_count == 0)
+    blocks = engine.scheduler.blocks
+    executor.scramble((blocks.ref_count == 0) & ~blocks.kept)
+    if engine.memory.host is not None:
+        slots = engine.memory.host.pool
+        executor.scramble_host((slots.ref_count == 0) & ~slots.kept)
     return reported

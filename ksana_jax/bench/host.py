@@ -15,7 +15,7 @@ import numpy as np
 
 from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import FULL, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -68,9 +68,9 @@ def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK
     Row i begins with context - (i mod block_size) tokens.
     """
     max_model_len = context + steps + 1
-    blocks = BlockManager(rows * -(-max_model_len // block_size), block_size)
+    memory = KVMemory(rows * -(-max_model_len // block_size), block_size)
     scheduler = Scheduler(
-        blocks,
+        memory,
         max_num_seqs=rows,
         max_num_batched_tokens=max(PREFILL_TOKENS, rows),
         query_tile=32,
@@ -80,7 +80,7 @@ def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK
     buckets = Buckets.of(rows, scheduler.max_num_tiles, -(-max_model_len // block_size), scheduler.query_tile)
     engine = Engine(
         scheduler,
-        BatchBuilder(buckets, block_size, blocks.num_blocks, VOCAB_SIZE),
+        BatchBuilder(buckets, block_size, memory.blocks.num_blocks, VOCAB_SIZE),
         RandomTokens(rows + scheduler.max_num_tiles),
         tokenizer=None,
         eos_ids=(0,),

@@ -27,6 +27,7 @@ class Completion:
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
     _held_back: str = ""
     _closed: bool = False
 
@@ -100,7 +101,7 @@ class Completion:
         seq = self.seq
         return CompletionOutput(
             self.index, self.text, list(self.token_ids), None if self.logprobs is None else list(self.logprobs),
-            seq.finish_reason, seq.stop_reason,
+            seq.finish_reason, seq.stop_reason, self.cumulative_logprob,
         )  # fmt: skip
 
 

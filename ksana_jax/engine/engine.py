@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder
+from ksana_jax.engine.beam import Beams, advance
 from ksana_jax.engine.completion import Completion, top_logprobs
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
 from ksana_jax.request import FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Progress, Scheduler
@@ -29,6 +32,12 @@ class Request:
     metrics: RequestMetrics
     completions: list[Completion] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    beams: Beams | None = None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """What runs for it: one for each completion, or its beams."""
+        return [c.seq for c in self.completions] if self.beams is None else list(self.beams.alive)
 
     @property
     def finished(self) -> bool:
@@ -44,6 +53,7 @@ class Request:
             self.finished,
             dataclasses.replace(self.metrics),
             None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            self.metrics.num_cached_tokens,
         )
 
 
@@ -83,6 +93,11 @@ class Engine:
         self._num_requests = self._num_seqs = 0
 
     @property
+    def memory(self) -> KVMemory:
+        """Who knows where every block is."""
+        return self.scheduler.memory
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -107,8 +122,11 @@ class Engine:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {vocab - 1}")
         if self.tokenizer is None and params.detokenize:
             raise ValueError("this engine has no tokenizer: set detokenize=False")
+        if params.beam_width > self.scheduler.max_num_seqs:
+            raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {self.scheduler.max_num_seqs}")
         max_len = min(count + params.max_tokens, self.max_model_len)
         needed, blocks = self.scheduler.blocks_to_finish(max_len), self.scheduler.blocks
+        needed *= max(params.beam_width, 1)  # beams wait for each other: all of them must fit, even unshared
         if needed > blocks.num_blocks:
             raise ValueError(
                 f"prompt of {count:,} tokens and max_tokens {params.max_tokens:,} need {needed:,} KV blocks of "
@@ -122,11 +140,13 @@ class Engine:
         *,
         prompt: str | None = None,
         request_id: str | None = None,
+        cache_salt: str = "",
         streams: bool = False,
     ) -> Request:
         """Takes a request in.
 
         Args:
+          cache_salt: only requests of the same salt share cached prefixes.
           streams: its text is wanted while it grows.
 
         Raises:
@@ -143,26 +163,52 @@ class Engine:
         request = Request(request_id, prompt, prompt_token_ids, params, RequestMetrics(self.clock()))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        stop_ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
         for index in range(params.n):
-            seq = Sequence(
-                seq_id=self._num_seqs,
-                token_ids=prompt_token_ids,
-                params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
-                stop_ids=tuple(dict.fromkeys(stop_ids)),
-                max_len=min(len(prompt_token_ids) + params.max_tokens, self.max_model_len),
-                seed=self._seed(params, index),
-                owner=request,
-            )
-            self._num_seqs += 1
+            seq = self._new_sequence(request, prompt_token_ids, index, cache_salt)
             completion = Completion(index, seq, self.tokenizer if params.detokenize else None, streams)
             request.completions.append(completion)
             if completion.watched or seq.params.prompt_logprobs is not None:
                 self._watched[completion] = None
-            self.scheduler.add(seq)
+        leader, *forks = [completion.seq for completion in request.completions]
+        if params.beam_width:
+            leader = self._new_beam(request, prompt_token_ids, cache_salt)
+            request.beams = Beams(
+                params.beam_width,
+                params.length_penalty,
+                leader.stop_ids,
+                leader.max_len,
+                leader.num_prompt,
+                {leader: 0.0},
+            )
+        else:
+            leader.forks = forks
+        self.scheduler.add(leader)
         self._num_requests += 1
         self.requests[request_id] = request
         return request
+
+    def _new_sequence(self, request: Request, token_ids: np.ndarray, index: int, salt: str) -> Sequence:
+        params, count = request.params, len(request.prompt_token_ids)
+        stop_ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
+        self._num_seqs += 1
+        return Sequence(
+            seq_id=self._num_seqs - 1,
+            token_ids=token_ids,
+            params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+            stop_ids=tuple(dict.fromkeys(stop_ids)),
+            max_len=min(count + params.max_tokens, self.max_model_len),
+            seed=self._seed(params, index),
+            owner=request,
+            salt=salt,
+        )
+
+    def _new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
+        seq = self._new_sequence(request, token_ids, 0, salt)
+        # Each step asks for twice as many candidates as there are beams, of which all but those that end can go on.
+        width = request.params.beam_width
+        seq.params = SamplingParams(temperature=0, logprobs=2 * width, max_tokens=request.params.max_tokens)
+        seq.guided, seq.num_prompt = True, len(request.prompt_token_ids)
+        return seq
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is not None and index == 0:
@@ -175,8 +221,8 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return
-        for completion in request.completions:
-            self.scheduler.finish(completion.seq, FinishReason.ABORT)
+        for seq in (*request.sequences, *(c.seq for c in request.completions)):
+            self.scheduler.finish(seq, FinishReason.ABORT)
         self._close(request)
 
     def step(self) -> list[Request]:
@@ -187,18 +233,30 @@ class Engine:
         """
         batch = self.scheduler.schedule()
         if batch is None:
-            assert not self.scheduler.has_work, "there is work, and none of it can be scheduled"
+            waits = self.memory.loads.num_pending
+            assert waits or not self.scheduler.has_work, "there is work, and none of it can be scheduled"
+            if waits:
+                self.memory.loads.wait()
+            self._make_moves()
             return []
         step, ends = self.builder.build(batch, self.scheduler.rows)
+        step.moves = self.memory.take_moves()
         peak_blocks = self.scheduler.blocks.num_used
+        unshared_blocks = int(self.scheduler.rows.num_blocks[self.scheduler.order].sum())
+        began = self.clock() if self.memory.weighs_costs else 0.0
         try:
             output = self.executor.execute(step)
         except BaseException:
             # What was computed is lost; nothing may stay behind that holds blocks.
             for request_id in list(self.requests):
                 self.abort(request_id)
+            self.memory.lose_device(step.moves)
             raise
         now = self.clock()
+        self.memory.commit()
+        if self.memory.weighs_costs:
+            prefills = batch.num_tokens if len(batch.chunks) else 0
+            self.memory.observe(prefills, now - began, step.moves, output.move_s)
         self._note_first_tokens(batch, now)
         rows_of = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.targets is not None:
@@ -207,6 +265,8 @@ class Engine:
         reported = self._report_tokens(batch, ends, output, progress, rows_of)
         for seq in progress.finished:
             reported.setdefault(seq.owner)
+        if len(progress.guided):
+            self._advance_beams(batch, ends, output, progress, reported)
         for request in reported:
             for completion in request.completions:
                 if completion.seq.finish_reason is not None:
@@ -216,10 +276,29 @@ class Engine:
         self.records.append(
             StepRecord(
                 now, batch.num_tokens, len(batch.singles), len(self.scheduler.order), len(self.scheduler.waiting),
-                self.scheduler.blocks.num_used, peak_blocks, self.scheduler.num_preemptions,
+                self.scheduler.blocks.num_used, peak_blocks, self.scheduler.num_preemptions, unshared_blocks,
+                self.scheduler.blocks.num_idle,
             )
         )  # fmt: skip
+        if not self.scheduler.has_work:
+            self._make_moves()
         return list(reported)
+
+    def flush(self) -> None:
+        """Brings cached prefixes to the disk, where there is one; the engine must be idle."""
+        assert not self.has_work
+        self.memory.flush()
+        self._make_moves()
+
+    def _make_moves(self) -> None:
+        """Has the executor copy what waits for a step that does not come."""
+        if (moves := self.memory.take_moves()) is not None:
+            try:
+                self.executor.move(moves)
+            except BaseException:
+                self.memory.lose_device(moves)
+                raise
+            self.memory.commit()
 
     def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
         rows = self.scheduler.rows
@@ -228,9 +307,11 @@ class Engine:
             return
         whole = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
         for row in batch.rows[fresh & whole]:
-            metrics = rows.seqs[row].owner.metrics
+            seq = rows.seqs[row]
+            metrics = seq.owner.metrics
             if metrics.first_token_s is None:
                 metrics.first_token_s = now
+                metrics.num_cached_tokens = seq.num_cached_tokens or 0
 
     def _report_prompt(self, batch, ends, last, output: StepOutput, rows_of) -> None:
         """Adds the log-probabilities of the prompt tokens that this step has scored."""
@@ -270,6 +351,30 @@ class Engine:
                 reported.setdefault(completion.seq.owner)
         return reported
 
+    def _advance_beams(self, batch, ends, output: StepOutput, progress: Progress, reported) -> None:
+        """Hands what beams ask for to their requests, which choose how they go on."""
+        tile_of = dict(zip(batch.rows.tolist(), ends.tolist(), strict=True))
+        scores = output.scores
+        assert scores is not None
+        # Dropped beams leave their rows: who is where is asked before.
+        for seq, row in [(self.scheduler.rows.seqs[row], row) for row in progress.guided.tolist()]:
+            assert seq is not None
+            request, tile = seq.owner, tile_of[row]
+            top = slice(2 * request.beams.width)
+            if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
+                continue
+            if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.salt)):
+                self._finish_beams(request)
+                reported.setdefault(request)
+
+    def _finish_beams(self, request: Request) -> None:
+        """Makes completions of the best beams."""
+        for completion, best in zip(request.completions, request.beams.finished, strict=False):
+            seq = completion.seq
+            seq.token_ids = np.append(seq.token_ids, np.array(best.token_ids, np.int32))
+            seq.finish_reason, seq.stop_reason = best.finish_reason, best.stop_reason
+            completion.cumulative_logprob = best.logprob
+
     def _stop_by_text(self, seq: Sequence, stop: str) -> None:
         if seq.finish_reason is FinishReason.LENGTH:  # by the same token
             seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
@@ -283,5 +388,5 @@ class Engine:
         metrics.finished_s = self.clock() if now is None else now
         lengths = [len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions]
         metrics.num_output_tokens, metrics.longest_output = sum(lengths), max(lengths)
-        metrics.num_preemptions = sum(c.seq.num_preemptions for c in request.completions)
+        metrics.num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
         self.requests.pop(request.request_id, None)

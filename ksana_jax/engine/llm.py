@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder, Buckets
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine, Request
+from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.runner import Runner
-from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.disk_tier import BlockFormat, DiskTier
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import AttentionPattern, LiveRange, per_layer
+from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
@@ -84,15 +87,31 @@ class LLM:
         if rotated is None:
             rotated = max((p.num_sinks for p in self.patterns if p.sink_position != "absolute"), default=0)
         num_blocks = config.num_blocks or self._pool_size(config, max_model_len)
+        num_host_blocks = config.host_cache_bytes // self._bytes_per_block(config)
         self.config = dataclasses.replace(
             config, max_model_len=max_model_len, num_blocks=num_blocks, max_rotated_sinks=rotated
         )
         self.runner = Runner(
             model, params, self.patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
-            max_model_len=max_model_len, max_rotated_sinks=rotated,
+            max_model_len=max_model_len, max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
         )  # fmt: skip
+        self._fingerprint = ""
+        if config.enable_prefix_caching:
+            self._fingerprint = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
+        memory = KVMemory(
+            num_blocks,
+            config.block_size,
+            caching=config.enable_prefix_caching,
+            eviction=config.prefix_eviction,
+            preempt=config.preempt,
+            host_data=self.runner.mover.host_blocks,
+            disk=self._open_disk(config),
+            write=config.cache_write,
+            scope=self._scope(),
+            cost=recompute_cost(model, config.block_size),
+        )
         scheduler = Scheduler(
-            BlockManager(num_blocks, config.block_size),
+            memory,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             query_tile=config.query_tile,
@@ -120,11 +139,31 @@ class LLM:
         live = LiveRange.of(self.patterns)
         chunk = config.max_num_batched_tokens
         wanted = config.max_num_seqs * live.max_live_blocks(config.block_size, max_model_len, chunk)
-        per_block = config.block_size * self.model_config.kv_bytes_per_token(2 if config.dtype == "bf16" else 4)
+        per_block = self._bytes_per_block(config)
         affordable = config.memory_bytes // per_block
         if affordable < 1:
             raise ConfigError(f"a KV block takes {per_block:,} bytes, memory_bytes is {config.memory_bytes:,}")
         return min(wanted, affordable)
+
+    def _bytes_per_block(self, config: EngineConfig) -> int:
+        return config.block_size * self.model_config.kv_bytes_per_token(2 if config.dtype == "bf16" else 4)
+
+    def _scope(self) -> Scope:
+        """What cached blocks depend on beside their tokens."""
+        return Scope(self._fingerprint, repr(self.patterns), min(p.full_until for p in self.patterns))
+
+    def _open_disk(self, config: EngineConfig) -> DiskTier | None:
+        if config.disk_cache_dir is None:
+            return None
+        blocks = self.runner.mover.host_blocks
+        block = BlockFormat(self._fingerprint, blocks.shape[1:], blocks.dtype.name)
+        return DiskTier(config.disk_cache_dir, block, config.disk_cache_bytes)
+
+    def close(self) -> None:
+        """Writes to disk what is to be kept there, and lets the folder go. The engine must be idle."""
+        if self.engine.memory.disk is not None:
+            self.engine.flush()
+            self.engine.memory.disk.close()
 
     # ------------------------------------------------------------------ what an experiment looks at
 
@@ -162,8 +201,8 @@ class LLM:
             raise RuntimeError(f"{len(self.engine.requests)} requests are running: the pattern changes only in between")
         patterns = per_layer(self.model_config.pattern if pattern is None else pattern, self.model_config.num_layers)
         self.runner.set_patterns(patterns)
-        self.engine.scheduler.set_live_range(LiveRange.of(patterns))
         self.patterns = patterns
+        self.engine.scheduler.set_live_range(LiveRange.of(patterns), self._scope())
 
     def warm_up(
         self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -180,6 +219,8 @@ class LLM:
         )
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
         self.runner.warm_up(self.engine.builder.buckets.all_shapes(width), asked)
+        if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
+            self.runner.mover.warm_up()
         return self.num_compilations - before
 
     # ------------------------------------------------------------------ requests
@@ -257,37 +298,41 @@ class LLM:
         elif len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params were given")
         read = [self._read(prompt) for prompt in prompts]
-        for (_, ids), p in zip(read, params, strict=True):
+        for (_, ids, _), p in zip(read, params, strict=True):
             self.engine.validate(ids, p)
         return [
-            self.engine.add_request(ids, p, prompt=text, streams=streams)
-            for (text, ids), p in zip(read, params, strict=True)
+            self.engine.add_request(ids, p, prompt=text, streams=streams, cache_salt=salt)
+            for (text, ids, salt), p in zip(read, params, strict=True)
         ]
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, np.ndarray]:
-        """Text and token ids of a prompt."""
+    def _read(self, prompt: Prompt) -> tuple[str | None, np.ndarray, str]:
+        """Text, token ids and cache salt of a prompt."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             raise ValueError(f"a prompt is a string or a dict, not {type(prompt).__name__}")
-        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"})):
-            raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; it takes prompt and prompt_token_ids")
-        text = prompt.get("prompt")
+        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
+            raise ValueError(
+                f"a prompt has unknown keys {', '.join(unknown)}; it takes prompt, prompt_token_ids and cache_salt"
+            )
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+        if not isinstance(salt, str):
+            raise ValueError(f"cache_salt is a {type(salt).__name__}, must be a string")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt is a {type(text).__name__}, must be a string")
         if "prompt_token_ids" not in prompt:
             if text is None or self.tokenizer is None:
                 missing = "text" if self.tokenizer else "tokenizer: give prompt_token_ids"
                 raise ValueError(f"prompt has no {missing}")
-            return text, np.array(self.tokenizer.encode(text), np.int32)
+            return text, np.array(self.tokenizer.encode(text), np.int32), salt
         given = prompt["prompt_token_ids"]
         ids = np.asarray(given)
         if ids.shape == (0,):
-            return text, np.zeros(0, np.int32)
+            return text, np.zeros(0, np.int32), salt
         truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy takes them for 0 and 1
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
             raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
-        return text, ids
+        return text, ids, salt
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
@@ -299,3 +344,14 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
     if unknown:
         raise ConfigError(f"LLM has no setting {', '.join(unknown)}")
     return EngineConfig(**settings)
+
+
+def recompute_cost(model: ModelConfig, block_size: int) -> Callable[[int], float]:
+    """Operations to compute a block at a text position, relative to the first block: attention grows with the text."""
+    per_token = 2 * model.num_params
+    per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
+
+    def operations(position: int) -> float:
+        return per_token + per_seen_token * (position + block_size / 2)
+
+    return lambda position: operations(position) / operations(0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.engine.movers import BlockMover
 from ksana_jax.kv.cache import KVCache, make_cache, storage_dtype
 from ksana_jax.kv.patterns import AttentionPattern, PatternArrays, stack
 from ksana_jax.models.rope import Rope, make_rope
@@ -20,7 +21,7 @@ from ksana_jax.ops.attention import choose
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.sampling.sampler import sample, score
-from ksana_jax.step import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.step import Moves, SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 
 # Scores of the whole vocabulary are made for so many prompt tokens at a time.
 SCORED_AT_ONCE = 128
@@ -30,10 +31,13 @@ class Runner:
     """The model on one device, with its KV pool: an `Executor`.
 
     Args:
+      params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
       dtype: "f32" or "bf16", of keys and values.
       num_blocks, block_size: of the pool.
       max_model_len: longest text; some kinds of rope depend on it.
       max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).
+      num_host_blocks: blocks of host memory.
+      embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
     """
 
     def __init__(
@@ -47,22 +51,33 @@ class Runner:
         block_size: int,
         max_model_len: int,
         max_rotated_sinks: int,
+        num_host_blocks: int = 0,
+        embedding_device: str = "device",
     ):
         self.config, self.params = config, params
+        self.embeds_on_host = embedding_device == "host"
         self.platform = jax.default_backend()
         self.implementation = choose(self.platform)
         self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)
         self.sink_width = -(-max_rotated_sinks // block_size)
         self._pool = (num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim,
                       storage_dtype(dtype, self.platform))  # fmt: skip
-        self.cache: KVCache = make_cache(*self._pool)
+        make = functools.partial(make_cache, *self._pool)
+        planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
+        self.cache: KVCache = jax.eval_shape(make) if planned else make()
+        self.mover = BlockMover(self.cache, num_host_blocks)
         self.set_patterns(patterns)
         self._compiled: dict[Any, Callable] = {}
 
     @property
     def num_compilations(self) -> int:
         """Functions compiled so far."""
-        return len(self._compiled)
+        return len(self._compiled) + self.mover.num_compilations
+
+    @property
+    def programs(self) -> dict[Any, Any]:
+        """What is compiled: steps by their StepShape, and others by tuples that begin with "sample" or "score"."""
+        return dict(self._compiled)
 
     @property
     def block_bytes(self) -> int:
@@ -98,8 +113,14 @@ class Runner:
             raise
 
     def _execute(self, step: StepInput) -> StepOutput:
+        saved, move_s = [], 0.0
+        if step.moves is not None:
+            self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
         compiled = self.compile_step(step.shape)
-        self.cache, hidden = compiled(self.params, self.cache, step.arrays, self._patterns)
+        arrays = step.arrays
+        if self.embeds_on_host:
+            arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
+        self.cache, hidden = compiled(self.params, self.cache, arrays, self._patterns)
         prompt_scores = None
         if step.targets is not None:
             top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
@@ -107,11 +128,22 @@ class Runner:
         top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
         finish = self._sample(hidden, step.arrays.last, step.sampling, top)
         tokens, scores = finish(self.params, hidden, step.arrays.last, step.sampling)
+        self.mover.finish(saved)  # while the device computes
         return StepOutput(
             tokens=np.asarray(tokens),
+            move_s=move_s,
             scores=None if scores is None else TokenScores(*(np.asarray(x) for x in scores)),
             prompt_scores=None if prompt_scores is None else TokenScores(*(np.asarray(x) for x in prompt_scores)),
         )
+
+    def move(self, moves: Moves) -> None:
+        """Makes moves outside a step; see `step.Executor`. One that fails leaves an empty pool."""
+        try:
+            self.cache, saved, _ = self.mover.start(self.cache, moves)
+            self.mover.finish(saved)
+        except BaseException:
+            self.reset()
+            raise
 
     def warm_up(
         self,
@@ -154,6 +186,9 @@ class Runner:
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((size, width)),
                             ints((size, width)), ints((size,)))  # fmt: skip
+        if self.embeds_on_host:
+            rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
+            arrays = arrays._replace(tokens=rows)
         run = functools.partial(
             _run, shape=shape, config=self.config, rope=self.rope, sink_width=self.sink_width,
             implementation=self.implementation,

@@ -1,4 +1,4 @@
-"""Which blocks of the pool are taken, and by how many owners. Host bookkeeping: counts only; no jax, no tokens."""
+"""Which blocks of a pool are taken, by how many owners, and which are kept without one. Counts only; no jax."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 # ufunc.at is thirty times slower when it has to convert.
 _ONE = np.int32(1)
+_NONE = np.zeros(0, np.int32)
 
 
 class NoFreeBlocks(RuntimeError):
@@ -17,22 +18,30 @@ class NoFreeBlocks(RuntimeError):
 class BlockManager:
     """Free blocks as a stack, and a reference count for each block of the pool.
 
+    A block is free, held (reference count above 0), or idle: kept for what it holds although nobody owns it.
+
     Args:
       num_blocks: M, blocks in the pool; ids are 0 to M-1.
       block_size: B, tokens in a block.
+
+    Attributes:
+      kept: [M] bool, blocks that become idle instead of free when their last owner leaves.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.ref_count = np.zeros(num_blocks, np.int32)
+        self.kept = np.zeros(num_blocks, bool)
         # Popped from the end: low ids go first.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
+        self.num_idle = 0
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+        """Blocks that somebody owns."""
+        return self.num_blocks - self.num_free - self.num_idle
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` free blocks, one owner each: ids [count].
@@ -48,18 +57,47 @@ class BlockManager:
         return ids
 
     def share(self, ids: np.ndarray) -> None:
-        """Adds an owner to each of some taken blocks; an id may occur more than once."""
-        assert (self.ref_count[ids] > 0).all(), "a free block cannot be shared"
+        """Adds an owner to each of some held or idle blocks; an id may occur more than once."""
+        ownerless = ids[self.ref_count[ids] == 0]
+        if len(ownerless):
+            assert self.kept[ownerless].all(), "a free block cannot be shared"
+            self.num_idle -= len(np.unique(ownerless))
         np.add.at(self.ref_count, ids, _ONE)
 
-    def release(self, ids: np.ndarray) -> None:
-        """Takes one owner from each of some blocks; those left without are free. An id may occur more than once."""
+    def release(self, ids: np.ndarray) -> np.ndarray:
+        """Takes one owner from each of some blocks; an id may occur more than once.
+
+        Those left without are free, or idle where they are kept.
+
+        Returns:
+          The blocks that have become idle.
+        """
         np.subtract.at(self.ref_count, ids, _ONE)
         left = self.ref_count[ids]
         assert (left >= 0).all(), "a block was released more often than it was taken"
         emptied = np.unique(ids[left == 0])
+        idle = _NONE
+        kept = self.kept[emptied]
+        if kept.any():
+            idle, emptied = emptied[kept], emptied[~kept]
+            self.num_idle += len(idle)
         self._free[self.num_free : self.num_free + len(emptied)] = emptied[::-1]
         self.num_free += len(emptied)
+        return idle
+
+    def keep(self, block: int) -> None:
+        """Has a held block stay when its last owner leaves."""
+        assert self.ref_count[block] > 0, "a block nobody holds has nothing to keep"
+        self.kept[block] = True
+
+    def forget(self, block: int) -> None:
+        """Keeps a block no longer; an idle one is free."""
+        assert self.kept[block], "the block was not kept"
+        self.kept[block] = False
+        if not self.ref_count[block]:
+            self.num_idle -= 1
+            self._free[self.num_free] = block
+            self.num_free += 1
 
     def check(self, owned: Iterable[np.ndarray]) -> None:
         """Compares the books with the blocks that owners say they hold.
@@ -79,5 +117,10 @@ class BlockManager:
         free = self._free[: self.num_free]
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert not self.ref_count[free].any(), "a block is free and held"
+        assert not self.kept[free].any(), "a block is free and kept"
         held = np.count_nonzero(self.ref_count)
-        assert held + self.num_free == self.num_blocks, f"{held} held + {self.num_free} free != {self.num_blocks}"
+        idle = np.count_nonzero(self.kept & (self.ref_count == 0))
+        assert idle == self.num_idle, f"{self.num_idle} idle blocks in the books, {idle} found"
+        assert held + idle + self.num_free == self.num_blocks, (
+            f"{held} held + {idle} idle + {self.num_free} free != {self.num_blocks}"
+        )

@@ -6,6 +6,7 @@ in pieces and handed over without a copy. On an accelerator the buffer is a stag
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from typing import Any, Literal
@@ -43,6 +44,7 @@ def load_model(
     dtype: Literal["f32", "bf16"] = "f32",
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
+    embedding_device: Literal["device", "host"] = "device",
 ) -> tuple[ModelConfig, Params]:
     """Reads a model, or makes one up.
 
@@ -51,6 +53,7 @@ def load_model(
       dtype: of the weights in memory, whatever they are stored in.
       load_format: "auto" reads safetensors; "dummy" draws random weights.
       seed: of the random weights.
+      embedding_device: "host" leaves the token embedding in host memory, as a NumPy array.
 
     Raises:
       ConfigError: a config or argument that cannot be.
@@ -60,11 +63,32 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}, must be one of {', '.join(LOAD_FORMATS)}")
     config = source.validate() if isinstance(source, ModelConfig) else load_config(source)
+    if embedding_device == "host":
+        check_embedding_on_host(config)
     if load_format == "dummy":
-        return config, init_params(config, seed, kind)
+        params = init_params(config, seed, kind)
+        return config, embedding_on_host(params) if embedding_device == "host" else params
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig brings no weights; give a model directory, or load_format='dummy'")
-    return config, read_params(config, find_tensors(model_directory(source)), kind, str(source))
+    found = find_tensors(model_directory(source))
+    return config, read_params(config, found, kind, str(source), embedding_device)
+
+
+def check_embedding_on_host(config: ModelConfig) -> None:
+    """
+    Raises:
+      ConfigError: the embedding is the output head too, which the device needs.
+    """
+    if config.tie_embeddings:
+        raise ConfigError(
+            "embedding_device is 'host', but this model's embedding is its output head too (tied), "
+            "which the device needs: nothing would be freed"
+        )
+
+
+def embedding_on_host(params: Params) -> Params:
+    """The same weights with the token embedding in host memory; on the CPU the memory that it already has."""
+    return dataclasses.replace(params, embed=np.asarray(params.embed))
 
 
 def abstract_params(config: ModelConfig, dtype: Literal["f32", "bf16"] = "f32") -> Params:
@@ -83,8 +107,10 @@ def tensor_names(config: ModelConfig) -> Params:
     return jax.tree_util.tree_map_with_path(name, param_shapes(config), is_leaf=is_shape)
 
 
-def read_params(config: ModelConfig, found: dict[str, StoredTensor], dtype, source: str) -> Params:
-    """Reads all weights of a config from where they were found.
+def read_params(
+    config: ModelConfig, found: dict[str, StoredTensor], dtype, source: str, embedding_device: str = "device"
+) -> Params:
+    """Reads all weights of a config from where they were found; those but the embedding go to the default device.
 
     Raises:
       LoadError: tensors that are missing, unexpected, of another shape or of a dtype that is not supported; all listed.
@@ -92,7 +118,8 @@ def read_params(config: ModelConfig, found: dict[str, StoredTensor], dtype, sour
     shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
     names = jax.tree.leaves(tensor_names(config))
     _check_tensors(config, dict(zip(names, shapes, strict=True)), found, source)
-    return jax.tree.unflatten(tree, [read_tensor(found[name], dtype) for name in names])
+    stays = FAMILIES[config.family].tensor_name("embed") if embedding_device == "host" else None
+    return jax.tree.unflatten(tree, [read_tensor(found[name], dtype, to_device=name != stays) for name in names])
 
 
 def _check_tensors(config: ModelConfig, expected: dict[str, tuple[int, ...]], found: dict[str, StoredTensor], source):
@@ -125,11 +152,13 @@ def _same(a: StoredTensor, b: StoredTensor) -> bool:
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for (_, x), (_, y) in pairs)
 
 
-def read_tensor(stored: StoredTensor, dtype) -> jax.Array:
-    """One tensor as an array on the default device; done when it returns."""
+def read_tensor(stored: StoredTensor, dtype, to_device: bool = True) -> jax.Array | np.ndarray:
+    """One tensor as an array on the default device, or in NumPy; done when it returns."""
     host = aligned_empty(stored.shape, dtype)
     for rows, piece in chunks(stored):
         host.reshape(host.shape or (1,))[rows] = piece
+    if not to_device:
+        return host
     return jax.block_until_ready(jax.device_put(host))
 
 

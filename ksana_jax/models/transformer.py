@@ -7,6 +7,8 @@ slices of the cache.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,9 @@ from ksana_jax.models.layers import linear, rms_norm, swiglu
 
 # attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state); q, k not yet rotated.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+# Random weights are drawn so many at a time: what drawing needs beside its result is six times as large.
+DRAWN_AT_ONCE = 2**20
 
 
 @flax.struct.dataclass
@@ -47,7 +52,10 @@ class LayerParams:
 
 @flax.struct.dataclass
 class Params:
-    """Weights of a model. head is None where the embedding is tied."""
+    """Weights of a model. head is None where the embedding is tied.
+
+    embed is in NumPy where it rests on the host: then no program may use it.
+    """
 
     embed: jax.Array  # [V, D]
     layers: tuple[LayerParams, ...]
@@ -85,7 +93,8 @@ def is_shape(x: Any) -> bool:
 def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: float = 0.02) -> Params:
     """Random weights: matrices normal with the given deviation, norms one, biases zero.
 
-    Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation).
+    Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation). One weight is drawn
+    after the other, in place and piece by piece, so that the peak is the weights and little more.
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
@@ -93,30 +102,46 @@ def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: floa
     for index, (path, shape) in enumerate(paths):
         name = path[-1].name
         if "norm" in name:
-            leaves.append(jnp.ones(shape, dtype))
+            leaf = jnp.ones(shape, dtype)
         elif name.startswith("b_"):
-            leaves.append(jnp.zeros(shape, dtype))
+            leaf = jnp.zeros(shape, dtype)
         else:
             scale = std / (2 * config.num_layers) ** 0.5 if name in ("w_o", "w_down") else std
-            leaves.append((jax.random.normal(jax.random.fold_in(key, index), shape) * scale).astype(dtype))
+            leaf = _draw(jax.random.fold_in(key, index), scale, shape=shape, dtype=dtype)
+        leaves.append(jax.block_until_ready(leaf))
     return jax.tree.unflatten(tree, leaves)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(key: jax.Array, scale: float, *, shape: tuple[int, int], dtype) -> jax.Array:
+    """Normal numbers of deviation `scale`."""
+    num_rows = max(DRAWN_AT_ONCE // math.prod(shape[1:]), 1)
+    if num_rows >= shape[0]:
+        return (jax.random.normal(key, shape) * scale).astype(dtype)
+
+    def piece(index, out):
+        rows = (jax.random.normal(jax.random.fold_in(key, index), (num_rows, *shape[1:])) * scale).astype(dtype)
+        # The last piece overlaps the one before where they do not divide the rows.
+        return jax.lax.dynamic_update_slice_in_dim(out, rows, jnp.minimum(index * num_rows, shape[0] - num_rows), 0)
+
+    return jax.lax.fori_loop(0, -(-shape[0] // num_rows), piece, jnp.zeros(shape, dtype))
 
 
 def forward(params: Params, tokens: jax.Array, attend: Attend, state: Any, *, config: ModelConfig):
     """Runs the network up to the final norm.
 
     Args:
-      tokens: [...] ids in [0, V).
+      tokens: [...] ids in [0, V), or [..., D] rows of the embedding that were looked up elsewhere.
       attend: how queries meet keys; see `Attend`.
       state: what attend carries from layer to layer, such as the cache.
 
     Returns:
       Hidden states [..., D], and the state after the last layer.
     """
-    lead = tokens.shape
+    x = params.embed[tokens] if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens
+    lead = x.shape[:-1]
     heads = (*lead, config.num_heads, config.head_dim)
     kv_heads = (*lead, config.num_kv_heads, config.head_dim)
-    x = params.embed[tokens]
     for index, p in enumerate(params.layers):
         with jax.named_scope(f"layer{index}"):
             y = rms_norm(x, p.attn_norm, config.norm_eps)

@@ -1,8 +1,8 @@
 """Iteration-level scheduling (ORCA, OSDI 2022): before every step, which rows compute how many of their tokens.
 
-Knows rows, counts and blocks; no token values beyond stop ids, no jax, no clock. The work left of a row is
-num_tokens - num_computed: a whole prompt, a chunk of it, one token of decode and a restart after preemption are the
-same thing.
+Knows rows and counts, and asks `kv.memory` for blocks; no token values beyond stop ids, no jax, no clock. The work
+left of a row is num_tokens - num_computed: a whole prompt, what a prefix hit leaves of it, a chunk, one token of decode
+and a restart after preemption are the same thing.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ import dataclasses
 import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager
-from ksana_jax.kv.patterns import FAR, LiveRange
+from ksana_jax.kv.memory import Hit, KVMemory
+from ksana_jax.kv.patterns import LiveRange
+from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.row_blocks import RowBlocks
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.policies import POLICIES, Policy
+from ksana_jax.scheduler.policies import Policy, policy_named
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step import ScheduledBatch
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a step brought: rows that got a token, the tokens, and the sequences that ended by it (of `rows[ended]`)."""
+    """What a step brought: rows that got a token, the tokens, and the sequences that ended by it (of `rows[ended]`).
+
+    guided: rows that have computed all their tokens and whose request chooses the next one.
+    """
 
     rows: np.ndarray
     tokens: np.ndarray
     ended: np.ndarray
     finished: list[Sequence]
+    guided: np.ndarray
 
 
 @dataclasses.dataclass
@@ -41,12 +48,15 @@ class _Room:
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 _NO_ROWS = np.zeros(0, np.intp)
 
+# Waiting sequences that are looked at in a step although one before them waits for a prefix or the disk.
+LOOKAHEAD = 16
+
 
 class Scheduler:
     """Waiting sequences in the order of a policy, running ones in rows.
 
     Args:
-      blocks: the pool.
+      memory: where blocks come from.
       max_num_seqs: most rows.
       max_num_batched_tokens: most tokens of a step.
       query_tile: tokens of one row that share a tile in a step; a step has room for
@@ -58,7 +68,7 @@ class Scheduler:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        memory: KVMemory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -67,10 +77,8 @@ class Scheduler:
         live: LiveRange,
         policy: str = "fcfs",
     ):
-        if policy not in POLICIES:
-            raise ValueError(f"policy is {policy!r}, must be one of {', '.join(POLICIES)}")
-        self.blocks = blocks
-        self.policy: Policy = POLICIES[policy]
+        self.memory = memory
+        self.policy: Policy = policy_named(policy, max_num_seqs)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.query_tile = query_tile
@@ -81,14 +89,22 @@ class Scheduler:
         self.order = _NO_ROWS  # running rows, the first to be served first
         self._keys: list[tuple[float, int]] = []  # sort keys of `order`
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._leaders: dict[Sequence, None] = {}  # those with forks
         self.set_live_range(live)
 
-    def set_live_range(self, live: LiveRange) -> None:
-        """Changes which positions stay visible. Only while nothing runs or waits."""
+    def set_live_range(self, live: LiveRange, scope: Scope | None = None) -> None:
+        """Changes which positions stay visible, and what cached blocks depend on. Only while nothing runs or waits."""
         assert not self.has_work, "the attention pattern of running sequences cannot change"
         self.live = live
+        self.memory.set_patterns(live, scope or self.memory.index.scope)
         width = live.max_live_blocks(self.blocks.block_size, self.max_model_len, self.max_num_batched_tokens)
         self.rows = Rows(self.max_num_seqs, width)
+        self.held = RowBlocks(self.rows, self.memory, live)
+
+    @property
+    def blocks(self) -> BlockManager:
+        """The device's pool."""
+        return self.memory.blocks
 
     @property
     def has_work(self) -> bool:
@@ -99,8 +115,10 @@ class Scheduler:
         # The last token is sampled and never computed.
         return self.live.max_live_blocks(self.blocks.block_size, max(max_len - 1, 1))
 
+    # ------------------------------------------------------------------ sequences come and go
+
     def add(self, seq: Sequence) -> None:
-        """Lets a sequence wait for its turn.
+        """Lets a sequence wait for its turn; those of `seq.forks` wait until it has computed its prompt.
 
         Raises:
           ValueError: it can never fit the pool.
@@ -111,31 +129,96 @@ class Scheduler:
                 f"a request of up to {seq.max_len:,} tokens needs {needed:,} KV blocks of {self.blocks.block_size} "
                 f"tokens, the pool has {self.blocks.num_blocks:,}"
             )
-        bisect.insort(self.waiting, (self.policy(seq), seq.seq_id, seq))
+        if seq.forks:
+            self._leaders[seq] = None
+        self._wait(seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        if seq.rank is None:
+            seq.rank = self.policy(seq)
+        bisect.insort(self.waiting, (seq.rank, seq.seq_id, seq))
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence in whatever state it is; one that has ended is left alone."""
         if seq.finish_reason is not None:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        if seq.row is None:
-            self.waiting = [w for w in self.waiting if w[2] is not seq]
-        else:
+        if seq.row is not None:
             self._leave(np.array([seq.row]))
+        else:
+            self.waiting = [w for w in self.waiting if w[2] is not seq]
+            self.memory.loads.end(seq)
+            self._take_away(seq)
+        self._release_forks(seq)
+
+    def _take_away(self, seq: Sequence) -> None:
+        """Takes what a waiting sequence holds: it will compute it again, if it goes on."""
+        if seq.held is not None:
+            self.memory.release(seq.held.ids)
+        if seq.swapped is not None:
+            self.memory.drop_swapped(seq.swapped.ids)
+        seq.held = seq.swapped = seq.node = None
+        seq.num_indexed = 0
+
+    def append(self, seq: Sequence, token: int) -> None:
+        """Gives a guided sequence its next token."""
+        seq.idles = False
+        if seq.row is None:
+            seq.token_ids = np.append(seq.token_ids, np.int32(token))
+        else:
+            self.rows.append(np.array([seq.row]), np.array([token], np.int32))
+
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int | None = None) -> None:
+        """Lets a sequence wait that begins with its parent's tokens, and shares the parent's blocks if that one runs.
+
+        Args:
+          child: its tokens, at least one more than are shared; the first of them must equal the parent's.
+          num_computed: tokens to be shared; None takes all that the parent has computed.
+        """
+        if parent.row is not None:
+            count = int(self.rows.num_computed[parent.row]) if num_computed is None else num_computed
+            child.held = self.held.share(parent.row, count)
+            child.cacheable, child.links = parent.cacheable, list(parent.links)
+            child.node, child.num_indexed = parent.node, parent.num_indexed
+            while child.num_indexed > count // self.blocks.block_size:
+                child.node, child.num_indexed = child.node.parent, child.num_indexed - 1
+        child.rank = parent.rank
+        self._wait(child)
+
+    def _release_forks(self, leader: Sequence) -> None:
+        """Lets those wait on their own who waited for a leader's prompt."""
+        self._leaders.pop(leader, None)
+        forks, leader.forks = leader.forks, []
+        for seq in forks:
+            if seq.finish_reason is None:
+                self._wait(seq)
 
     # ------------------------------------------------------------------ before a step
 
     def schedule(self) -> ScheduledBatch | None:
-        """Chooses what the next step computes and takes the blocks for it; None when there is nothing to do."""
+        """Chooses what the next step computes and takes the blocks for it; None when there is nothing to compute: no
+        work, or all of it waits for the disk (`memory.loads`)."""
+        self.memory.loads.poll()
+        batch = self._schedule()
+        # Rows whose requests wait for others of theirs to get in compute nothing, and may hold all blocks.
+        while batch is None and len(self.order) and self.waiting and not self.memory.loads.num_pending:
+            self._preempt(int(self.order[-1]))
+            batch = self._schedule()
+        return batch
+
+    def _schedule(self) -> ScheduledBatch | None:
         rows, order = self.rows, self.order
         preempted_before = self.num_preemptions
         left = rows.num_tokens[order] - rows.num_computed[order]
         singles = order[left == 1][: self.max_num_batched_tokens]
         short = rows.num_computed[singles] >= rows.covered[singles]
-        if np.count_nonzero(short) <= self.blocks.num_free:
-            self._take_blocks(singles[short])
+        sharing = self.held.writes_to_shared(singles)
+        if np.count_nonzero(short) + np.count_nonzero(sharing) <= self.memory.num_available:
+            self.held.take(singles[short])
+            for row in singles[sharing].tolist():
+                self.held.provide(row, 1)
         else:
-            singles = self._take_blocks_by_force(singles, short)
+            singles = self._provide_by_force(singles, short | sharing)
         chunks: list[tuple[int, int]] = []
         room = _Room(self.max_num_batched_tokens - len(singles), self.max_num_tiles)
         if len(singles) < len(order):
@@ -143,11 +226,8 @@ class Scheduler:
                 if count := self._extend(row, room):
                     chunks.append((row, count))
         if self.num_preemptions == preempted_before:
-            while self.waiting and self._free_rows and room.tokens and room.tiles:
-                row, count = self._admit(room)
-                if not count:
-                    break
-                chunks.append((row, count))
+            if self.waiting:
+                self._admit_waiting(room, chunks)
         else:
             singles = singles[rows.alive[singles]]
         if not chunks:
@@ -156,49 +236,47 @@ class Scheduler:
         longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
         return ScheduledBatch(np.concatenate([singles, np.array(alone, np.intp)]), longer[:, 0], longer[:, 1])
 
-    def _take_blocks(self, rows: np.ndarray, count: int = 1) -> None:
-        """Gives `count` blocks to each of some rows; there are enough."""
-        if not len(rows):
-            return
-        r, size = self.rows, self.blocks.block_size
-        ids = self.blocks.allocate(len(rows) * count).reshape(len(rows), count)
-        at = r.num_blocks[rows][:, None] + np.arange(count, dtype=np.int32)
-        r.block_tables[rows[:, None], at] = ids
-        r.block_starts[rows[:, None], at] = r.covered[rows][:, None] + size * np.arange(count, dtype=np.int32)
-        r.num_blocks[rows] += count
-        r.covered[rows] += size * count
-
-    def _take_blocks_by_force(self, singles: np.ndarray, short: np.ndarray) -> np.ndarray:
-        """Gives a block to each short row in order, preempting from the end; returns the singles that can run."""
-        runs = ~short
-        for i in np.flatnonzero(short):
+    def _provide_by_force(self, singles: np.ndarray, needy: np.ndarray) -> np.ndarray:
+        """Gives a block to each row in need of one, in order, preempting from the end; returns the singles that run."""
+        runs = ~needy
+        for i in np.flatnonzero(needy):
             row = int(singles[i])
             if self.rows.alive[row] and self._make_room(row):
-                self._take_blocks(singles[i : i + 1])
+                self.held.provide(row, 1)
                 runs[i] = True
         return singles[runs & self.rows.alive[singles]]
 
     def _make_room(self, row: int) -> bool:
-        """Sees to one free block for a row, preempting rows that come after it. False: the row is last and must wait.
+        """Sees to one block for a row, preempting rows that come after it. False: the row is last and must wait.
 
         The first row of all always gets its block, so there is progress: a request that the pool cannot hold was
         refused on arrival.
         """
-        while not self.blocks.num_free:
+        while not self.memory.num_available:
             last = int(self.order[-1])
-            if last == row:
+            if last != row:
+                self._preempt(last)
+            elif not self._strip_one():
                 return False
-            self._preempt(last)
         return True
 
+    def _strip_one(self, spared: Sequence | None = None) -> bool:
+        """Takes the shared blocks of the last waiting sequence that brings some along; False if there is none."""
+        for _, _, seq in reversed(self.waiting):
+            if seq.held is not None and seq is not spared:
+                self._take_away(seq)
+                return True
+        return False
+
     def _preempt(self, row: int) -> None:
-        """Takes a row's blocks; its sequence waits in its old place and will compute all its tokens again."""
+        """Takes a row's blocks, to the host or for good; its sequence waits in its old place."""
         seq = self.rows.seqs[row]
         assert seq is not None
+        seq.swapped = self.held.swap_out(row)
         self._leave(np.array([row]))
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        bisect.insort(self.waiting, (self.policy(seq), seq.seq_id, seq))
+        self._wait(seq)
 
     def _extend(self, row: int, room: _Room) -> int:
         """How many tokens a running row with several left computes now; takes their blocks and their room."""
@@ -211,29 +289,97 @@ class Scheduler:
     def _take(self, row: int, room: _Room) -> int:
         r, size = self.rows, self.blocks.block_size
         done, covered = int(r.num_computed[row]), int(r.covered[row])
-        count = min(int(r.num_tokens[row]) - done, room.tokens, room.tiles * self.query_tile)
-        count = min(count, covered + self.blocks.num_free * size - done)
-        if new := -(-max(done + count - covered, 0) // size):
-            self._take_blocks(np.array([row]), new)
+        left = int(r.num_tokens[row]) - done
+        count = min(left, room.tokens, room.tiles * self.query_tile if left > 1 else 1)
+        available = self.memory.num_available
+        if r.forked[row]:
+            available -= int(self.held.writes_to_shared(np.array([row]))[0])
+        count = max(min(count, covered + available * size - done), 0)
+        self.held.provide(row, count)
         room.tokens -= count
         room.tiles -= -(-count // self.query_tile) if count > 1 else 0
         return count
 
-    def _admit(self, room: _Room) -> tuple[int, int]:
-        """Places the first waiting sequence in a row if its first chunk fits: the row and its tokens, or 0 tokens."""
-        seq = self.waiting[0][2]
-        count = min(len(seq.token_ids), room.tokens, room.tiles * self.query_tile)
-        fits = -(-count // self.blocks.block_size) <= self.blocks.num_free
-        # When nothing runs, part of a chunk is better than waiting for ever.
-        if not fits and (len(self.order) or not self.blocks.num_free):
-            return -1, 0
-        key = self.waiting.pop(0)[:2]
+    # ------------------------------------------------------------------ admission
+
+    def _admit_waiting(self, room: _Room, chunks: list[tuple[int, int]]) -> None:
+        """Places waiting sequences in rows, in order, as far as there is room.
+
+        One that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither takes
+        long, and neither depends on those who pass.
+        """
+        at = 0
+        while at < min(len(self.waiting), LOOKAHEAD) and self._free_rows and room.tokens:
+            seq = self.waiting[at][2]
+            if seq.idles or not self.memory.loads.ready(seq):
+                at += 1
+                continue
+            hit = None if seq.held or seq.swapped else self.memory.pin(seq)
+            if hit and hit.awaits:
+                at += 1
+                continue
+            if not self._fits(seq, hit, room):
+                if hit:
+                    self.memory.unpin(hit)
+                if len(self.order) or not seq.held:
+                    break
+                self._take_away(seq)  # alone, and no room for a copy of what it shares
+                continue
+            row = self._place(at, hit)
+            chunks.append((row, self._take(row, room)))
+
+    def _fits(self, seq: Sequence, hit: Hit | None, room: _Room) -> bool:
+        """Whether a waiting sequence can start: all it brings along, and its first chunk."""
+        size, total = self.blocks.block_size, len(seq.token_ids)
+        brought = seq.held or seq.swapped
+        done = hit.num_tokens if hit else brought.num_computed if brought else 0
+        left = total - done
+        if left > 1 and not room.tiles:
+            return False
+        loads = hit.num_loads if hit else len(seq.swapped.ids) if seq.swapped else 0
+        count = min(left, room.tokens, room.tiles * self.query_tile if left > 1 else 1)
+        if seq.num_preemptions and len(self.order):
+            count = left  # or it would soon be preempted again
+        covered = -(-done // size) * size
+        most = self.live.max_live_blocks(size, total, self.max_num_batched_tokens)
+
+        def first_block() -> int:
+            """Blocks without which not even one token can be computed."""
+            return loads + (done >= covered or (seq.held is not None and self.memory.is_shared(seq.held.ids[-1])))
+
+        more = -(-max(done + count - covered, 0) // size) - (done >= covered)
+        if min(first_block() + more, most) <= self.memory.num_available:
+            return True
+        if len(self.order):
+            return False
+        # Nothing runs: part of a chunk is better than waiting for ever.
+        while first_block() > self.memory.num_available:
+            if not self._strip_one(seq):
+                return False
+        return True
+
+    def _place(self, at: int, hit: Hit | None) -> int:
+        """Takes a waiting sequence into a row with what it brings along: the row."""
+        rank, seq_id, seq = self.waiting.pop(at)
         row = self._free_rows.pop()
+        if hit:
+            held = self.memory.claim(seq, hit)
+        elif seq.swapped:
+            held = seq.swapped._replace(ids=self.memory.swap_in(seq.swapped.ids))
+        else:
+            assert seq.held is not None
+            held = seq.held
+        forked = seq.held is not None
+        seq.held = seq.swapped = None
+        seq.has_read, seq.num_read = False, 0
+        self.memory.loads.end(seq)
         self.rows.place(seq, row)
-        at = bisect.bisect(self._keys, key)
-        self._keys.insert(at, key)
-        self.order = np.insert(self.order, at, row)
-        return row, self._take(row, room)
+        self.held.bring(row, seq, held, forked)
+        key = (rank, seq_id)
+        where = bisect.bisect(self._keys, key)
+        self._keys.insert(where, key)
+        self.order = np.insert(self.order, where, row)
+        return row
 
     # ------------------------------------------------------------------ after a step
 
@@ -247,12 +393,22 @@ class Scheduler:
         r, rows = self.rows, batch.rows
         r.num_computed[rows] += batch.num_per_row
         complete = r.num_computed[rows] == r.num_tokens[rows]
+        guided = _NO_ROWS
+        if r.guided[rows].any():
+            guided = rows[complete & r.guided[rows]]
+            complete &= ~r.guided[rows]
+            for row in guided:
+                r.seqs[row].idles = True
         sampled = rows
         if not complete.all():
             sampled, tokens = rows[complete], tokens[complete]
         length = r.append(sampled, tokens)
         stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
         ended = stopped | (length >= r.max_len[sampled])
+        if self.memory.caching:
+            self.held.index_full(rows)
+        if self._leaders:
+            self._fork_prompts(sampled)
         finished: list[Sequence] = []
         if ended.any():
             for row, token, by_id in zip(sampled[ended], tokens[ended], stopped[ended], strict=True):
@@ -263,61 +419,44 @@ class Scheduler:
                 finished.append(seq)
             self._leave(sampled[ended])
             rows = rows[r.alive[rows]]
-        self._return_invisible_blocks(rows)
-        return Progress(sampled, tokens, ended, finished)
+        self.held.return_invisible(rows)
+        return Progress(sampled, tokens, ended, finished, guided)
 
-    def _return_invisible_blocks(self, rows: np.ndarray) -> None:
-        """Returns blocks of which no later query of their row sees a token."""
-        if self.live.window is None:
-            return
-        r, size = self.rows, self.blocks.block_size
-        # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
-        seen_from = r.num_computed[rows] - self.live.window + 1
-        due = seen_from >= r.return_at[rows]
-        if not due.any():
-            return
-        rows = rows[due]
-        r.return_at[rows] = (seen_from[due] // size + 1) * size
-        width = int(r.num_blocks[rows].max())
-        starts = r.block_starts[rows, :width]
-        dead = self.live.dead_blocks(starts, size, r.num_computed[rows][:, None])
-        some = dead.any(axis=1)
-        if not some.any():
-            return
-        rows, dead = rows[some], dead[some]
-        tables = r.block_tables[rows, :width]
-        self.blocks.release(tables[dead])
-        order = np.argsort(dead, axis=1, kind="stable")  # the living move up
-        r.block_tables[rows, :width] = np.take_along_axis(tables, order, axis=1)
-        r.block_starts[rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
-        r.num_blocks[rows] -= dead.sum(axis=1, dtype=np.int32)
+    def _fork_prompts(self, rows: np.ndarray) -> None:
+        """Shares the blocks of prompts that are computed with the sequences that wait for them."""
+        for leader in [seq for seq in self._leaders if seq.row in rows]:
+            # Each computes the last token again: a first token of its own needs its logits.
+            forks, leader.forks = leader.forks, []
+            del self._leaders[leader]
+            for seq in forks:
+                if seq.finish_reason is None:
+                    self.fork(leader, seq, leader.num_prompt - 1)
 
     def _leave(self, leaving: np.ndarray) -> None:
         """Takes rows out, their blocks back."""
         r = self.rows
-        self.blocks.release(np.concatenate([r.held(row) for row in leaving]))
+        self.held.release(leaving)
         stays = ~np.isin(self.order, leaving)
         self._keys = [key for key, kept in zip(self._keys, stays, strict=True) if kept]
         self.order = self.order[stays]
         for row in leaving.tolist():
+            seq = r.seqs[row]
+            assert seq is not None
+            self.memory.expect_no_more(seq)
+            seq.node, seq.num_indexed, seq.cacheable = None, 0, True
             r.clear(row)
             self._free_rows.append(row)
 
     def check(self) -> None:
-        """Holds the books against the rows.
+        """Holds the books against the rows and what waiting sequences bring along.
 
         Raises:
-          AssertionError: see `BlockManager.check`; or a row's tables do not cover what it has computed.
+          AssertionError: see `KVMemory.check` and `RowBlocks.check`; or rows and their order differ.
         """
-        r = self.rows
         order = self.order.tolist()
-        self.blocks.check(r.held(row) for row in order)
+        waiting = [seq for _, _, seq in self.waiting]
+        owned = [self.rows.held(row) for row in order] + [seq.held.ids for seq in waiting if seq.held]
+        self.memory.check(owned, [seq.swapped.ids for seq in waiting if seq.swapped])
         assert len(order) + len(self._free_rows) == self.max_num_seqs
-        assert set(np.flatnonzero(r.alive).tolist()) == set(order)
-        for row in order:
-            starts = r.block_starts[row, : r.num_blocks[row]]
-            assert (np.diff(starts) > 0).all(), "blocks are out of order"
-            assert r.num_computed[row] <= r.covered[row], "computed tokens without a block"
-            positions = np.arange(0, r.covered[row], self.blocks.block_size)
-            alive = ~self.live.dead_blocks(positions, self.blocks.block_size, r.num_computed[row])
-            assert np.isin(positions[alive], starts).all(), "a visible block was returned"
+        assert set(np.flatnonzero(self.rows.alive).tolist()) == set(order)
+        self.held.check(order)

@@ -60,7 +60,7 @@ PROMPTS = {
     "ids of two dimensions": ({"prompt_token_ids": [[1, 2]]}, r"not int64 of shape \(1, 2\)"),
     "no ids of two dimensions": ({"prompt_token_ids": [[]]}, NO_IDS),
     "an empty dict": ({}, "prompt has no text"),
-    "unknown keys": ({"prompt": "a", "text": "b", 7: 1}, "unknown keys 7, text; .*prompt and prompt_token_ids"),
+    "unknown keys": ({"prompt": "a", "text": "b", 7: 1}, "unknown keys 7, text; .*prompt_token_ids and cache_salt"),
     "a text that is a number": ({"prompt": 5}, "prompt is a int, must be a string"),
     "a text that is a number, beside ids": ({"prompt": 5, "prompt_token_ids": [1]}, "prompt is a int"),
     "half of a surrogate pair": ("a\ud800", "half of a surrogate pair at character 1"),

@@ -1,11 +1,13 @@
 """When a block is dead, and how many can be alive: against the literal definition of who sees whom."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
 from tests.reference import literal
 
 LENGTH = 48
@@ -72,3 +74,25 @@ def test_everything_lives_when_one_layer_sees_everything():
 def test_a_dilated_window_ends_at_the_farthest_position_that_its_stride_meets():
     # Window 8, stride 3 sees distances 0, 3 and 6; the window's last position, at distance 7, is never seen again.
     assert LiveRange.of([AttentionPattern(window=8, stride=3)]).window == 7
+
+
+def test_below_full_until_a_pattern_is_full_attention():
+    """Exactly there where the pattern is dense; nowhere beyond the point where it first differs."""
+    positions = np.arange(24)
+    q, k = positions[:, None], positions[None]
+    everything, own = literal(FULL, q, k)
+    tried = 0
+    for window, sinks, stride, every, where, ceiling in itertools.product(
+        [None, 1, 2, 4, 7], [0, 1, 2, 5], [1, 2], [None, 1, 3], ["absolute", "cache", "ceiling"], [None, 1, 3, 6, 9]
+    ):
+        if (where != "absolute" and window is None) or (ceiling and where != "ceiling"):
+            continue
+        pattern = AttentionPattern(window, sinks, stride, every, where, ceiling)
+        seen, stands = literal(pattern, q, k)
+        differs = np.flatnonzero(((seen != everything) | (seen & (stands != own))).any(axis=1))
+        first = int(differs[0]) if len(differs) else FAR
+        assert pattern.full_until <= first, str(pattern)
+        if stride == 1 and every is None:
+            assert pattern.full_until == first, str(pattern)
+        tried += 1
+    assert tried > 500

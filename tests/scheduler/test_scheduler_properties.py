@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.kv.prefix_index import sha256
+from ksana_jax.kv.replacement import POLICIES as EVICTIONS
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.policies import POLICIES, fcfs
+from ksana_jax.scheduler.policies import NAMES, fcfs
 from tests.fakes import (
     VOCAB,
     FakeExecutor,
@@ -39,19 +41,33 @@ PATTERNS = {
 LONGEST = 40
 
 
+def text_from_tree(length: int, branch: int) -> np.ndarray:
+    """One of four texts: the others leave the first one at positions 0, 9 and 22."""
+    text = prompt_of(LONGEST)
+    leaves = (LONGEST, 0, 9, 22)[branch]
+    text[leaves:] = prompt_of(LONGEST, branch)[leaves:]
+    return text[:length]
+
+
 class Serving(RuleBasedStateMachine):
     """Requests that come, go and are aborted on an engine of random shape."""
 
     @initialize(
         pattern=st.sampled_from(sorted(PATTERNS)),
         block_size=st.sampled_from([1, 2, 4, 8]),
-        policy=st.sampled_from(sorted(POLICIES)),
+        policy=st.sampled_from(NAMES),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
         query_tile=st.sampled_from([1, 2, 4, 8]),
         spare=st.sampled_from([-2, 0, 0, 1, 2, 4, 200]),
+        caching=st.booleans(),
+        eviction=st.sampled_from(sorted(EVICTIONS)),
+        host_slots=st.sampled_from([0, 0, 1, 3, 8, 200]),
+        preempt=st.sampled_from(["swap", "recompute", "auto"]),
+        write=st.sampled_from(["back", "through", "drop"]),
+        digest_bytes=st.sampled_from([1, 32, 32]),
     )
-    def start(self, pattern, block_size, policy, max_num_seqs, budget, query_tile, spare):
+    def start(self, pattern, block_size, policy, max_num_seqs, budget, query_tile, spare, digest_bytes, **memory):
         self.patterns, self.block_size = PATTERNS[pattern], block_size
         live = LiveRange.of(self.patterns)
         # 0 spare blocks: the longest request just fits, and only alone.
@@ -59,6 +75,7 @@ class Serving(RuleBasedStateMachine):
         self.engine = make_engine(
             self.patterns, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget, query_tile=query_tile, max_model_len=LONGEST, policy=policy, eos_ids=(3, 4),
+            digest=lambda data: sha256(data)[:digest_bytes], **memory,
         )  # fmt: skip
         self.scheduler = self.engine.scheduler
         self.requests, self.expected, self.aborted = [], {}, set()
@@ -74,9 +91,10 @@ class Serving(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 5]),
         scores=st.sampled_from([None, None, 0, 2]),
         streams=st.booleans(),
+        salt=st.sampled_from(["", "", "other"]),
     )
-    def add(self, length, text, max_tokens, n, greedy, ignore_eos, min_tokens, scores, streams):
-        prompt = prompt_of(length, text)
+    def add(self, length, text, max_tokens, n, greedy, ignore_eos, min_tokens, scores, streams, salt):
+        prompt = text_from_tree(length, text)
         params = asking(
             max_tokens, n=n, temperature=0 if greedy else 1, ignore_eos=ignore_eos,
             min_tokens=min(min_tokens, max_tokens), logprobs=scores, prompt_logprobs=scores,
@@ -90,7 +108,7 @@ class Serving(RuleBasedStateMachine):
                 self.engine.add_request(prompt, params, streams=streams)
             assert self.scheduler.waiting == waiting and self.scheduler.blocks.num_free == free
             return
-        request = self.engine.add_request(prompt, params, streams=streams)
+        request = self.engine.add_request(prompt, params, streams=streams, cache_salt=salt)
         self.requests.append(request)
         for completion in request.completions:
             seq = completion.seq
@@ -141,10 +159,13 @@ class Serving(RuleBasedStateMachine):
         running = [self.scheduler.rows.seqs[row] for row in self.scheduler.order]
         waiting = [seq for _, _, seq in self.scheduler.waiting]
         for seqs in (running, waiting):
-            keys = [(self.scheduler.policy(seq), seq.seq_id) for seq in seqs]
+            keys = [(seq.rank, seq.seq_id) for seq in seqs]
             assert keys == sorted(keys)
-        if self.scheduler.policy is fcfs and running and waiting:
-            assert running[-1].seq_id < waiting[0].seq_id
+        # Further completions of a request come when its prompt is computed, and others may have passed them; so may
+        # who waits for a prefix that is just being computed.
+        waiting = [seq for seq in waiting if seq.rank == seq.seq_id]
+        if self.scheduler.policy is fcfs and running and waiting and not self.engine.memory.caching:
+            assert running[-1].rank < waiting[0].seq_id
 
     def check_live_blocks(self):
         """A row holds exactly the blocks that some layer's later queries can see."""
@@ -184,7 +205,9 @@ class Serving(RuleBasedStateMachine):
                 break
             self.step()
         assert not self.engine.has_work, "work is left that makes no progress"
-        assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_blocks
+        self.engine.step()  # what is still to be moved
+        assert self.scheduler.blocks.num_used == 0
+        assert self.engine.memory.host is None or self.engine.memory.host.pool.num_used == 0
         assert not self.engine.requests and not len(self.scheduler.order) and not self.scheduler.waiting
         for request in self.requests:
             self.check_finished(request)

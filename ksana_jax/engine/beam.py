@@ -1,0 +1,139 @@
+"""Beam search over sequences of the scheduler: chooses which beams go on, and how. Knows no blocks, no device.
+
+A beam is a guided sequence: the scheduler computes its tokens and then lets it wait until its request has chosen the
+next one. When all beams of a request have reported, the best continuations are taken: of each beam that goes on, one
+child takes its place and the others fork off, sharing its blocks; copy-on-write does the rest, and no cache is ever
+reordered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ksana_jax.request import FinishReason
+from ksana_jax.sequence import Sequence
+
+
+class Hypothesis(NamedTuple):
+    """A finished beam: its score, the sum of its log-probabilities, and the tokens after the prompt."""
+
+    score: float
+    logprob: float
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | None
+
+
+class Branch(NamedTuple):
+    """A beam that goes on: with which token, and its sum of log-probabilities then."""
+
+    seq: Sequence
+    token: int
+    logprob: float
+
+
+@dataclasses.dataclass(eq=False)
+class Beams:
+    """The beams of one request.
+
+    Args:
+      width: beams that go on from each step.
+      length_penalty: see `SamplingParams`.
+      stop_ids, max_len: as of `Sequence`.
+
+    Attributes:
+      alive: the sequences and their sums of log-probabilities.
+      finished: at most width hypotheses, the best first.
+    """
+
+    width: int
+    length_penalty: float
+    stop_ids: tuple[int, ...]
+    max_len: int
+    num_prompt: int
+    alive: dict[Sequence, float]
+    finished: list[Hypothesis] = dataclasses.field(default_factory=list)
+    _reports: dict[Sequence, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+
+    def report(self, seq: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> bool:
+        """Takes in the most probable tokens after a beam, 2 x width of them; whether that was the last beam."""
+        self._reports[seq] = (tokens, logprobs)
+        return len(self._reports) == len(self.alive)
+
+    def advance(self, texts: dict[Sequence, np.ndarray]) -> list[Branch]:
+        """Chooses how the beams go on; an empty list ends the search.
+
+        Args:
+          texts: tokens of each beam, prompt included.
+
+        Source: as transformers does it. Of the 2 x width best continuations, those that end are finished if they are
+        among the first `width`, the first `width` of the others go on. The search ends when no beam that goes on
+        scores better, at its present length, than the worst of `width` finished ones.
+        """
+        found = [
+            Branch(seq, int(token), total + float(logprob))
+            for seq, total in self.alive.items()
+            for token, logprob in zip(*self._reports[seq], strict=True)
+        ]
+        found.sort(key=lambda branch: -branch.logprob)
+        self._reports = {}
+        length = len(next(iter(texts.values()))) + 1
+        chosen: list[Branch] = []
+        for rank, branch in enumerate(found[: 2 * self.width]):
+            if branch.token in self.stop_ids:
+                if rank < self.width:
+                    self._finish(texts, branch, FinishReason.STOP)
+            elif len(chosen) < self.width:
+                chosen.append(branch)
+        if length >= self.max_len:
+            for branch in chosen:
+                self._finish(texts, branch, FinishReason.LENGTH)
+            return []
+        full = len(self.finished) == self.width
+        if full and chosen and self._score(chosen[0].logprob, length) <= self.finished[-1].score:
+            return []
+        return chosen
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / (length - self.num_prompt) ** self.length_penalty
+
+    def _finish(self, texts: dict[Sequence, np.ndarray], branch: Branch, reason: FinishReason) -> None:
+        text = texts[branch.seq]
+        score = self._score(branch.logprob, len(text) + 1)
+        token_ids = [*text[self.num_prompt :].tolist(), branch.token]
+        stop = branch.token if reason is FinishReason.STOP else None
+        self.finished.append(Hypothesis(score, branch.logprob, token_ids, reason, stop))
+        self.finished.sort(key=lambda h: -h.score)
+        del self.finished[self.width :]
+
+
+def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
+    """Carries on a search all of whose beams have reported; whether it goes on.
+
+    Args:
+      new_sequence: (token_ids) -> a guided Sequence of the same request.
+    """
+    rows = scheduler.rows
+    texts = {s: s.token_ids if s.row is None else rows.token_ids[s.row, : rows.num_tokens[s.row]] for s in beams.alive}
+    branches = beams.advance(texts)
+    texts = {seq: text.copy() for seq, text in texts.items()}
+    alive: dict[Sequence, float] = {}
+    in_place: list[Branch] = []
+    for branch in branches:
+        if all(branch.seq is not other.seq for other in in_place):
+            in_place.append(branch)
+            continue
+        child = new_sequence(np.append(texts[branch.seq], np.int32(branch.token)))
+        scheduler.fork(branch.seq, child)
+        alive[child] = branch.logprob
+    for branch in in_place:
+        scheduler.append(branch.seq, branch.token)
+        alive[branch.seq] = branch.logprob
+    for seq in beams.alive:
+        if seq not in alive:
+            scheduler.finish(seq, FinishReason.ABORT)
+    beams.alive = alive
+    return bool(branches)

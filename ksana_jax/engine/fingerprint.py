@@ -1,0 +1,30 @@
+"""What makes keys and values of one engine those of another: a digest of model, weights and numerics."""
+
+from __future__ import annotations
+
+import hashlib
+
+import jax
+import numpy as np
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.transformer import Params
+
+# Elements of each weight that are looked at: a model that was trained further differs in all of them.
+_SAMPLED = 4096
+
+
+def fingerprint(config: ModelConfig, params: Params, *, dtype: str, max_model_len: int) -> str:
+    """Hex digest of the model's shape, of a sample of every weight, and of what else decides keys and values.
+
+    Attention patterns are not part of it: see `kv.prefix_index`.
+    """
+    digest = hashlib.sha256(f"{config} {dtype}".encode())
+    if config.rope.kind == "dynamic":  # its frequencies follow from the longest text
+        digest.update(b"%d" % max_model_len)
+    for path, leaf in jax.tree.flatten_with_path(params)[0]:
+        flat = leaf.reshape(-1)
+        sample = np.asarray(flat[:: max(flat.size // _SAMPLED, 1)])
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()[:32]

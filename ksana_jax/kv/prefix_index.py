@@ -1,0 +1,171 @@
+"""Finds cached content by what it is: a hash chain over full blocks of tokens. Knows no pools, no device.
+
+The key of a block is SHA-256 over the key of the block before it and its own tokens; the chain begins at a root of
+model fingerprint and salt. Equal keys do not suffice: tokens and parent are compared too, and a collision is a miss.
+
+Which content is valid where. Keys and values of a token follow from the tokens up to it, the model and, from the second
+layer on, from the attention pattern. So the pattern belongs to the key, from the first block on in which it hides
+something from some query: before that, every pattern sees all there is and blocks are common property. A salt
+isolates those who use it from everybody else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ksana_jax.kv.tier import Node
+
+# Salts remembered before those without blocks are forgotten.
+MAX_ROOTS = 1024
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What keys and values depend on beside the tokens.
+
+    Args:
+      model: fingerprint of weights, their shapes and types.
+      pattern: the attention patterns of all layers, as text.
+      full_until: text position up to which these patterns see everything.
+    """
+
+    model: str = ""
+    pattern: str = ""
+    full_until: int = 2**30
+
+
+class Link(NamedTuple):
+    """A block in the chain of a text."""
+
+    key: bytes
+    tokens: bytes
+
+
+class PrefixIndex:
+    """Nodes by key.
+
+    Args:
+      block_size: B, tokens in a block.
+      digest: of the hash chain; tests hand in a poor one to see collisions.
+      cost: of computing the block at a text position anew, relative to the first block.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        scope: Scope,
+        digest: Callable[[bytes], bytes] = sha256,
+        cost: Callable[[int], float] = lambda position: 1.0,
+    ):
+        self.block_size, self.scope = block_size, scope
+        self.nodes: dict[bytes, Node] = {}
+        self._digest, self._cost = digest, cost
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def root(self, salt: str) -> Node:
+        """Where the chains of one salt begin; not a block, never evicted."""
+        if salt not in self._roots:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots = {s: r for s, r in self._roots.items() if r.num_children}
+            # Lengths keep ("a", "bc") and ("ab", "c") apart.
+            parts = (self.scope.model, salt)
+            key = self._digest(b"root" + b"".join(b"%d:" % len(p) + p for p in (part.encode() for part in parts)))
+            self._roots[salt] = Node(key, None, b"", -1)
+        return self._roots[salt]
+
+    def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int) -> list[Link]:
+        """Lengthens the chain of a text to num_blocks links, in place; returns it."""
+        size = self.block_size
+        first = len(links)
+        if first >= num_blocks:
+            return links
+        parent = links[-1].key if links else self.root(salt).key
+        text = np.ascontiguousarray(token_ids[first * size : num_blocks * size], np.int32).tobytes()
+        for depth in range(first, num_blocks):
+            tokens = text[4 * size * (depth - first) : 4 * size * (depth - first + 1)]
+            parent = self.key(parent, tokens, depth)
+            links.append(Link(parent, tokens))
+        return links
+
+    def key(self, parent: bytes, tokens: bytes, depth: int) -> bytes:
+        """Key of a block that follows `parent`'s, `depth` blocks into the text."""
+        sees_all = (depth + 1) * self.block_size <= self.scope.full_until
+        return self._digest(parent + (b"" if sees_all else self.scope.pattern.encode()) + tokens)
+
+    def find(self, key: bytes, parent: Node, tokens: bytes) -> Node | None:
+        """The node of that content, if it is known."""
+        node = self.nodes.get(key)
+        return node if node is not None and node.parent is parent and node.tokens == tokens else None
+
+    def child(self, parent: Node, tokens: bytes, key: bytes | None = None) -> Node | None:
+        """The node that continues another with a block of tokens, made where it is new; None where another content
+        has its key."""
+        depth = parent.depth + 1
+        key = key or self.key(parent.key, tokens, depth)
+        node = self.nodes.get(key)
+        if node is not None:
+            return node if node.parent is parent and node.tokens == tokens else None
+        node = Node(key, parent, tokens, depth, self._cost(depth * self.block_size))
+        node.inserted = node.last_use = self.tick()
+        self._add(node)
+        return node
+
+    def revived(self, node: Node) -> Node | None:
+        """A node, or if it has been dropped since, the one of its content; None where another content has its key."""
+        if node.known or node.parent is None:
+            return node
+        parent = self.revived(node.parent)
+        if parent is None:
+            return None
+        found = self.child(parent, node.tokens)
+        self.drop_if_empty(parent)
+        return found
+
+    def tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def drop_if_empty(self, node: Node | None) -> None:
+        """Forgets a node that lies nowhere and that nothing continues, and then its parents."""
+        while node is not None and node.known and not node.is_somewhere and not node.num_children and not node.num_pins:
+            del self.nodes[node.key]
+            node.known = False
+            node = node.parent
+            if node is not None:
+                node.num_children -= 1
+
+    def _add(self, node: Node) -> None:
+        self.nodes[node.key] = node
+        node.known = True
+        if node.parent is not None:
+            node.parent.num_children += 1
+
+    def check(self) -> None:
+        """Holds the tree against itself.
+
+        Raises:
+          AssertionError: a node lies nowhere although nothing continues it, or counts are off.
+        """
+        children = dict.fromkeys(self.nodes.values(), 0)
+        for key, node in self.nodes.items():
+            assert node.key == key and node.known and node.parent is not None
+            assert node.parent.known or node.parent.parent is None, "a node's parent is not in the index"
+            assert len(node.tokens) == 4 * self.block_size, "only full blocks are indexed"
+            if node.parent in children:
+                children[node.parent] += 1
+        for node, count in children.items():
+            assert node.num_children == count
+            assert node.is_somewhere or count or node.num_pins, "a node lies nowhere and leads nowhere"

@@ -1,0 +1,155 @@
+"""The blocks that running rows hold: taken as they grow, copied before a shared one is written to, made findable when
+they are full, returned when nobody will see them. Vectorised over rows; decides nothing about who runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.patterns import FAR, LiveRange
+from ksana_jax.sequence import Held, Rows, Sequence
+
+
+class RowBlocks:
+    """Block tables of `rows`, filled from `memory`.
+
+    Args:
+      live: which positions stay visible to later tokens.
+    """
+
+    def __init__(self, rows: Rows, memory: KVMemory, live: LiveRange):
+        self.rows, self.memory, self.live = rows, memory, live
+        self._size = memory.block_size
+
+    def bring(self, row: int, seq: Sequence, held: Held, forked: bool) -> None:
+        """Gives a row that holds nothing some blocks and the tokens computed in them."""
+        r, count = self.rows, len(held.ids)
+        r.block_tables[row, :count], r.block_starts[row, :count] = held.ids, held.starts
+        r.num_blocks[row], r.num_computed[row] = count, held.num_computed
+        r.covered[row] = -(-held.num_computed // self._size) * self._size
+        r.forked[row] = forked
+        if self.memory.caching:
+            r.index_at[row] = (seq.num_indexed + 1) * self._size if seq.cacheable else FAR
+            self.memory.expect(seq)
+
+    def take(self, rows: np.ndarray, count: int = 1) -> None:
+        """Gives `count` blocks to each of some rows; there are enough."""
+        if not len(rows):
+            return
+        r, size = self.rows, self._size
+        ids = self.memory.allocate(len(rows) * count).reshape(len(rows), count)
+        at = r.num_blocks[rows][:, None] + np.arange(count, dtype=np.int32)
+        r.block_tables[rows[:, None], at] = ids
+        r.block_starts[rows[:, None], at] = r.covered[rows][:, None] + size * np.arange(count, dtype=np.int32)
+        r.num_blocks[rows] += count
+        r.covered[rows] += size * count
+
+    def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows are about to write to a block that is not theirs alone: boolean [rows]."""
+        r = self.rows
+        forked = r.forked[rows]
+        if not forked.any():
+            return forked
+        inside = r.num_computed[rows] < r.covered[rows]
+        last = r.block_tables[rows, np.maximum(r.num_blocks[rows] - 1, 0)]
+        shared = inside & ((self.memory.blocks.ref_count[last] > 1) | self.memory.blocks.kept[last])
+        r.forked[rows] = forked & shared
+        return forked & shared
+
+    def provide(self, row: int, count: int) -> None:
+        """Gives a row what it needs to write `count` tokens: a copy of its last block where that is shared, and new
+        ones; there is room."""
+        r, one = self.rows, np.array([row])
+        if r.forked[row] and self.writes_to_shared(one)[0]:
+            at = r.num_blocks[row] - 1
+            r.block_tables[row, at] = self.memory.copy(int(r.block_tables[row, at]))
+            r.forked[row] = False
+        end = int(r.num_computed[row]) + count
+        if new := -(-max(end - int(r.covered[row]), 0) // self._size):
+            self.take(one, new)
+
+    def share(self, row: int, num_tokens: int) -> Held:
+        """The blocks of a row's first tokens, with one more owner each."""
+        r = self.rows
+        starts = r.block_starts[row, : r.num_blocks[row]]
+        some = starts < num_tokens
+        ids = r.held(row)[some].copy()
+        self.memory.share(ids)
+        r.forked[row] = True
+        return Held(ids, starts[some].copy(), num_tokens)
+
+    def swap_out(self, row: int) -> Held | None:
+        """Slots of the host to which a row's computed blocks will move; None where computing them again is better."""
+        r = self.rows
+        done, starts = int(r.num_computed[row]), r.block_starts[row, : r.num_blocks[row]]
+        filled = starts < done
+        if not done or not self.memory.prefers_swap(np.count_nonzero(filled), done):
+            return None
+        return Held(self.memory.swap_out(r.held(row)[filled]), starts[filled].copy(), done)
+
+    def release(self, rows: np.ndarray) -> None:
+        """Gives back all that some rows hold."""
+        self.memory.release(np.concatenate([self.rows.held(row) for row in rows]))
+
+    def index_full(self, rows: np.ndarray) -> None:
+        """Makes blocks findable that a step has filled."""
+        r, size = self.rows, self._size
+        for row in rows[r.num_computed[rows] >= r.index_at[rows]].tolist():
+            seq = r.seqs[row]
+            assert seq is not None
+            starts = np.arange(seq.num_indexed, r.num_computed[row] // size, dtype=np.int32) * size
+            held = r.block_starts[row, : r.num_blocks[row]]
+            at = np.searchsorted(held, starts)
+            found = at < len(held)
+            found[found] = held[at[found]] == starts[found]
+            ids = np.full(len(starts), -1, np.int32)
+            ids[found] = r.block_tables[row, at[found]]
+            kept = self.memory.insert(seq, r.token_ids[row], ids.tolist())
+            r.block_tables[row, at[found]] = np.array(kept, np.int32)[found]
+            self.memory.release(ids[found & (ids != kept)])
+            r.index_at[row] = (seq.num_indexed + 1) * size if seq.cacheable else FAR
+
+    def return_invisible(self, rows: np.ndarray) -> None:
+        """Returns blocks of which no later query of their row sees a token."""
+        if self.live.window is None:
+            return
+        r, size = self.rows, self._size
+        # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
+        seen_from = r.num_computed[rows] - self.live.window + 1
+        due = seen_from >= r.return_at[rows]
+        if not due.any():
+            return
+        rows = rows[due]
+        r.return_at[rows] = (seen_from[due] // size + 1) * size
+        width = int(r.num_blocks[rows].max())
+        starts = r.block_starts[rows, :width]
+        dead = self.live.dead_blocks(starts, size, r.num_computed[rows][:, None])
+        some = dead.any(axis=1)
+        if not some.any():
+            return
+        rows, dead = rows[some], dead[some]
+        tables = r.block_tables[rows, :width]
+        self.memory.release(tables[dead])
+        order = np.argsort(dead, axis=1, kind="stable")  # the living move up
+        r.block_tables[rows, :width] = np.take_along_axis(tables, order, axis=1)
+        r.block_starts[rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
+        r.num_blocks[rows] -= dead.sum(axis=1, dtype=np.int32)
+
+    def check(self, rows: list[int]) -> None:
+        """Holds tables against what their rows have computed and what they will see.
+
+        Raises:
+          AssertionError: a block that is needed is missing, or one that is about to be written to is shared.
+        """
+        r, size = self.rows, self._size
+        for row in rows:
+            starts = r.block_starts[row, : r.num_blocks[row]]
+            assert (np.diff(starts) > 0).all(), "blocks are out of order"
+            assert r.num_computed[row] <= r.covered[row], "computed tokens without a block"
+            positions = np.arange(0, r.covered[row], size)
+            alive = ~self.live.dead_blocks(positions, size, r.num_computed[row])
+            assert np.isin(positions[alive], starts).all(), "a visible block was returned"
+            if r.num_computed[row] < r.covered[row] and not r.forked[row]:
+                last = r.block_tables[row, r.num_blocks[row] - 1]
+                own = self.memory.blocks.ref_count[last] == 1 and not self.memory.blocks.kept[last]
+                assert own, "a block that will be written to has other owners"

@@ -1,0 +1,152 @@
+"""One memory's blocks: its pool, which cached content lies in which block, and what is evicted next. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+
+import numpy as np
+
+from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.replacement import Policy
+
+DEVICE, HOST = 0, 1
+NOWHERE = -1
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """The content of one full block, wherever it lies: tokens and all that stands before them.
+
+    Args:
+      key: SHA-256 of the parent's key and the tokens.
+      parent: what stands before; None for the root of a name space, which has no tokens.
+      tokens: int32 bytes of the block's tokens.
+      depth: blocks before it; its text position is depth * B.
+      cost, inserted, last_use, num_uses: see `replacement.Cached`.
+
+    Attributes:
+      at: block id in the device's pool and in the host's; NOWHERE where it is not.
+      num_children: nodes that continue it, and how many of them are on the device, on the host.
+      num_pins: reads in flight that will give it a place.
+      known: whether the index has it. One that lies nowhere and that nothing continues is dropped.
+    """
+
+    key: bytes
+    parent: Node | None
+    tokens: bytes
+    depth: int
+    cost: float = 1.0
+    inserted: int = 0
+    last_use: int = 0
+    num_uses: int = 0
+    at: list[int] = dataclasses.field(default_factory=lambda: [NOWHERE, NOWHERE])
+    num_children: int = 0
+    num_children_at: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    num_pins: int = 0
+    known: bool = False
+
+    @property
+    def is_somewhere(self) -> bool:
+        return self.at[DEVICE] >= 0 or self.at[HOST] >= 0
+
+
+class Tier:
+    """A pool whose blocks can be kept for what they hold.
+
+    Args:
+      level: DEVICE or HOST.
+      leaves_first: whether a block that a cached one continues must stay. Where no pattern evicts, a block is of use
+        only together with all that stand before it; under a window only the last ones are needed.
+    """
+
+    def __init__(self, level: int, num_blocks: int, block_size: int, policy: Policy):
+        self.level, self.policy = level, policy
+        self.pool = BlockManager(num_blocks, block_size)
+        self.leaves_first = True
+        self.node_of: dict[int, Node] = {}
+        self.age = 0.0
+        self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free or can be made so."""
+        return self.pool.num_free + self.pool.num_idle
+
+    def put(self, node: Node, block: int) -> None:
+        """Notes that a held block has a node's content; it will stay when its owners leave."""
+        assert node.at[self.level] < 0 and block not in self.node_of
+        node.at[self.level] = block
+        self.node_of[block] = node
+        self.pool.keep(block)
+        if node.parent is not None:
+            node.parent.num_children_at[self.level] += 1
+
+    def drop(self, node: Node) -> None:
+        """Forgets a node's content here; its block is free once nobody owns it."""
+        block, parent = node.at[self.level], node.parent
+        del self.node_of[block]
+        node.at[self.level] = NOWHERE
+        self.pool.forget(block)
+        if parent is not None:
+            parent.num_children_at[self.level] -= 1
+            self._consider(parent)
+
+    def release(self, ids: np.ndarray) -> None:
+        """Takes one owner from each of some blocks."""
+        for block in self.pool.release(ids).tolist():
+            self._consider(self.node_of[block])
+
+    def used(self, node: Node) -> None:
+        """Says that a node's priority may have changed."""
+        if node.at[self.level] >= 0:
+            self._consider(node)
+
+    def victim(self) -> Node | None:
+        """The node to evict next; None where every block is owned. It is up to the caller to drop it."""
+        while self._heap:
+            priority, last_use, _, node = self._heap[0]
+            if last_use == node.last_use and self._evictable(node):
+                self.age = priority[0]
+                return node
+            heapq.heappop(self._heap)
+        # What is left without owners stands before content that is just being moved: better that than nothing.
+        ownerless = (node for block, node in self.node_of.items() if not self.pool.ref_count[block])
+        return min(ownerless, key=lambda node: (-node.depth, self.policy(node, self.age)), default=None)
+
+    def set_leaves_first(self, leaves_first: bool) -> None:
+        """Changes which blocks may go."""
+        if leaves_first != self.leaves_first:
+            self.leaves_first = leaves_first
+            self._heap.clear()
+            for node in self.node_of.values():
+                self._consider(node)
+
+    def _evictable(self, node: Node) -> bool:
+        block = node.at[self.level]
+        if block < 0 or self.pool.ref_count[block]:
+            return False
+        return not (self.leaves_first and node.num_children_at[self.level])
+
+    def _consider(self, node: Node) -> None:
+        if self._evictable(node):
+            entry = (self.policy(node, self.age), node.last_use, next(self._numbers), node)
+            heapq.heappush(self._heap, entry)
+            if len(self._heap) > 4 * len(self.node_of) + 64:  # mostly entries of blocks that were used again
+                self._heap = [e for e in self._heap if e[1] == e[3].last_use and self._evictable(e[3])]
+                heapq.heapify(self._heap)
+
+    def check(self) -> None:
+        """Holds nodes against the pool.
+
+        Raises:
+          AssertionError: they differ, or an idle block could never be evicted.
+        """
+        assert set(np.flatnonzero(self.pool.kept).tolist()) == set(self.node_of)
+        entered = {id(node) for _, last_use, _, node in self._heap if last_use == node.last_use}
+        for block, node in self.node_of.items():
+            assert node.at[self.level] == block and node.known
+            if self._evictable(node):
+                assert id(node) in entered, "an evictable block is not considered for eviction"

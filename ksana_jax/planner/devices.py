@@ -1,0 +1,86 @@
+"""Devices to plan for: a name and how many bytes it has. Knows no models, and jax only where it asks this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+from ksana_jax.config import ConfigError
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """An accelerator, or this machine.
+
+    memory_bytes: its memory. l2_bytes: of its last cache before that memory, None where no figure is published.
+    """
+
+    name: str
+    memory_bytes: int
+    l2_bytes: int | None = None
+
+
+# The capacity of the makers' data sheets, whose GB are 2**30 bytes: an H200 "141GB" reports 140.4 GiB to programs, an
+# A100 "80GB" 80.0. What a driver keeps for itself is part of what `memory_fraction` leaves out.
+DEVICES = {
+    d.name: d
+    for d in (
+        Device("h200", 141 * GIB, 50 * MIB),  # NVIDIA H200 data sheet; L2 as H100
+        Device("h100", 80 * GIB, 50 * MIB),  # NVIDIA H100 Tensor Core GPU Architecture, table 1 (SXM5)
+        Device("a100-80g", 80 * GIB, 40 * MIB),  # NVIDIA A100 data sheet; L2 from the Ampere architecture paper
+        Device("a100-40g", 40 * GIB, 40 * MIB),
+        Device("v100-32g", 32 * GIB, 6 * MIB),  # NVIDIA Tesla V100 GPU Architecture, table 1: 6144 KB of L2
+        Device("ascend-910b", 64 * GIB),  # Huawei Atlas 800T A2: 64 GB of HBM per 910B
+    )
+}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+
+
+def find_device(name: str | int) -> Device:
+    """A device by name, this machine as "cpu", or one of so many bytes: 25769803776, "24GiB", "80 GB".
+
+    Raises:
+      ConfigError: neither a name nor a number of bytes.
+    """
+    text = str(name).strip().lower()
+    if text in DEVICES:
+        return DEVICES[text]
+    if text == "cpu":
+        return Device("cpu", physical_bytes())
+    number = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?i?b|)", text)
+    if number is None or number[2] not in _UNITS:
+        raise ConfigError(f"device is {name!r}, must be one of {', '.join(DEVICES)}, cpu, or bytes such as 24GiB")
+    num_bytes = int(float(number[1]) * _UNITS[number[2]]) if number[2] else int(float(number[1]))
+    if num_bytes < 1:
+        raise ConfigError(f"device is {name!r}, must have at least one byte")
+    return Device(_written(num_bytes), num_bytes)
+
+
+def _written(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.4g} GiB" if num_bytes >= GIB else f"{num_bytes:,} bytes"
+
+
+def physical_bytes() -> int:
+    """Memory of this machine, or of the container that this process runs in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def this_device() -> Device:
+    """What the engine runs on: the first device of jax, with what its allocator may take, or this machine's memory."""
+    import jax
+
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return Device(device.device_kind, int(stats["bytes_limit"]))
+    return Device("cpu", physical_bytes())

@@ -1,0 +1,161 @@
+"""What a compiled step takes beside weights and pool: its arrays, results and temporary buffers.
+
+Programs are compiled from shapes alone, so a model of any size can be looked at anywhere. Of a deep model two and three
+layers are compiled: each further layer adds as much as the third did (on CPU; XLA for GPUs mostly reuses the buffers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.engine.runner import Runner
+from ksana_jax.kv.cache import KVCache
+from ksana_jax.kv.patterns import FULL
+from ksana_jax.loading.load import abstract_params
+from ksana_jax.models.transformer import Params
+from ksana_jax.request import SamplingParams
+from ksana_jax.step import StepShape
+
+# Layers that are compiled of a deeper model.
+FEW, ONE_MORE = 2, 3
+# A step's size does not depend on how many blocks there are.
+NUM_BLOCKS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a step's two programs, of which one runs after the other: the network, and the choice of tokens.
+
+    Choosing is by temperature; penalties, biases and log-probabilities take more arrays of the vocabulary's size.
+    """
+
+    network: int
+    sampling: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.network, self.sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Bytes of one program over numbers of rows R and table widths P: fixed + per_row * R + per_entry * (R + tiles) * P.
+
+    Tiles of longer chunks have block tables too.
+    """
+
+    fixed: float
+    per_row: float
+    per_entry: float
+    tiles: int
+
+    def alpha(self, width: int) -> float:
+        """Bytes per row, at a width of the block tables."""
+        return self.per_row + self.per_entry * width
+
+    def constant(self, width: int) -> float:
+        """Bytes with no row, at a width of the block tables."""
+        return self.fixed + self.per_entry * self.tiles * width
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """A step's bytes as a function of its rows: of its programs, whichever takes most.
+
+    target: what it was compiled for.
+    """
+
+    lines: tuple[Line, ...]
+    target: str
+
+    def line(self, rows: int, width: int) -> Line:
+        """That of the program that takes most."""
+        return max(self.lines, key=lambda line: line.constant(width) + line.alpha(width) * rows)
+
+    def bytes(self, rows: int, width: int) -> int:
+        line = self.line(rows, width)
+        return math.ceil(line.constant(width) + line.alpha(width) * rows)
+
+
+def compile_target() -> str:
+    """What this process compiles for, in words."""
+    device = jax.devices()[0]
+    return f"{device.platform} ({device.device_kind}), jax {jax.__version__}"
+
+
+def program_bytes(compiled: Any) -> int:
+    """Bytes that a compiled program takes while it runs, beside weights and pool."""
+    arguments, _ = compiled.args_info
+    given = [leaf for a in arguments if not isinstance(a, (Params, KVCache)) for leaf in jax.tree.leaves(a)]
+    memory = compiled.memory_analysis()
+    # The pool is donated: it is among the results, as an alias.
+    new = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return new + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in given)
+
+
+def step_bytes(
+    config: ModelConfig,
+    shapes: Sequence[StepShape],
+    *,
+    dtype: str,
+    block_size: int,
+    max_rotated_sinks: int = 0,
+    embedding_device: str = "device",
+) -> list[StepBytes]:
+    """What each of some shapes of steps takes, compiled from shapes alone for the device of this process."""
+    settings = {"dtype": dtype, "block_size": block_size, "max_rotated_sinks": max_rotated_sinks,
+                "embedding_device": embedding_device}  # fmt: skip
+    if config.num_layers <= ONE_MORE:
+        return _compiled(config, shapes, settings)
+    few, more = (
+        _compiled(dataclasses.replace(config, num_layers=n, pattern=FULL), shapes, settings) for n in (FEW, ONE_MORE)
+    )
+    further = config.num_layers - FEW
+    return [
+        StepBytes(a.network + further * (b.network - a.network), b.sampling) for a, b in zip(few, more, strict=True)
+    ]
+
+
+def _compiled(config: ModelConfig, shapes: Sequence[StepShape], settings: dict[str, Any]) -> list[StepBytes]:
+    params = abstract_params(config, settings["dtype"])
+    runner = Runner(
+        config, params, (FULL,) * config.num_layers, num_blocks=NUM_BLOCKS, max_model_len=config.max_position, **settings
+    )
+    found = []
+    for shape in shapes:
+        runner.warm_up([shape], [SamplingParams(temperature=1.0)])
+        rows = shape.num_singles + shape.num_tiles
+        sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", shape.num_tokens, rows)]
+        found.append(StepBytes(program_bytes(runner.programs[shape]), max(map(program_bytes, sampling))))
+    return found
+
+
+def measure_step(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    block_size: int = 16,
+    query_tile: int = 32,
+    max_num_batched_tokens: int = 512,
+    max_rotated_sinks: int = 0,
+    embedding_device: str = "device",
+) -> StepCost:
+    """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles."""
+    tiles = -(-max_num_batched_tokens // query_tile)
+    (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
+    measured = step_bytes(
+        config, [StepShape(rows, tiles, query_tile, width) for rows, width in points], dtype=dtype,
+        block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
+    )  # fmt: skip
+    lines = []
+    for a, b, c in ([m.network for m in measured], [m.sampling for m in measured]):
+        per_entry = (c - b) / ((r2 + tiles) * (p2 - p1))
+        per_row = (b - a) / (r2 - r1) - per_entry * p1
+        lines.append(Line(a - per_row * r1 - per_entry * (r1 + tiles) * p1, per_row, per_entry, tiles))
+    return StepCost(tuple(lines), compile_target())
