@@ -256,7 +256,7 @@ class Engine:
         self.memory.commit()
         if self.memory.weighs_costs:
             prefills = batch.num_tokens if len(batch.chunks) else 0
-            self.memory.observe(prefills, now - began, step.moves, output.move_s)
+            self.memory.costs.observe(prefills, now - began, step.moves, output.move_s)
         self._note_first_tokens(batch, now)
         rows_of = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.targets is not None:

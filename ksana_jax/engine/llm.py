@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder, Buckets
@@ -21,8 +23,11 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import AttentionPattern, LiveRange, per_layer
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading import check_tokenizer, load_model
+from ksana_jax.loading.load import check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
+from ksana_jax.planner.engine import Compared, pool_size, usage
+from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
@@ -30,6 +35,7 @@ from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
 EMBEDDED = {"ksana-tiny": Path(__file__).parent.parent / "assets" / "ksana-tiny"}
 
 Prompt = str | Mapping[str, Any]
+logger = logging.getLogger("ksana_jax")
 
 
 class LLM:
@@ -55,23 +61,32 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         **settings: Any,
     ):
-        config = _engine_config(settings)
+        config, before = _engine_config(settings), resident_bytes()
         model_dir = EMBEDDED.get(str(model), Path(model))
-        self.model_config, params = load_model(model_dir, dtype=config.dtype, load_format=load_format, seed=config.seed)
+        self.model_config, params = load_model(
+            model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
+        )
         if tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
             tokenizer = load_tokenizer(model_dir)
-        self._start(config, params, pattern, tokenizer)
+        self._start(config, params, pattern, tokenizer, before)
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
         """An engine around weights that are already in memory."""
         self = cls.__new__(cls)
         self.model_config = model_config.validate()
-        self._start(_engine_config(settings), params, pattern, tokenizer)
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        before = resident_bytes()
+        self._start(_engine_config(settings), params, pattern, tokenizer, before and max(before - weights, 0))
         return self
 
-    def _start(self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None) -> None:
+    def _start(
+        self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None, resident_before: int | None
+    ) -> None:
         model = self.model_config
+        if config.embedding_device == "host":
+            check_embedding_on_host(model)
+            params = embedding_on_host(params)
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
         self.tokenizer = tokenizer
@@ -86,14 +101,19 @@ class LLM:
         rotated = config.max_rotated_sinks
         if rotated is None:
             rotated = max((p.num_sinks for p in self.patterns if p.sink_position != "absolute"), default=0)
-        num_blocks = config.num_blocks or self._pool_size(config, max_model_len)
-        num_host_blocks = config.host_cache_bytes // self._bytes_per_block(config)
+        self._resident_before = resident_before
+        self.memory_plan = pool_size(
+            model, config, LiveRange.of(self.patterns), max_model_len=max_model_len, max_rotated_sinks=rotated
+        )
+        num_blocks = self.memory_plan.num_blocks
+        num_host_blocks = config.host_cache_bytes // (self.memory_plan.pool_bytes // num_blocks)
         self.config = dataclasses.replace(
             config, max_model_len=max_model_len, num_blocks=num_blocks, max_rotated_sinks=rotated
         )
         self.runner = Runner(
             model, params, self.patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
             max_model_len=max_model_len, max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
+            embedding_device=config.embedding_device,
         )  # fmt: skip
         self._fingerprint = ""
         if config.enable_prefix_caching:
@@ -134,20 +154,6 @@ class LLM:
             seed=config.seed,
         )
 
-    def _pool_size(self, config: EngineConfig, max_model_len: int) -> int:
-        """Blocks for max_num_seqs sequences of max_model_len tokens, within the budget."""
-        live = LiveRange.of(self.patterns)
-        chunk = config.max_num_batched_tokens
-        wanted = config.max_num_seqs * live.max_live_blocks(config.block_size, max_model_len, chunk)
-        per_block = self._bytes_per_block(config)
-        affordable = config.memory_bytes // per_block
-        if affordable < 1:
-            raise ConfigError(f"a KV block takes {per_block:,} bytes, memory_bytes is {config.memory_bytes:,}")
-        return min(wanted, affordable)
-
-    def _bytes_per_block(self, config: EngineConfig) -> int:
-        return config.block_size * self.model_config.kv_bytes_per_token(2 if config.dtype == "bf16" else 4)
-
     def _scope(self) -> Scope:
         """What cached blocks depend on beside their tokens."""
         return Scope(self._fingerprint, repr(self.patterns), min(p.full_until for p in self.patterns))
@@ -187,6 +193,10 @@ class LLM:
         """One record for each step since `clear_records`."""
         return self.engine.records
 
+    def memory_usage(self) -> dict[str, Compared]:
+        """Bytes of weights, pool, a step and the peak, as planned and as measured; of use after `warm_up`."""
+        return usage(self.memory_plan, self.runner, self._resident_before)
+
     def clear_records(self) -> None:
         self.engine.records.clear()
 
@@ -221,6 +231,8 @@ class LLM:
         self.runner.warm_up(self.engine.builder.buckets.all_shapes(width), asked)
         if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
             self.runner.mover.warm_up()
+        for name, compared in self.memory_usage().items():
+            logger.info("memory of %s: %s", name, compared)
         return self.num_compilations - before
 
     # ------------------------------------------------------------------ requests

@@ -50,7 +50,8 @@ class BlockMover:
         for size in SIZES:
             self._copy(size)
             if len(self.host_blocks):
-                self._gather(size), self._scatter(size)
+                self._gather(size)
+                self._scatter(size)
 
     def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[tuple[np.ndarray, jax.Array]], float]:
         """Makes moves, as far as the device is concerned.
@@ -68,11 +69,11 @@ class BlockMover:
             out = self._gather(len(ids))(cache.blocks, ids)
             saved.append((slots, out if self._pinned is None else jax.device_put(out, self._pinned)))
         blocks = cache.blocks
-        first, *more = _pieces(moves.copies) or [(None, None)]
+        copies = _pieces(moves.copies)
         # Of several pieces all are read before one is written.
-        read = [(self._gather(len(old))(blocks, old), new) for old, new in more]
-        if first[0] is not None:
-            blocks = self._copy(len(first[0]))(blocks, first[0], _padded(first[1], len(first[0]), len(blocks)))
+        read = [(self._gather(len(old))(blocks, old), new) for old, new in copies[1:]]
+        for old, new in copies[:1]:
+            blocks = self._copy(len(old))(blocks, old, _padded(new, len(old), len(blocks)))
         for data, new in read:
             blocks = self._scatter(len(data))(blocks, _padded(new, len(data), len(blocks)), data)
         if len(moves.loads) and set(moves.loads[:, 0].tolist()) & set(moves.saves[:, 1].tolist()):

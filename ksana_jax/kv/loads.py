@@ -67,7 +67,7 @@ class Loads:
             if memory.index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth].key not in disk:
                 break
             there.append(True)
-        count = memory.usable(np.array(there, bool))
+        count = memory.prefixes.usable(np.array(there, bool))
         starts = np.arange(count) * memory.block_size
         alive = ~memory.live.dead_blocks(starts, memory.block_size, count * memory.block_size)
         return [d for d in np.flatnonzero(alive).tolist() if d >= len(found) or not found[d].is_somewhere]

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from statistics import median
 
 import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager, NoFreeBlocks
+from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.disk_tier import BlockFacts, DiskTier
 from ksana_jax.kv.loads import Loads
 from ksana_jax.kv.patterns import FULL, LiveRange
+from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.kv.replacement import POLICIES
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
-from ksana_jax.sequence import Held, Sequence
 from ksana_jax.step import Moves
 
 _NO_PAIRS = np.zeros((0, 2), np.int32)
@@ -54,20 +53,6 @@ class Counters:
     copied: int = 0
     swapped_out: int = 0
     swapped_in: int = 0
-
-
-@dataclasses.dataclass
-class Hit:
-    """What a prompt found, pinned: nodes at text positions `starts`, the first num_tokens tokens in all.
-
-    awaits: its next block is just being computed by a running row, or read from disk: better come back.
-    """
-
-    nodes: list[Node]
-    starts: list[int]
-    num_tokens: int
-    num_loads: int = 0
-    awaits: bool = False
 
 
 class KVMemory:
@@ -105,7 +90,7 @@ class KVMemory:
     ):
         if eviction not in POLICIES:
             raise ValueError(f"prefix_eviction is {eviction!r}, must be one of {', '.join(POLICIES)}")
-        self.caching, self.preempt, self.write = caching, preempt, write
+        self.preempt, self.write = preempt, write
         self.block_size = block_size
         self.device = Tier(DEVICE, num_blocks, block_size, POLICIES[eviction])
         self.host: Tier | None = None
@@ -113,13 +98,11 @@ class KVMemory:
             self.host = Tier(HOST, len(host_data), block_size, POLICIES[eviction])
         self.host_data, self.disk = host_data, disk
         self.index = PrefixIndex(block_size, scope or Scope(), digest, cost)
+        self.prefixes = PrefixCache(self, caching)
         self.loads = Loads(self, clock, load_timeout_s)
         self.counters = Counters()
         self.live = LiveRange.of([FULL])
-        # Seconds of a computed token and of a moved block, the last ones.
-        self._token_costs: deque[float] = deque(maxlen=33)
-        self._block_costs: deque[float] = deque(maxlen=33)
-        self._computing: dict[bytes, Sequence] = {}
+        self.costs = Costs()
         self._saves: dict[int, int] = {}  # host slot -> device block
         self._copies: dict[int, int] = {}  # to -> from
         self._loads: dict[int, int] = {}  # device block -> host slot
@@ -130,6 +113,11 @@ class KVMemory:
     def blocks(self) -> BlockManager:
         """The device's pool."""
         return self.device.pool
+
+    @property
+    def _host(self) -> Tier:
+        assert self.host is not None
+        return self.host
 
     @property
     def num_available(self) -> int:
@@ -186,158 +174,31 @@ class KVMemory:
         self.release(np.array([block], np.int32))
         return new
 
-    # ------------------------------------------------------------------ cached prefixes
+    # ------------------------------------------------------------------ cached content
 
-    def pin(self, seq: Sequence) -> Hit:
-        """Finds the longest cached beginning of a sequence that leaves at least one token to compute, and pins it.
+    def pin(self, nodes: list[Node]) -> None:
+        """Adds an owner to the best place of each of some nodes."""
+        on_device, on_host = _places(nodes)
+        self.share(on_device)
+        if len(on_host):
+            self._host.pool.share(on_host)
 
-        Under a pattern that evicts, only the blocks that later queries see are needed and pinned.
-        """
-        hit = Hit([], [], 0)
-        if not self.caching or seq.params.prompt_logprobs is not None:  # a score needs its token computed
-            return hit
-        limit = (len(seq.token_ids) - 1) // self.block_size
-        found: list[Node] = []
-        parent = self.index.root(seq.salt)
-        for depth in range(limit):
-            link = self.index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth]
-            node = self.index.find(link.key, parent, link.tokens)
-            if node is None:
-                break
-            found.append(node)
-            parent = node
-        on_disk = self.loads.missing(seq, found, limit)
-        if on_disk and self.loads.begin(seq, found, on_disk):
-            hit.awaits = True
-            return hit
-        num_blocks = self.usable(np.array([node.is_somewhere for node in found], bool))
-        if num_blocks < limit:
-            link = self.index.chain(seq.token_ids, seq.salt, seq.links, num_blocks + 1)[num_blocks]
-            if self._computing.get(link.key, seq) is not seq:
-                hit.awaits = True
-                return hit
-        starts = np.arange(num_blocks) * self.block_size
-        alive = ~self.live.dead_blocks(starts, self.block_size, num_blocks * self.block_size)
-        hit.starts = starts[alive].tolist()
-        hit.nodes = [found[start // self.block_size] for start in hit.starts]
-        hit.num_tokens = num_blocks * self.block_size
-        on_device = [n.at[DEVICE] for n in hit.nodes if n.at[DEVICE] >= 0]
-        on_host = [n.at[HOST] for n in hit.nodes if n.at[DEVICE] < 0]
-        hit.num_loads = len(on_host)
-        self.share(np.array(on_device, np.int32))
-        if self.host is not None:
-            self.host.pool.share(np.array(on_host, np.int32))
-        return hit
+    def unpin(self, nodes: list[Node]) -> None:
+        """Takes that owner away again; the nodes have not moved in between."""
+        on_device, on_host = _places(nodes)
+        self.release(on_device)
+        if len(on_host):
+            self._host.release(on_host)
 
-    def usable(self, there: np.ndarray) -> int:
-        """Longest beginning of a text, in blocks, of which all that later queries see is there.
-
-        Args:
-          there: [blocks] bool.
-        """
-        if self.live.window is None:
-            return len(there) if there.all() else int(there.argmin())
-        starts = np.arange(len(there)) * self.block_size
-        for count in range(len(there), 0, -1):
-            if there[count - 1]:
-                alive = ~self.live.dead_blocks(starts[:count], self.block_size, count * self.block_size)
-                if there[:count][alive].all():
-                    return count
-        return 0
-
-    def unpin(self, hit: Hit) -> None:
-        """Lets a hit go that found no room."""
-        on_device = [n.at[DEVICE] for n in hit.nodes if n.at[DEVICE] >= 0]
-        on_host = [n.at[HOST] for n in hit.nodes if n.at[DEVICE] < 0]
-        self.release(np.array(on_device, np.int32))
-        if self.host is not None:
-            self.host.release(np.array(on_host, np.int32))
-
-    def claim(self, seq: Sequence, hit: Hit) -> Held:
-        """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them."""
-        now = self.index.tick()
-        new = self.allocate(hit.num_loads).tolist()
-        ids = []
-        for node in hit.nodes:
+    def load(self, nodes: list[Node], count: int) -> None:
+        """Gives those of some pinned nodes that are not on the device, `count` of them, a block there."""
+        new = self.allocate(count).tolist()
+        for node in nodes:
             if node.at[DEVICE] < 0:
                 block = new.pop()
                 self._loads[block] = node.at[HOST]
                 self._pins.append(node.at[HOST])
                 self.device.put(node, block)
-            ids.append(node.at[DEVICE])
-            node.last_use, node.num_uses = now, node.num_uses + 1
-            if self.host is not None:
-                self.host.used(node)
-        if hit.nodes:
-            seq.node, seq.num_indexed = hit.nodes[-1], hit.num_tokens // self.block_size
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = hit.num_tokens
-            self._count(seq, hit)
-        return Held(np.array(ids, np.int32), np.array(hit.starts, np.int32), hit.num_tokens)
-
-    def _count(self, seq: Sequence, hit: Hit) -> None:
-        c = self.counters
-        c.asked_tokens += len(seq.token_ids)
-        c.hit_tokens += hit.num_tokens
-        c.hits_host += hit.num_loads - seq.num_read
-        c.hits_disk += seq.num_read
-        c.hits_device += len(hit.nodes) - hit.num_loads
-
-    def expect(self, seq: Sequence) -> None:
-        """Notes the blocks that a sequence which begins to run will compute, so that others can wait for them."""
-        if self.caching:
-            num_blocks = len(seq.token_ids) // self.block_size
-            links = self.index.chain(seq.token_ids, seq.salt, seq.links, num_blocks)
-            for link in links[seq.num_indexed : num_blocks]:
-                self._computing.setdefault(link.key, seq)
-
-    def expect_no_more(self, seq: Sequence) -> None:
-        """Forgets what a sequence was expected to compute."""
-        if self._computing:
-            for link in seq.links:
-                if self._computing.get(link.key) is seq:
-                    del self._computing[link.key]
-
-    def insert(self, seq: Sequence, token_ids: np.ndarray, ids: list[int]) -> list[int]:
-        """Makes the next full blocks of a running sequence findable.
-
-        Args:
-          token_ids: its tokens so far.
-          ids: device blocks of its blocks number seq.num_indexed and following; -1 where it holds none any more.
-
-        Returns:
-          The blocks that it should hold: where another block has the same content already, that one, now shared; the
-          caller gives its own back.
-        """
-        first, now = seq.num_indexed, self.index.tick()
-        links = self.index.chain(token_ids, seq.salt, seq.links, first + len(ids))
-        parent = self.index.revived(seq.node or self.index.root(seq.salt))
-        kept = list(ids)
-        for at, block in enumerate(ids):
-            link = links[first + at]
-            if self._computing.get(link.key) is seq:
-                del self._computing[link.key]
-            node = None if parent is None else self.index.child(parent, link.tokens, link.key)
-            if node is None:  # the key is taken by another content: nothing of this text can be found from here on
-                seq.cacheable = False
-                break
-            parent = node
-            if block < 0:
-                continue
-            if node.at[DEVICE] < 0:
-                if not node.is_somewhere:
-                    node.inserted = node.last_use = now
-                self.device.put(node, block)
-                if self.write == "through":
-                    self._save(node)
-            elif node.at[DEVICE] != block:
-                kept[at] = node.at[DEVICE]
-                self.share(np.array([kept[at]], np.int32))
-        else:
-            seq.num_indexed = first + len(ids)
-        seq.node = parent
-        self.index.drop_if_empty(parent)
-        return kept
 
     # ------------------------------------------------------------------ eviction
 
@@ -345,13 +206,13 @@ class KVMemory:
         node = self.device.victim()
         assert node is not None, "idle blocks, and none of them can be evicted"
         if self.write != "drop":
-            self._save(node)
+            self.save(node)
         self.counters.evicted += 1
         self._loads.pop(node.at[DEVICE], None)
         self.device.drop(node)
         self.index.drop_if_empty(node)
 
-    def _save(self, node: Node) -> None:
+    def save(self, node: Node) -> None:
         """Moves a node's content to the host too, if it is not there and there is room."""
         if self.host is None or node.at[HOST] >= 0:
             return
@@ -399,10 +260,7 @@ class KVMemory:
         """Whether a row that makes room should move its blocks to the host rather than compute them again."""
         if self.host is None or self.preempt == "recompute" or num_blocks > self.host.num_available:
             return False
-        if self.preempt == "swap" or not self._block_costs or not self._token_costs:
-            return True
-        # Medians: a step that compiled took seconds.
-        return 2 * num_blocks * median(self._block_costs) < num_tokens * median(self._token_costs)
+        return self.preempt == "swap" or self.costs.favour_moving(2 * num_blocks, num_tokens)
 
     def swap_out(self, ids: np.ndarray) -> np.ndarray:
         """Slots of the host [n] that will hold the content of blocks [n]; there is room."""
@@ -432,20 +290,8 @@ class KVMemory:
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether it wants to `observe` steps."""
+        """Whether `costs` are asked for."""
         return self.preempt == "auto" and self.host is not None
-
-    def observe(self, num_tokens: int, step_s: float, moves: Moves | None, move_s: float) -> None:
-        """Learns what computing and moving cost.
-
-        Args:
-          num_tokens: computed in a step, if chunks were among them; 0 otherwise.
-          step_s: seconds of the step, its moves included. move_s: of the moves alone; 0 where it is not known.
-        """
-        if moves is not None and move_s:
-            self._block_costs.append(move_s / (len(moves.saves) + len(moves.copies) + len(moves.loads)))
-        if num_tokens and (moves is None or move_s):
-            self._token_costs.append((step_s - move_s) / num_tokens)
 
     # ------------------------------------------------------------------ around a step
 
@@ -483,7 +329,7 @@ class KVMemory:
                 if node.at[HOST] >= 0 and node.at[HOST] not in self._pins:
                     self._write_to_disk(node)
                 elif node.at[HOST] < 0 and self.host.pool.num_free:
-                    self._save(node)
+                    self.save(node)
                     self._through.append(node)
 
     def lose_device(self, moves: Moves | None) -> None:
@@ -514,6 +360,13 @@ class KVMemory:
             held = [np.array(self._pins, np.int32), *self.loads.held()]
             self.host.pool.check([*held, *swapped])
             self.host.check()
+
+
+def _places(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of the device that have some nodes' content, and slots of the host that have the others'."""
+    on_device = [node.at[DEVICE] for node in nodes if node.at[DEVICE] >= 0]
+    on_host = [node.at[HOST] for node in nodes if node.at[DEVICE] < 0]
+    return np.array(on_device, np.int32), np.array(on_host, np.int32)
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:

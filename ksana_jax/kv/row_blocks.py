@@ -28,9 +28,9 @@ class RowBlocks:
         r.num_blocks[row], r.num_computed[row] = count, held.num_computed
         r.covered[row] = -(-held.num_computed // self._size) * self._size
         r.forked[row] = forked
-        if self.memory.caching:
+        if self.memory.prefixes.enabled:
             r.index_at[row] = (seq.num_indexed + 1) * self._size if seq.cacheable else FAR
-            self.memory.expect(seq)
+            self.memory.prefixes.expect(seq)
 
     def take(self, rows: np.ndarray, count: int = 1) -> None:
         """Gives `count` blocks to each of some rows; there are enough."""
@@ -83,7 +83,7 @@ class RowBlocks:
         r = self.rows
         done, starts = int(r.num_computed[row]), r.block_starts[row, : r.num_blocks[row]]
         filled = starts < done
-        if not done or not self.memory.prefers_swap(np.count_nonzero(filled), done):
+        if not done or not self.memory.prefers_swap(int(np.count_nonzero(filled)), done):
             return None
         return Held(self.memory.swap_out(r.held(row)[filled]), starts[filled].copy(), done)
 
@@ -97,14 +97,14 @@ class RowBlocks:
         for row in rows[r.num_computed[rows] >= r.index_at[rows]].tolist():
             seq = r.seqs[row]
             assert seq is not None
-            starts = np.arange(seq.num_indexed, r.num_computed[row] // size, dtype=np.int32) * size
+            starts = np.arange(seq.num_indexed, int(r.num_computed[row]) // size, dtype=np.int32) * size
             held = r.block_starts[row, : r.num_blocks[row]]
             at = np.searchsorted(held, starts)
             found = at < len(held)
             found[found] = held[at[found]] == starts[found]
             ids = np.full(len(starts), -1, np.int32)
             ids[found] = r.block_tables[row, at[found]]
-            kept = self.memory.insert(seq, r.token_ids[row], ids.tolist())
+            kept = self.memory.prefixes.insert(seq, r.token_ids[row], ids.tolist())
             r.block_tables[row, at[found]] = np.array(kept, np.int32)[found]
             self.memory.release(ids[found & (ids != kept)])
             r.index_at[row] = (seq.num_indexed + 1) * size if seq.cacheable else FAR

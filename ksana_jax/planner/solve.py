@@ -180,13 +180,12 @@ def plan(
     if asked.embedding_device == "host":
         check_embedding_on_host(config)
     budget = int(device.memory_bytes * asked.memory_fraction)
-    shape = _shape(config, asked, budget)
+    _terms(config, asked)  # what cannot be is said before anything is compiled
     if step is None:
         step = measure_step(
             config, dtype=asked.dtype, block_size=asked.block_size, query_tile=asked.query_tile,
             max_num_batched_tokens=asked.max_num_batched_tokens, embedding_device=asked.embedding_device,
         )  # fmt: skip
-    budget = int(device.memory_bytes * asked.memory_fraction)
     memory = _memory(config, asked, step, budget)
     context = asked.context or config.max_position
     max_batch = memory.max_batch(context)
@@ -237,15 +236,21 @@ def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
     return load_config(path), path.resolve().name
 
 
-def _memory(config: ModelConfig, asked: PlanRequest, step: StepCost, budget: int) -> Memory:
+def _terms(config: ModelConfig, asked: PlanRequest) -> tuple[int, int, LiveRange]:
+    """Bytes of weights, bytes per token, and what stays visible."""
     pattern = config.pattern
     if asked.window is not None:
         pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
     live = LiveRange.of(per_layer(pattern, config.num_layers))
     if asked.prefix_share and live.window is not None:
         raise ConfigError(f"prefix_share is {asked.prefix_share}, but under a window a shared prefix is let go")
-    weights = weights_bytes(config, asked.dtype, asked.embedding_device)
-    return Memory(weights, kv_bytes_per_token(config, asked.kv_dtype or asked.dtype), step, live, asked, budget)
+    beta = kv_bytes_per_token(config, asked.kv_dtype or asked.dtype)
+    return weights_bytes(config, asked.dtype, asked.embedding_device), beta, live
+
+
+def _memory(config: ModelConfig, asked: PlanRequest, step: StepCost, budget: int) -> Memory:
+    weights, beta, live = _terms(config, asked)
+    return Memory(weights, beta, step, live, asked, budget)
 
 
 def _max_window(config, asked: PlanRequest, step, budget: int, batch: int, context: int) -> int | None:

@@ -45,9 +45,9 @@ class StepBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Bytes of one program over numbers of rows R and table widths P: fixed + per_row * R + per_entry * (R + tiles) * P.
+    """Bytes of one program at R rows and tables of width P: fixed + per_row * R + per_entry * (R + tiles) * P.
 
-    Tiles of longer chunks have block tables too.
+    tiles: query tiles of longer chunks, which have block tables too.
     """
 
     fixed: float
@@ -123,10 +123,10 @@ def step_bytes(
 
 
 def _compiled(config: ModelConfig, shapes: Sequence[StepShape], settings: dict[str, Any]) -> list[StepBytes]:
-    params = abstract_params(config, settings["dtype"])
+    params, patterns = abstract_params(config, settings["dtype"]), (FULL,) * config.num_layers
     runner = Runner(
-        config, params, (FULL,) * config.num_layers, num_blocks=NUM_BLOCKS, max_model_len=config.max_position, **settings
-    )
+        config, params, patterns, num_blocks=NUM_BLOCKS, max_model_len=config.max_position, **settings
+    )  # fmt: skip
     found = []
     for shape in shapes:
         runner.warm_up([shape], [SamplingParams(temperature=1.0)])

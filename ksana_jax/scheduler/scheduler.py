@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager
-from ksana_jax.kv.memory import Hit, KVMemory
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import LiveRange
+from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.row_blocks import RowBlocks
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.policies import Policy, policy_named
+from ksana_jax.scheduler.policies import policy_named
+from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step import ScheduledBatch
 
@@ -78,18 +81,16 @@ class Scheduler:
         policy: str = "fcfs",
     ):
         self.memory = memory
-        self.policy: Policy = policy_named(policy, max_num_seqs)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.query_tile = query_tile
         self.max_num_tiles = -(-max_num_batched_tokens // query_tile)
         self.max_model_len = max_model_len
         self.num_preemptions = 0
-        self.waiting: list[tuple[float, int, Sequence]] = []  # sorted; preempted ones return to their place
+        self.queue = WaitingQueue(memory, policy_named(policy, max_num_seqs))
         self.order = _NO_ROWS  # running rows, the first to be served first
-        self._keys: list[tuple[float, int]] = []  # sort keys of `order`
+        self._keys: list[tuple[Any, int]] = []  # sort keys of `order`
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._leaders: dict[Sequence, None] = {}  # those with forks
         self.set_live_range(live)
 
     def set_live_range(self, live: LiveRange, scope: Scope | None = None) -> None:
@@ -100,6 +101,11 @@ class Scheduler:
         width = live.max_live_blocks(self.blocks.block_size, self.max_model_len, self.max_num_batched_tokens)
         self.rows = Rows(self.max_num_seqs, width)
         self.held = RowBlocks(self.rows, self.memory, live)
+
+    @property
+    def waiting(self) -> list[tuple[Any, int, Sequence]]:
+        """(rank, seq_id, sequence) of those that wait, sorted."""
+        return self.queue.entries
 
     @property
     def blocks(self) -> BlockManager:
@@ -129,14 +135,7 @@ class Scheduler:
                 f"a request of up to {seq.max_len:,} tokens needs {needed:,} KV blocks of {self.blocks.block_size} "
                 f"tokens, the pool has {self.blocks.num_blocks:,}"
             )
-        if seq.forks:
-            self._leaders[seq] = None
-        self._wait(seq)
-
-    def _wait(self, seq: Sequence) -> None:
-        if seq.rank is None:
-            seq.rank = self.policy(seq)
-        bisect.insort(self.waiting, (seq.rank, seq.seq_id, seq))
+        self.queue.add(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence in whatever state it is; one that has ended is left alone."""
@@ -146,19 +145,9 @@ class Scheduler:
         if seq.row is not None:
             self._leave(np.array([seq.row]))
         else:
-            self.waiting = [w for w in self.waiting if w[2] is not seq]
-            self.memory.loads.end(seq)
-            self._take_away(seq)
-        self._release_forks(seq)
-
-    def _take_away(self, seq: Sequence) -> None:
-        """Takes what a waiting sequence holds: it will compute it again, if it goes on."""
-        if seq.held is not None:
-            self.memory.release(seq.held.ids)
-        if seq.swapped is not None:
-            self.memory.drop_swapped(seq.swapped.ids)
-        seq.held = seq.swapped = seq.node = None
-        seq.num_indexed = 0
+            self.queue.remove(seq)
+        for fork in self.queue.part_from(seq):
+            self.queue.add(fork)
 
     def append(self, seq: Sequence, token: int) -> None:
         """Gives a guided sequence its next token."""
@@ -183,15 +172,7 @@ class Scheduler:
             while child.num_indexed > count // self.blocks.block_size:
                 child.node, child.num_indexed = child.node.parent, child.num_indexed - 1
         child.rank = parent.rank
-        self._wait(child)
-
-    def _release_forks(self, leader: Sequence) -> None:
-        """Lets those wait on their own who waited for a leader's prompt."""
-        self._leaders.pop(leader, None)
-        forks, leader.forks = leader.forks, []
-        for seq in forks:
-            if seq.finish_reason is None:
-                self._wait(seq)
+        self.queue.add(child)
 
     # ------------------------------------------------------------------ before a step
 
@@ -256,17 +237,9 @@ class Scheduler:
             last = int(self.order[-1])
             if last != row:
                 self._preempt(last)
-            elif not self._strip_one():
+            elif not self.queue.strip_one():
                 return False
         return True
-
-    def _strip_one(self, spared: Sequence | None = None) -> bool:
-        """Takes the shared blocks of the last waiting sequence that brings some along; False if there is none."""
-        for _, _, seq in reversed(self.waiting):
-            if seq.held is not None and seq is not spared:
-                self._take_away(seq)
-                return True
-        return False
 
     def _preempt(self, row: int) -> None:
         """Takes a row's blocks, to the host or for good; its sequence waits in its old place."""
@@ -276,7 +249,7 @@ class Scheduler:
         self._leave(np.array([row]))
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self._wait(seq)
+        self.queue.add(seq)
 
     def _extend(self, row: int, room: _Room) -> int:
         """How many tokens a running row with several left computes now; takes their blocks and their room."""
@@ -314,16 +287,16 @@ class Scheduler:
             if seq.idles or not self.memory.loads.ready(seq):
                 at += 1
                 continue
-            hit = None if seq.held or seq.swapped else self.memory.pin(seq)
+            hit = None if seq.held or seq.swapped else self.memory.prefixes.pin(seq)
             if hit and hit.awaits:
                 at += 1
                 continue
             if not self._fits(seq, hit, room):
                 if hit:
-                    self.memory.unpin(hit)
+                    self.memory.prefixes.unpin(hit)
                 if len(self.order) or not seq.held:
                     break
-                self._take_away(seq)  # alone, and no room for a copy of what it shares
+                self.queue.take_away(seq)  # alone, and no room for a copy of what it shares
                 continue
             row = self._place(at, hit)
             chunks.append((row, self._take(row, room)))
@@ -354,7 +327,7 @@ class Scheduler:
             return False
         # Nothing runs: part of a chunk is better than waiting for ever.
         while first_block() > self.memory.num_available:
-            if not self._strip_one(seq):
+            if not self.queue.strip_one(seq):
                 return False
         return True
 
@@ -363,7 +336,7 @@ class Scheduler:
         rank, seq_id, seq = self.waiting.pop(at)
         row = self._free_rows.pop()
         if hit:
-            held = self.memory.claim(seq, hit)
+            held = self.memory.prefixes.claim(seq, hit)
         elif seq.swapped:
             held = seq.swapped._replace(ids=self.memory.swap_in(seq.swapped.ids))
         else:
@@ -405,9 +378,9 @@ class Scheduler:
         length = r.append(sampled, tokens)
         stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
         ended = stopped | (length >= r.max_len[sampled])
-        if self.memory.caching:
+        if self.memory.prefixes.enabled:
             self.held.index_full(rows)
-        if self._leaders:
+        if self.queue.leaders:
             self._fork_prompts(sampled)
         finished: list[Sequence] = []
         if ended.any():
@@ -424,13 +397,10 @@ class Scheduler:
 
     def _fork_prompts(self, rows: np.ndarray) -> None:
         """Shares the blocks of prompts that are computed with the sequences that wait for them."""
-        for leader in [seq for seq in self._leaders if seq.row in rows]:
+        for leader in [seq for seq in self.queue.leaders if seq.row in rows]:
             # Each computes the last token again: a first token of its own needs its logits.
-            forks, leader.forks = leader.forks, []
-            del self._leaders[leader]
-            for seq in forks:
-                if seq.finish_reason is None:
-                    self.fork(leader, seq, leader.num_prompt - 1)
+            for seq in self.queue.part_from(leader):
+                self.fork(leader, seq, leader.num_prompt - 1)
 
     def _leave(self, leaving: np.ndarray) -> None:
         """Takes rows out, their blocks back."""
@@ -442,7 +412,7 @@ class Scheduler:
         for row in leaving.tolist():
             seq = r.seqs[row]
             assert seq is not None
-            self.memory.expect_no_more(seq)
+            self.memory.prefixes.expect_no_more(seq)
             seq.node, seq.num_indexed, seq.cacheable = None, 0, True
             r.clear(row)
             self._free_rows.append(row)

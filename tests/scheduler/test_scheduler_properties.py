@@ -13,7 +13,7 @@ from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.kv.prefix_index import sha256
 from ksana_jax.kv.replacement import POLICIES as EVICTIONS
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.policies import NAMES, fcfs
+from ksana_jax.scheduler.policies import NAMES
 from tests.fakes import (
     VOCAB,
     FakeExecutor,
@@ -68,7 +68,7 @@ class Serving(RuleBasedStateMachine):
         digest_bytes=st.sampled_from([1, 32, 32]),
     )
     def start(self, pattern, block_size, policy, max_num_seqs, budget, query_tile, spare, digest_bytes, **memory):
-        self.patterns, self.block_size = PATTERNS[pattern], block_size
+        self.patterns, self.block_size, self.policy = PATTERNS[pattern], block_size, policy
         live = LiveRange.of(self.patterns)
         # 0 spare blocks: the longest request just fits, and only alone.
         num_blocks = max(live.max_live_blocks(block_size, LONGEST - 1) + spare, 1)
@@ -164,7 +164,7 @@ class Serving(RuleBasedStateMachine):
         # Further completions of a request come when its prompt is computed, and others may have passed them; so may
         # who waits for a prefix that is just being computed.
         waiting = [seq for seq in waiting if seq.rank == seq.seq_id]
-        if self.scheduler.policy is fcfs and running and waiting and not self.engine.memory.caching:
+        if self.policy == "fcfs" and running and waiting and not self.engine.memory.prefixes.enabled:
             assert running[-1].rank < waiting[0].seq_id
 
     def check_live_blocks(self):

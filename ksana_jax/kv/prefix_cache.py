@@ -1,0 +1,185 @@
+"""What a prompt can take over from the cache, and what enters it. Knows sequences, tokens and nodes; no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ksana_jax.kv.tier import DEVICE, Node
+from ksana_jax.sequence import Held, Sequence
+
+if TYPE_CHECKING:
+    from ksana_jax.kv.memory import KVMemory
+
+
+@dataclasses.dataclass
+class Hit:
+    """What a prompt found, pinned: nodes at text positions `starts`, the first num_tokens tokens in all.
+
+    awaits: its next block is just being computed by a running row, or read from disk: better come back.
+    """
+
+    nodes: list[Node]
+    starts: list[int]
+    num_tokens: int
+    num_loads: int = 0
+    awaits: bool = False
+
+
+class PrefixCache:
+    """Cached prefixes of `memory`.
+
+    Args:
+      enabled: whether full blocks are kept after use.
+    """
+
+    def __init__(self, memory: KVMemory, enabled: bool):
+        self.enabled = enabled
+        self._memory, self._index = memory, memory.index
+        self._computing: dict[bytes, Sequence] = {}
+
+    def pin(self, seq: Sequence) -> Hit:
+        """Finds the longest cached beginning of a sequence that leaves at least one token to compute, and pins it.
+
+        Under a pattern that evicts, only the blocks that later queries see are needed and pinned.
+        """
+        hit = Hit([], [], 0)
+        if not self.enabled or seq.params.prompt_logprobs is not None:  # a score needs its token computed
+            return hit
+        size = self._index.block_size
+        limit = (len(seq.token_ids) - 1) // size
+        found = self._known(seq, limit)
+        on_disk = self._memory.loads.missing(seq, found, limit)
+        if on_disk and self._memory.loads.begin(seq, found, on_disk):
+            hit.awaits = True
+            return hit
+        num_blocks = self.usable(np.array([node.is_somewhere for node in found], bool))
+        if num_blocks < limit:
+            link = self._index.chain(seq.token_ids, seq.salt, seq.links, num_blocks + 1)[num_blocks]
+            if self._computing.get(link.key, seq) is not seq:
+                hit.awaits = True
+                return hit
+        starts = np.arange(num_blocks) * size
+        alive = ~self._memory.live.dead_blocks(starts, size, num_blocks * size)
+        hit.starts = starts[alive].tolist()
+        hit.nodes = [found[start // size] for start in hit.starts]
+        hit.num_tokens = num_blocks * size
+        hit.num_loads = sum(node.at[DEVICE] < 0 for node in hit.nodes)
+        self._memory.pin(hit.nodes)
+        return hit
+
+    def _known(self, seq: Sequence, limit: int) -> list[Node]:
+        """The first blocks of a sequence as far as the index has them, at most `limit`."""
+        found: list[Node] = []
+        parent = self._index.root(seq.salt)
+        for depth in range(limit):
+            link = self._index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth]
+            node = self._index.find(link.key, parent, link.tokens)
+            if node is None:
+                break
+            found.append(node)
+            parent = node
+        return found
+
+    def usable(self, there: np.ndarray) -> int:
+        """Longest beginning of a text, in blocks, of which all that later queries see is there.
+
+        Args:
+          there: [blocks] bool.
+        """
+        live, size = self._memory.live, self._index.block_size
+        if live.window is None:
+            return len(there) if there.all() else int(there.argmin())
+        starts = np.arange(len(there)) * size
+        for count in range(len(there), 0, -1):
+            if there[count - 1]:
+                alive = ~live.dead_blocks(starts[:count], size, count * size)
+                if there[:count][alive].all():
+                    return count
+        return 0
+
+    def unpin(self, hit: Hit) -> None:
+        """Lets a hit go that found no room."""
+        self._memory.unpin(hit.nodes)
+
+    def claim(self, seq: Sequence, hit: Hit) -> Held:
+        """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them."""
+        self._memory.load(hit.nodes, hit.num_loads)
+        now = self._index.tick()
+        for node in hit.nodes:
+            node.last_use, node.num_uses = now, node.num_uses + 1
+            if self._memory.host is not None:
+                self._memory.host.used(node)
+        if hit.nodes:
+            seq.node, seq.num_indexed = hit.nodes[-1], hit.num_tokens // self._index.block_size
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = hit.num_tokens
+            self._count(seq, hit)
+        ids = np.array([node.at[DEVICE] for node in hit.nodes], np.int32)
+        return Held(ids, np.array(hit.starts, np.int32), hit.num_tokens)
+
+    def _count(self, seq: Sequence, hit: Hit) -> None:
+        c = self._memory.counters
+        c.asked_tokens += len(seq.token_ids)
+        c.hit_tokens += hit.num_tokens
+        c.hits_device += len(hit.nodes) - hit.num_loads
+        from_disk = min(seq.num_read, hit.num_loads)
+        c.hits_host += hit.num_loads - from_disk
+        c.hits_disk += from_disk
+
+    def expect(self, seq: Sequence) -> None:
+        """Notes the blocks that a sequence which begins to run will compute, so that others can wait for them."""
+        num_blocks = len(seq.token_ids) // self._index.block_size
+        for link in self._index.chain(seq.token_ids, seq.salt, seq.links, num_blocks)[seq.num_indexed : num_blocks]:
+            self._computing.setdefault(link.key, seq)
+
+    def expect_no_more(self, seq: Sequence) -> None:
+        """Forgets what a sequence was expected to compute."""
+        if self._computing:
+            for link in seq.links:
+                if self._computing.get(link.key) is seq:
+                    del self._computing[link.key]
+
+    def insert(self, seq: Sequence, token_ids: np.ndarray, ids: list[int]) -> list[int]:
+        """Makes the next full blocks of a running sequence findable.
+
+        Args:
+          token_ids: its tokens so far.
+          ids: device blocks of its blocks number seq.num_indexed and following; -1 where it holds none any more.
+
+        Returns:
+          The blocks that it should hold: where another block has the same content already, that one, now shared; the
+          caller gives its own back.
+        """
+        index, memory, first = self._index, self._memory, seq.num_indexed
+        now = index.tick()
+        links = index.chain(token_ids, seq.salt, seq.links, first + len(ids))
+        parent = index.revived(seq.node or index.root(seq.salt))
+        kept = list(ids)
+        for at, block in enumerate(ids):
+            link = links[first + at]
+            if self._computing.get(link.key) is seq:
+                del self._computing[link.key]
+            node = None if parent is None else index.child(parent, link.tokens, link.key)
+            if node is None:  # the key is taken by another content: nothing of this text can be found from here on
+                seq.cacheable = False
+                break
+            parent = node
+            if block < 0:
+                continue
+            if node.at[DEVICE] < 0:
+                if not node.is_somewhere:
+                    node.inserted = node.last_use = now
+                memory.device.put(node, block)
+                if memory.write == "through":
+                    memory.save(node)
+            elif node.at[DEVICE] != block:
+                kept[at] = node.at[DEVICE]
+                memory.share(np.array([kept[at]], np.int32))
+        else:
+            seq.num_indexed = first + len(ids)
+        seq.node = parent
+        index.drop_if_empty(parent)
+        return kept

@@ -1,0 +1,64 @@
+"""Predicted against measured memory: python -m ksana_jax.planner.check MODEL [--dtype bf16 --max-num-seqs 8 ...].
+
+The highest resident memory of a process is that of all it has done, so the comparison wants a process of its own.
+MODEL is what `LLM` takes; of a directory without weights random ones are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from ksana_jax.engine.llm import EMBEDDED, LLM
+from ksana_jax.request import SamplingParams
+
+
+def check(model: str, *, rounds: int = 2, **settings) -> dict:
+    """Loads a model, warms up, and serves more requests than run at once, `rounds` times over.
+
+    Args:
+      settings: of `LLM`; among them memory_fraction, without which nothing but weights and pool is predicted.
+
+    Returns:
+      For weights, pool, step and peak {"predicted", "measured"} in bytes; peak_error, predicted over measured peak less
+      one; peak_after_rounds, the measured peak after warm-up and each round; num_steps compiled.
+    """
+    directory = EMBEDDED.get(model, Path(model))
+    load_format = "auto" if any(directory.glob("*.safetensors*")) else "dummy"
+    llm = LLM(model, load_format=load_format, **settings)
+    sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False, seed=0)
+    llm.warm_up(sampling_params=sampled)
+    peaks = [llm.memory_usage()["peak"].measured]
+    rng, longest = np.random.default_rng(0), llm.engine.max_model_len - 8
+    for _ in range(rounds):
+        lengths = rng.integers(1, longest + 1, 2 * llm.config.max_num_seqs)
+        prompts = [{"prompt_token_ids": rng.integers(3, llm.model_config.vocab_size, n)} for n in lengths]
+        llm.generate(prompts, sampled)
+        peaks.append(llm.memory_usage()["peak"].measured)
+    found = llm.memory_usage()
+    peak = found["peak"]
+    return {
+        **{name: compared._asdict() for name, compared in found.items()},
+        "peak_error": peak.predicted / peak.measured - 1 if peak.predicted and peak.measured else None,
+        "peak_after_rounds": peaks,
+        "num_steps": len(llm.engine.builder.buckets.all_shapes()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m ksana_jax.planner.check", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="f32")
+    parser.add_argument("--memory-fraction", type=float, default=0.5)
+    parser.add_argument("--embedding-device", default="device")
+    for name in ("--max-num-seqs", "--max-model-len", "--max-num-batched-tokens", "--num-blocks", "--rounds"):
+        parser.add_argument(name, type=int)
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    print(json.dumps(check(**given)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the engine asks of the planner: the size of its pool, and afterwards how right that was."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import NamedTuple
+
+import jax
+
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.engine.runner import Runner
+from ksana_jax.kv.patterns import LiveRange
+from ksana_jax.planner.devices import GIB, this_device
+from ksana_jax.planner.process import device_peak_bytes, expected_peak_bytes
+from ksana_jax.planner.step_memory import program_bytes, step_bytes
+from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
+from ksana_jax.step import StepShape
+
+logger = logging.getLogger("ksana_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolPlan:
+    """Bytes that the engine is expected to take on its device.
+
+    step_bytes: arrays and buffers of the largest step; None where nobody asked, since it has to be compiled.
+    """
+
+    num_blocks: int
+    weights_bytes: int
+    pool_bytes: int
+    step_bytes: int | None = None
+
+
+def pool_size(
+    model: ModelConfig, config: EngineConfig, live: LiveRange, *, max_model_len: int, max_rotated_sinks: int
+) -> PoolPlan:
+    """Sizes the KV pool.
+
+    `num_blocks` is taken as it is. Otherwise it is what max_num_seqs sequences of max_model_len tokens need, within
+    memory_bytes or, if that is given, what memory_fraction of the device leaves beside weights and a step. With prefix
+    caching and memory_fraction it is all that is left, since whatever is not needed keeps prefixes.
+
+    Raises:
+      ConfigError: not one block fits; the message has the figures.
+    """
+    block_bytes = config.block_size * kv_bytes_per_token(model, config.dtype)
+    weights = weights_bytes(model, config.dtype, config.embedding_device)
+    if config.num_blocks:
+        return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
+    width = live.max_live_blocks(config.block_size, max_model_len, config.max_num_batched_tokens)
+    wanted, step = config.max_num_seqs * width, None
+    if config.memory_fraction is None:
+        affordable = config.memory_bytes // block_bytes
+        if affordable < 1:
+            raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
+    else:
+        tiles = -(-config.max_num_batched_tokens // config.query_tile)
+        largest = StepShape(config.max_num_seqs, tiles, config.query_tile, -(-max_model_len // config.block_size))
+        [measured] = step_bytes(
+            model, [largest], dtype=config.dtype, block_size=config.block_size, max_rotated_sinks=max_rotated_sinks,
+            embedding_device=config.embedding_device,
+        )  # fmt: skip
+        device, step = this_device(), measured.peak
+        budget = int(device.memory_bytes * config.memory_fraction)
+        affordable = (budget - weights - step) // block_bytes
+        if affordable < 1:
+            raise ConfigError(
+                f"memory_fraction {config.memory_fraction} of {gib(device.memory_bytes)} ({device.name}) is {gib(budget)}: "
+                f"weights take {gib(weights)}, a step {gib(step)}: no room for a KV block of {block_bytes:,} bytes"
+            )
+        if config.enable_prefix_caching:
+            wanted = affordable
+    num_blocks = min(wanted, affordable)
+    return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step)
+
+
+class Compared(NamedTuple):
+    """Bytes predicted and measured; None where that is not known."""
+
+    predicted: int | None
+    measured: int | None
+
+    def __str__(self) -> str:
+        known = [f"{gib(n)} {name}" for name, n in zip(self._fields, self, strict=True) if n is not None]
+        if self.predicted and self.measured:
+            known.append(f"{100 * (self.predicted / self.measured - 1):+.1f} %")
+        return ", ".join(known) or "not known"
+
+
+def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Compared]:
+    """What a plan said and what came of it: weights, pool, step and peak.
+
+    Args:
+      runner: warmed up; its largest compiled step is taken.
+      baseline: resident memory of the process before the weights, `process.resident_bytes`.
+    """
+    steps = [key for key in runner.programs if isinstance(key, StepShape)]
+    measured = max(map(program_bytes, runner.programs.values()), default=None)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params) if isinstance(leaf, jax.Array))
+    host = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)) - weights
+    peak = None
+    if plan.step_bytes is not None:
+        taken = plan.weights_bytes + plan.pool_bytes + plan.step_bytes
+        # What rests on the host is in the process's memory too, which on the CPU is the device's.
+        taken += (host + runner.mover.host_blocks.nbytes) * (runner.platform == "cpu")
+        peak = expected_peak_bytes(taken, baseline, runner.config.num_layers, len(steps))
+    return {
+        "weights": Compared(plan.weights_bytes, weights),
+        "pool": Compared(plan.pool_bytes, runner.cache.blocks.nbytes),
+        "step": Compared(plan.step_bytes, measured),
+        "peak": Compared(peak, device_peak_bytes()),
+    }
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in the unit that suits them."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

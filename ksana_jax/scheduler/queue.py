@@ -1,0 +1,61 @@
+"""Sequences that wait: in order of service, or for a leader's prompt. Knows what they bring along, not who runs."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+from ksana_jax.kv.memory import KVMemory
+from ksana_jax.scheduler.policies import Policy
+from ksana_jax.sequence import Sequence
+
+
+class WaitingQueue:
+    """Waiting sequences of a scheduler.
+
+    Attributes:
+      entries: (rank, seq_id, sequence), sorted; preempted ones return to their place.
+      leaders: sequences whose forks wait until they have computed their prompt; those are in no order yet.
+    """
+
+    def __init__(self, memory: KVMemory, policy: Policy):
+        self._memory, self._policy = memory, policy
+        self.entries: list[tuple[Any, int, Sequence]] = []
+        self.leaders: dict[Sequence, None] = {}
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a sequence in its place."""
+        if seq.rank is None:
+            seq.rank = self._policy(seq)
+        if seq.forks:
+            self.leaders[seq] = None
+        bisect.insort(self.entries, (seq.rank, seq.seq_id, seq))
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, and from it what it has reserved."""
+        self.entries = [entry for entry in self.entries if entry[2] is not seq]
+        self._memory.loads.end(seq)
+        self.take_away(seq)
+
+    def take_away(self, seq: Sequence) -> None:
+        """Takes what a waiting sequence holds: it will compute it again, if it goes on."""
+        if seq.held is not None:
+            self._memory.release(seq.held.ids)
+        if seq.swapped is not None:
+            self._memory.drop_swapped(seq.swapped.ids)
+        seq.held = seq.swapped = seq.node = None
+        seq.num_indexed = 0
+
+    def strip_one(self, spared: Sequence | None = None) -> bool:
+        """Takes the shared blocks of the last sequence that brings some along; False if there is none."""
+        for _, _, seq in reversed(self.entries):
+            if seq.held is not None and seq is not spared:
+                self.take_away(seq)
+                return True
+        return False
+
+    def part_from(self, leader: Sequence) -> list[Sequence]:
+        """Those who waited for a leader's prompt and have not ended since; they wait for it no longer."""
+        self.leaders.pop(leader, None)
+        forks, leader.forks = leader.forks, []
+        return [seq for seq in forks if seq.finish_reason is None]
