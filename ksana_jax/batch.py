@@ -9,6 +9,7 @@ import numpy as np
 
 from ksana_jax.kv.patterns import FAR
 from ksana_jax.sequence import Rows
+from ksana_jax.shared_prefix import find_shared_runs, split_tables
 from ksana_jax.step import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
 
 
@@ -27,16 +28,24 @@ class Buckets:
     Args:
       singles: numbers of tokens that are alone in their row. tiles: numbers of query tiles. widths: of block tables.
       query_tile: tokens of a tile.
+      shared_rows: singles of a group that may share leading blocks; 0 turns that off.
     """
 
     singles: tuple[int, ...]
     tiles: tuple[int, ...]
     widths: tuple[int, ...]
     query_tile: int
+    shared_rows: int = 0
 
     @classmethod
     def of(
-        cls, max_num_seqs: int, max_num_tiles: int, table_width: int, query_tile: int, min_singles: int = 1
+        cls,
+        max_num_seqs: int,
+        max_num_tiles: int,
+        table_width: int,
+        query_tile: int,
+        min_singles: int = 1,
+        shared_rows: int = 0,
     ) -> Buckets:
         """Ladders of factors of two; of four for widths, since a table costs little beyond its bytes.
 
@@ -48,6 +57,7 @@ class Buckets:
             tiles=ladder(1, max_num_tiles),
             widths=ladder(16, table_width, 4.0),
             query_tile=query_tile,
+            shared_rows=shared_rows,
         )
 
     def shape(self, num_singles: int, num_tiles: int, width: int) -> StepShape:
@@ -60,14 +70,17 @@ class Buckets:
         else:
             singles = _at_least(self.singles, num_singles)
         tiles = _at_least(self.tiles, num_tiles) if num_tiles else 0
-        return StepShape(singles, tiles, self.query_tile, _at_least(self.widths, width))
+        return self._shape(singles, tiles, _at_least(self.widths, width))
+
+    def _shape(self, singles: int, tiles: int, width: int) -> StepShape:
+        return StepShape(singles, tiles, self.query_tile, width, self.shared_rows if singles > 1 else 0)
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Every shape that a step can have, up to a width of the block tables."""
         pairs = [(d, 0) for d in self.singles]
         pairs += [(d, t) for t in self.tiles for d in (0, self.singles[-1])]
         top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
-        return [StepShape(d, t, self.query_tile, w) for w in self.widths if w <= top for d, t in pairs]
+        return [self._shape(d, t, w) for w in self.widths if w <= top for d, t in pairs]
 
 
 def _padded(values: np.ndarray, shape: tuple[int, ...], fill: int) -> np.ndarray:
@@ -89,12 +102,16 @@ class BatchBuilder:
 
     Args:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
+      sink_width: leading entries of a block table that are never shared: they can hold sinks seen from elsewhere.
+      min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
     """
 
     buckets: Buckets
     block_size: int
     num_blocks: int
     vocab_size: int
+    sink_width: int = 0
+    min_saved_tokens: int = 256
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         """A scheduled step as an executor takes it.
@@ -105,9 +122,12 @@ class BatchBuilder:
         singles, chunks = batch.singles, batch.chunks
         num_tiles = -(-batch.counts // self.buckets.query_tile) if len(chunks) else batch.counts
         width = int(rows.num_blocks[batch.rows].max())
-        shape = self.buckets.shape(len(singles), int(num_tiles.sum()), width)
-        arrays = self._with_singles(shape, singles, rows)
         ends = np.arange(len(singles))
+        shape = self.buckets.shape(len(singles), int(num_tiles.sum()), width)
+        if shape.shared_rows:
+            shape, arrays, ends = self._with_sharing_singles(singles, chunks, int(num_tiles.sum()), rows)
+        else:
+            arrays = self._with_singles(shape, singles, rows)
         if len(chunks):
             ends = np.concatenate([ends, shape.num_singles + np.cumsum(num_tiles) - 1])
             tile = shape.num_singles
@@ -134,6 +154,31 @@ class BatchBuilder:
             block_starts=_padded(rows.block_starts[singles, :width], (tiles, width), FAR),
             last=_padded(np.arange(len(singles), dtype=np.int32), (tiles,), 0),
         )
+
+    def _with_sharing_singles(
+        self, singles: np.ndarray, chunks: np.ndarray, num_tiles: int, rows: Rows
+    ) -> tuple[StepShape, StepArrays, np.ndarray]:
+        """The same where singles may share leading blocks: shape, arrays, and where each single's token went."""
+        group_rows, first, count = self.buckets.shared_rows, self.sink_width, rows.num_blocks[singles]
+        tables = rows.block_tables[singles, : int(count.max())]
+        found = find_shared_runs(
+            tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
+        )
+        singles, ordered = singles[found.order], tables[found.order]
+        own = count[found.order] - np.repeat(found.runs, group_rows)[: len(singles)]
+        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[chunks].max(initial=0)))
+        shape = self.buckets.shape(len(singles), num_tiles, width)
+        arrays = self._with_singles(shape, singles, rows)
+        size, width = len(arrays.block_tables), shape.table_width
+        starts = rows.block_starts[singles, : ordered.shape[1]]
+        split = split_tables(ordered, starts, found.runs, group_rows, first, width)
+        arrays = arrays._replace(
+            shared_tables=_padded(split[0], (shape.num_groups, width), 0),
+            shared_starts=_padded(split[1], (shape.num_groups, width), FAR),
+            block_tables=_padded(split[2], (size, width), 0),
+            block_starts=_padded(split[3], (size, width), FAR),
+        )
+        return shape, arrays, np.argsort(found.order)
 
     def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
         start, width = int(rows.num_computed[row]), int(rows.num_blocks[row])

@@ -49,16 +49,25 @@ class ScheduledBatch:
 
 
 class StepShape(NamedTuple):
-    """What a compiled step is specialised on: D singles, tiles of Q tokens, width P of the block tables."""
+    """What a compiled step is specialised on: D singles, tiles of Q tokens, width P of the block tables.
+
+    shared_rows: singles of a group that may share leading blocks; 0 where none do.
+    """
 
     num_singles: int
     num_tiles: int
     query_tile: int
     table_width: int
+    shared_rows: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.num_singles + self.num_tiles * self.query_tile
+
+    @property
+    def num_groups(self) -> int:
+        """C, groups of singles that may share leading blocks."""
+        return -(-self.num_singles // self.shared_rows) if self.shared_rows else 0
 
 
 # NumPy on the host, jax inside a compiled step.
@@ -74,6 +83,9 @@ class StepArrays(NamedTuple):
     block_tables: [S, P] blocks that the tile's row can see, by rising text position; any valid id where absent.
     block_starts: [S, P] text position of each block's first slot; FAR where absent.
     last: [S] index in [0, T) of the tile's last token.
+    shared_tables, shared_starts: [C, P] blocks that all of singles g * shared_rows and following see, in addition to
+      their own tables and before them in the text; None where shape.shared_rows is 0. Attention over them runs once for
+      the group. They hold no sinks that are seen from elsewhere.
     """
 
     tokens: Array
@@ -82,6 +94,8 @@ class StepArrays(NamedTuple):
     block_tables: Array
     block_starts: Array
     last: Array
+    shared_tables: Array | None = None
+    shared_starts: Array | None = None
 
 
 class SamplingArrays(NamedTuple):

@@ -179,8 +179,14 @@ class FakeExecutor:
         tile_of = np.concatenate([np.arange(shape.num_singles), shape.num_singles + tiles.repeat(shape.query_tile)])
         offsets = np.arange(self.block_size)
         size = len(a.last)
-        kv_slots = (a.block_tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
-        kv_positions = (a.block_starts[:, :, None] + offsets).reshape(size, -1)
+        tables, starts = a.block_tables, a.block_starts
+        if a.shared_tables is not None and a.shared_starts is not None:
+            shared = np.zeros((2, size, tables.shape[1]), np.int32) + np.array([0, FAR], np.int32)[:, None, None]
+            group = np.arange(shape.num_singles) // shape.shared_rows
+            shared[:, : shape.num_singles] = a.shared_tables[group], a.shared_starts[group]
+            tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
+        kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
+        kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
         hidden = _embed(a.tokens, np.maximum(a.positions, 0))
         for layer, pattern in enumerate(self._patterns):
             self.keys[layer, a.slots] = hidden
@@ -224,9 +230,12 @@ class FakeExecutor:
         assert self.shapes is None or shape in self.shapes, f"{shape} was not compiled"
         tokens, tiles = shape.num_tokens, shape.num_singles + shape.num_tiles
         wide = (tiles, shape.table_width)
-        for name, array, expected in zip(
-            StepArrays._fields, a, [(tokens,), (tokens,), (tokens,), wide, wide, (tiles,)], strict=True
-        ):
+        expected_shapes = [(tokens,), (tokens,), (tokens,), wide, wide, (tiles,)]
+        if shape.shared_rows:
+            expected_shapes += [(shape.num_groups, shape.table_width)] * 2
+        else:
+            assert a.shared_tables is None and a.shared_starts is None
+        for name, array, expected in zip(StepArrays._fields, a, expected_shapes, strict=False):
             assert array.shape == expected and array.dtype == np.int32, f"{name}: {array.dtype}{array.shape}"
         real = a.positions >= 0
         slots = a.slots[real]
@@ -256,12 +265,14 @@ def make_engine(
     policy: str = "fcfs",
     eos_ids: tuple[int, ...] = (),
     host_slots: int = 0,
+    shared_rows: int = 0,
     **memory: Any,
 ) -> Engine:
     """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
 
     Args:
       host_slots: blocks of host memory.
+      shared_rows: see `Buckets`.
       memory: arguments of KVMemory, such as caching=True.
     """
     clock = itertools.count().__next__
@@ -275,13 +286,14 @@ def make_engine(
         live=LiveRange.of(patterns),
         policy=policy,
     )
-    buckets = Buckets.of(max_num_seqs, scheduler.max_num_tiles, -(-max_model_len // block_size), query_tile)
+    width = -(-max_model_len // block_size)
+    buckets = Buckets.of(max_num_seqs, scheduler.max_num_tiles, width, query_tile, shared_rows=shared_rows)
     # What `LLM.warm_up` compiles.
     widest = scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
     executor.shapes = set(buckets.all_shapes(widest))
     return Engine(
         scheduler,
-        BatchBuilder(buckets, block_size, num_blocks, VOCAB),
+        BatchBuilder(buckets, block_size, num_blocks, VOCAB, min_saved_tokens=1),
         executor,
         tokenizer=None,
         eos_ids=eos_ids,

@@ -30,6 +30,7 @@ from ksana_jax.planner.engine import Compared, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.shared_prefix import SHARED_ROWS
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
 
 EMBEDDED = {"ksana-tiny": Path(__file__).parent.parent / "assets" / "ksana-tiny"}
@@ -143,10 +144,13 @@ class LLM:
         min_singles = 8 if config.dtype == "bf16" else 1
         # Widths are those of a full table, so that every pattern finds its bucket among the same shapes.
         width = -(-max_model_len // config.block_size)
-        buckets = Buckets.of(config.max_num_seqs, scheduler.max_num_tiles, width, config.query_tile, min_singles)
+        buckets = Buckets.of(
+            config.max_num_seqs, scheduler.max_num_tiles, width, config.query_tile, min_singles,
+            shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
+        )  # fmt: skip
         self.engine = Engine(
             scheduler,
-            BatchBuilder(buckets, config.block_size, num_blocks, model.vocab_size),
+            BatchBuilder(buckets, config.block_size, num_blocks, model.vocab_size, self.runner.sink_width),
             self.runner,
             tokenizer=tokenizer,
             eos_ids=model.eos_ids,

@@ -186,6 +186,9 @@ class Runner:
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((size, width)),
                             ints((size, width)), ints((size,)))  # fmt: skip
+        if shape.shared_rows:
+            shared = ints((shape.num_groups, width))
+            arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)

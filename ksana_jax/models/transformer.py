@@ -22,8 +22,9 @@ from ksana_jax.models.layers import linear, rms_norm, swiglu
 # attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state); q, k not yet rotated.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-# Random weights are drawn so many at a time: what drawing needs beside its result is six times as large.
-DRAWN_AT_ONCE = 2**20
+# Random weights are drawn so many at a time: drawing needs six times as much memory beside its result, and is faster
+# where that fits into the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
+DRAWN_AT_ONCE = 2**16
 
 
 @flax.struct.dataclass

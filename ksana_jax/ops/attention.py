@@ -41,7 +41,8 @@ def ragged_paged_attention(
         sink_width is 0.
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
       layer: index in [0, L).
-      batch: block tables and positions, see `step.StepArrays`.
+      batch: block tables and positions, see `step.StepArrays`. Where groups of singles share leading blocks, a single
+        sees those of its group's table and of its own.
       pattern: which text positions a query sees, this layer's numbers.
       sink_width: how many leading entries of a block table can hold sinks that are seen from elsewhere.
 
@@ -62,16 +63,57 @@ def ragged_paged_attention(
         tiled = [
             None if x is None else x[tokens].reshape(count, width, *x.shape[1:]) for x in (q, q_sink, batch.positions)
         ]
-        out = _attend_tiles(
+        seen = _attend_tiles(
             tiled[0], tiled[1], tiled[2], cache, layer, batch.block_tables[tables], batch.block_starts[tables],
             pattern, rope, sink_width,
         )  # fmt: skip
-        parts.append(out.reshape(count * width, *q.shape[1:]))
+        if shape.shared_rows and width == 1:
+            seen = merge(seen, _attend_shared(q[:d], cache, layer, batch, shape, pattern, rope))
+        parts.append(normalised(seen))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
+class Seen(NamedTuple):
+    """Attention of queries [T] to some of their keys, in float32, to be merged with that to others.
+
+    top: [T, N] largest score, -inf where a query saw none. total: [T, N] sum of exp(score - top). out: [T, N, H] values
+    weighted by exp(score - top).
+    """
+
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def merge(a: Seen, b: Seen) -> Seen:
+    """Attention of the same queries to the keys of both. Source: online softmax, arXiv:1805.02867, section 3."""
+    top = jnp.maximum(a.top, b.top)
+    base = jnp.where(jnp.isfinite(top), top, 0.0)  # exp(-inf - 0) is 0 for queries that have seen nothing yet
+    fade_a, fade_b = jnp.exp(a.top - base), jnp.exp(b.top - base)
+    return Seen(top, a.total * fade_a + b.total * fade_b, a.out * fade_a[..., None] + b.out * fade_b[..., None])
+
+
+def normalised(seen: Seen) -> jax.Array:
+    """Softmax-weighted values [T, N, H]; zeros for queries that saw nothing."""
+    return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
+
+
+def _attend_shared(q_TNH, cache, layer, batch: StepArrays, shape: StepShape, pattern, rope) -> Seen:
+    """Attention of singles to the blocks that their groups share: a group is a tile of queries with one table."""
+    rows, groups = shape.shared_rows, shape.num_groups
+
+    def tiled(x, fill):
+        pad = ((0, groups * rows - len(x)), *((0, 0),) * (x.ndim - 1))
+        return jnp.pad(x, pad, constant_values=fill).reshape(groups, rows, *x.shape[1:])
+
+    positions = tiled(batch.positions[: shape.num_singles], -1)
+    tables, starts = batch.shared_tables, batch.shared_starts
+    seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, layer, tables, starts, pattern, rope, 0)
+    return Seen(*(x[: shape.num_singles] for x in seen))
+
+
 def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, starts_SP, pattern, rope, sink_width):
-    """Attention of tiles of Q tokens, in small groups of tiles whose tables are alike in length."""
+    """Attention of tiles of Q tokens, in small groups of tiles whose tables are alike in length: Seen of S*Q tokens."""
     s, width = positions_SQ.shape
     group = max(GROUP_QUERIES // width, 1)
 
@@ -89,14 +131,19 @@ def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
         return x.reshape(-1, group, *x.shape[1:])
 
     fills = (0, 0, -1, 0, FAR)
-    out = jax.lax.map(
+    seen = jax.lax.map(
         attend, tuple(None if x is None else grouped(x, fill) for x, fill in zip(tiles, fills, strict=True))
     )
-    return out.reshape(-1, *out.shape[2:])[jnp.argsort(order)]
+    back = jnp.argsort(order)
+
+    def in_order(x):
+        return x.reshape(-1, width, *x.shape[2:])[back].reshape(s * width, *x.shape[2:])
+
+    return Seen(*(in_order(x) for x in seen))
 
 
 def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, starts_SP, pattern, rope, sink_width):
-    """Attention of tiles of Q tokens, a piece of their block tables at a time, with an online softmax.
+    """Attention of tiles of Q tokens, a piece of their block tables at a time, with an online softmax: Seen of S*Q.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
     width P that the step was compiled for.
@@ -164,9 +211,13 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
         return absorb(state, q_SKRH, k, v, kv_pos_SC, chosen(kv_pos_SC)[0])
 
     longest = jnp.max(jnp.sum(starts_SP < FAR, axis=1))
-    _, total, out = jax.lax.fori_loop(0, -(-longest // piece), body, state)
-    out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.reshape(s, kv_heads, n // kv_heads, width, h).transpose(0, 3, 1, 2, 4).reshape(s, width, n, h)
+    state = jax.lax.fori_loop(0, -(-longest // piece), body, state)
+
+    def by_token(x):  # [S, K, G*Q, ...] -> [S*Q, N, ...]
+        x = x.reshape(s, kv_heads, n // kv_heads, width, *x.shape[3:])
+        return jnp.moveaxis(x, 3, 1).reshape(s * width, n, *x.shape[4:])
+
+    return Seen(*(by_token(x) for x in state))
 
 
 def sink_query_positions(pattern: PatternArrays, positions: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.planner.devices import GIB, this_device
-from ksana_jax.planner.process import device_peak_bytes, expected_peak_bytes
+from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
 from ksana_jax.step import StepShape
@@ -102,10 +102,11 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
     host = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)) - weights
     peak = None
     if plan.step_bytes is not None:
-        taken = plan.weights_bytes + plan.pool_bytes + plan.step_bytes
-        # What rests on the host is in the process's memory too, which on the CPU is the device's.
-        taken += (host + runner.mover.host_blocks.nbytes) * (runner.platform == "cpu")
-        peak = expected_peak_bytes(taken, baseline, runner.config.num_layers, len(steps))
+        peak = plan.weights_bytes + plan.pool_bytes + plan.step_bytes
+        if runner.platform == "cpu":
+            # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
+            compiled = compiled_bytes(steps, len(runner.programs), runner.config.num_layers)
+            peak = None if baseline is None else baseline + compiled + host + runner.mover.host_blocks.nbytes + peak
     return {
         "weights": Compared(plan.weights_bytes, weights),
         "pool": Compared(plan.pool_bytes, runner.cache.blocks.nbytes),

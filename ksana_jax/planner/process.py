@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
+from ksana_jax.step import StepShape
+
 MIB = 2**20
-# What loading the compiler and the first compilation leave behind, and what each compiled step keeps per layer.
-# Measured on jax 0.10.2, x86: models of 2 to 16 layers, 6 to 36 programs, with and without the cache on disk.
-COMPILER_BYTES = 80 * MIB
-PROGRAM_LAYER_BYTES = 3 * MIB
+# What the compiler leaves behind when it is first used, what each program keeps, and what a step keeps for each layer and
+# part (singles, tiles). Measured on XLA:CPU of jax 0.10.2: models of 2 to 16 layers, 6 to 36 programs.
+COMPILER_BYTES = 170 * MIB
+PROGRAM_BYTES = 3 * MIB
+LAYER_PART_BYTES = 3 * MIB // 2
 
 
 def resident_bytes(highest: bool = False) -> int | None:
     """Resident memory of this process, or the highest it has been; None where the system has no /proc (not Linux)."""
+    jax.devices()  # what jax's backend takes is there from here on
     field = "VmHWM:" if highest else "VmRSS:"
     try:
         with open("/proc/self/status") as status:
@@ -29,16 +35,12 @@ def device_peak_bytes() -> int | None:
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def expected_peak_bytes(taken: int, baseline: int | None, num_layers: int, num_steps: int) -> int | None:
-    """What `device_peak_bytes` is expected to say.
+def compiled_bytes(steps: Sequence[StepShape], num_programs: int, num_layers: int) -> int:
+    """What XLA:CPU keeps of programs in the process's memory.
 
     Args:
-      taken: bytes of weights, pool and a step.
-      baseline: resident memory of the process before them; only the CPU's peak has it and the compiler in it.
-      num_steps: compiled steps.
+      steps: those that are steps of the network.
+      num_programs: all of them.
     """
-    if jax.default_backend() != "cpu":
-        return taken
-    if baseline is None:
-        return None
-    return baseline + COMPILER_BYTES + num_steps * num_layers * PROGRAM_LAYER_BYTES + taken
+    parts = sum((step.num_singles > 0) + (step.num_tiles > 0) for step in steps)
+    return COMPILER_BYTES + num_programs * PROGRAM_BYTES + parts * num_layers * LAYER_PART_BYTES

@@ -61,6 +61,7 @@ class Serving(RuleBasedStateMachine):
         query_tile=st.sampled_from([1, 2, 4, 8]),
         spare=st.sampled_from([-2, 0, 0, 1, 2, 4, 200]),
         caching=st.booleans(),
+        shared_rows=st.sampled_from([0, 2, 3]),
         eviction=st.sampled_from(sorted(EVICTIONS)),
         host_slots=st.sampled_from([0, 0, 1, 3, 8, 200]),
         preempt=st.sampled_from(["swap", "recompute", "auto"]),
