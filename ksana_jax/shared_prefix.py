@@ -1,8 +1,8 @@
 """Which rows of a step share how many leading blocks, so that attention over those runs once for all of them. No jax.
 
-Rows that decode are put next to each other by their block tables and cut into groups of a fixed number of rows; what all
-rows of a group have in common becomes one table of the group, the rest stays in theirs. A group of rows with a common
-table is for attention what a tile of queries is, so there is no ragged membership and one compiled shape for any sharing.
+Rows that decode are put next to each other by their block tables and cut into groups of a fixed number of rows; what
+all rows of a group have in common becomes one table of the group, the rest stays in theirs. A group of rows with a
+common table is for attention what a tile of queries is: no ragged membership, and one compiled shape for any sharing.
 
 Source: Hydragen, arXiv:2402.05099; cascade inference in FlashInfer, arXiv:2501.01005.
 """
@@ -15,8 +15,7 @@ import numpy as np
 
 from ksana_jax.kv.patterns import FAR
 
-
-# Rows of a group. TODO
+# Rows of a group: keys are read once for so many queries, and a group of fewer rows is filled up with padding.
 SHARED_ROWS = 8
 
 

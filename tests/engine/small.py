@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.batch import Buckets
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.transformer import init_params
 from ksana_jax.request import CompletionOutput
@@ -70,7 +69,9 @@ def make_llm(tokenizer: Tokenizer | None = None, seed: int = 0, pattern=None, **
     config, params = model()
     llm = LLM.from_params(config, params, tokenizer=tokenizer, seed=seed, pattern=pattern, **settings)
     buckets = llm.engine.builder.buckets
-    few = Buckets(buckets.singles[-1:], buckets.tiles[-1:], buckets.widths[-1:], buckets.query_tile)
+    few = dataclasses.replace(
+        buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+    )
     llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=few)
     key = tuple(sorted(settings.items())), llm.runner.sink_width
     llm.runner._compiled = _compiled.setdefault(key, llm.runner._compiled)
