@@ -66,7 +66,9 @@ class EnginePool:
 
 
 @dataclasses.dataclass
-class _Context:
+class Context:
+    """See `tasks.base.TrialContext`."""
+
     trial: Trial
     pool: EnginePool
     report_progress: Callable[[float], None]
@@ -120,7 +122,7 @@ def run(
                 progress = _Progress(on_progress, num_done, len(mine), trial.label)
                 progress(0.0)
                 try:
-                    _run_trial(trial, _Context(trial, pool, progress), file)
+                    _run_trial(trial, Context(trial, pool, progress), file)
                 except Exception as error:
                     if debug:
                         raise
@@ -142,7 +144,7 @@ class _Progress:
         self.on_progress(self.num_done, self.total, self.label, fraction)
 
 
-def _run_trial(trial: Trial, context: _Context, file: RecordFile) -> None:
+def _run_trial(trial: Trial, context: Context, file: RecordFile) -> None:
     file.append("start", trial=trial.id, label=trial.label, seed=trial.seed, config=trial.config, time=time.time(),
                 environment=environment())  # fmt: skip
     began = time.perf_counter()

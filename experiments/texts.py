@@ -82,6 +82,28 @@ def choose(
     )
 
 
+def pieces(files: Sequence[str], tokenizer: Any, num_pieces: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Cuts texts, in the order that the seed draws, one after another into prompts.
+
+    Returns:
+      num_pieces lists of exactly num_tokens token ids, each starting with BOS.
+
+    Raises:
+      ConfigError: the texts give fewer, with the numbers.
+    """
+    texts = candidates(files)
+    found: list[list[int]] = []
+    for index in np.random.default_rng(seed).permutation(len(texts)):
+        ids = encode(tokenizer, texts[index][1])
+        head, body = (ids[:1], ids[1:]) if tokenizer.bos_id is not None else ([], ids)
+        size = num_tokens - len(head)
+        cut = [body[i : i + size] for i in range(0, len(body) - size + 1, max(size, 1))]
+        found += [head + piece for piece in cut if len(piece) == size]
+        if len(found) >= num_pieces:
+            return found[:num_pieces]
+    raise ConfigError(f"the texts give {len(found)} prompts of {num_tokens:,} tokens, {num_pieces} are asked for")
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that begin with BOS and end as the text does; without BOS if the tokenizer has none."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))

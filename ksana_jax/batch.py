@@ -7,9 +7,10 @@ import dataclasses
 
 import numpy as np
 
+from ksana_jax.config import EngineConfig
 from ksana_jax.kv.patterns import FAR
 from ksana_jax.sequence import Rows
-from ksana_jax.shared_prefix import find_shared_runs, split_tables
+from ksana_jax.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
 from ksana_jax.step import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
 
 
@@ -60,6 +61,20 @@ class Buckets:
             shared_rows=shared_rows,
         )
 
+    @classmethod
+    def of_engine(cls, config: EngineConfig, max_model_len: int) -> Buckets:
+        """Those of an engine's steps. Widths are those of a full table, so that every pattern finds its bucket among
+        the same shapes."""
+        return cls.of(
+            config.max_num_seqs,
+            -(-config.max_num_batched_tokens // config.query_tile),
+            -(-max_model_len // config.block_size),
+            config.query_tile,
+            # Matrix units want rows: XLA:CPU takes 21 ms for one row of bfloat16, 1.2 ms for eight (2048 x 8192).
+            min_singles=8 if config.dtype == "bf16" else 1,
+            shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
+        )
+
     def shape(self, num_singles: int, num_tiles: int, width: int) -> StepShape:
         """The smallest bucket that holds a step. Steps with both singles and tiles take the most singles: those are
         cheap beside a tile, and it keeps the number of combinations down."""
@@ -74,6 +89,13 @@ class Buckets:
 
     def _shape(self, singles: int, tiles: int, width: int) -> StepShape:
         return StepShape(singles, tiles, self.query_tile, width, self.shared_rows if singles > 1 else 0)
+
+    def extremes(self) -> list[StepShape]:
+        """The largest shape, and the smallest with singles and with a tile: with one row XLA:CPU makes bfloat16
+        weights float32, which can take more than all rows do."""
+        width = self.widths[-1]
+        pairs = ((self.singles[-1], self.tiles[-1]), (self.singles[0], 0), (0, self.tiles[0]))
+        return [self._shape(d, t, width) for d, t in pairs]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Every shape that a step can have, up to a width of the block tables."""

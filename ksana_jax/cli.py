@@ -55,6 +55,23 @@ def report(folder: Annotated[Path, typer.Argument(help="a folder that `ksana run
 
 
 @app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="the experiment, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="output folder  [default: runs/NAME]", show_default=False)] = None,
+    row: Annotated[int, typer.Option(help="which row of the experiment's table, from 1; its first seed is run")] = 1,
+    step: Annotated[
+        int | None, typer.Option(help="list the blocks after this step  [default: a fullest]", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
+) -> None:
+    """Shows where KV blocks are and whose they are: a picture of the pool over one trial, numbers, a list of blocks."""
+    from experiments.inspection import inspect_and_show
+
+    inspect_and_show(file, overrides or [], out, row, step, as_json)
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="text to continue", show_default=False)],
@@ -86,6 +103,36 @@ def generate(
         sys.stdout.flush()
         shown = len(text)
     sys.stdout.write("\n")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
+    device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
+    dtype: Annotated[str, typer.Option(help="of the weights: f32 or bf16")] = "bf16",
+    batch: Annotated[int | None, typer.Option(help="requests at once  [default: the most]", show_default=False)] = None,
+    context: Annotated[
+        int | None, typer.Option(help="tokens of each request  [default: the model's]", show_default=False)
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
+    num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="of keys and values: f32, bf16, int8  [default: --dtype]", show_default=False)
+    ] = None,
+    embedding_device: Annotated[str, typer.Option(help="device or host, where the embedding rests")] = "device",
+    prefix_share: Annotated[float, typer.Option(help="part of each text that all requests have in common")] = 0.0,
+    memory_fraction: Annotated[float, typer.Option(help="part of the device to fill")] = 0.9,
+    buckets: Annotated[bool, typer.Option("--buckets", help="list what each bucket of steps takes")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
+) -> None:
+    """Says where a device's memory goes for a model, and the largest batch, context and window that fit."""
+    from ksana_jax.planner.report import main as show
+
+    show(
+        model, device, buckets=buckets, as_json=as_json, dtype=dtype, batch=batch, context=context, window=window,
+        num_sinks=num_sinks, kv_dtype=kv_dtype, embedding_device=embedding_device, prefix_share=prefix_share,
+        memory_fraction=memory_fraction,
+    )  # fmt: skip
 
 
 @app.command()

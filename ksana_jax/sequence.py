@@ -7,6 +7,7 @@ life (admission, preemption, the end) or where a request asks for text or log-pr
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,34 @@ from ksana_jax.kv.patterns import FAR
 from ksana_jax.request import FinishReason, SamplingParams
 
 
+class Origin(enum.IntEnum):
+    """How a row came by a block."""
+
+    COMPUTED = 0  # a block of its own, or the equal one that was in the cache before it was full
+    HIT_DEVICE = 1  # a cached prefix, on the device
+    HIT_HOST = 2
+    HIT_DISK = 3
+    SHARED = 4  # with another completion or beam of its request
+    COPIED = 5  # from a shared block, before it wrote there
+    SWAPPED = 6  # its own, back from the host after a preemption
+
+    @property
+    def label(self) -> str:
+        """As it is written in tables: "hit device"."""
+        return _LABELS[self]
+
+
+_LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
+
+
 class Held(NamedTuple):
-    """Blocks that a sequence holds or brings along: their ids, the text positions where they begin, and how many of its
-    tokens are computed."""
+    """Blocks that a sequence holds or brings along: their ids, the text positions where they begin, how many of its
+    tokens are computed, and the `Origin` of each block or of all."""
 
     ids: np.ndarray
     starts: np.ndarray
     num_computed: int
+    origins: np.ndarray | Origin = Origin.COMPUTED
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,6 +58,7 @@ class Sequence:
       max_len: tokens at which it ends, prompt included.
       seed: of its random stream.
       owner: the request it belongs to; the scheduler does not look inside.
+      request_id, index: what it is called where blocks are shown; index is its completion's, or a beam's own.
       salt: of its prefixes; only sequences of the same salt share them.
       guided: its request appends its tokens (beam search), not the scheduler.
 
@@ -50,8 +73,10 @@ class Sequence:
       swapped: slots of the host that hold its blocks while it waits after a preemption.
       links: the hash chain of its full blocks, as far as it was asked for. node, num_indexed: the last of them that the
         prefix index has, and how many it has. cacheable: whether more may be added.
-      has_read: whether it has looked on the disk. num_read: blocks that it has read from there.
+      has_read: whether it has looked on the disk. read: what it has read from there.
       num_cached_tokens: tokens that it took from the cache when it first ran; None before that.
+      num_blocks_by_origin: blocks it has come by in its life, {origin's name: number}; its request's own dict. Computed
+        ones are added when it leaves its row.
     """
 
     seq_id: int
@@ -61,6 +86,8 @@ class Sequence:
     max_len: int
     seed: int = 0
     owner: Any = None
+    request_id: str = ""
+    index: int = 0
     salt: str = ""
     guided: bool = False
     idles: bool = False
@@ -79,8 +106,9 @@ class Sequence:
     num_indexed: int = 0
     cacheable: bool = True
     has_read: bool = False
-    num_read: int = 0
+    read: set[Any] = dataclasses.field(default_factory=set)
     num_cached_tokens: int | None = None
+    num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
     num_prompt: int = dataclasses.field(init=False)
 
     def __post_init__(self):
@@ -98,7 +126,9 @@ class Rows:
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; what is left to
     compute is num_tokens - num_computed.
     block_tables, block_starts: [R, P] live blocks by rising text position and where each begins; FAR where absent.
+    block_origins: [R, P] uint8, `Origin` of each; COMPUTED where absent, so that taking a block need not say so.
     num_blocks: [R] live blocks. covered: [R] text position up to which blocks have been taken.
+    brought: [R] as covered, when the sequence was placed.
     return_at: [R] oldest visible position at which the next block may have become invisible.
     forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
     index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
@@ -115,8 +145,10 @@ class Rows:
         self.max_len = np.zeros(num_rows, np.int32)
         self.block_tables = np.zeros((num_rows, table_width), np.int32)
         self.block_starts = np.full((num_rows, table_width), FAR, np.int32)
+        self.block_origins = np.full((num_rows, table_width), Origin.COMPUTED, np.uint8)
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.covered = np.zeros(num_rows, np.int32)
+        self.brought = np.zeros(num_rows, np.int32)
         self.return_at = np.zeros(num_rows, np.int32)
         self.forked = np.zeros(num_rows, bool)
         self.index_at = np.full(num_rows, FAR, np.int32)
@@ -172,9 +204,10 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         self.seqs[row], seq.row = None, None
-        self.num_blocks[row] = self.covered[row] = self.return_at[row] = 0
+        self.num_blocks[row] = self.covered[row] = self.brought[row] = self.return_at[row] = 0
         self.block_starts[row] = FAR
         self.block_tables[row] = 0
+        self.block_origins[row] = Origin.COMPUTED
         self.forked[row] = self.guided[row] = False
         self.index_at[row] = FAR
         self.samples[row] = self.dense[row] = self.alive[row] = False

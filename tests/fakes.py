@@ -41,7 +41,7 @@ FULLY = two_layers(FULL)
 
 
 def _u64(x) -> np.ndarray:
-    return np.atleast_1d(np.asarray(x)).astype(np.uint64)
+    return np.atleast_1d(np.asarray(x)).astype(np.uint64, copy=False)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -76,10 +76,10 @@ def score(hidden: np.ndarray, token_ids, num_top: int, vocab: int) -> TokenScore
     """Log-probabilities that say of which hidden [T] and token [T] they are."""
     tops = hidden[:, None] + np.arange(num_top, dtype=np.uint64)
     return TokenScores(
-        logprob=-(_mix(hidden ^ _u64(token_ids)) >> np.uint64(44)).astype(np.float64),
+        logprob=-((_mix(hidden ^ _u64(token_ids)) >> np.uint64(44)).astype(np.float64)),
         rank=np.full(len(hidden), 1 + num_top),
         top_ids=(_mix(tops) % np.uint64(vocab)).astype(np.int32),
-        top_logprobs=-(_mix(~tops) >> np.uint64(44)).astype(np.float64),
+        top_logprobs=-((_mix(~tops) >> np.uint64(20)).astype(np.float64)),
     )
 
 
@@ -136,6 +136,7 @@ class FakeExecutor:
 
     Attributes:
       steps: what was executed, the last one last.
+      fails: "before moves" or "after moves": whereupon a step fails and leaves noise on the device.
       host_blocks: [host_slots, layers, B] what lies on the host.
     """
 
@@ -152,28 +153,44 @@ class FakeExecutor:
         self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
         self.shapes = None if shapes is None else set(shapes)
         self.steps: list[StepInput] = []
-        self._patterns = [p.arrays() for p in patterns]
-        self._rng = np.random.default_rng(0)
+        self.fails: str | None = None
+        self.set_patterns(patterns)
+        self._num_noises = 0
         # One slot more: padding writes there.
         self.keys = np.zeros((len(patterns), num_blocks * block_size + 1), np.uint64)
+        self._blocks = self.keys[:, :-1].reshape(len(patterns), num_blocks, block_size)
+        assert np.shares_memory(self._blocks, self.keys), "a view, not a copy"
         self.scramble(np.ones(num_blocks, bool))
-        self.host_blocks = self._rng.integers(0, 2**64, (host_slots, len(patterns), block_size), np.uint64)
+        self.host_blocks = np.zeros((host_slots, len(patterns), block_size), np.uint64)
+        self.scramble_host(np.ones(host_slots, bool))
+
+    class Failed(RuntimeError):
+        """A step that was meant to fail did."""
+
+    def set_patterns(self, patterns: Patterns) -> None:
+        self._patterns = [p.arrays() for p in patterns]
 
     def scramble(self, blocks: np.ndarray) -> None:
         """Fills some blocks [M] (boolean) with noise, as whoever takes them next might."""
-        slots = np.repeat(blocks, self.block_size).nonzero()[0]
-        noise = self._rng.integers(0, 2**64, (len(self.keys), len(slots)), np.uint64)
-        self.keys[:, slots] = noise
+        self._blocks[:, blocks] = self._noise()
 
     def scramble_host(self, slots: np.ndarray) -> None:
         """The same for slots [host_slots] of the host."""
-        self.host_blocks[slots] = self._rng.integers(0, 2**64, self.host_blocks[slots].shape, np.uint64)
+        self.host_blocks[slots] = self._noise()
+
+    def _noise(self) -> np.uint64:
+        """A number that was not there before: no hash comes out right with it."""
+        self._num_noises += 1
+        return _mix(_u64(self._num_noises))[0]
 
     def execute(self, step: StepInput) -> StepOutput:
         self.check(step)
         self.steps.append(step)
-        if step.moves is not None:
+        if step.moves is not None and self.fails != "before moves":
             self.move(step.moves)
+        if self.fails:
+            self.scramble(np.ones(self.num_blocks, bool))
+            raise self.Failed("as told")
         a, shape = step.arrays, step.shape
         tiles = np.arange(shape.num_tiles)
         tile_of = np.concatenate([np.arange(shape.num_singles), shape.num_singles + tiles.repeat(shape.query_tile)])
@@ -206,7 +223,7 @@ class FakeExecutor:
 
     def move(self, moves: Moves) -> None:
         """Copies whole blocks; see `step.Moves`."""
-        blocks = self.keys[:, :-1].reshape(len(self.keys), self.num_blocks, self.block_size)
+        blocks = self._blocks
         for pairs, sources, targets in (
             (moves.saves, self.num_blocks, len(self.host_blocks)),
             (moves.copies, self.num_blocks, self.num_blocks),

@@ -11,6 +11,9 @@ from ksana_jax.config import ConfigError
 TASKS: dict[str, str] = {
     "perplexity": "experiments.tasks.perplexity:Perplexity",
     "generate": "experiments.tasks.generate:Generate",
+    "memory_sharing": "experiments.tasks.memory_sharing:MemorySharing",
+    "prefix_cache": "experiments.tasks.prefix_cache:PrefixCache",
+    "host_embedding": "experiments.tasks.host_embedding:HostEmbedding",
 }
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from experiments import texts
 from experiments.figures import line_style
 from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, kib, number
@@ -61,7 +59,7 @@ class Generate:
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
-        prompts = _prompts(settings, llm, trial.seed)
+        prompts = texts.pieces(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, trial.seed)
         compiled_before, compiled = llm.num_compilations, 0
         # Again when the first time compiled: seconds are of running.
         for _ in range(2):
@@ -155,24 +153,6 @@ class Generate:
             axes.set_ylim(bottom=0)
         if above.lines:
             figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
-
-
-def _prompts(settings: GenerateSettings, llm: LLM, seed: int) -> list[list[int]]:
-    """Prompts cut from texts one after another, each starting with BOS."""
-    length = settings.prompt_tokens
-    candidates = texts.candidates(settings.texts)
-    prompts: list[list[int]] = []
-    for index in np.random.default_rng(seed).permutation(len(candidates)):
-        ids = texts.encode(llm.tokenizer, candidates[index][1])
-        head, body = (ids[:1], ids[1:]) if llm.tokenizer.bos_id is not None else ([], ids)
-        size = length - len(head)
-        pieces = [body[i : i + size] for i in range(0, len(body) - size + 1, max(size, 1))]
-        prompts += [head + piece for piece in pieces if len(piece) == size]
-        if len(prompts) >= settings.num_prompts:
-            return prompts[: settings.num_prompts]
-    raise ConfigError(
-        f"the texts give {len(prompts)} prompts of {length:,} tokens, {settings.num_prompts} are asked for"
-    )
 
 
 def _params(settings: GenerateSettings, seed: int):

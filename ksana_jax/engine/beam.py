@@ -47,6 +47,7 @@ class Beams:
     Attributes:
       alive: the sequences and their sums of log-probabilities.
       finished: at most width hypotheses, the best first.
+      num_preemptions: of beams that have been dropped.
     """
 
     width: int
@@ -56,6 +57,7 @@ class Beams:
     num_prompt: int
     alive: dict[Sequence, float]
     finished: list[Hypothesis] = dataclasses.field(default_factory=list)
+    num_preemptions: int = 0
     _reports: dict[Sequence, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     def report(self, seq: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> bool:
@@ -134,6 +136,7 @@ def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
         alive[branch.seq] = branch.logprob
     for seq in beams.alive:
         if seq not in alive:
+            beams.num_preemptions += seq.num_preemptions
             scheduler.finish(seq, FinishReason.ABORT)
     beams.alive = alive
     return bool(branches)

@@ -51,7 +51,7 @@ class Request:
             self.prompt_token_ids.tolist(),
             [c.output() for c in self.completions],
             self.finished,
-            dataclasses.replace(self.metrics),
+            dataclasses.replace(self.metrics, num_blocks_by_origin=dict(self.metrics.num_blocks_by_origin)),
             None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             self.metrics.num_cached_tokens,
         )
@@ -88,6 +88,8 @@ class Engine:
         self.max_model_len, self.seed, self.clock = max_model_len, seed, clock
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
+        # Called after each step that computed something, its record written.
+        self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
         self._num_requests = self._num_seqs = 0
@@ -147,7 +149,7 @@ class Engine:
 
         Args:
           cache_salt: only requests of the same salt share cached prefixes.
-          streams: its text is wanted while it grows.
+          streams: its text is wanted while it grows; beams have none before the end.
 
         Raises:
           ValueError: it can never be served, or its id is taken; nothing is changed.
@@ -165,7 +167,8 @@ class Engine:
             request.prompt_logprobs = [None]
         for index in range(params.n):
             seq = self._new_sequence(request, prompt_token_ids, index, cache_salt)
-            completion = Completion(index, seq, self.tokenizer if params.detokenize else None, streams)
+            given = self.tokenizer if params.detokenize else None
+            completion = Completion(index, seq, given, streams and not params.beam_width)
             request.completions.append(completion)
             if completion.watched or seq.params.prompt_logprobs is not None:
                 self._watched[completion] = None
@@ -199,7 +202,10 @@ class Engine:
             max_len=min(count + params.max_tokens, self.max_model_len),
             seed=self._seed(params, index),
             owner=request,
+            request_id=request.request_id,
+            index=index,
             salt=salt,
+            num_blocks_by_origin=request.metrics.num_blocks_by_origin,
         )
 
     def _new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
@@ -207,7 +213,7 @@ class Engine:
         # Each step asks for twice as many candidates as there are beams, of which all but those that end can go on.
         width = request.params.beam_width
         seq.params = SamplingParams(temperature=0, logprobs=2 * width, max_tokens=request.params.max_tokens)
-        seq.guided, seq.num_prompt = True, len(request.prompt_token_ids)
+        seq.guided, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
         return seq
 
     def _seed(self, params: SamplingParams, index: int) -> int:
@@ -280,6 +286,8 @@ class Engine:
                 self.scheduler.blocks.num_idle,
             )
         )  # fmt: skip
+        for observe in self.observers:
+            observe(self)
         if not self.scheduler.has_work:
             self._make_moves()
         return list(reported)
@@ -389,4 +397,6 @@ class Engine:
         lengths = [len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions]
         metrics.num_output_tokens, metrics.longest_output = sum(lengths), max(lengths)
         metrics.num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
+        if request.beams is not None:
+            metrics.num_preemptions += request.beams.num_preemptions
         self.requests.pop(request.request_id, None)

@@ -30,7 +30,6 @@ from ksana_jax.planner.engine import Compared, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.shared_prefix import SHARED_ROWS
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
 
 EMBEDDED = {"ksana-tiny": Path(__file__).parent.parent / "assets" / "ksana-tiny"}
@@ -127,6 +126,7 @@ class LLM:
             preempt=config.preempt,
             host_data=self.runner.mover.host_blocks,
             disk=self._open_disk(config),
+            block_bytes=self.runner.block_bytes,
             write=config.cache_write,
             scope=self._scope(),
             cost=recompute_cost(model, config.block_size),
@@ -140,14 +140,7 @@ class LLM:
             live=LiveRange.of(self.patterns),
             policy=config.policy,
         )
-        # Matrix units want rows: XLA:CPU takes 21 ms for one row of bfloat16, 1.2 ms for eight (2048 x 8192).
-        min_singles = 8 if config.dtype == "bf16" else 1
-        # Widths are those of a full table, so that every pattern finds its bucket among the same shapes.
-        width = -(-max_model_len // config.block_size)
-        buckets = Buckets.of(
-            config.max_num_seqs, scheduler.max_num_tiles, width, config.query_tile, min_singles,
-            shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
-        )  # fmt: skip
+        buckets = Buckets.of_engine(config, max_model_len)
         self.engine = Engine(
             scheduler,
             BatchBuilder(buckets, config.block_size, num_blocks, model.vocab_size, self.runner.sink_width),

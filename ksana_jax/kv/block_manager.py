@@ -108,18 +108,16 @@ class BlockManager:
         Raises:
           AssertionError: a count is off, or a block is free and held, or in no list at all.
         """
-        counts = np.zeros(self.num_blocks, np.int32)
-        for ids in owned:
-            np.add.at(counts, ids, 1)
+        counts = np.bincount(np.concatenate([_NONE, *owned]), minlength=self.num_blocks)
         wrong = np.flatnonzero(counts != self.ref_count)
         some = wrong[:8]
         assert not len(wrong), f"blocks {some}: {self.ref_count[some]} owners in the books, {counts[some]} found"
-        free = self._free[: self.num_free]
-        assert len(np.unique(free)) == len(free), "a block is free twice"
-        assert not self.ref_count[free].any(), "a block is free and held"
-        assert not self.kept[free].any(), "a block is free and kept"
-        held = np.count_nonzero(self.ref_count)
-        idle = np.count_nonzero(self.kept & (self.ref_count == 0))
+        times_free = np.bincount(self._free[: self.num_free], minlength=self.num_blocks)
+        assert times_free.max() <= 1, "a block is free twice"
+        assert not (times_free * self.ref_count).any(), "a block is free and held"
+        assert not (times_free * self.kept).any(), "a block is free and kept"
+        held = np.count_nonzero(counts)
+        idle = np.count_nonzero(self.kept & (counts == 0))
         assert idle == self.num_idle, f"{self.num_idle} idle blocks in the books, {idle} found"
         assert held + idle + self.num_free == self.num_blocks, (
             f"{held} held + {idle} idle + {self.num_free} free != {self.num_blocks}"

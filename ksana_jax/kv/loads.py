@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.kv.disk_tier import BlockFacts
+from ksana_jax.kv.snapshot import Owner
 from ksana_jax.kv.tier import HOST, Node
 from ksana_jax.sequence import Sequence
 
@@ -100,14 +101,16 @@ class Loads:
             if node is None:
                 break
             if depth in wanted:
+                node.num_pins += 1  # first: what makes room may be all that keeps the node in the index
                 slot = memory.take_slot()
                 assert slot is not None
-                node.num_pins += 1
                 facts = BlockFacts(link.key, parent.key, link.tokens, depth * memory.block_size)
                 load.reads.append(Read(node, slot, disk.read(link.key, facts, memory.host_data[slot])))
             parent = node
         memory.index.drop_if_empty(parent)
-        return True
+        if not load.reads:  # the keys are taken by other content
+            self.end(seq)
+        return bool(load.reads)
 
     def ready(self, seq: Sequence) -> bool:
         """Whether a sequence waits for no reads; takes in what has been read, and gives up what is late."""
@@ -132,7 +135,7 @@ class Loads:
         if read.future.result() and read.node.at[HOST] < 0:
             host.put(read.node, read.slot)
             load.slots.append(read.slot)
-            seq.num_read += 1
+            seq.read.add(read.node)
         else:
             host.release(np.array([read.slot], np.int32))
 
@@ -163,8 +166,13 @@ class Loads:
         futures = [read.future for load in self._active.values() for read in load.reads]
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
 
-    def held(self) -> Iterator[np.ndarray]:
-        """Slots of the host that loads own, one array each."""
-        for load in self._active.values():
-            yield np.array(load.slots + [read.slot for read in load.reads], np.int32)
-        yield np.array([read.slot for read in self._late], np.int32)
+    def owners(self) -> Iterator[Owner]:
+        """Loads as owners of slots of the host."""
+        for seq, load in self._active.items():
+            slots = np.array(load.slots + [read.slot for read in load.reads], np.int32)
+            yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
+        yield Owner("", 0, "reads", HOST, np.array([read.slot for read in self._late], np.int32))
+
+    def reading(self) -> list[int]:
+        """Slots of the host that are being written to."""
+        return [read.slot for load in self._active.values() for read in load.reads] + [r.slot for r in self._late]

@@ -13,8 +13,9 @@ After the step `commit` says that they have been made. A host slot is pinned whi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ksana_jax.kv.patterns import FULL, LiveRange
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.kv.replacement import POLICIES
+from ksana_jax.kv.snapshot import Owner, Snapshot, take
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 from ksana_jax.step import Moves
 
@@ -65,6 +67,7 @@ class KVMemory:
       preempt: see `config.EngineConfig`.
       host_data: [slots, ...] the host's blocks, preallocated; None has no host tier.
       disk: None has no disk tier.
+      block_bytes: of one block, for reports; 0 where that is not known.
       write: see `config.EngineConfig.cache_write`.
       scope: what keys depend on.
       digest: see `PrefixIndex`. cost: see `PrefixIndex`.
@@ -81,6 +84,7 @@ class KVMemory:
         preempt: str = "auto",
         host_data: np.ndarray | None = None,
         disk: DiskTier | None = None,
+        block_bytes: int = 0,
         write: str = "back",
         scope: Scope | None = None,
         digest: Callable[[bytes], bytes] = sha256,
@@ -91,7 +95,7 @@ class KVMemory:
         if eviction not in POLICIES:
             raise ValueError(f"prefix_eviction is {eviction!r}, must be one of {', '.join(POLICIES)}")
         self.preempt, self.write = preempt, write
-        self.block_size = block_size
+        self.block_size, self.block_bytes = block_size, block_bytes
         self.device = Tier(DEVICE, num_blocks, block_size, POLICIES[eviction])
         self.host: Tier | None = None
         if host_data is not None and len(host_data):
@@ -101,6 +105,8 @@ class KVMemory:
         self.prefixes = PrefixCache(self, caching)
         self.loads = Loads(self, clock, load_timeout_s)
         self.counters = Counters()
+        self.num_blocks_by_origin: dict[str, int] = {}  # that rows have come by, see `Sequence`
+        self.owners: Callable[[], Iterable[Owner]] = tuple  # set by the scheduler: memory knows no sequences
         self.live = LiveRange.of([FULL])
         self.costs = Costs()
         self._saves: dict[int, int] = {}  # host slot -> device block
@@ -344,6 +350,26 @@ class KVMemory:
                 self.index.drop_if_empty(node)
         self.commit()
 
+    # ------------------------------------------------------------------ who owns what
+
+    def snapshot(self) -> Snapshot:
+        """Every block of every tier, its owners, content and last use; to be taken between steps."""
+        return take(self)
+
+    def owners_of(self, level: int) -> Iterator[Owner]:
+        """Owners of a tier's blocks; their blocks are as many as the reference counts say."""
+        owners = itertools.chain(self.owners(), self._busy() if self.host is not None else ())
+        return (owner for owner in owners if owner.tier == level)
+
+    def _busy(self) -> Iterator[Owner]:
+        """Moves and reads, as owners of slots of the host."""
+        yield Owner("", 0, "moves", HOST, np.array(self._pins, np.int32))
+        yield from self.loads.owners()
+
+    def moving(self, level: int) -> set[int]:
+        """Blocks of a tier whose content is still to come."""
+        return {*self._copies, *self._loads} if level == DEVICE else {*self._saves, *self.loads.reading()}
+
     def check(self, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
         """Holds the books against what sequences say they hold.
 
@@ -357,8 +383,7 @@ class KVMemory:
         self.device.check()
         self.index.check()
         if self.host is not None:
-            held = [np.array(self._pins, np.int32), *self.loads.held()]
-            self.host.pool.check([*held, *swapped])
+            self.host.pool.check([*(owner.ids for owner in self._busy()), *swapped])
             self.host.check()
 
 

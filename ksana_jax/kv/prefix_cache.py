@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.kv.tier import DEVICE, Node
-from ksana_jax.sequence import Held, Sequence
+from ksana_jax.sequence import Held, Origin, Sequence
 
 if TYPE_CHECKING:
     from ksana_jax.kv.memory import KVMemory
@@ -106,6 +106,10 @@ class PrefixCache:
 
     def claim(self, seq: Sequence, hit: Hit) -> Held:
         """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them."""
+        origins = [
+            Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in seq.read else Origin.HIT_HOST
+            for node in hit.nodes
+        ]
         self._memory.load(hit.nodes, hit.num_loads)
         now = self._index.tick()
         for node in hit.nodes:
@@ -116,18 +120,17 @@ class PrefixCache:
             seq.node, seq.num_indexed = hit.nodes[-1], hit.num_tokens // self._index.block_size
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = hit.num_tokens
-            self._count(seq, hit)
+            self._count(seq, hit, origins)
         ids = np.array([node.at[DEVICE] for node in hit.nodes], np.int32)
-        return Held(ids, np.array(hit.starts, np.int32), hit.num_tokens)
+        return Held(ids, np.array(hit.starts, np.int32), hit.num_tokens, np.array(origins, np.uint8))
 
-    def _count(self, seq: Sequence, hit: Hit) -> None:
+    def _count(self, seq: Sequence, hit: Hit, origins: list[Origin]) -> None:
         c = self._memory.counters
         c.asked_tokens += len(seq.token_ids)
         c.hit_tokens += hit.num_tokens
-        c.hits_device += len(hit.nodes) - hit.num_loads
-        from_disk = min(seq.num_read, hit.num_loads)
-        c.hits_host += hit.num_loads - from_disk
-        c.hits_disk += from_disk
+        c.hits_device += origins.count(Origin.HIT_DEVICE)
+        c.hits_host += origins.count(Origin.HIT_HOST)
+        c.hits_disk += origins.count(Origin.HIT_DISK)
 
     def expect(self, seq: Sequence) -> None:
         """Notes the blocks that a sequence which begins to run will compute, so that others can wait for them."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import FAR, LiveRange
-from ksana_jax.sequence import Held, Rows, Sequence
+from ksana_jax.sequence import Held, Origin, Rows, Sequence
 
 
 class RowBlocks:
@@ -26,7 +26,11 @@ class RowBlocks:
         r, count = self.rows, len(held.ids)
         r.block_tables[row, :count], r.block_starts[row, :count] = held.ids, held.starts
         r.num_blocks[row], r.num_computed[row] = count, held.num_computed
-        r.covered[row] = -(-held.num_computed // self._size) * self._size
+        r.covered[row] = r.brought[row] = -(-held.num_computed // self._size) * self._size
+        r.block_origins[row, :count] = held.origins
+        for origin, number in enumerate(np.bincount(r.block_origins[row, :count]).tolist()):
+            if number:
+                self._note(seq, Origin(origin), number)
         r.forked[row] = forked
         if self.memory.prefixes.enabled:
             r.index_at[row] = (seq.num_indexed + 1) * self._size if seq.cacheable else FAR
@@ -64,6 +68,8 @@ class RowBlocks:
             at = r.num_blocks[row] - 1
             r.block_tables[row, at] = self.memory.copy(int(r.block_tables[row, at]))
             r.forked[row] = False
+            r.block_origins[row, at] = Origin.COPIED
+            self._note(r.seqs[row], Origin.COPIED)
         end = int(r.num_computed[row]) + count
         if new := -(-max(end - int(r.covered[row]), 0) // self._size):
             self.take(one, new)
@@ -76,7 +82,7 @@ class RowBlocks:
         ids = r.held(row)[some].copy()
         self.memory.share(ids)
         r.forked[row] = True
-        return Held(ids, starts[some].copy(), num_tokens)
+        return Held(ids, starts[some].copy(), num_tokens, Origin.SHARED)
 
     def swap_out(self, row: int) -> Held | None:
         """Slots of the host to which a row's computed blocks will move; None where computing them again is better."""
@@ -85,11 +91,20 @@ class RowBlocks:
         filled = starts < done
         if not done or not self.memory.prefers_swap(int(np.count_nonzero(filled)), done):
             return None
-        return Held(self.memory.swap_out(r.held(row)[filled]), starts[filled].copy(), done)
+        return Held(self.memory.swap_out(r.held(row)[filled]), starts[filled].copy(), done, Origin.SWAPPED)
 
     def release(self, rows: np.ndarray) -> None:
         """Gives back all that some rows hold."""
-        self.memory.release(np.concatenate([self.rows.held(row) for row in rows]))
+        r = self.rows
+        self.memory.release(np.concatenate([r.held(row) for row in rows]))
+        taken = (r.covered[rows] - r.brought[rows]) // self._size
+        for row, count in zip(rows.tolist(), taken.tolist(), strict=True):
+            self._note(r.seqs[row], Origin.COMPUTED, count)
+
+    def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
+        assert seq is not None
+        for totals in (seq.num_blocks_by_origin, self.memory.num_blocks_by_origin):
+            totals[origin.label] = totals.get(origin.label, 0) + count
 
     def index_full(self, rows: np.ndarray) -> None:
         """Makes blocks findable that a step has filled."""
@@ -133,6 +148,8 @@ class RowBlocks:
         order = np.argsort(dead, axis=1, kind="stable")  # the living move up
         r.block_tables[rows, :width] = np.take_along_axis(tables, order, axis=1)
         r.block_starts[rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
+        origins = np.where(dead, np.uint8(Origin.COMPUTED), r.block_origins[rows, :width])
+        r.block_origins[rows, :width] = np.take_along_axis(origins, order, axis=1)
         r.num_blocks[rows] -= dead.sum(axis=1, dtype=np.int32)
 
     def check(self, rows: list[int]) -> None:

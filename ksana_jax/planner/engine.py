@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from ksana_jax.batch import Buckets
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.patterns import LiveRange
@@ -56,19 +57,19 @@ def pool_size(
         if affordable < 1:
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
-        tiles = -(-config.max_num_batched_tokens // config.query_tile)
-        largest = StepShape(config.max_num_seqs, tiles, config.query_tile, -(-max_model_len // config.block_size))
-        [measured] = step_bytes(
-            model, [largest], dtype=config.dtype, block_size=config.block_size, max_rotated_sinks=max_rotated_sinks,
-            embedding_device=config.embedding_device,
+        buckets = Buckets.of_engine(config, max_model_len)
+        measured = step_bytes(
+            model, buckets.extremes(), dtype=config.dtype, block_size=config.block_size,
+            max_rotated_sinks=max_rotated_sinks, embedding_device=config.embedding_device,
         )  # fmt: skip
-        device, step = this_device(), measured.peak
+        device, step = this_device(), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
         affordable = (budget - weights - step) // block_bytes
         if affordable < 1:
             raise ConfigError(
-                f"memory_fraction {config.memory_fraction} of {gib(device.memory_bytes)} ({device.name}) is {gib(budget)}: "
-                f"weights take {gib(weights)}, a step {gib(step)}: no room for a KV block of {block_bytes:,} bytes"
+                f"memory_fraction {config.memory_fraction} of {gib(device.memory_bytes)} ({device.name}) is "
+                f"{gib(budget)}: weights take {gib(weights)}, a step {gib(step)}: no room for a KV block of "
+                f"{block_bytes:,} bytes"
             )
         if config.enable_prefix_caching:
             wanted = affordable

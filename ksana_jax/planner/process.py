@@ -9,8 +9,8 @@ import jax
 from ksana_jax.step import StepShape
 
 MIB = 2**20
-# What the compiler leaves behind when it is first used, what each program keeps, and what a step keeps for each layer and
-# part (singles, tiles). Measured on XLA:CPU of jax 0.10.2: models of 2 to 16 layers, 6 to 36 programs.
+# What the compiler leaves behind when it is first used, what each program keeps, and what a step keeps for each layer
+# and part (singles, tiles). Measured on XLA:CPU of jax 0.10.2: models of 2 to 16 layers, 6 to 36 programs.
 COMPILER_BYTES = 170 * MIB
 PROGRAM_BYTES = 3 * MIB
 LAYER_PART_BYTES = 3 * MIB // 2

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ksana_jax.batch import Buckets
+from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.planner.engine import gib
-from ksana_jax.planner.solve import MAX_CONTEXT, Plan, PlanRequest, plan, read_model
+from ksana_jax.planner.formula import MAX_CONTEXT
+from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import compile_target, step_bytes
 
 
@@ -21,6 +24,9 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
     Args:
       buckets: list what each bucket of steps takes, too; compiles all of them.
       request: fields of `PlanRequest`.
+
+    Raises:
+      ConfigError: what was asked for cannot be, or, after the plan was printed, leaves no room for keys and values.
     """
     found = plan(model, device, **request)
     console = Console(highlight=False)
@@ -30,59 +36,78 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
         show_buckets(listed, console)
     if as_json:
         values = dataclasses.asdict(found) | ({"buckets": listed} if buckets else {})
-        print(json.dumps(values))
+        print(json.dumps(values), flush=True)
+    if not found.max_kv_tokens:
+        raise ConfigError(
+            f"{found.model} does not fit on {found.device}: weights take {gib(found.weights_bytes)}, a step of "
+            f"{_requests(found.batch)} {gib(found.step_bytes + found.alpha_bytes_per_request * found.batch)}, "
+            f"of {gib(found.budget_bytes)} (memory_fraction {found.request.memory_fraction})"
+        )
 
 
 def show(found: Plan, console: Console) -> None:
     """Prints what each term takes, the largest of each, and what would change it."""
     asked = found.request
     pattern = f"window {asked.window:,} + {asked.num_sinks} sinks" if asked.window else "the model's attention pattern"
+    console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
     console.print(
         escape(
-            f"{found.model} ({found.num_params:,} weights, {asked.dtype}) on {found.device}: "
-            f"{asked.memory_fraction:.0%} of {gib(found.device_bytes)} is {gib(found.budget_bytes)}; {pattern}"
+            f"{found.device}: {asked.memory_fraction:.0%} of {gib(found.device_bytes)} is {gib(found.budget_bytes)}\n\n"
+            f"Mem = M + alpha BS + beta TN at BS = {_requests(found.batch)} of TA = {found.context:,} tokens, "
+            f"gamma = {found.gamma:.3g}"
         )
     )
-    console.print(f"\nMem = M + alpha BS + beta TN at BS = {found.batch:,} requests of TA = {found.context:,} tokens")
-    table = Table(box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("bytes", "right"), ("", "right"), ("from", "left")):
-        table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
-    step, alpha = found.step_bytes, found.alpha_bytes_per_request
+    table = _table(("", "bytes", "  ", ""))
     kv = found.kv_bytes_per_token * found.tokens_held
-    host = f"; {gib(found.host_bytes)} more on the host" if found.host_bytes else ""
-    kind = asked.kv_dtype or asked.dtype
+    host = f", {gib(found.host_bytes)} more on the host" if found.host_bytes else ""
+    too_much = found.total_bytes - found.budget_bytes
     rows = [
-        ("M: weights", found.weights_bytes, f"parameter tree in {asked.dtype}{host}"),
-        ("M: a step without requests", step, f"compiled for {found.alpha_from}"),
-        (f"alpha BS: {alpha:,} a request", alpha * found.batch, "the same"),
-        (f"beta TN: {found.kv_bytes_per_token:,} a token", kv,
-         f"TN = {found.tokens_held:,} tokens in {kind}, gamma = {found.gamma:.3g}"),
-        ("together", found.total_bytes, "fits" if found.fits else f"{gib(found.total_bytes - found.budget_bytes)} too much"),
+        ("M: weights", found.weights_bytes, asked.dtype + host),
+        ("M: a step", found.step_bytes, "with no request in it"),
+        ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} a request"),
+        ("beta TN", kv, f"{found.kv_bytes_per_token:,} a token, {found.tokens_held:,} tokens in "
+                        f"{asked.kv_dtype or asked.dtype}"),
+        ("together", found.total_bytes, "fits" if found.fits else f"{gib(too_much)} too much"),
     ]  # fmt: skip
     for name, num_bytes, source in rows:
-        table.add_row(name, f"{num_bytes:,}", gib(num_bytes), escape(source))
+        table.add_row(name, f"{num_bytes:,}", gib(num_bytes), source)
     console.print(table)
     window = "none fits" if found.max_window is None else f"{found.max_window:,} tokens"
-    console.print(f"\nlargest batch at {found.context:,} tokens      {found.max_batch:,}")
-    console.print(f"largest context at {found.batch:,} requests   {_context(found.max_context, found.max_position)}")
-    console.print(f"largest window at both            {window}")
-    console.print(f"tokens that the pool holds        {found.max_kv_tokens:,}")
+    limits = [
+        (f"largest batch at {found.context:,} tokens", f"{found.max_batch:,}"),
+        (f"largest context at {_requests(found.batch)}", _context(found.max_context, found.max_position)),
+        ("largest window at both", window),
+        (f"tokens in the pool at {_requests(found.batch)}", f"{found.max_kv_tokens:,}"),
+    ]
     if found.l2_tokens is not None:
-        console.print(f"tokens of KV that fill the L2     {found.l2_tokens:,}")
-    table = Table(title="\nwhat would change it", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    for name in ("weights", "bytes a token", "tokens in the pool", "largest batch", "largest context"):
-        table.add_column(name, justify="right")
+        limits.append(("tokens whose KV fills the L2 cache", f"{found.l2_tokens:,}"))
+    console.print(escape(f"Steps were compiled for {found.alpha_from}.\n"))
+    for name, value in limits:
+        console.print(escape(f"{name:<40}{value}"))
+    console.print("\nWhat would change it; a step is taken to stay as it is.")
+    table = _table(("", "weights", "a token", "pool tokens", "batch", "context"))
     table.add_row("as planned", *_figures(found))
     for change in found.changes:
-        table.add_row(escape(change.name), *_figures(change))
+        table.add_row(change.name, *_figures(change))
     console.print(table)
+
+
+def _table(columns: Sequence[str]) -> Table:
+    """No frame, one line a row. Named columns but the first hold numbers."""
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if name and index else "left", no_wrap=True)
+    return table
 
 
 def _figures(found) -> tuple[str, ...]:
     context = "no limit" if found.max_context == MAX_CONTEXT else f"{found.max_context:,}"
     return (gib(found.weights_bytes), f"{found.kv_bytes_per_token:,}", f"{found.max_kv_tokens:,}",
             f"{found.max_batch:,}", context)  # fmt: skip
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request" + "s" * (count > 1)
 
 
 def _context(most: int, trained: int) -> str:
@@ -95,8 +120,14 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
     """Bytes beside weights and pool of every bucket that an engine with the plan's batch and context has."""
     asked = found.request
     config, _ = read_model(model)
-    buckets = _buckets(asked, found.batch, found.context)
-    shapes = buckets.all_shapes()
+    engine = EngineConfig(
+        dtype="f32" if asked.dtype == "f32" else "bf16",
+        block_size=asked.block_size,
+        max_num_seqs=found.batch,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        query_tile=asked.query_tile,
+    )
+    shapes = Buckets.of_engine(engine, found.context).all_shapes()
     measured = step_bytes(config, shapes, dtype=asked.dtype, block_size=asked.block_size,
                           embedding_device=asked.embedding_device)  # fmt: skip
     return [
@@ -106,18 +137,12 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
     ]  # fmt: skip
 
 
-def _buckets(asked: PlanRequest, batch: int, context: int) -> Buckets:
-    tiles = -(-asked.max_num_batched_tokens // asked.query_tile)
-    width = -(-context // asked.block_size)
-    return Buckets.of(batch, tiles, width, asked.query_tile, 8 if asked.dtype == "bf16" else 1)
-
-
 def show_buckets(listed: list[dict[str, int]], console: Console) -> None:
     """Prints what each bucket takes while it runs."""
-    table = Table(title=f"\nbuckets, compiled for {escape(compile_target())}", title_justify="left", box=None,
-                  pad_edge=False)  # fmt: skip
-    for name in ("singles", "tiles", "table width", "network", "sampling"):
-        table.add_column(name, justify="right")
+    console.print(
+        escape(f"\nWhat a step takes in each bucket beside weights and pool, compiled for {compile_target()}")
+    )
+    table = _table(("singles", "tiles", "table width", "network", "sampling"))
     for b in listed:
         table.add_row(*(f"{b[name]:,}" for name in ("num_singles", "num_tiles", "table_width")),
                       gib(b["network_bytes"]), gib(b["sampling_bytes"]))  # fmt: skip

@@ -1,104 +1,20 @@
-"""Mem = M + alpha * BS + beta * TN, and its largest batch, context and window within a budget. Allocates nothing."""
+"""Where the memory of a device goes for a model, and the largest batch, context and window. Allocates nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import ksana_jax
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.patterns import FAR, AttentionPattern, LiveRange, per_layer
+from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.loading.config_json import load_config
-from ksana_jax.loading.load import check_embedding_on_host
 from ksana_jax.planner.devices import Device, find_device
-from ksana_jax.planner.step_memory import StepCost, measure_step
-from ksana_jax.planner.terms import embedding_bytes, kv_bytes_per_token, weights_bytes
-
-MAX_BATCH = 2**20
-MAX_CONTEXT = FAR - 1  # the engine's largest text position
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRequest:
-    """What is planned for.
-
-    batch, context: None takes the largest batch, the model's max_position.
-    window, num_sinks: attention pattern of all layers; a window of None takes the model's own pattern.
-    kv_dtype: "f32", "bf16" or "int8"; None takes dtype.
-    prefix_share: part of each text, from its beginning, that all requests have in common and hold once.
-    memory_fraction: of the device, for all that is planned.
-    """
-
-    dtype: str = "bf16"
-    batch: int | None = None
-    context: int | None = None
-    window: int | None = None
-    num_sinks: int = 0
-    kv_dtype: str | None = None
-    embedding_device: str = "device"
-    prefix_share: float = 0.0
-    memory_fraction: float = 0.9
-    block_size: int = 16
-    max_num_batched_tokens: int = 512
-    query_tile: int = 32
-
-    def __post_init__(self):
-        for name in ("batch", "context", "window", "block_size", "max_num_batched_tokens", "query_tile"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is {value!r}, must be a positive integer")
-        if self.context is not None and self.context > MAX_CONTEXT:
-            raise ConfigError(f"context is {self.context:,}, must be at most {MAX_CONTEXT:,}")
-        if self.num_sinks and self.window is None:
-            raise ConfigError(f"num_sinks is {self.num_sinks}, but there is no window")
-        if not 0 <= self.prefix_share < 1:
-            raise ConfigError(f"prefix_share is {self.prefix_share}, must be from 0 to below 1")
-        if not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction is {self.memory_fraction}, must be above 0 and at most 1")
-        if self.embedding_device not in ("device", "host"):
-            raise ConfigError(f"embedding_device is {self.embedding_device!r}, must be one of device, host")
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The formula, with all but batch and context known; bytes, unless it says tokens."""
-
-    weights: int
-    beta: int
-    step: StepCost
-    live: LiveRange
-    request: PlanRequest
-    budget: int
-
-    def tokens_held(self, batch: int, context: int) -> int:
-        """TN, in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
-        r, size = self.request, self.request.block_size
-        blocks = self.live.max_live_blocks(size, context)
-        of_chunk = self.live.max_live_blocks(size, context, r.max_num_batched_tokens) - blocks
-        shared = int(context * r.prefix_share) // size
-        return size * (batch * (blocks - shared) + shared + of_chunk)
-
-    def width(self, context: int) -> int:
-        """Blocks in a block table."""
-        return self.live.max_live_blocks(self.request.block_size, context, self.request.max_num_batched_tokens)
-
-    def total(self, batch: int, context: int) -> int:
-        step = self.step.bytes(batch, self.width(context))
-        return self.weights + step + self.beta * self.tokens_held(batch, context)
-
-    def max_batch(self, context: int) -> int:
-        return _largest(MAX_BATCH, lambda batch: self.total(batch, context) <= self.budget)
-
-    def max_context(self, batch: int) -> int:
-        return _largest(MAX_CONTEXT, lambda context: self.total(batch, context) <= self.budget)
-
-    def max_kv_tokens(self, batch: int, context: int) -> int:
-        """Tokens of the pool that is left, in whole blocks."""
-        left = self.budget - self.weights - self.step.bytes(batch, self.width(context))
-        block = self.request.block_size
-        return max(left // (self.beta * block), 0) * block
+from ksana_jax.planner.formula import Memory, PlanRequest, largest
+from ksana_jax.planner.step_memory import NO_STEP, StepCost, measure_step
+from ksana_jax.planner.terms import embedding_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,20 +93,19 @@ def plan(
     config, name = (model.validate(), model.family) if isinstance(model, ModelConfig) else read_model(model)
     if isinstance(device, (str, int)):
         device = find_device(device)
-    if asked.embedding_device == "host":
-        check_embedding_on_host(config)
     budget = int(device.memory_bytes * asked.memory_fraction)
-    _terms(config, asked)  # what cannot be is said before anything is compiled
+    memory = Memory.of(config, asked, budget, step or NO_STEP)  # what cannot be is said before anything is compiled
     if step is None:
         step = measure_step(
             config, dtype=asked.dtype, block_size=asked.block_size, query_tile=asked.query_tile,
-            max_num_batched_tokens=asked.max_num_batched_tokens, embedding_device=asked.embedding_device,
+            max_num_batched_tokens=asked.max_num_batched_tokens, max_rotated_sinks=asked.num_sinks,
+            embedding_device=asked.embedding_device,
         )  # fmt: skip
-    memory = _memory(config, asked, step, budget)
+        memory = dataclasses.replace(memory, step=step)
     context = asked.context or config.max_position
     max_batch = memory.max_batch(context)
-    batch = asked.batch or max(max_batch, 1)
-    line, width = step.line(batch, memory.width(context)), memory.width(context)
+    batch, width = asked.batch or max(max_batch, 1), memory.width(context)
+    line = step.line(batch, width)
     held, total = memory.tokens_held(batch, context), memory.total(batch, context)
     return Plan(
         model=name,
@@ -201,8 +116,8 @@ def plan(
         request=asked,
         weights_bytes=memory.weights,
         host_bytes=embedding_bytes(config, asked.dtype) if asked.embedding_device == "host" else 0,
-        step_bytes=round(line.constant(width)),
-        alpha_bytes_per_request=round(line.alpha(width)),
+        step_bytes=line.constant(width),
+        alpha_bytes_per_request=line.alpha(width),
         alpha_from=step.target,
         kv_bytes_per_token=memory.beta,
         batch=batch,
@@ -215,9 +130,9 @@ def plan(
         max_kv_tokens=memory.max_kv_tokens(batch, context),
         max_batch=max_batch,
         max_context=memory.max_context(batch),
-        max_window=_max_window(config, asked, step, budget, batch, context),
+        max_window=_max_window(config, memory, batch, context),
         l2_tokens=None if device.l2_bytes is None else device.l2_bytes // memory.beta,
-        changes=tuple(_changes(config, asked, step, budget, batch, context)),
+        changes=tuple(_changes(config, memory, batch, context)),
     )
 
 
@@ -236,67 +151,38 @@ def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
     return load_config(path), path.resolve().name
 
 
-def _terms(config: ModelConfig, asked: PlanRequest) -> tuple[int, int, LiveRange]:
-    """Bytes of weights, bytes per token, and what stays visible."""
-    pattern = config.pattern
-    if asked.window is not None:
-        pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
-    live = LiveRange.of(per_layer(pattern, config.num_layers))
-    if asked.prefix_share and live.window is not None:
-        raise ConfigError(f"prefix_share is {asked.prefix_share}, but under a window a shared prefix is let go")
-    beta = kv_bytes_per_token(config, asked.kv_dtype or asked.dtype)
-    return weights_bytes(config, asked.dtype, asked.embedding_device), beta, live
-
-
-def _memory(config: ModelConfig, asked: PlanRequest, step: StepCost, budget: int) -> Memory:
-    weights, beta, live = _terms(config, asked)
-    return Memory(weights, beta, step, live, asked, budget)
-
-
-def _max_window(config, asked: PlanRequest, step, budget: int, batch: int, context: int) -> int | None:
+def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -> int | None:
     def fits(window: int) -> bool:
-        windowed = dataclasses.replace(asked, window=window, prefix_share=0.0)
-        return _memory(config, windowed, step, budget).total(batch, context) <= budget
+        asked = dataclasses.replace(memory.request, window=window, prefix_share=0.0)
+        return Memory.of(config, asked, memory.budget, memory.step).total(batch, context) <= memory.budget
 
-    return _largest(context, fits) or None
+    return largest(context, fits) or None
 
 
-def _changes(config: ModelConfig, asked: PlanRequest, step: StepCost, budget: int, batch: int, context: int):
+def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> Iterator[Change]:
     """What would change the result; the step's buffers are taken to stay as they were measured."""
-    variants: list[tuple[str, ModelConfig, PlanRequest]] = []
-    grouped = [k for k in (8, 1) if k < config.num_kv_heads and config.num_heads % k == 0]
-    for heads in grouped:
-        name = "MQA: one kv head" if heads == 1 else f"GQA: {heads} kv heads"
-        variants.append((name, dataclasses.replace(config, num_kv_heads=heads), asked))
-    if asked.window is None and config.pattern == AttentionPattern() and not asked.prefix_share:
-        window = max(context // 4, 1)
-        name = f"window of {window:,} tokens and 4 sinks"
-        variants.append((name, config, dataclasses.replace(asked, window=window, num_sinks=4)))
-    kv_dtype = asked.kv_dtype or asked.dtype
-    if kv_dtype == "f32":
-        variants.append(("KV in bf16", config, dataclasses.replace(asked, kv_dtype="bf16")))
-    if kv_dtype != "int8":
-        variants.append(("KV in int8", config, dataclasses.replace(asked, kv_dtype="int8")))
-    if asked.window is None and not asked.prefix_share:
-        name = "80 % of each text is a shared prefix"
-        variants.append((name, config, dataclasses.replace(asked, prefix_share=0.8)))
-    if asked.embedding_device == "device" and not config.tie_embeddings:
-        variants.append(("embedding on the host", config, dataclasses.replace(asked, embedding_device="host")))
-    for name, other, request in variants:
-        memory = _memory(other, request, step, budget)
+    for name, model, changed in _variants(config, memory.request, context):
+        asked = dataclasses.replace(memory.request, **changed)
+        other = Memory.of(model, asked, memory.budget, memory.step)
         yield Change(
-            name, memory.weights, memory.beta, memory.max_kv_tokens(batch, context), memory.max_batch(context),
-            memory.max_context(batch),
+            name, other.weights, other.beta, other.max_kv_tokens(batch, context), other.max_batch(context),
+            other.max_context(batch),
         )  # fmt: skip
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number in [0, most] that fits, where whatever is smaller fits too; 0 if 1 does not."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator[tuple[str, ModelConfig, dict]]:
+    """Name, model, and changed fields of the request."""
+    for heads, name in ((8, "GQA, 8 kv heads"), (1, "MQA, 1 kv head")):
+        if heads < config.num_kv_heads and config.num_heads % heads == 0:
+            yield name, dataclasses.replace(config, num_kv_heads=heads), {}
+    kv_dtype = asked.kv_dtype or asked.dtype
+    if kv_dtype == "f32":
+        yield "KV in bf16", config, {"kv_dtype": "bf16"}
+    if kv_dtype != "int8":
+        yield "KV in int8", config, {"kv_dtype": "int8"}
+    if asked.window is None and config.pattern == AttentionPattern() and not asked.prefix_share:
+        window = max(context // 4, 1)
+        yield f"window {window:,} + 4 sinks", config, {"window": window, "num_sinks": 4}
+        yield "80 % shared prefix", config, {"prefix_share": 0.8}
+    if asked.embedding_device == "device" and not config.tie_embeddings:
+        yield "embedding on the host", config, {"embedding_device": "host"}

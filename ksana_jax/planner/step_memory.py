@@ -55,13 +55,13 @@ class Line:
     per_entry: float
     tiles: int
 
-    def alpha(self, width: int) -> float:
+    def alpha(self, width: int) -> int:
         """Bytes per row, at a width of the block tables."""
-        return self.per_row + self.per_entry * width
+        return math.ceil(self.per_row + self.per_entry * width)
 
-    def constant(self, width: int) -> float:
+    def constant(self, width: int) -> int:
         """Bytes with no row, at a width of the block tables."""
-        return self.fixed + self.per_entry * self.tiles * width
+        return math.ceil(self.fixed + self.per_entry * self.tiles * width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,10 @@ class StepCost:
 
     def bytes(self, rows: int, width: int) -> int:
         line = self.line(rows, width)
-        return math.ceil(line.constant(width) + line.alpha(width) * rows)
+        return line.constant(width) + line.alpha(width) * rows
+
+
+NO_STEP = StepCost((Line(0, 0, 0, 0),), "nothing")
 
 
 def compile_target() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.row_blocks import RowBlocks
+from ksana_jax.kv.snapshot import Owner
+from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.policies import policy_named
 from ksana_jax.scheduler.queue import WaitingQueue
@@ -92,6 +95,7 @@ class Scheduler:
         self._keys: list[tuple[Any, int]] = []  # sort keys of `order`
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.set_live_range(live)
+        memory.owners = self.owners
 
     def set_live_range(self, live: LiveRange, scope: Scope | None = None) -> None:
         """Changes which positions stay visible, and what cached blocks depend on. Only while nothing runs or waits."""
@@ -344,7 +348,7 @@ class Scheduler:
             held = seq.held
         forked = seq.held is not None
         seq.held = seq.swapped = None
-        seq.has_read, seq.num_read = False, 0
+        seq.has_read, seq.read = False, set()
         self.memory.loads.end(seq)
         self.rows.place(seq, row)
         self.held.bring(row, seq, held, forked)
@@ -406,7 +410,9 @@ class Scheduler:
         """Takes rows out, their blocks back."""
         r = self.rows
         self.held.release(leaving)
-        stays = ~np.isin(self.order, leaving)
+        left = np.zeros(self.max_num_seqs, bool)
+        left[leaving] = True
+        stays = ~left[self.order]
         self._keys = [key for key, kept in zip(self._keys, stays, strict=True) if kept]
         self.order = self.order[stays]
         for row in leaving.tolist():
@@ -416,6 +422,19 @@ class Scheduler:
             seq.node, seq.num_indexed, seq.cacheable = None, 0, True
             r.clear(row)
             self._free_rows.append(row)
+
+    def owners(self) -> Iterator[Owner]:
+        """Sequences as owners of blocks: running ones in order, then those that bring some along."""
+        r = self.rows
+        for row in self.order.tolist():
+            seq, some = r.seqs[row], slice(r.num_blocks[row])
+            assert seq is not None
+            yield Owner(seq.request_id, seq.index, "runs", DEVICE, r.block_tables[row, some],
+                        r.block_starts[row, some], int(r.num_computed[row]), r.block_origins[row, some])  # fmt: skip
+        for _, _, seq in self.waiting:
+            for tier, held in ((DEVICE, seq.held), (HOST, seq.swapped)):
+                if held is not None:
+                    yield Owner(seq.request_id, seq.index, "waits", tier, *held)
 
     def check(self) -> None:
         """Holds the books against the rows and what waiting sequences bring along.

@@ -1,6 +1,7 @@
 """A model directory without weights, a task without an engine, and an engine without a model."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import fake_llm
 import fake_task
 
 from experiments import run as run_module
+from experiments.models import model_dir
 from experiments.tasks import TASKS
 
 
@@ -21,6 +23,18 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory):
+    """Path of the embedded model cut to one narrow layer, for load_format "dummy"."""
+    folder = tmp_path_factory.mktemp("model")
+    for path in model_dir("ksana-tiny").glob("tokenizer*"):
+        shutil.copy(path, folder)
+    config = json.loads((model_dir("ksana-tiny") / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 

@@ -1,15 +1,12 @@
 """The tasks on the real engine, with a model of one layer: it has to be compiled."""
 
-import json
 import math
-import shutil
 
 import numpy as np
 import pytest
 
 from experiments import texts
 from experiments.config import plan
-from experiments.models import model_dir
 from experiments.report import report
 from experiments.run import run
 from experiments.tasks.perplexity import sample_positions
@@ -17,18 +14,6 @@ from experiments.tasks.perplexity import sample_positions
 # Texts beyond the training context are what these experiments are for.
 pytestmark = pytest.mark.filterwarnings("ignore:max_model_len")
 ENGINE = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 1}
-
-
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory):
-    """Path of the embedded model cut to one narrow layer, for load_format "dummy"."""
-    folder = tmp_path_factory.mktemp("model")
-    for path in model_dir("ksana-tiny").glob("tokenizer*"):
-        shutil.copy(path, folder)
-    config = json.loads((model_dir("ksana-tiny") / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

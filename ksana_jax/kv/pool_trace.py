@@ -1,0 +1,121 @@
+"""What the pools looked like after each step: who owned which block. Watches an engine, changes nothing; no jax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ksana_jax.kv.snapshot import TIERS, counts, moved_bytes
+from ksana_jax.kv.tier import Tier
+
+if TYPE_CHECKING:
+    from ksana_jax.engine.engine import Engine
+
+FREE, CACHED, BUSY = -1, -2, -3  # BUSY: of a move or read that belongs to no request
+
+
+class PoolState(NamedTuple):
+    """A tier's blocks after one step.
+
+    owners: [M] int32, number of the request that owns each block, the first of several; FREE, CACHED or BUSY.
+    shared: [M] bool, whether it has more than one owner.
+    held: blocks that have one. fragmentation: of their slots, the part without a token.
+    """
+
+    owners: np.ndarray
+    shared: np.ndarray
+    held: int
+    fragmentation: float
+
+
+class Column(NamedTuple):
+    """What was seen after one step: its number from 1, seconds since the first one ended, the pools by tier, and what
+    has been moved since the trace began, in bytes by way (blocks where `block_bytes` is not known)."""
+
+    step: int
+    time_s: float
+    pools: dict[str, PoolState]
+    moved_bytes: dict[str, int]
+
+
+class PoolTrace:
+    """Columns of the steps that an engine takes from now on.
+
+    It begins anew when the engine's records do (`LLM.clear_records`), so that it shows what they show.
+
+    Args:
+      max_columns: kept, at least 2; beyond it every other one goes, again and again. The last step is always there.
+
+    Attributes:
+      requests: {id: number}, in the order in which they first owned a block.
+      num_steps: seen.
+    """
+
+    def __init__(self, engine: Engine, max_columns: int = 500):
+        self.max_columns, self._memory = max_columns, engine.memory
+        self._last_counts = self._counts()
+        self._begin(0.0)
+        engine.observers.append(self.observe)
+
+    def _begin(self, time_s: float) -> None:
+        self.requests: dict[str, int] = {}
+        self.num_steps = 0
+        self._kept: list[Column] = []
+        self._last: Column | None = None
+        self._stride = 1
+        self._began_s, self._before = time_s, self._last_counts
+
+    @property
+    def columns(self) -> list[Column]:
+        """Those kept, evenly spaced, and the last step's."""
+        missing = self._last is not None and (not self._kept or self._kept[-1] is not self._last)
+        return [*self._kept, *([self._last] if missing and self._last else [])]
+
+    def observe(self, engine: Engine) -> None:
+        """Adds the step that an engine has just taken."""
+        now = engine.records[-1].ended_s
+        if not self.num_steps or len(engine.records) <= self.num_steps:
+            self._begin(now)
+        self._last_counts = self._counts()
+        self.num_steps += 1
+        pools = {
+            TIERS[tier.level]: self._pool(tier) for tier in (self._memory.device, self._memory.host) if tier is not None
+        }
+        moved = moved_bytes(self.counters, self._memory.block_bytes)
+        self._last = Column(self.num_steps, now - self._began_s, pools, moved)
+        if (self.num_steps - 1) % self._stride == 0:
+            self._kept.append(self._last)
+            if len(self._kept) > self.max_columns:
+                self._kept, self._stride = self._kept[::2], 2 * self._stride
+
+    def _pool(self, tier: Tier) -> PoolState:
+        pool, size = tier.pool, self._memory.block_size
+        owners = np.where(pool.kept, np.int32(CACHED), np.int32(FREE))
+        tokens = np.zeros(pool.num_blocks, np.int32)
+        tokens[pool.kept] = size
+        for owner in reversed([*self._memory.owners_of(tier.level)]):  # the first of several writes last
+            number = self.requests.setdefault(owner.request_id, len(self.requests)) if owner.request_id else BUSY
+            owners[owner.ids] = number
+            if owner.starts is not None:
+                here = np.clip(owner.num_tokens - owner.starts, 0, size)
+                tokens[owner.ids] = np.maximum(tokens[owner.ids], here)
+        held = pool.ref_count > 0
+        filled = int(tokens[held].sum())
+        return PoolState(
+            owners, pool.ref_count > 1, pool.num_used, 1 - filled / (pool.num_used * size) if pool.num_used else 0.0
+        )
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """See `snapshot.counts`; since the trace began."""
+        return {name: value - self._before[0][name] for name, value in self._last_counts[0].items()}
+
+    @property
+    def num_blocks_by_origin(self) -> dict[str, int]:
+        """`KVMemory.num_blocks_by_origin` since the trace began."""
+        differences = {k: v - self._before[1].get(k, 0) for k, v in self._last_counts[1].items()}
+        return {k: v for k, v in differences.items() if v}
+
+    def _counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        return counts(self._memory), dict(self._memory.num_blocks_by_origin)

@@ -1,0 +1,211 @@
+"""Who owns what: every block of every tier at one moment, as plain values. Reads the books, changes nothing; no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ksana_jax.kv.tier import Tier
+from ksana_jax.sequence import Origin
+
+if TYPE_CHECKING:
+    from ksana_jax.kv.memory import KVMemory
+
+TIERS = ("device", "host", "disk")
+STATES = ("free", "held", "cached", "moving")
+WAYS = {"device to host": "saved", "host to device": "loaded", "within device": "copied",
+        "host to disk": "disk_written", "disk to host": "disk_read"}  # fmt: skip
+
+
+class Owner(NamedTuple):
+    """One owner of some blocks of a tier.
+
+    request_id, index: as of `Sequence`; request_id is empty where the blocks are nobody's, but still written or read.
+    doing: "runs", "waits" (with shared or swapped blocks), "reads" from disk, "moves".
+    tier: DEVICE or HOST.
+    ids, starts: [n] blocks and the text positions where they begin; starts is None where only their nodes know.
+    num_tokens: computed tokens of the sequence. origins: [n], or one for all.
+    """
+
+    request_id: str
+    index: int
+    doing: str
+    tier: int
+    ids: np.ndarray
+    starts: np.ndarray | None = None
+    num_tokens: int = 0
+    origins: np.ndarray | Origin | None = None
+
+    @property
+    def label(self) -> str:
+        name = f"{self.request_id}/{self.index}" if self.request_id else "(nobody)"
+        return name if self.doing == "runs" else f"{name} {self.doing}"
+
+
+class Ownership(NamedTuple):
+    """One owner of one block. origin: how it came by the block, see `Origin`; None for a read or a move."""
+
+    request_id: str
+    index: int
+    doing: str
+    origin: str | None
+
+
+class BlockRecord(NamedTuple):
+    """One block.
+
+    tier: of TIERS. block: its id there; on disk its place in the list.
+    state: "free"; "moving", its content is still to come; "held", it has owners; "cached", kept without one.
+    ref_count: owners in the books. owners: the same ones by name.
+    hash: its key in the prefix index, in hex; None where it is not indexed.
+    start: text position of its first slot; None where it is free. num_tokens: slots that are filled.
+    last_use: on the prefix index's clock, which ticks with each hit and insertion; None where it is not indexed.
+    """
+
+    tier: str
+    block: int
+    state: str
+    ref_count: int = 0
+    owners: tuple[Ownership, ...] = ()
+    hash: str | None = None
+    start: int | None = None
+    num_tokens: int = 0
+    last_use: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """All blocks at one moment; `KVMemory.snapshot` takes it.
+
+    Args:
+      block_size: B, slots of a block. block_bytes: of one block, 0 where that is not known.
+      blocks: those of the device, of the host, of the disk.
+      counters: see `counts`.
+    """
+
+    block_size: int
+    block_bytes: int
+    blocks: list[BlockRecord]
+    counters: dict[str, int]
+
+    def of(self, tier: str) -> list[BlockRecord]:
+        """Blocks of one tier."""
+        return [b for b in self.blocks if b.tier == tier]
+
+    def of_request(self, request_id: str) -> list[BlockRecord]:
+        """Blocks that a request owns, by rising text position; empty once it has ended."""
+        mine = [b for b in self.blocks if any(o.request_id == request_id for o in b.owners)]
+        return sorted(mine, key=lambda b: (TIERS.index(b.tier), b.start or 0, b.block))
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers, as plain values.
+
+        device, host, disk: blocks in each state, and utilisation: of all blocks, the part that is held.
+        fragmentation: of the slots held on the device, the part without a token.
+        unshared_blocks: what the owners of the device's blocks would hold if each had its own; shared_saving: the part
+        of them that sharing saves. blocks_by_origin: theirs too, so they add up to unshared_blocks.
+        hit_rate: tokens found of those asked for, since the engine started. hit_blocks: where they lay.
+        moved_bytes: since the engine started, by way; blocks where block_bytes is not known.
+        """
+        result: dict[str, Any] = {}
+        for tier in TIERS:
+            states = Counter(b.state for b in self.of(tier))
+            if total := states.total():
+                held = states["held"] + states["moving"]
+                result[tier] = {"blocks": total, **{s: states[s] for s in STATES}, "utilisation": held / total}
+        held = [b for b in self.of("device") if b.ref_count]
+        owned = [o for b in held for o in b.owners]
+        result["fragmentation"] = 1 - _part(sum(b.num_tokens for b in held), len(held) * self.block_size, 1.0)
+        result["unshared_blocks"] = len(owned)
+        result["shared_saving"] = 1 - _part(len(held), len(owned), 1.0)
+        result["blocks_by_origin"] = dict(Counter(o.origin for o in owned if o.origin is not None))
+        c = self.counters
+        result["hit_rate"] = _part(c["hit_tokens"], c["asked_tokens"])
+        result["hit_blocks"] = {tier: c[f"hits_{tier}"] for tier in TIERS}
+        result["moved_bytes"] = moved_bytes(c, self.block_bytes)
+        return result
+
+    def __str__(self) -> str:
+        lines = [f"{'tier':6} {'block':>6} {'state':6} {'refs':>4} {'text':>13} {'last use':>8}  hash      owners"]
+        for b in self.blocks:
+            if b.state != "free":
+                text = "" if b.start is None else f"{b.start:,}+{b.num_tokens}"
+                used = "" if b.last_use is None else f"{b.last_use:,}"
+                owners = ", ".join(_written(o) for o in b.owners)
+                lines.append(
+                    f"{b.tier:6} {b.block:6} {b.state:6} {b.ref_count:4} {text:>13} {used:>8}  "
+                    f"{(b.hash or '')[:8]:8}  {owners}"
+                )
+        free = ", ".join(f"{n} of the {t}" for t in TIERS if (n := sum(b.state == "free" for b in self.of(t))))
+        return "\n".join([*lines, f"free: {free or 'none'}"])
+
+
+def take(memory: KVMemory) -> Snapshot:
+    """All blocks of a memory as they are now."""
+    blocks = []
+    for tier in (memory.device, memory.host):
+        if tier is not None:
+            blocks += _records(memory, tier)
+    if memory.disk is not None:
+        for number, key in enumerate(memory.disk.keys()):
+            facts, node = memory.disk.facts(key), memory.index.nodes.get(key)
+            blocks.append(
+                BlockRecord("disk", number, "cached", hash=key.hex(), start=facts.start if facts else None,
+                            num_tokens=memory.block_size, last_use=node.last_use if node else None)
+            )  # fmt: skip
+    return Snapshot(memory.block_size, memory.block_bytes, blocks, counts(memory))
+
+
+def counts(memory: KVMemory) -> dict[str, int]:
+    """`memory.Counters` as plain values, and disk_written and disk_read: blocks written to disk and read from there."""
+    disk = memory.disk.counters if memory.disk is not None else None
+    found = {"disk_written": disk.written if disk else 0, "disk_read": disk.read if disk else 0}
+    return dataclasses.asdict(memory.counters) | found
+
+
+def _records(memory: KVMemory, tier: Tier) -> list[BlockRecord]:
+    pool, size = tier.pool, memory.block_size
+    owners: dict[int, list[Ownership]] = {}
+    starts, filled = np.full(pool.num_blocks, -1), np.zeros(pool.num_blocks, np.int64)
+    for owner in memory.owners_of(tier.level):
+        names: list[str | None] = [None] * len(owner.ids)
+        if owner.origins is not None:
+            names = [Origin(o).label for o in np.broadcast_to(owner.origins, len(owner.ids)).tolist()]
+        for block, name in zip(owner.ids.tolist(), names, strict=True):
+            owners.setdefault(block, []).append(Ownership(owner.request_id, owner.index, owner.doing, name))
+        if owner.starts is not None:
+            starts[owner.ids] = owner.starts
+            # Who shares a block may have computed fewer of its tokens.
+            filled[owner.ids] = np.maximum(filled[owner.ids], np.clip(owner.num_tokens - owner.starts, 0, size))
+    moving = memory.moving(tier.level)
+    records = []
+    for block, count in enumerate(pool.ref_count.tolist()):
+        node = tier.node_of.get(block)
+        if node is None and not count:
+            records.append(BlockRecord(TIERS[tier.level], block, "free"))
+            continue
+        state = "moving" if block in moving else "held" if count else "cached"
+        start = int(starts[block]) if starts[block] >= 0 else node.depth * size if node else None
+        tokens = size if node else int(filled[block])
+        records.append(
+            BlockRecord(TIERS[tier.level], block, state, count, tuple(owners.get(block, ())),
+                        node.key.hex() if node else None, start, tokens, node.last_use if node else None)
+        )  # fmt: skip
+    return records
+
+
+def moved_bytes(counters: dict[str, int], block_bytes: int) -> dict[str, int]:
+    """Bytes moved by way, from `counts`; blocks where block_bytes is 0."""
+    return {way: counters[name] * (block_bytes or 1) for way, name in WAYS.items()}
+
+
+def _part(some: float, whole: float, of_nothing: float = 0.0) -> float:
+    return some / whole if whole else of_nothing
+
+
+def _written(o: Ownership) -> str:
+    name = f"{o.request_id}/{o.index}" if o.request_id else "nobody"
+    return name + (f" {o.doing}" if o.doing != "runs" else "") + (f" ({o.origin})" if o.origin else "")

@@ -1,0 +1,129 @@
+"""The formula Mem = M + alpha * BS + beta * TN, and the largest batch, context and pool within a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.patterns import FAR, AttentionPattern, LiveRange, per_layer
+from ksana_jax.loading.load import check_embedding_on_host
+from ksana_jax.planner.step_memory import StepCost
+from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
+
+MAX_BATCH = 2**20
+MAX_CONTEXT = FAR - 1  # the engine's largest text position
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What is planned for.
+
+    batch, context: None takes the largest batch, the model's max_position.
+    window, num_sinks: attention pattern of all layers; a window of None takes the model's own pattern.
+    kv_dtype: "f32", "bf16" or "int8"; None takes dtype.
+    prefix_share: part of each text, from its beginning, that all requests have in common and hold once.
+    memory_fraction: of the device, for all that is planned.
+    """
+
+    dtype: str = "bf16"
+    batch: int | None = None
+    context: int | None = None
+    window: int | None = None
+    num_sinks: int = 0
+    kv_dtype: str | None = None
+    embedding_device: str = "device"
+    prefix_share: float = 0.0
+    memory_fraction: float = 0.9
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    query_tile: int = 32
+
+    def __post_init__(self):
+        for name in ("batch", "context", "window", "block_size", "max_num_batched_tokens", "query_tile"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}, must be a positive integer")
+        if self.context is not None and self.context > MAX_CONTEXT:
+            raise ConfigError(f"context is {self.context:,}, must be at most {MAX_CONTEXT:,}")
+        if self.num_sinks and self.window is None:
+            raise ConfigError(f"num_sinks is {self.num_sinks}, but there is no window")
+        if not 0 <= self.prefix_share < 1:
+            raise ConfigError(f"prefix_share is {self.prefix_share}, must be from 0 to below 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction is {self.memory_fraction}, must be above 0 and at most 1")
+        if self.embedding_device not in ("device", "host"):
+            raise ConfigError(f"embedding_device is {self.embedding_device!r}, must be one of device, host")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The formula, with all but batch and context known; bytes, unless it says tokens.
+
+    live: what stays visible. step: what a compiled step takes.
+    """
+
+    weights: int
+    beta: int
+    live: LiveRange
+    request: PlanRequest
+    budget: int
+    step: StepCost
+
+    @classmethod
+    def of(cls, config: ModelConfig, asked: PlanRequest, budget: int, step: StepCost) -> Memory:
+        """
+        Raises:
+          ConfigError: model and request cannot go together.
+        """
+        pattern = config.pattern
+        if asked.window is not None:
+            pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
+        live = LiveRange.of(per_layer(pattern, config.num_layers))
+        if asked.prefix_share and live.window is not None:
+            raise ConfigError(f"prefix_share is {asked.prefix_share}, but under a window a shared prefix is let go")
+        if asked.embedding_device == "host":
+            check_embedding_on_host(config)
+        weights = weights_bytes(config, asked.dtype, asked.embedding_device)
+        beta = kv_bytes_per_token(config, asked.kv_dtype or asked.dtype)
+        return cls(weights, beta, live, asked, budget, step)
+
+    def tokens_held(self, batch: int, context: int) -> int:
+        """TN, in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
+        r, size = self.request, self.request.block_size
+        blocks = self.live.max_live_blocks(size, context)
+        of_chunk = self.live.max_live_blocks(size, context, r.max_num_batched_tokens) - blocks
+        shared = int(blocks * r.prefix_share)
+        return size * (batch * (blocks - shared) + shared + of_chunk)
+
+    def width(self, context: int) -> int:
+        """Blocks in a block table."""
+        return self.live.max_live_blocks(self.request.block_size, context, self.request.max_num_batched_tokens)
+
+    def total(self, batch: int, context: int) -> int:
+        step = self.step.bytes(batch, self.width(context))
+        return self.weights + step + self.beta * self.tokens_held(batch, context)
+
+    def max_batch(self, context: int) -> int:
+        return largest(MAX_BATCH, lambda batch: self.total(batch, context) <= self.budget)
+
+    def max_context(self, batch: int) -> int:
+        return largest(MAX_CONTEXT, lambda context: self.total(batch, context) <= self.budget)
+
+    def max_kv_tokens(self, batch: int, context: int) -> int:
+        """Tokens of the pool that is left, in whole blocks."""
+        left = self.budget - self.weights - self.step.bytes(batch, self.width(context))
+        block = self.request.block_size
+        return max(left // (self.beta * block), 0) * block
+
+
+def largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number in [0, most] that fits, where whatever is smaller fits too; 0 if 1 does not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

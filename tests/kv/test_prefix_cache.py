@@ -1,0 +1,252 @@
+"""What a prompt may take over, under which pattern, and what becomes findable when."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.tier import DEVICE
+from ksana_jax.sequence import Sequence
+from tests.fakes import asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
+from tests.reference import literal
+
+SIZE = 4
+PATTERNS = {
+    "full": (FULL, FULL),
+    "sliding": (AttentionPattern(window=5),) * 2,
+    "as long as a block": (AttentionPattern(window=4),) * 2,
+    "sinks": (AttentionPattern(window=6, num_sinks=2),) * 2,
+    "many sinks": (AttentionPattern(window=3, num_sinks=9),) * 2,
+    "dilated": (AttentionPattern(window=8, stride=3),) * 2,
+    "global": (AttentionPattern(window=3, global_every=7),) * 2,
+    "layers that differ": (AttentionPattern(window=6, num_sinks=1), AttentionPattern(window=3, global_every=9)),
+    "one layer sees everything": (AttentionPattern(window=2), FULL),
+}
+
+
+def memory_of(patterns=(FULL,), num_blocks: int = 16, scope: Scope | None = None, **settings) -> KVMemory:
+    memory = KVMemory(num_blocks, SIZE, caching=True, **settings)
+    memory.set_patterns(
+        LiveRange.of(patterns), scope or Scope("m", repr(patterns), min(p.full_until for p in patterns))
+    )
+    return memory
+
+
+def sequence(text, salt: str = "", **settings) -> Sequence:
+    text = np.asarray(text, np.int32)
+    return Sequence(0, text, asking(4, **settings), (), max_len=len(text) + 4, salt=salt)
+
+
+def cache(memory: KVMemory, text, salt: str = "") -> list[int]:
+    """Has the full blocks of a text computed and let go; their ids."""
+    seq, count = sequence(text, salt), len(text) // SIZE
+    ids = memory.allocate(count)
+    kept = memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
+    memory.release(ids[ids != kept])
+    memory.release(np.array(kept, np.int32))
+    return kept
+
+
+@functools.cache
+def needed(name: str, count: int) -> frozenset[int]:
+    """Blocks before `count` of which a later query of some layer sees a token, by the definition of the pattern."""
+    queries = np.arange(count * SIZE, count * SIZE + 80)[:, None]
+    keys = np.arange(count * SIZE)[None]
+    seen = np.any([literal(p, queries, keys)[0] for p in PATTERNS[name]], axis=(0, 1))
+    return frozenset((np.flatnonzero(seen) // SIZE).tolist())
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_beginning_is_usable_if_all_that_later_queries_see_of_it_is_there(name):
+    prefixes = memory_of(PATTERNS[name]).prefixes
+    rng = np.random.default_rng(3)
+    sizes = set()
+    for _ in range(300):
+        there = rng.random(rng.integers(0, 9)) < rng.choice([0.3, 0.7, 0.95])
+        present = set(np.flatnonzero(there).tolist())
+        counts = [count for count in range(len(there) + 1) if needed(name, count) <= present]
+        assert prefixes.usable(there) == max(counts)
+        sizes.add(max(counts))
+    assert len(sizes) > 5
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_hit_pins_the_blocks_that_later_queries_see_and_no_others(name):
+    memory = memory_of(PATTERNS[name])
+    text = prompt_of(30)
+    ids = cache(memory, text)
+    hit = memory.prefixes.pin(sequence(text))
+    assert hit.num_tokens == 28 and hit.starts == [SIZE * b for b in sorted(needed(name, 7))]
+    owned = np.flatnonzero(memory.blocks.ref_count).tolist()
+    assert sorted(owned) == sorted(ids[b] for b in needed(name, 7))
+    memory.prefixes.unpin(hit)
+    memory.check([])
+
+
+def test_at_least_one_token_is_left_to_compute():
+    memory = memory_of()
+    cache(memory, prompt_of(16))
+    for length in range(1, 17):
+        hit = memory.prefixes.pin(sequence(prompt_of(16)[:length]))
+        assert hit.num_tokens == (length - 1) // SIZE * SIZE == SIZE * len(hit.nodes)
+        memory.prefixes.unpin(hit)
+    memory.check([])
+
+
+def test_a_hit_ends_where_the_text_differs():
+    memory = memory_of()
+    text = prompt_of(20)
+    cache(memory, text)
+    for at in range(20):
+        other = text.copy()
+        other[at] += 1
+        hit = memory.prefixes.pin(sequence(other))
+        assert hit.num_tokens == min(at // SIZE * SIZE, 16)
+        memory.prefixes.unpin(hit)
+
+
+def test_blocks_of_another_pattern_are_refused_from_where_it_hides_something():
+    text = prompt_of(24)
+    memory = memory_of()
+    cache(memory, text)
+    found = {}
+    for window in (2, 4, 8, 12, 13, 100, None):
+        patterns = (AttentionPattern(window=window),)
+        live, until = LiveRange.of(patterns), patterns[0].full_until
+        memory.set_patterns(live, Scope("m", repr(patterns), until))
+        hit = memory.prefixes.pin(sequence(text))
+        found[window] = hit.num_tokens
+        memory.prefixes.unpin(hit)
+    assert found == {2: 0, 4: 4, 8: 8, 12: 12, 13: 12, 100: 20, None: 20}
+
+
+def test_a_prompt_that_is_to_be_scored_takes_nothing_from_the_cache():
+    memory = memory_of()
+    cache(memory, prompt_of(16))
+    assert memory.prefixes.pin(sequence(prompt_of(16), prompt_logprobs=0)).num_tokens == 0
+    assert memory.prefixes.pin(sequence(prompt_of(16), logprobs=0)).num_tokens == 12
+
+
+def test_a_claim_gives_blocks_counts_the_use_and_says_what_was_found():
+    memory = memory_of()
+    ids = cache(memory, prompt_of(14))
+    seq = sequence(prompt_of(14))
+    hit = memory.prefixes.pin(seq)
+    held = memory.prefixes.claim(seq, hit)
+    assert held.ids.tolist() == ids and held.starts.tolist() == [0, 4, 8] and held.num_computed == 12
+    assert [node.num_uses for node in hit.nodes] == [1, 1, 1] and len({node.last_use for node in hit.nodes}) == 1
+    assert (seq.num_cached_tokens, seq.num_indexed, seq.node) == (12, 3, hit.nodes[-1])
+    counters = memory.counters
+    assert (counters.asked_tokens, counters.hit_tokens, counters.hits_device, counters.hits_host) == (14, 12, 3, 0)
+    # After a preemption it is not counted again.
+    memory.release(held.ids)
+    memory.prefixes.claim(seq, memory.prefixes.pin(seq))
+    assert counters.asked_tokens == 14 and seq.num_cached_tokens == 12
+
+
+def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
+    memory = memory_of()
+    ids = cache(memory, prompt_of(12))
+    again = sequence(prompt_of(12))
+    own = memory.allocate(3)
+    assert memory.prefixes.insert(again, again.token_ids, own.tolist()) == ids
+    assert memory.blocks.ref_count[ids].tolist() == [1, 1, 1] and len(memory.index) == 3
+    memory.release(own)
+    memory.check([np.array(ids, np.int32)])
+
+
+def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
+    patterns = (AttentionPattern(window=4),)
+    memory = memory_of(patterns)
+    seq, own = sequence(prompt_of(16)), memory.allocate(2)
+    assert memory.prefixes.insert(seq, seq.token_ids, [-1, -1, *own.tolist()]) == [-1, -1, *own.tolist()]
+    memory.check([own])
+    memory.release(own)
+    hit = memory.prefixes.pin(sequence(np.append(prompt_of(16), 1)))
+    assert hit.num_tokens == 16 and [node.at[DEVICE] for node in hit.nodes] == own.tolist()[1:]
+
+
+def test_inserting_nothing_that_is_held_leaves_no_trace():
+    memory = memory_of((AttentionPattern(window=1),))
+    seq = sequence(prompt_of(16))
+    memory.prefixes.insert(seq, seq.token_ids, [-1, -1, -1])
+    assert len(memory.index) == 0 and seq.num_indexed == 3
+    [block] = memory.allocate(1).tolist()
+    memory.prefixes.insert(seq, seq.token_ids, [block])  # the fourth block, whose parents are known no longer
+    assert len(memory.index) == 4 and memory.index.nodes[seq.links[3].key].at[DEVICE] == block
+    memory.check([np.array([block], np.int32)])
+
+
+def test_who_needs_a_block_that_is_just_being_computed_awaits_it():
+    memory = memory_of()
+    first, second = sequence(prompt_of(12)), sequence(prompt_of(12))
+    memory.prefixes.expect(first)
+    assert memory.prefixes.pin(second).awaits
+    assert not memory.prefixes.pin(first).awaits  # after a preemption it waits not for itself
+    assert not memory.prefixes.pin(sequence(prompt_of(12), salt="other")).awaits
+    memory.prefixes.insert(first, first.token_ids, memory.allocate(2).tolist())
+    hit = memory.prefixes.pin(second)
+    assert not hit.awaits and hit.num_tokens == 8
+    memory.prefixes.expect_no_more(first)
+    assert not memory.prefixes._computing
+
+
+def test_nobody_awaits_what_has_left():
+    memory = memory_of()
+    first, second = sequence(prompt_of(12)), sequence(prompt_of(12))
+    memory.prefixes.expect(first)
+    memory.prefixes.expect_no_more(first)
+    assert not memory.prefixes.pin(second).awaits
+
+
+def test_the_last_block_of_a_prompt_is_not_awaited():
+    """A prompt of 8 tokens takes over one block of two at most."""
+    memory = memory_of()
+    first, second = sequence(prompt_of(8)), sequence(prompt_of(8))
+    memory.prefixes.insert(first, first.token_ids, memory.allocate(1).tolist())
+    memory.prefixes.expect(first)
+    hit = memory.prefixes.pin(second)
+    assert not hit.awaits and hit.num_tokens == 4
+
+
+def test_generated_tokens_are_found_by_the_next_turn_of_a_chat():
+    engine = make_engine(caching=True, num_blocks=32)
+    first = engine.add_request(prompt_of(6), asking(11))
+    run(engine)
+    answer = first.output().outputs[0].token_ids
+    turn = np.concatenate([prompt_of(6), answer, prompt_of(3)]).astype(np.int32)
+    second = engine.add_request(turn, asking(4))
+    run(engine)
+    # The last token of the answer was never computed: of 17, four full blocks are.
+    assert second.output().num_cached_tokens == 16
+    assert second.output().outputs[0].token_ids == reference_tokens(turn, 4, two_layers(FULL))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_texts_from_the_cache_are_those_without_it(name):
+    patterns = PATTERNS[name]
+    engine = make_engine(patterns, caching=True, num_blocks=24, host_slots=6)
+    requests = []
+    for seed, length in ((0, 9), (0, 17), (1, 17), (0, 22), (1, 6), (1, 30), (0, 30)):
+        text = np.concatenate([prompt_of(12)[: min(length, 12)], prompt_of(30, seed)[: max(length - 12, 0)]])
+        requests.append(engine.add_request(text.astype(np.int32), asking(7)))
+        step(engine)
+        step(engine)
+    run(engine)
+    assert engine.memory.counters.hit_tokens > 30
+    for request in requests:
+        expected = reference_tokens(request.prompt_token_ids, 7, patterns)
+        assert request.output().outputs[0].token_ids == expected
+
+
+def test_without_caching_nothing_is_kept():
+    engine = make_engine(caching=False)
+    for _ in range(2):
+        request = engine.add_request(prompt_of(13), asking(5))
+        run(engine)
+        assert request.output().num_cached_tokens == 0
+    assert len(engine.memory.index) == 0 and engine.scheduler.blocks.num_idle == 0
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks

@@ -1,0 +1,42 @@
+"""Predicted against measured memory of a whole process, which therefore has to be one of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"--max-num-seqs": 2, "--max-model-len": 128, "--max-num-batched-tokens": 32, "--rounds": 4}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    # With programs from a cache the compiler would not run, and its memory is part of what is predicted.
+    env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
+    args = [str(part) for pair in SETTINGS.items() for part in pair]
+    done = subprocess.run([sys.executable, "-m", "ksana_jax.planner.check", "ksana-tiny", *args], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_the_peak_of_the_process_is_predicted_within_10_percent(measured):
+    assert abs(measured["peak_error"]) <= 0.10, measured
+
+
+def test_weights_pool_and_step_are_predicted_to_the_byte(measured):
+    for name in ("weights", "pool", "step"):
+        assert measured[name]["predicted"] == measured[name]["measured"], name
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_the_peak_does_not_grow_with_the_requests_served(measured):
+    after_warm_up, *rounds = measured["peak_after_rounds"]
+    # The first round meets memory that warming up does not: the first results of each program, threads of the device.
+    assert rounds[0] - after_warm_up < 0.05 * after_warm_up
+    # From then on there is only what Python's and the C library's allocators keep of small things: below 1 %.
+    assert rounds[-1] - rounds[0] < 0.01 * rounds[0]

@@ -1,0 +1,120 @@
+"""`ksana plan`: quick help, one line for an error, and JSON as the last line."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ksana_jax import cli
+from ksana_jax.config import ModelConfig
+from ksana_jax.planner import solve
+from tests.loading.models_on_disk import write_config
+from tests.planner.models import FOLDER, STEP
+
+ROOT = Path(__file__).parents[2]
+SMALL = ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
+                    max_position=256, bos_id=1, eos_ids=(2,))  # fmt: skip
+
+
+@pytest.fixture
+def ready_step(monkeypatch):
+    """Nothing is compiled: a step takes what the tests say."""
+    monkeypatch.setattr(solve, "measure_step", lambda *_, **__: STEP)
+
+
+def ksana_plan(capsys, *args, code=0):
+    """Standard output and standard error of `ksana plan`."""
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["plan", *map(str, args)])
+    assert raised.value.code == code
+    return capsys.readouterr()
+
+
+def test_the_last_line_is_one_object_with_the_figures(capsys, ready_step):
+    args = ("--model", FOLDER / "llama-2-7b", "--device", "a100-80g", "--dtype", "bf16")
+    lines = ksana_plan(capsys, *args, "--json").out.splitlines()
+    found = json.loads(lines[-1])
+    assert found["weights_bytes"] == 13_476_831_232
+    assert found["kv_bytes_per_token"] == 512 * 1024
+    for name in ("alpha_bytes_per_request", "max_kv_tokens", "max_batch", "max_context"):
+        assert isinstance(found[name], int) and found[name] > 0
+    assert lines[:-1] == ksana_plan(capsys, *args).out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+
+
+def test_options_reach_the_plan(capsys, ready_step):
+    out = ksana_plan(
+        capsys, "--model", FOLDER / "llama-2-7b" / "config.json", "--device", "48GiB", "--dtype", "bf16", "--batch", 4,
+        "--context", 8192, "--window", 1024, "--num-sinks", 4, "--kv-dtype", "int8", "--embedding-device", "host",
+        "--memory-fraction", 0.8, "--json",
+    ).out  # fmt: skip
+    found = json.loads(out.splitlines()[-1])
+    asked = {"dtype": "bf16", "batch": 4, "context": 8192, "window": 1024, "num_sinks": 4, "kv_dtype": "int8",
+             "embedding_device": "host", "prefix_share": 0.0, "memory_fraction": 0.8}  # fmt: skip
+    assert asked.items() <= found["request"].items()
+    assert found["max_context"] == 2**30 - 1 and "memory sets no limit" in out
+    assert "window 1,024 + 4 sinks" in out and "250.0 MiB more on the host" in out
+    args = ("--model", "ksana-tiny", "--device", "cpu", "--prefix-share", 0.5, "--json")
+    assert json.loads(ksana_plan(capsys, *args).out.splitlines()[-1])["request"]["prefix_share"] == 0.5
+
+
+def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, ready_step):
+    shown = ksana_plan(capsys, "--model", FOLDER / "llama-2-7b", "--device", "8GiB", "--json", code=2)
+    found = json.loads(shown.out.splitlines()[-1])
+    assert (found["max_batch"], found["max_context"], found["max_kv_tokens"]) == (0, 0, 0)
+    assert shown.err == (
+        "ksana: error: llama-2-7b does not fit on 8 GiB: weights take 12.55 GiB, a step of 1 request 289.1 MiB, "
+        "of 7.20 GiB (memory_fraction 0.9)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"--device": "gtx"}, "device is 'gtx', must be one of h200, h100, a100-80g"),
+        ({"--dtype": "fp8"}, "dtype is 'fp8', must be one of f32, bf16"),
+        ({"--model": "nowhere"}, "model 'nowhere' is neither a directory, nor a config.json, nor an embedded model"),
+        ({"--model": str(ROOT)}, "config.json is missing"),
+        ({"--window": "0"}, "window is 0, must be a positive integer"),
+        ({"--embedding-device": "host"}, "output head too (tied)"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(capsys, changed, message):
+    given = {"--model": "ksana-tiny", "--device": "h200"} | changed
+    error = ksana_plan(capsys, *(part for pair in given.items() for part in pair), code=2).err
+    assert error.count("\n") == 1 and error.startswith("ksana: error: ") and message in error
+
+
+def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path):
+    write_config(tmp_path / "small", SMALL)
+    out = ksana_plan(
+        capsys, "--model", tmp_path / "small", "--device", "2MiB", "--dtype", "f32", "--batch", 2, "--context", 64,
+        "--buckets", "--json",
+    ).out  # fmt: skip
+    found = json.loads(out.splitlines()[-1])
+    sizes = {(b["num_singles"], b["num_tiles"]): b["network_bytes"] for b in found["buckets"]}
+    # Singles 1 and 2; tiles 1 to 16 by factors of two, alone or with the most singles; one width of tables.
+    assert set(sizes) == {(1, 0), (2, 0), *((d, t) for d in (0, 2) for t in (1, 2, 4, 8, 16))}
+    assert sizes[0, 1] < sizes[0, 4] < sizes[0, 16] < sizes[2, 16]
+    assert all(b["table_width"] == 4 and b["sampling_bytes"] > 0 for b in found["buckets"])
+    assert "What a step takes in each bucket" in out
+
+
+def test_help_answers_without_jax():
+    code = (
+        "import sys\nfrom ksana_jax.cli import main\n"
+        "try: main(['plan', '--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'jax', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        seconds.append(time.perf_counter() - began)
+    assert done.stderr.strip() == "[]"
+    assert "--kv-dtype" in done.stdout and "--buckets" in done.stdout
+    # The least of three: what a busy machine adds is not the command's.
+    assert min(seconds) < 0.5

@@ -1,0 +1,86 @@
+"""The engine asks the planner for the size of its pool, and says afterwards how right that was."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.kv.patterns import FULL, LiveRange
+from ksana_jax.planner import engine as planner_engine
+from ksana_jax.planner import pool_size
+from ksana_jax.planner.devices import Device
+from ksana_jax.planner.engine import Compared
+from tests.engine.small import SMALL, Letters, make_llm, model
+
+MIB = 2**20
+BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # block_size * (keys, values) * L * K * H * 4
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device of one MiB."""
+    monkeypatch.setattr(planner_engine, "this_device", lambda: Device("one MiB", MIB))
+
+
+def sized(**settings):
+    config, _ = model()
+    asked = EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16} | settings)
+    return pool_size(config, asked, LiveRange.of([FULL] * 2), max_model_len=64, max_rotated_sinks=0)
+
+
+def test_a_number_of_blocks_is_taken_as_it_is():
+    assert (found := sized(num_blocks=7)).num_blocks == 7
+    assert found.pool_bytes == 7 * BLOCK_BYTES
+
+
+def test_the_pool_holds_what_the_sequences_need_within_a_byte_budget():
+    assert sized().num_blocks == 4 * 4
+    assert sized(memory_bytes=5 * BLOCK_BYTES + 1).num_blocks == 5
+    with pytest.raises(ConfigError, match="a KV block takes 4,096 bytes, memory_bytes is 4,095"):
+        sized(memory_bytes=BLOCK_BYTES - 1)
+
+
+def test_memory_fraction_is_for_weights_step_and_pool_together(device):
+    found = sized(memory_fraction=0.5, enable_prefix_caching=True)
+    assert found.step_bytes is not None
+    taken = found.weights_bytes + found.step_bytes + found.pool_bytes
+    assert taken <= MIB // 2 < taken + BLOCK_BYTES
+    # Without a prefix cache nobody would use more than all sequences need.
+    assert sized(memory_fraction=0.5).num_blocks == min(16, found.num_blocks)
+
+
+def test_a_device_without_room_for_a_block_is_refused_with_the_figures(device):
+    with pytest.raises(ConfigError) as raised:
+        sized(memory_fraction=0.01)
+    message = str(raised.value)
+    assert "memory_fraction 0.01 of 1.0 MiB (one MiB)" in message and "a KV block of 4,096 bytes" in message
+    assert "\n" not in message
+
+
+def test_an_engine_sized_by_memory_fraction_logs_predicted_and_measured(device, caplog):
+    config, params = model()
+    llm = LLM.from_params(config, params, tokenizer=Letters(), memory_fraction=0.6, max_model_len=16,
+                          **{k: v for k, v in SMALL.items() if k != "num_blocks"} | {"max_num_seqs": 2})  # fmt: skip
+    with caplog.at_level(logging.INFO, "ksana_jax"):
+        llm.warm_up(sampling_params=SamplingParams(temperature=1.0))
+    logged = {r.args[0]: r.args[1] for r in caplog.records if r.name == "ksana_jax" and "memory of" in r.msg}
+    assert list(logged) == ["weights", "pool", "step", "peak"]
+    for name in ("weights", "pool", "step"):
+        assert isinstance(logged[name], Compared) and logged[name].predicted == logged[name].measured
+    assert logged["pool"].measured == llm.num_blocks * BLOCK_BYTES
+    assert logged["peak"].measured > logged["weights"].measured
+    assert "predicted" in str(logged["peak"]) and "measured" in str(logged["peak"])
+
+
+def test_shared_prefix_attention_counts_its_groups(device):
+    plain, sharing = (sized(memory_fraction=0.9, shared_prefix_attention=s, max_num_seqs=16) for s in (False, True))
+    assert plain.step_bytes is not None and sharing.step_bytes is not None
+    assert sharing.step_bytes != plain.step_bytes
+
+
+def test_compared_says_what_is_known():
+    assert str(Compared(None, None)) == "not known"
+    assert str(Compared(None, 2 * MIB)) == "2.0 MiB measured"
+    assert str(Compared(3 * MIB, 2 * MIB)) == "3.0 MiB predicted, 2.0 MiB measured, +50.0 %"

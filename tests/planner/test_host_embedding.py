@@ -1,0 +1,93 @@
+"""The token embedding in host memory: the same tokens, and its bytes gone from the device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.config import ConfigError
+from ksana_jax.loading.load import embedding_on_host
+from ksana_jax.models.transformer import init_params
+from tests.engine.small import SMALL, Letters, make_llm, model
+from tests.loading.models_on_disk import TINY, random_tensors, write_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["the hen", "in the end, there was nothing: 0", "a"]
+
+
+def tokens(llm):
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+
+
+def device_bytes(llm):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params) if isinstance(leaf, jax.Array))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_tokens_are_the_same_and_the_device_is_freed_of_its_bytes(dtype):
+    config, params = model()
+    params = jax.tree.map(lambda leaf: leaf.astype("float32" if dtype == "f32" else "bfloat16"), params)
+    found = {}
+    for where in ("device", "host"):
+        settings = SMALL | {"dtype": dtype, "embedding_device": where, "max_model_len": 64}
+        found[where] = LLM.from_params(config, params, tokenizer=Letters(), **settings)
+    assert tokens(found["host"]) == tokens(found["device"])
+    itemsize = 4 if dtype == "f32" else 2
+    freed = config.vocab_size * config.d_model * itemsize
+    assert device_bytes(found["device"]) - device_bytes(found["host"]) == freed
+    weights = {where: llm.memory_plan.weights_bytes for where, llm in found.items()}
+    assert weights == {where: device_bytes(llm) for where, llm in found.items()}
+
+
+def test_no_program_takes_the_embedding_to_the_device():
+    llm = {where: make_llm(Letters(), embedding_device=where) for where in ("device", "host")}
+    config, _ = model()
+    for one in llm.values():
+        one.warm_up(sampling_params=GREEDY)
+    shapes = [key for key in llm["device"].runner.programs if not isinstance(key[0], str)]
+    for shape in shapes:
+        on_device, on_host = (
+            one.runner.programs[shape].memory_analysis().argument_size_in_bytes for one in llm.values()
+        )
+        # Rows of the embedding [T, D] come in the place of ids [T].
+        rows = shape.num_tokens * config.d_model * 4 - shape.num_tokens * 4
+        assert on_device - on_host == config.vocab_size * config.d_model * 4 - rows
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_checkpoint_is_read_past_the_device(tmp_path, dtype):
+    folder = write_model(tmp_path / "m", random_tensors(TINY, "BF16"))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    llm = {where: LLM(folder, dtype=dtype, embedding_device=where, num_blocks=8, max_num_seqs=1, query_tile=16,
+                      max_num_batched_tokens=16, max_model_len=16) for where in ("device", "host")}  # fmt: skip
+    asked = {"prompt_token_ids": [1, 5, 9, 31]}
+    first, second = (one.generate(asked, params)[0].outputs[0].token_ids for one in llm.values())
+    assert first == second
+    embed = llm["host"].runner.params.embed
+    assert isinstance(embed, np.ndarray) and embed.shape == (TINY.vocab_size, TINY.d_model)
+    assert device_bytes(llm["device"]) - device_bytes(llm["host"]) == embed.nbytes
+
+
+def test_a_tied_embedding_is_refused_in_one_line():
+    config = dataclasses.replace(model()[0], tie_embeddings=True)
+    with pytest.raises(ConfigError) as raised:
+        LLM.from_params(config, init_params(config), **SMALL, embedding_device="host")
+    assert str(raised.value) == (
+        "embedding_device is 'host', but this model's embedding is its output head too (tied), "
+        "which the device needs: nothing would be freed"
+    )
+    with pytest.raises(ConfigError, match="output head too"):
+        LLM("ksana-tiny" if read_tied() else "", embedding_device="host")
+
+
+def read_tied() -> bool:
+    from ksana_jax.planner.solve import read_model
+
+    return read_model("ksana-tiny")[0].tie_embeddings
+
+
+def test_the_embedding_on_the_host_holds_the_same_numbers():
+    _, params = model()
+    assert np.array_equal(embedding_on_host(params).embed, np.asarray(params.embed))

@@ -1,0 +1,53 @@
+"""What a compiled step takes: measured on the program itself, the same before and after it has served requests."""
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax import SamplingParams
+from ksana_jax.config import ModelConfig
+from ksana_jax.planner.step_memory import StepShape, measure_step, program_bytes, step_bytes
+from tests.engine.small import SMALL, Letters, make_llm, model
+
+WIDE = ModelConfig(vocab_size=512, d_model=128, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256,
+                   max_position=4096)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(Letters())
+
+
+def test_a_steps_buffers_are_those_of_its_bucket_however_much_was_served(llm):
+    llm.warm_up(sampling_params=SamplingParams(temperature=1.0))
+    steps = {key: program_bytes(p) for key, p in llm.runner.programs.items() if isinstance(key, StepShape)}
+    rng = np.random.default_rng(0)
+    sampled = SamplingParams(temperature=1.0, max_tokens=4, seed=0, detokenize=False)
+    for num_requests in (3, 40):
+        llm.generate([{"prompt_token_ids": rng.integers(2, 60, 12)} for _ in range(num_requests)], sampled)
+    # The programs that served are those that were compiled ahead; each has its buffers, whoever is served.
+    assert {k: program_bytes(p) for k, p in llm.runner.programs.items() if isinstance(k, StepShape)} == steps
+    config, _ = model()
+    planned = step_bytes(config, list(steps), dtype="f32", block_size=SMALL["block_size"])
+    assert [found.network for found in planned] == list(steps.values())
+
+
+def test_a_steps_buffers_are_small_beside_a_copy_of_the_pool(llm):
+    """The pool is donated and updated in place: whatever its size, a step has no room for another one."""
+    for compiled in (p for key, p in llm.runner.programs.items() if isinstance(key, StepShape)):
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= llm.runner.cache.blocks.nbytes
+        assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14
+
+
+def test_a_steps_bytes_are_predicted_from_other_shapes():
+    """Of six layers two and three are compiled, of the shapes three: rows and widths in between follow."""
+    cost = measure_step(WIDE, dtype="f32", max_num_batched_tokens=64)
+    shapes = [StepShape(48, 2, 32, 96), StepShape(96, 2, 32, 64)]
+    params = {"dtype": "f32", "block_size": 16}
+    [between, beyond] = [found.peak for found in step_bytes(WIDE, shapes, **params)]
+    # XLA assigns buffers to places of its own choice, so that sizes are not quite linear.
+    assert cost.bytes(48, 96) == pytest.approx(between, rel=0.02)
+    assert cost.bytes(96, 64) == pytest.approx(beyond, rel=0.02)
+    assert cost.line(48, 96).alpha(96) > 0
+    assert cost.target.startswith(f"cpu (cpu), jax {jax.__version__}")

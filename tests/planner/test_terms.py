@@ -1,0 +1,103 @@
+"""Bytes of weights and of keys and values: the figures of the KsanaLLM articles, and those of real arrays."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.cache import make_cache, storage_dtype
+from ksana_jax.loading import load_model
+from ksana_jax.planner import kv_bytes_per_token, weights_bytes
+from ksana_jax.planner.devices import DEVICES
+from ksana_jax.planner.terms import embedding_bytes
+from tests.planner.models import MODELS, read
+
+SMALL = ModelConfig(vocab_size=40, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24,
+                    max_position=64)  # fmt: skip
+MIB = 2**20
+
+
+def test_a_token_of_llama_2_7b_takes_512_kib_in_16_bits():
+    config = read("llama-2-7b")
+    assert kv_bytes_per_token(config, "bf16") == 512 * 1024
+    assert kv_bytes_per_token(config, "f32") == 1024 * 1024
+    assert kv_bytes_per_token(config, "int8") == 256 * 1024
+
+
+def test_llama_2_7b_has_14_gb_of_weights_in_16_bits():
+    # "about 14 GB" rounds 7e9 weights of two bytes; the real shape has 6.74e9.
+    assert weights_bytes(read("llama-2-7b"), "bf16") == 13_476_831_232
+
+
+def test_one_kv_head_takes_a_thirty_second_of_it():
+    config = dataclasses.replace(read("llama-2-7b"), num_kv_heads=1)
+    assert kv_bytes_per_token(config, "bf16") == 512 * 1024 / 32
+    assert 1024 * kv_bytes_per_token(config, "bf16") == 16 * MIB
+
+
+def test_about_100_tokens_fill_an_l2_cache_of_50_mb():
+    l2_bytes = DEVICES["h100"].l2_bytes
+    assert l2_bytes == 50 * MIB
+    assert l2_bytes / kv_bytes_per_token(read("llama-2-7b"), "bf16") == 100
+
+
+def test_an_embedding_of_300k_tokens_beside_llama_13b():
+    large = read("llama-2-13b-vocab300k")
+    embedding = embedding_bytes(large, "bf16")
+    assert embedding == 300_000 * 5120 * 2
+    # The article's 11.8 % is that table beside the weights of Llama-2-13B as it is, with 32k tokens.
+    assert embedding / weights_bytes(read("llama-2-13b"), "bf16") == pytest.approx(0.118, abs=5e-4)
+    # Of the model that has it, with an output head of the same size, it is less.
+    assert embedding / weights_bytes(large, "bf16") == pytest.approx(0.0975, abs=5e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_as_many_as_the_config_counts(name):
+    config = read(name)
+    assert weights_bytes(config, "f32") == 4 * config.num_params == 2 * weights_bytes(config, "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, dataclasses.replace(SMALL, tie_embeddings=True),
+     dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)],
+    ids=["untied", "tied", "with biases and norms"],
+)  # fmt: skip
+def test_weights_are_the_bytes_of_the_loaded_tree(config, dtype):
+    _, params = load_model(config, dtype, load_format="dummy")
+    assert weights_bytes(config, dtype) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_weights_of_the_embedded_model_are_those_on_disk():
+    from ksana_jax.engine.llm import EMBEDDED
+
+    config, params = load_model(EMBEDDED["ksana-tiny"])
+    assert weights_bytes(config, "f32") == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_an_embedding_on_the_host_leaves_the_device_by_its_bytes(dtype):
+    _, params = load_model(SMALL, dtype, load_format="dummy", embedding_device="host")
+    on_device = sum(leaf.nbytes for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    assert on_device == weights_bytes(SMALL, dtype, "host") == weights_bytes(SMALL, dtype) - params.embed.nbytes
+    assert params.embed.nbytes == embedding_bytes(SMALL, dtype) == 40 * 16 * params.embed.dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_bytes_of_a_token_are_those_of_an_allocated_pool(dtype, platform):
+    num_blocks, block_size = 6, 4
+    cache = make_cache(num_blocks, SMALL.num_layers, SMALL.num_kv_heads, block_size, SMALL.head_dim,
+                       storage_dtype(dtype, platform))  # fmt: skip
+    assert cache.blocks.nbytes == num_blocks * block_size * kv_bytes_per_token(SMALL, dtype)
+    assert math.prod(cache.blocks.shape[1:]) == block_size * 2 * 3 * 2 * 8
+
+
+def test_unknown_dtypes_are_refused():
+    with pytest.raises(ConfigError, match="dtype is 'int8', must be one of f32, bf16"):
+        weights_bytes(SMALL, "int8")
+    with pytest.raises(ConfigError, match="kv_dtype is 'fp8', must be one of f32, bf16, int8"):
+        kv_bytes_per_token(SMALL, "fp8")

@@ -1,0 +1,126 @@
+"""Orders of service: the value of each policy, and what longest_prefix does to requests that share a prefix."""
+
+import numpy as np
+import pytest
+
+from ksana_jax import EngineConfig
+from ksana_jax.scheduler.policies import NAMES, LongestPrefix, policy_named
+from ksana_jax.sequence import Sequence
+from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
+
+
+def sequence(seq_id: int, text, salt: str = "", max_tokens: int = 4) -> Sequence:
+    text = np.asarray(text, np.int32)
+    return Sequence(seq_id, text, asking(max_tokens), (), max_len=len(text) + max_tokens, salt=salt)
+
+
+def order(policy, seqs) -> list[int]:
+    ranks = [(policy(seq), seq.seq_id) for seq in seqs]
+    return [seq_id for _, seq_id in sorted(ranks)]
+
+
+def test_first_come_first_served_is_the_default():
+    assert EngineConfig().policy == "fcfs" == NAMES[0]
+    seqs = [sequence(i, prompt_of(9 - i)) for i in range(4)]
+    assert order(policy_named("fcfs", 4), seqs) == [0, 1, 2, 3]
+
+
+def test_simple_policies_rank_by_what_they_say():
+    seqs = [sequence(0, prompt_of(5), max_tokens=9), sequence(1, prompt_of(3), max_tokens=20),
+            sequence(2, prompt_of(8), max_tokens=1)]  # fmt: skip
+    assert order(policy_named("shortest_first", 4), seqs) == [1, 0, 2]
+    assert order(policy_named("fewest_tokens_left", 4), seqs) == [2, 0, 1]
+
+
+def test_an_unknown_policy_is_refused_by_name():
+    with pytest.raises(ValueError, match="'lifo', must be one of fcfs, .*, longest_prefix"):
+        policy_named("lifo", 4)
+
+
+def texts_of(groups: int, length: int = 40) -> list[np.ndarray]:
+    """One prefix per group."""
+    return [prompt_of(length, seed=g) for g in range(groups)]
+
+
+def test_requests_of_a_group_stand_together_in_order_of_the_first_request():
+    a, b = texts_of(2)
+    seqs = [sequence(i, np.append(text, tail)) for i, (text, tail) in
+            enumerate([(b, 5), (a, 9), (b, 3), (a, 1), (b, 4), (a, 5)])]  # fmt: skip
+    assert order(LongestPrefix(patience=100), seqs) == [2, 4, 0, 3, 5, 1]
+
+
+def test_within_a_group_the_longest_common_prefixes_are_neighbours():
+    base = prompt_of(40)
+    rng = np.random.default_rng(0)
+    branches = [np.concatenate([base, prompt_of(8, seed=s)]) for s in range(4)]
+    seqs = [sequence(i, np.concatenate([branches[i % 4], rng.integers(0, 300, 3)])) for i in range(20)]
+    served = order(LongestPrefix(patience=100), seqs)
+    changes = sum(a % 4 != b % 4 for a, b in zip(served, served[1:], strict=False))
+    assert changes == 3
+    # In the order of the numbers, not of their bytes: 256 comes after 3.
+    pair = [sequence(0, [*base, 256]), sequence(1, [*base, 3])]
+    assert order(LongestPrefix(patience=100), pair) == [1, 0]
+
+
+def test_salts_do_not_share_a_group():
+    [text] = texts_of(1)
+    seqs = [sequence(0, np.append(text, 9), "a"), sequence(1, np.append(text, 1), "b"),
+            sequence(2, np.append(text, 2), "a")]  # fmt: skip
+    assert order(LongestPrefix(patience=100), seqs) == [2, 0, 1]
+
+
+def test_nobody_is_overtaken_by_more_than_patience_requests():
+    patience, lonely = 8, 3
+    popular, other = texts_of(2)
+    policy = LongestPrefix(patience)
+    seqs = [sequence(i, np.append(popular, 100 - i) if i != lonely else other) for i in range(60)]
+    served = order(policy, seqs)
+    before = served.index(lonely) - sum(i < lonely for i in served[: served.index(lonely)])
+    assert 0 < before <= patience
+    for place, seq_id in enumerate(served):
+        assert sum(i > seq_id for i in served[:place]) <= patience
+
+
+def test_groups_that_take_in_nobody_any_more_are_forgotten():
+    policy = LongestPrefix(patience=4)
+    for i in range(10_000):
+        policy(sequence(i, [i // 100, i % 100]))
+    assert len(policy._first) <= 4098
+
+
+def test_two_schedulers_do_not_share_groups():
+    one, other = policy_named("longest_prefix", 4), policy_named("longest_prefix", 4)
+    text = prompt_of(40)
+    one(sequence(0, text))
+    assert other(sequence(7, text))[0] == 7
+
+
+@pytest.mark.parametrize(("policy", "num_computed"), [("longest_prefix", 2), ("fcfs", 6)])
+def test_requests_that_share_a_prefix_run_together_and_compute_it_once(policy, num_computed):
+    """Two prefixes in turn, a pool that holds one of them: first come, first served computes them again and again."""
+    prefixes = texts_of(2, 32)
+    engine = make_engine(
+        num_blocks=10, caching=True, policy=policy, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64
+    )
+    requests = [engine.add_request(np.append(prefixes[i % 2], [i, i]).astype(np.int32), asking(3)) for i in range(6)]
+    run(engine)
+    assert sum(r.output().num_cached_tokens < 32 for r in requests) == num_computed
+    for r in requests:
+        assert r.output().outputs[0].token_ids == reference_tokens(r.prompt_token_ids, 3, FULLY)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest_prefix"])
+def test_no_request_starves_under_lasting_load(policy):
+    popular, other = texts_of(2, 32)
+    engine = make_engine(
+        num_blocks=24, caching=True, policy=policy, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64
+    )
+    lonely = None
+    for turn in range(60):
+        engine.add_request(np.append(popular, turn).astype(np.int32), asking(4))
+        if turn == 3:
+            lonely = engine.add_request(other, asking(4))
+        step(engine)
+    assert lonely is not None and lonely.finished
+    assert len(engine.scheduler.waiting) > 5, "the load did last"
+    run(engine)

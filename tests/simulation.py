@@ -1,0 +1,555 @@
+"""A serving engine of random shape on a fake device and a fake disk, and all that can befall it. What must hold after
+every step is checked after every step; the numbers I1 to I11 are those that the comments name.
+
+The real scheduler, memory and tiers run; device and disk are doubles (`tests.fakes`) in which every number says where
+it comes from, so that a stale, stolen, misaligned, half-copied or corrupted block changes a text at once.
+
+    python -m tests.simulation --seed 7                       replays one life
+    python -m tests.simulation --examples 100000 --workers 2  looks for one that ends badly
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.engine.engine import Engine, Request
+from ksana_jax.kv.disk_tier import BlockFacts
+from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
+from ksana_jax.kv.prefix_index import Scope, sha256
+from ksana_jax.kv.replacement import POLICIES as EVICTIONS
+from ksana_jax.request import FinishReason, SamplingParams
+from ksana_jax.scheduler.policies import NAMES
+from tests.fakes import (
+    VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, reference_tokens, score, step, until_stop,
+)  # fmt: skip
+from tests.reference import literal
+
+PATTERNS = {
+    "full": (FULL, FULL),
+    "sliding": (AttentionPattern(window=5),) * 2,
+    "sliding, only itself": (AttentionPattern(window=1),) * 2,
+    "sink": (AttentionPattern(window=4, num_sinks=3),) * 2,
+    "dilated": (AttentionPattern(window=8, stride=3),) * 2,
+    "global": (AttentionPattern(window=3, global_every=7),) * 2,
+    "layers that differ": (AttentionPattern(window=6, num_sinks=1), AttentionPattern(window=3, global_every=9)),
+    "one layer sees everything": (AttentionPattern(window=2), FULL),
+}
+LONGEST = 40
+STOP_IDS = (3, 4)
+
+
+# ------------------------------------------------------------------ doubles and references
+
+
+class FakeDisk:
+    """A disk tier that can be slow, fail and lose what it has; as `kv.disk_tier.DiskTier`, without files.
+
+    Attributes:
+      delay: ticks that a read takes; 0 reads at once.
+      enabled: False after an I/O error: nothing is found from then on.
+    """
+
+    def __init__(self):
+        self.delay, self.enabled = 0, True
+        self._blocks: dict[bytes, tuple[BlockFacts, np.ndarray]] = {}
+        self._corrupt: set[bytes] = set()
+        self._reads: list[tuple[int, concurrent.futures.Future[bool], BlockFacts, np.ndarray]] = []
+        self._now = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.enabled and key in self._blocks
+
+    def keys(self) -> list[bytes]:
+        return list(self._blocks) if self.enabled else []
+
+    def facts(self, key: bytes) -> BlockFacts:
+        return self._blocks[key][0]
+
+    def write(self, facts: BlockFacts, data: np.ndarray) -> None:
+        if self.enabled:
+            self._blocks[facts.key] = facts, data.copy()
+            self._corrupt.discard(facts.key)
+
+    def read(self, key: bytes, expected: BlockFacts, out: np.ndarray) -> concurrent.futures.Future[bool]:
+        assert key == expected.key
+        future: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._reads.append((self._now + self.delay, future, expected, out))
+        self.resolve()
+        return future
+
+    def tick(self) -> None:
+        self._now += 1
+        self.resolve()
+
+    def resolve(self) -> None:
+        for read in [r for r in self._reads if r[0] <= self._now]:
+            self._reads.remove(read)
+            _, future, expected, out = read
+            facts, data = self._blocks.get(expected.key, (None, None))
+            good = self.enabled and facts == expected and expected.key not in self._corrupt
+            if good:
+                out[:] = data
+            else:
+                self._blocks.pop(expected.key, None)
+            future.set_result(good)
+
+    def corrupt(self, rng: random.Random) -> None:
+        """Damages some files: to be noticed when they are read."""
+        self._corrupt |= {key for key in self._blocks if rng.random() < 0.3}
+
+    def flush(self) -> None:
+        """Nothing is pending here."""
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_tokens(prompt: bytes, count: int, pattern: str, seed: int | None, min_tokens: int, stop_ids) -> list[int]:
+    """What a prompt gives alone on a cold engine."""
+    tokens = reference_tokens(np.frombuffer(prompt, np.int32), count, PATTERNS[pattern], seed=seed)
+    return until_stop(tokens, stop_ids, min_tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: str, stop_ids, max_len: int):
+    """(tokens, sum of log-probabilities) of the beams that a search ends with, the best first; every beam computed
+    from its text alone."""
+    begin, alive, ended = np.frombuffer(prompt, np.int32), [([], 0.0)], []
+
+    def rank(found):
+        return sorted(found, key=lambda e: -e[1] / len(e[0]) ** length_penalty)
+
+    while True:
+        found = []
+        for tokens, total in alive:
+            hidden = reference_hidden(np.concatenate([begin, np.array(tokens, np.int32)]), PATTERNS[pattern])[-1:]
+            scores = score(hidden, [0], 2 * width, VOCAB)
+            tops = zip(scores.top_ids[0].tolist(), scores.top_logprobs[0].tolist(), strict=True)
+            found += [([*tokens, token], total + logprob) for token, logprob in tops]
+        best = sorted(found, key=lambda e: -e[1])[: 2 * width]
+        ended = rank(ended + [e for e in best[:width] if e[0][-1] in stop_ids])[:width]
+        alive = [e for e in best if e[0][-1] not in stop_ids][:width]
+        if len(begin) + len(found[0][0]) >= max_len:
+            return rank(ended + alive)[:width]
+        if len(ended) == width and (not alive or rank([alive[0], ended[-1]])[0] is ended[-1]):
+            return ended
+
+
+@functools.lru_cache(maxsize=4096)
+def visible_later(pattern: str, done: int, covered: int, size: int) -> list[int]:
+    """Starts of the blocks that some layer's queries from `done` on see, or write to."""
+    later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]
+    seen = np.any([literal(p, later, positions)[0] for p in PATTERNS[pattern]], axis=(0, 1))
+    return (np.flatnonzero((seen | (positions[0] >= done)).reshape(-1, size).any(axis=1)) * size).tolist()
+
+
+# ------------------------------------------------------------------ an engine and what befalls it
+
+
+@dataclasses.dataclass
+class Expected:
+    """What a request must end with: tokens of each completion; of beams their log-probabilities too."""
+
+    tokens: list[list[int]]
+    logprobs: list[float] | None
+    salt: str
+
+
+class Simulation:
+    """An engine of random shape, its requests and what they must give.
+
+    Args:
+      rng: decides everything; hypothesis has one that it can shrink.
+    """
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.pattern = rng.choice(sorted(PATTERNS))
+        self.block_size = rng.choice([1, 2, 4, 8])
+        live = LiveRange.of(PATTERNS[self.pattern])
+        # 0 spare blocks: the longest request just fits, and only alone. Fewer: it is refused.
+        spare = rng.choice([-2, 0, 0, 1, 2, 4, 200])
+        self.disk = FakeDisk() if rng.random() < 0.4 else None
+        self.settings: dict[str, Any] = {
+            "num_blocks": max(live.max_live_blocks(self.block_size, LONGEST - 1) + spare, 1),
+            "block_size": self.block_size,
+            "max_num_seqs": rng.randint(1, 6),
+            "max_num_batched_tokens": rng.randint(1, 24),
+            "query_tile": rng.choice([1, 2, 4, 8]),
+            "policy": rng.choice(NAMES),
+            "caching": self.disk is not None or rng.random() < 0.6,
+            "shared_rows": rng.choice([0, 2, 3]),
+            "eviction": rng.choice(sorted(EVICTIONS)),
+            "host_slots": rng.choice([1, 3, 8, 200] if self.disk else [0, 0, 1, 3, 8, 200]),
+            "preempt": rng.choice(["swap", "recompute", "auto"]),
+            "write": rng.choice(["back", "through", "drop"]),
+            "load_timeout_s": rng.choice([0, 20, 1000]),
+        }
+        self.digest_bytes = rng.choice([1, 32, 32])
+        self.requests: dict[Request, Expected] = {}
+        self.aborted: set[Request] = set()
+        self.ended: set[Request] = set()
+        self.num_steps = 0
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.start()
+
+    def start(self) -> None:
+        """A new process: nothing is left but the disk."""
+        self.engine: Engine = make_engine(
+            PATTERNS[self.pattern], max_model_len=LONGEST, eos_ids=STOP_IDS, disk=self.disk, scope=self.scope(),
+            digest=lambda data: sha256(data)[: self.digest_bytes], **self.settings,
+        )  # fmt: skip
+        if self.disk is not None:
+            self.engine.memory.loads.wait = self.disk.tick  # type: ignore[method-assign]
+        self.seen_steps = 0
+        self.requests.clear()
+
+    def scope(self) -> Scope:
+        patterns = PATTERNS[self.pattern]
+        return Scope("model", repr(patterns), min(p.full_until for p in patterns))
+
+    def restart(self) -> None:
+        """The process is killed, or ends in good order."""
+        if not self.engine.has_work and self.rng.random() < 0.5:
+            self.engine.flush()
+        self.count("restarts")
+        self.start()
+
+    def count(self, event: str) -> None:
+        """Adds an event, and what the engine has counted, to what was seen."""
+        self.seen[event] += 1
+        self.seen.update(dataclasses.asdict(self.engine.memory.counters))
+        self.seen["preemptions"] += self.engine.scheduler.num_preemptions
+
+    def change_pattern(self) -> None:
+        """Another attention pattern, as far as the pool holds it; cached blocks of both live side by side."""
+        if self.engine.has_work:
+            return
+        self.seen["changes of pattern"] += 1
+        self.pattern = self.rng.choice(sorted(PATTERNS))
+        executor = self.engine.executor
+        assert isinstance(executor, FakeExecutor)
+        executor.set_patterns(PATTERNS[self.pattern])
+        executor.shapes = set(self.engine.builder.buckets.all_shapes())
+        self.engine.scheduler.set_live_range(LiveRange.of(PATTERNS[self.pattern]), self.scope())
+        self.requests.clear()
+
+    # ------------------------------------------------------------------ requests
+
+    def text(self, length: int) -> np.ndarray:
+        """The beginning of one of four texts: the others leave the first one at positions 0, 9 and 22."""
+        text = prompt_of(LONGEST).copy()
+        branch = self.rng.randint(0, 3)
+        leaves = (LONGEST, 0, 9, 22)[branch]
+        text[leaves:] = prompt_of(LONGEST, branch)[leaves:]
+        return text[:length]
+
+    def add(self) -> None:
+        rng = self.rng
+        length = rng.randint(1, 10) if rng.random() < 0.5 else rng.randint(1, LONGEST)
+        max_tokens, scores = rng.randint(1, 24), rng.choice([None, None, None, 0, 2])
+        params = asking(
+            max_tokens, n=rng.choice([1, 1, 1, 2, 3]), temperature=rng.choice([0, 0, 1]),
+            ignore_eos=rng.random() < 0.5, min_tokens=min(rng.choice([0, 0, 5]), max_tokens), logprobs=scores,
+            prompt_logprobs=scores,
+        )  # fmt: skip
+        self.request(self.text(length), params, rng.choice(["", "", "other"]))
+
+    def add_beams(self) -> None:
+        rng = self.rng
+        params = asking(
+            rng.randint(1, 8), beam_width=(width := rng.randint(1, 3)), n=rng.randint(1, width), length_penalty=rng.choice([0.0, 1.0, 2.0]),
+            ignore_eos=rng.random() < 0.5,
+        )  # fmt: skip
+        self.request(self.text(rng.randint(1, 12)), params, "")
+
+    def next_turn(self) -> None:
+        """A chat goes on: text so far, the model's answer, and something new."""
+        ended = [r for r in self.requests if r in self.ended and r not in self.aborted]
+        if not ended:
+            return
+        request = self.rng.choice(ended)
+        answer = self.requests[request].tokens[0]
+        text = np.concatenate([request.prompt_token_ids, answer, prompt_of(self.rng.randint(1, 4), 9)])
+        params = asking(self.rng.randint(1, 8), ignore_eos=True)
+        self.seen["turns"] += 1
+        self.request(text.astype(np.int32), params, self.requests[request].salt)
+
+    def request(self, prompt: np.ndarray, params: SamplingParams, salt: str) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        waiting, free = list(scheduler.waiting), scheduler.blocks.num_free
+        max_len = min(len(prompt) + params.max_tokens, LONGEST)
+        needed = scheduler.live.max_live_blocks(self.block_size, max(max_len - 1, 1)) * max(params.beam_width, 1)
+        too_long, too_wide = len(prompt) >= LONGEST, params.beam_width > scheduler.max_num_seqs
+        if too_long or too_wide or needed > scheduler.blocks.num_blocks:
+            words = "max_model_len" if too_long else "beam_width" if too_wide else "KV blocks"
+            try:
+                engine.add_request(prompt, params)
+            except ValueError as error:
+                assert words in str(error)
+            else:
+                raise AssertionError("a request that can never be served was taken in")
+            assert scheduler.waiting == waiting and scheduler.blocks.num_free == free
+            return
+        self.seen["requests" if not params.beam_width else "beam searches"] += 1
+        request = engine.add_request(prompt, params, streams=self.rng.random() < 0.3, cache_salt=salt)
+        self.requests[request] = self.expect(request, max_len, salt)
+
+    def expect(self, request: Request, max_len: int, salt: str) -> Expected:
+        prompt, params = request.prompt_token_ids, request.params
+        stop_ids = request.completions[0].seq.stop_ids
+        if params.beam_width:
+            width, penalty = params.beam_width, params.length_penalty
+            found = expected_beams(prompt.tobytes(), width, penalty, self.pattern, stop_ids, max_len)[: params.n]
+            return Expected([tokens for tokens, _ in found], [logprob for _, logprob in found], salt)
+        seeds = [c.seq.seed if params.temperature else None for c in request.completions]
+        count, least = max_len - len(prompt), params.min_tokens
+        return Expected(
+            [expected_tokens(prompt.tobytes(), count, self.pattern, seed, least, stop_ids) for seed in seeds],
+            None,
+            salt,
+        )
+
+    def abort(self) -> None:
+        if self.requests:
+            request = self.rng.choice(list(self.requests))
+            if not request.finished:
+                self.seen["aborts"] += 1
+                self.aborted.add(request)
+                self.ended.add(request)
+            self.engine.abort(request.request_id)
+            assert request.finished
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> None:
+        before = {r: [len(c.token_ids) for c in r.completions] for r in self.requests if not r.finished}
+        reported = step(self.engine)  # I1, I2, I4: the books are checked there
+        self.num_steps += 1
+        if self.disk is not None:
+            self.disk.tick()
+        for request, counts in before.items():
+            grown = [len(c.token_ids) for c in request.completions] != counts
+            if request.finished or (request.completions[0].streams and grown):
+                assert request in reported
+        for request in reported:
+            assert request not in self.ended, "something came after the end"  # I10
+            if request.finished:
+                self.ended.add(request)
+                self.check_finished(request)
+        self.check_step()
+        self.check_rows()
+        self.check_order()
+
+    def failing_step(self) -> None:
+        """The device fails: all that runs or waits is lost, and nothing else."""
+        executor = self.engine.executor
+        assert isinstance(executor, FakeExecutor)
+        executor.fails = self.rng.choice(["before moves", "after moves"])
+        try:
+            self.step()
+        except FakeExecutor.Failed:
+            self.seen_steps = len(executor.steps)
+            self.engine.scheduler.check()
+            self.seen["failed steps"] += 1
+            assert not self.engine.has_work and all(r.finished for r in self.requests)
+            self.aborted |= self.requests.keys() - self.ended
+            self.ended |= self.requests.keys()
+        finally:
+            executor.fails = None
+
+    def disk_trouble(self) -> None:
+        if self.disk is None:
+            return
+        match self.rng.randint(0, 3):
+            case 0:
+                self.disk.delay = self.rng.choice([0, 1, 5, 10**6])
+            case 1:
+                self.disk.corrupt(self.rng)
+            case 2:
+                self.disk.enabled = False  # and all its reads fail
+                self.disk.delay = 0
+            case _:
+                self.disk.delay = 0
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check_step(self) -> None:
+        """The last step kept to its budgets and to the shapes that were compiled (the executor sees to those)."""
+        executor, scheduler = self.engine.executor, self.engine.scheduler
+        assert isinstance(executor, FakeExecutor)
+        if len(executor.steps) == self.seen_steps:
+            return
+        self.seen_steps += 1
+        assert len(executor.steps) == self.seen_steps
+        last, record = executor.steps[-1], self.engine.records[-1]
+        num_tokens = np.count_nonzero(last.arrays.positions >= 0)
+        assert 1 <= record.num_tokens == num_tokens <= scheduler.max_num_batched_tokens
+        assert record.num_singles <= scheduler.max_num_seqs and len(scheduler.order) <= scheduler.max_num_seqs
+        assert max(record.blocks_in_use, record.peak_blocks) <= scheduler.blocks.num_blocks  # usage of at most 100 %
+        used = last.arrays.positions[last.shape.num_singles :].reshape(-1, last.shape.query_tile)
+        assert np.count_nonzero((used >= 0).any(axis=1)) <= scheduler.max_num_tiles
+
+    def check_rows(self) -> None:
+        """I3: a row holds exactly the blocks that later queries see. I5 to I7: its text is the one that its prompt
+        gives alone, so far."""
+        rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
+        for row in scheduler.order.tolist():
+            done, covered = int(rows.num_computed[row]), int(rows.covered[row])
+            starts = rows.block_starts[row, : rows.num_blocks[row]].tolist()
+            assert starts == visible_later(self.pattern, done, covered, self.block_size)
+        for request, expected in self.requests.items():
+            if request in self.ended or request.beams is not None:
+                continue
+            for completion, tokens in zip(request.completions, expected.tokens, strict=True):
+                seq = completion.seq
+                text = seq.token_ids if seq.row is None else rows.token_ids[seq.row, : rows.num_tokens[seq.row]]
+                got = text[seq.num_prompt :].tolist()
+                assert got == tokens[: len(got)]
+                assert completion.token_ids == got[: len(completion.token_ids)]
+
+    def check_order(self) -> None:
+        """I9: running and waiting sequences are in the policy's order; first come, first served lets nobody overtake."""
+        scheduler = self.engine.scheduler
+        running = [scheduler.rows.seqs[row] for row in scheduler.order.tolist()]
+        waiting = [seq for _, _, seq in scheduler.waiting]
+        for seqs in (running, waiting):
+            keys = [(seq.rank, seq.seq_id) for seq in seqs]
+            assert keys == sorted(keys)
+        # Further completions of a request come when its prompt is computed, and others may have passed them; so may
+        # who waits for a prefix that is just being computed, or for the choice of the next beam.
+        if self.settings["policy"] != "fcfs" or self.engine.memory.prefixes.enabled:
+            return
+        waiting = [seq for seq in waiting if seq.rank == seq.seq_id and not seq.guided]
+        if running and waiting:
+            assert running[-1].rank < waiting[0].seq_id or running[-1].guided
+
+    def check_finished(self, request: Request) -> None:
+        """I6, I10, I11: the end is the one expected, given once, and the numbers add up."""
+        output, expected = request.output(), self.requests[request]
+        assert output.finished and request.request_id not in self.engine.requests
+        assert 0 <= (output.num_cached_tokens or 0) < len(request.prompt_token_ids)
+        logprobs = expected.logprobs or [None] * len(expected.tokens)
+        for completion, given, tokens, logprob in zip(
+            request.completions, output.outputs, expected.tokens, logprobs, strict=True
+        ):
+            assert given.token_ids == tokens
+            seq = completion.seq
+            stopped = tokens[-1] in seq.stop_ids and len(tokens) > request.params.min_tokens
+            assert given.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert given.stop_reason == (tokens[-1] if stopped else None)
+            if logprob is not None:
+                assert given.cumulative_logprob == logprob
+            if request.params.logprobs is not None and request.params.prompt_logprobs is not None:
+                self.check_scores(request, given)
+
+    def check_scores(self, request: Request, given) -> None:
+        """Each token of prompt and output is scored once, where the one before it was computed."""
+        text = np.concatenate([request.prompt_token_ids, given.token_ids])
+        scores = score(reference_hidden(text, PATTERNS[self.pattern])[:-1], text[1:], 0, VOCAB)
+        prompt_logprobs = request.prompt_logprobs
+        assert prompt_logprobs is not None and prompt_logprobs[0] is None
+        entries = [*prompt_logprobs[1:], *given.logprobs]
+        assert [e[t].logprob for e, t in zip(entries, text[1:].tolist(), strict=True)] == scores.logprob.tolist()
+
+    def finish(self) -> None:
+        """I8: whatever is left makes progress; then everything is as in the beginning."""
+        if self.disk is not None and self.disk.delay > 100 and self.rng.random() < 0.5:
+            self.disk.delay = 0  # otherwise the requests give the disk up
+        # Each step computes a token; a restart can cost a sequence all it had, once for each that overtakes it.
+        most = LONGEST * sum(r.params.num_sequences for r in self.requests)
+        for _ in range(most * (len(self.requests) + 1) + 2 * self.settings["load_timeout_s"] + 2):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "work is left that makes no progress"
+        if self.disk is not None:
+            self.disk.delay, self.disk._now = 0, 10**9
+            self.disk.resolve()
+        self.engine.step()  # what is still to be moved
+        self.engine.memory.loads.poll()
+        self.engine.scheduler.check()
+        memory = self.engine.memory
+        assert memory.blocks.num_used == 0 and (memory.host is None or memory.host.pool.num_used == 0)
+        assert not self.engine.requests and not self.engine._watched and not len(self.engine.scheduler.order)
+        assert all(request in self.ended for request in self.requests)
+        self.count("lives")
+
+
+def live_a_life(rng: random.Random, num_steps: int = 50) -> Simulation:
+    """Requests, steps and trouble in any order, until so many steps are done; then to the end."""
+    simulation = Simulation(rng)
+    for _ in range(8 * num_steps):
+        if simulation.num_steps >= num_steps:
+            break
+        kind = rng.randint(0, 99)
+        if kind < 55:
+            for _ in range(rng.randint(1, 6)):
+                simulation.step()
+        elif kind < 77:
+            simulation.add()
+        elif kind < 82:
+            simulation.add_beams()
+        elif kind < 88:
+            simulation.next_turn()
+        elif kind < 92:
+            simulation.abort()
+        elif kind < 95:
+            simulation.disk_trouble()
+        elif kind < 96:
+            simulation.failing_step()
+        elif kind < 98:
+            simulation.change_pattern()
+        else:
+            simulation.restart()
+    simulation.finish()
+    return simulation
+
+
+def _main() -> None:
+    import argparse
+    import multiprocessing
+    import time
+
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
+    parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--examples", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=1)
+    given = parser.parse_args()
+    if given.seed is not None:
+        print(f"{live_a_life(random.Random(given.seed), given.steps).num_steps} steps, and all is well")
+        return
+    began, seeds = time.perf_counter(), range(given.first, given.first + given.examples)
+    with multiprocessing.Pool(given.workers) as pool:
+        lived = pool.imap_unordered(functools.partial(_live, given.steps), seeds, 16)
+        seen: collections.Counter[str] = collections.Counter()
+        steps = failed = 0
+        for seed, count, events, error in lived:
+            steps += count
+            seen.update(events)
+            if error:
+                failed += 1
+                print(f"seed {seed}: {error}", flush=True)
+    seconds = time.perf_counter() - began
+    print(", ".join(f"{count:,} {name}" for name, count in seen.items()))
+    print(f"{given.examples:,} lives, {failed} failed; {steps:,} steps, {steps / seconds:,.0f} a second")
+    raise SystemExit(failed > 0)
+
+
+def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], str]:
+    try:
+        simulation = live_a_life(random.Random(seed), num_steps)
+        return seed, simulation.num_steps, dict(simulation.seen), ""
+    except Exception as error:  # noqa: BLE001: whatever it is, it is to be listed
+        return seed, 0, {}, f"{type(error).__name__}: {str(error)[:200]}"
+
+
+if __name__ == "__main__":
+    _main()
