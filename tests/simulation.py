@@ -3,152 +3,26 @@ every step is checked after every step; the numbers I1 to I11 are those that the
 
 The real scheduler, memory and tiers run; device and disk are doubles (`tests.fakes`) in which every number says where
 it comes from, so that a stale, stolen, misaligned, half-copied or corrupted block changes a text at once.
-
-    python -m tests.simulation --seed 7                       replays one life
-    python -m tests.simulation --examples 100000 --workers 2  looks for one that ends badly
 """
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
-import functools
 import random
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.kv.disk_tier import BlockFacts
-from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
+from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_index import Scope, sha256
 from ksana_jax.kv.replacement import POLICIES as EVICTIONS
 from ksana_jax.request import FinishReason, SamplingParams
 from ksana_jax.scheduler.policies import NAMES
-from tests.fakes import (
-    VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, reference_tokens, score, step, until_stop,
-)  # fmt: skip
-from tests.reference import literal
-
-PATTERNS = {
-    "full": (FULL, FULL),
-    "sliding": (AttentionPattern(window=5),) * 2,
-    "sliding, only itself": (AttentionPattern(window=1),) * 2,
-    "sink": (AttentionPattern(window=4, num_sinks=3),) * 2,
-    "dilated": (AttentionPattern(window=8, stride=3),) * 2,
-    "global": (AttentionPattern(window=3, global_every=7),) * 2,
-    "layers that differ": (AttentionPattern(window=6, num_sinks=1), AttentionPattern(window=3, global_every=9)),
-    "one layer sees everything": (AttentionPattern(window=2), FULL),
-}
-LONGEST = 40
-STOP_IDS = (3, 4)
-
-
-# ------------------------------------------------------------------ doubles and references
-
-
-class FakeDisk:
-    """A disk tier that can be slow, fail and lose what it has; as `kv.disk_tier.DiskTier`, without files.
-
-    Attributes:
-      delay: ticks that a read takes; 0 reads at once.
-      enabled: False after an I/O error: nothing is found from then on.
-    """
-
-    def __init__(self):
-        self.delay, self.enabled = 0, True
-        self._blocks: dict[bytes, tuple[BlockFacts, np.ndarray]] = {}
-        self._corrupt: set[bytes] = set()
-        self._reads: list[tuple[int, concurrent.futures.Future[bool], BlockFacts, np.ndarray]] = []
-        self._now = 0
-
-    def __contains__(self, key: bytes) -> bool:
-        return self.enabled and key in self._blocks
-
-    def keys(self) -> list[bytes]:
-        return list(self._blocks) if self.enabled else []
-
-    def facts(self, key: bytes) -> BlockFacts:
-        return self._blocks[key][0]
-
-    def write(self, facts: BlockFacts, data: np.ndarray) -> None:
-        if self.enabled:
-            self._blocks[facts.key] = facts, data.copy()
-            self._corrupt.discard(facts.key)
-
-    def read(self, key: bytes, expected: BlockFacts, out: np.ndarray) -> concurrent.futures.Future[bool]:
-        assert key == expected.key
-        future: concurrent.futures.Future[bool] = concurrent.futures.Future()
-        self._reads.append((self._now + self.delay, future, expected, out))
-        self.resolve()
-        return future
-
-    def tick(self) -> None:
-        self._now += 1
-        self.resolve()
-
-    def resolve(self) -> None:
-        for read in [r for r in self._reads if r[0] <= self._now]:
-            self._reads.remove(read)
-            _, future, expected, out = read
-            facts, data = self._blocks.get(expected.key, (None, None))
-            good = self.enabled and facts == expected and expected.key not in self._corrupt
-            if good:
-                out[:] = data
-            else:
-                self._blocks.pop(expected.key, None)
-            future.set_result(good)
-
-    def corrupt(self, rng: random.Random) -> None:
-        """Damages some files: to be noticed when they are read."""
-        self._corrupt |= {key for key in self._blocks if rng.random() < 0.3}
-
-    def flush(self) -> None:
-        """Nothing is pending here."""
-
-
-@functools.lru_cache(maxsize=4096)
-def expected_tokens(prompt: bytes, count: int, pattern: str, seed: int | None, min_tokens: int, stop_ids) -> list[int]:
-    """What a prompt gives alone on a cold engine."""
-    tokens = reference_tokens(np.frombuffer(prompt, np.int32), count, PATTERNS[pattern], seed=seed)
-    return until_stop(tokens, stop_ids, min_tokens)
-
-
-@functools.lru_cache(maxsize=4096)
-def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: str, stop_ids, max_len: int):
-    """(tokens, sum of log-probabilities) of the beams that a search ends with, the best first; every beam computed
-    from its text alone."""
-    begin, alive, ended = np.frombuffer(prompt, np.int32), [([], 0.0)], []
-
-    def rank(found):
-        return sorted(found, key=lambda e: -e[1] / len(e[0]) ** length_penalty)
-
-    while True:
-        found = []
-        for tokens, total in alive:
-            hidden = reference_hidden(np.concatenate([begin, np.array(tokens, np.int32)]), PATTERNS[pattern])[-1:]
-            scores = score(hidden, [0], 2 * width, VOCAB)
-            tops = zip(scores.top_ids[0].tolist(), scores.top_logprobs[0].tolist(), strict=True)
-            found += [([*tokens, token], total + logprob) for token, logprob in tops]
-        best = sorted(found, key=lambda e: -e[1])[: 2 * width]
-        ended = rank(ended + [e for e in best[:width] if e[0][-1] in stop_ids])[:width]
-        alive = [e for e in best if e[0][-1] not in stop_ids][:width]
-        if len(begin) + len(found[0][0]) >= max_len:
-            return rank(ended + alive)[:width]
-        if len(ended) == width and (not alive or rank([alive[0], ended[-1]])[0] is ended[-1]):
-            return ended
-
-
-@functools.lru_cache(maxsize=4096)
-def visible_later(pattern: str, done: int, covered: int, size: int) -> list[int]:
-    """Starts of the blocks that some layer's queries from `done` on see, or write to."""
-    later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]
-    seen = np.any([literal(p, later, positions)[0] for p in PATTERNS[pattern]], axis=(0, 1))
-    return (np.flatnonzero((seen | (positions[0] >= done)).reshape(-1, size).any(axis=1)) * size).tolist()
-
-
-# ------------------------------------------------------------------ an engine and what befalls it
+from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
+from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
+from tests.kv.disk_double import TroubledDisk
 
 
 @dataclasses.dataclass
@@ -174,7 +48,7 @@ class Simulation:
         live = LiveRange.of(PATTERNS[self.pattern])
         # 0 spare blocks: the longest request just fits, and only alone. Fewer: it is refused.
         spare = rng.choice([-2, 0, 0, 1, 2, 4, 200])
-        self.disk = FakeDisk() if rng.random() < 0.4 else None
+        self.disk = TroubledDisk() if rng.random() < 0.4 else None
         self.settings: dict[str, Any] = {
             "num_blocks": max(live.max_live_blocks(self.block_size, LONGEST - 1) + spare, 1),
             "block_size": self.block_size,
@@ -263,8 +137,8 @@ class Simulation:
     def add_beams(self) -> None:
         rng = self.rng
         params = asking(
-            rng.randint(1, 8), beam_width=(width := rng.randint(1, 3)), n=rng.randint(1, width), length_penalty=rng.choice([0.0, 1.0, 2.0]),
-            ignore_eos=rng.random() < 0.5,
+            rng.randint(1, 8), beam_width=(width := rng.randint(1, 3)), n=rng.randint(1, width),
+            length_penalty=rng.choice([0.0, 1.0, 2.0]), ignore_eos=rng.random() < 0.5,
         )  # fmt: skip
         self.request(self.text(rng.randint(1, 12)), params, "")
 
@@ -414,7 +288,7 @@ class Simulation:
                 assert completion.token_ids == got[: len(completion.token_ids)]
 
     def check_order(self) -> None:
-        """I9: running and waiting sequences are in the policy's order; first come, first served lets nobody overtake."""
+        """I9: running and waiting sequences are in the policy's order; with fcfs nobody overtakes."""
         scheduler = self.engine.scheduler
         running = [scheduler.rows.seqs[row] for row in scheduler.order.tolist()]
         waiting = [seq for _, _, seq in scheduler.waiting]
@@ -469,8 +343,7 @@ class Simulation:
             self.step()
         assert not self.engine.has_work, "work is left that makes no progress"
         if self.disk is not None:
-            self.disk.delay, self.disk._now = 0, 10**9
-            self.disk.resolve()
+            self.disk.end_all()
         self.engine.step()  # what is still to be moved
         self.engine.memory.loads.poll()
         self.engine.scheduler.check()
@@ -479,77 +352,3 @@ class Simulation:
         assert not self.engine.requests and not self.engine._watched and not len(self.engine.scheduler.order)
         assert all(request in self.ended for request in self.requests)
         self.count("lives")
-
-
-def live_a_life(rng: random.Random, num_steps: int = 50) -> Simulation:
-    """Requests, steps and trouble in any order, until so many steps are done; then to the end."""
-    simulation = Simulation(rng)
-    for _ in range(8 * num_steps):
-        if simulation.num_steps >= num_steps:
-            break
-        kind = rng.randint(0, 99)
-        if kind < 55:
-            for _ in range(rng.randint(1, 6)):
-                simulation.step()
-        elif kind < 77:
-            simulation.add()
-        elif kind < 82:
-            simulation.add_beams()
-        elif kind < 88:
-            simulation.next_turn()
-        elif kind < 92:
-            simulation.abort()
-        elif kind < 95:
-            simulation.disk_trouble()
-        elif kind < 96:
-            simulation.failing_step()
-        elif kind < 98:
-            simulation.change_pattern()
-        else:
-            simulation.restart()
-    simulation.finish()
-    return simulation
-
-
-def _main() -> None:
-    import argparse
-    import multiprocessing
-    import time
-
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
-    parser.add_argument("--seed", type=int, help="replay this one")
-    parser.add_argument("--examples", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--workers", type=int, default=1)
-    given = parser.parse_args()
-    if given.seed is not None:
-        print(f"{live_a_life(random.Random(given.seed), given.steps).num_steps} steps, and all is well")
-        return
-    began, seeds = time.perf_counter(), range(given.first, given.first + given.examples)
-    with multiprocessing.Pool(given.workers) as pool:
-        lived = pool.imap_unordered(functools.partial(_live, given.steps), seeds, 16)
-        seen: collections.Counter[str] = collections.Counter()
-        steps = failed = 0
-        for seed, count, events, error in lived:
-            steps += count
-            seen.update(events)
-            if error:
-                failed += 1
-                print(f"seed {seed}: {error}", flush=True)
-    seconds = time.perf_counter() - began
-    print(", ".join(f"{count:,} {name}" for name, count in seen.items()))
-    print(f"{given.examples:,} lives, {failed} failed; {steps:,} steps, {steps / seconds:,.0f} a second")
-    raise SystemExit(failed > 0)
-
-
-def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], str]:
-    try:
-        simulation = live_a_life(random.Random(seed), num_steps)
-        return seed, simulation.num_steps, dict(simulation.seen), ""
-    except Exception as error:  # noqa: BLE001: whatever it is, it is to be listed
-        return seed, 0, {}, f"{type(error).__name__}: {str(error)[:200]}"
-
-
-if __name__ == "__main__":
-    _main()

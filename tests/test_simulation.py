@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.simulation import live_a_life
+from tests.lives import live_a_life
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)

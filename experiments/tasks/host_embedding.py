@@ -1,8 +1,8 @@
 """What the token embedding's memory is worth: kept on the device, or on the host with KV blocks in its place.
 
-Both sides have the same bytes on the device for weights and pool together: "without" is the engine as configured, "with"
-has its embedding on the host and a pool that is larger by as many blocks as the embedding's bytes give. The same
-arithmetic is done by the planner for a model that is too large to run here.
+Both sides have the same bytes on the device for weights and pool together: "without" is the engine as configured,
+"with" has its embedding on the host and a pool that is larger by as many blocks as the embedding's bytes give. The
+planner does the same arithmetic for a model that is too large to run here.
 
 Source of the question: KsanaLLM's hybrid embedding, where an embedding of 11.8 % of the parameters gave +10 %.
 """

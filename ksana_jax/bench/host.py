@@ -19,7 +19,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import FULL, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step import StepInput, StepOutput
+from ksana_jax.step import Moves, StepInput, StepOutput
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
@@ -35,6 +35,9 @@ class RandomTokens:
 
     def execute(self, step: StepInput) -> StepOutput:
         return StepOutput(self.tokens[: len(step.arrays.last)])
+
+    def move(self, moves: Moves) -> None:
+        pass
 
 
 class Stopwatch:

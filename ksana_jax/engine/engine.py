@@ -372,12 +372,12 @@ class Engine:
             if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
                 continue
             if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.salt)):
-                self._finish_beams(request)
+                self._finish_beams(request, request.beams)
                 reported.setdefault(request)
 
-    def _finish_beams(self, request: Request) -> None:
+    def _finish_beams(self, request: Request, beams: Beams) -> None:
         """Makes completions of the best beams."""
-        for completion, best in zip(request.completions, request.beams.finished, strict=False):
+        for completion, best in zip(request.completions, beams.finished, strict=False):
             seq = completion.seq
             seq.token_ids = np.append(seq.token_ids, np.array(best.token_ids, np.int32))
             seq.finish_reason, seq.stop_reason = best.finish_reason, best.stop_reason

@@ -3,10 +3,14 @@ they are full, returned when nobody will see them. Vectorised over rows; decides
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import FAR, LiveRange
+from ksana_jax.kv.snapshot import Owner
+from ksana_jax.kv.tier import DEVICE
 from ksana_jax.sequence import Held, Origin, Rows, Sequence
 
 
@@ -151,6 +155,15 @@ class RowBlocks:
         origins = np.where(dead, np.uint8(Origin.COMPUTED), r.block_origins[rows, :width])
         r.block_origins[rows, :width] = np.take_along_axis(origins, order, axis=1)
         r.num_blocks[rows] -= dead.sum(axis=1, dtype=np.int32)
+
+    def owners(self, rows: list[int]) -> Iterator[Owner]:
+        """Rows as owners of blocks."""
+        r = self.rows
+        for row in rows:
+            seq, some = r.seqs[row], slice(r.num_blocks[row])
+            assert seq is not None
+            yield Owner(seq.request_id, seq.index, "runs", DEVICE, r.block_tables[row, some],
+                        r.block_starts[row, some], int(r.num_computed[row]), r.block_origins[row, some])  # fmt: skip
 
     def check(self, rows: list[int]) -> None:
         """Holds tables against what their rows have computed and what they will see.

@@ -7,7 +7,6 @@ and a restart after preemption are the same thing.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -23,8 +22,10 @@ from ksana_jax.kv.row_blocks import RowBlocks
 from ksana_jax.kv.snapshot import Owner
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
+from ksana_jax.scheduler.admission import Admission, Room
 from ksana_jax.scheduler.policies import policy_named
 from ksana_jax.scheduler.queue import WaitingQueue
+from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step import ScheduledBatch
 
@@ -41,14 +42,6 @@ class Progress:
     ended: np.ndarray
     finished: list[Sequence]
     guided: np.ndarray
-
-
-@dataclasses.dataclass
-class _Room:
-    """What is left of a step."""
-
-    tokens: int
-    tiles: int
 
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
@@ -91,9 +84,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self.queue = WaitingQueue(memory, policy_named(policy, max_num_seqs))
-        self.order = _NO_ROWS  # running rows, the first to be served first
-        self._keys: list[tuple[Any, int]] = []  # sort keys of `order`
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.running = Running(max_num_seqs)
         self.set_live_range(live)
         memory.owners = self.owners
 
@@ -105,6 +96,12 @@ class Scheduler:
         width = live.max_live_blocks(self.blocks.block_size, self.max_model_len, self.max_num_batched_tokens)
         self.rows = Rows(self.max_num_seqs, width)
         self.held = RowBlocks(self.rows, self.memory, live)
+        self.admission = Admission(self.memory, self.queue, live, self.max_num_batched_tokens)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Running rows, the first to be served first."""
+        return self.running.order
 
     @property
     def waiting(self) -> list[tuple[Any, int, Sequence]]:
@@ -205,7 +202,7 @@ class Scheduler:
         else:
             singles = self._provide_by_force(singles, short | sharing)
         chunks: list[tuple[int, int]] = []
-        room = _Room(self.max_num_batched_tokens - len(singles), self.max_num_tiles)
+        room = Room(self.max_num_batched_tokens - len(singles), self.max_num_tiles, self.query_tile)
         if len(singles) < len(order):
             for row in order[left > 1].tolist():
                 if count := self._extend(row, room):
@@ -255,7 +252,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.queue.add(seq)
 
-    def _extend(self, row: int, room: _Room) -> int:
+    def _extend(self, row: int, room: Room) -> int:
         """How many tokens a running row with several left computes now; takes their blocks and their room."""
         if not self.rows.alive[row] or not room.tokens or not room.tiles:
             return 0
@@ -263,30 +260,28 @@ class Scheduler:
             return 0
         return self._take(row, room)
 
-    def _take(self, row: int, room: _Room) -> int:
+    def _take(self, row: int, room: Room) -> int:
         r, size = self.rows, self.blocks.block_size
         done, covered = int(r.num_computed[row]), int(r.covered[row])
         left = int(r.num_tokens[row]) - done
-        count = min(left, room.tokens, room.tiles * self.query_tile if left > 1 else 1)
         available = self.memory.num_available
         if r.forked[row]:
             available -= int(self.held.writes_to_shared(np.array([row]))[0])
-        count = max(min(count, covered + available * size - done), 0)
+        count = max(min(room.most(left), covered + available * size - done), 0)
         self.held.provide(row, count)
-        room.tokens -= count
-        room.tiles -= -(-count // self.query_tile) if count > 1 else 0
+        room.take(count)
         return count
 
     # ------------------------------------------------------------------ admission
 
-    def _admit_waiting(self, room: _Room, chunks: list[tuple[int, int]]) -> None:
+    def _admit_waiting(self, room: Room, chunks: list[tuple[int, int]]) -> None:
         """Places waiting sequences in rows, in order, as far as there is room.
 
         One that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither takes
         long, and neither depends on those who pass.
         """
         at = 0
-        while at < min(len(self.waiting), LOOKAHEAD) and self._free_rows and room.tokens:
+        while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and room.tokens:
             seq = self.waiting[at][2]
             if seq.idles or not self.memory.loads.ready(seq):
                 at += 1
@@ -295,50 +290,21 @@ class Scheduler:
             if hit and hit.awaits:
                 at += 1
                 continue
-            if not self._fits(seq, hit, room):
+            alone = not len(self.order)
+            if not self.admission.fits(seq, hit, room, alone):
                 if hit:
                     self.memory.prefixes.unpin(hit)
-                if len(self.order) or not seq.held:
+                if not alone or not seq.held:
                     break
-                self.queue.take_away(seq)  # alone, and no room for a copy of what it shares
+                self.queue.take_away(seq)  # no room for a copy of what it shares
                 continue
             row = self._place(at, hit)
             chunks.append((row, self._take(row, room)))
 
-    def _fits(self, seq: Sequence, hit: Hit | None, room: _Room) -> bool:
-        """Whether a waiting sequence can start: all it brings along, and its first chunk."""
-        size, total = self.blocks.block_size, len(seq.token_ids)
-        brought = seq.held or seq.swapped
-        done = hit.num_tokens if hit else brought.num_computed if brought else 0
-        left = total - done
-        if left > 1 and not room.tiles:
-            return False
-        loads = hit.num_loads if hit else len(seq.swapped.ids) if seq.swapped else 0
-        count = min(left, room.tokens, room.tiles * self.query_tile if left > 1 else 1)
-        if seq.num_preemptions and len(self.order):
-            count = left  # or it would soon be preempted again
-        covered = -(-done // size) * size
-        most = self.live.max_live_blocks(size, total, self.max_num_batched_tokens)
-
-        def first_block() -> int:
-            """Blocks without which not even one token can be computed."""
-            return loads + (done >= covered or (seq.held is not None and self.memory.is_shared(seq.held.ids[-1])))
-
-        more = -(-max(done + count - covered, 0) // size) - (done >= covered)
-        if min(first_block() + more, most) <= self.memory.num_available:
-            return True
-        if len(self.order):
-            return False
-        # Nothing runs: part of a chunk is better than waiting for ever.
-        while first_block() > self.memory.num_available:
-            if not self.queue.strip_one(seq):
-                return False
-        return True
-
     def _place(self, at: int, hit: Hit | None) -> int:
         """Takes a waiting sequence into a row with what it brings along: the row."""
         rank, seq_id, seq = self.waiting.pop(at)
-        row = self._free_rows.pop()
+        row = self.running.enter((rank, seq_id))
         if hit:
             held = self.memory.prefixes.claim(seq, hit)
         elif seq.swapped:
@@ -352,10 +318,6 @@ class Scheduler:
         self.memory.loads.end(seq)
         self.rows.place(seq, row)
         self.held.bring(row, seq, held, forked)
-        key = (rank, seq_id)
-        where = bisect.bisect(self._keys, key)
-        self._keys.insert(where, key)
-        self.order = np.insert(self.order, where, row)
         return row
 
     # ------------------------------------------------------------------ after a step
@@ -410,27 +372,17 @@ class Scheduler:
         """Takes rows out, their blocks back."""
         r = self.rows
         self.held.release(leaving)
-        left = np.zeros(self.max_num_seqs, bool)
-        left[leaving] = True
-        stays = ~left[self.order]
-        self._keys = [key for key, kept in zip(self._keys, stays, strict=True) if kept]
-        self.order = self.order[stays]
+        self.running.leave(leaving)
         for row in leaving.tolist():
             seq = r.seqs[row]
             assert seq is not None
             self.memory.prefixes.expect_no_more(seq)
             seq.node, seq.num_indexed, seq.cacheable = None, 0, True
             r.clear(row)
-            self._free_rows.append(row)
 
     def owners(self) -> Iterator[Owner]:
         """Sequences as owners of blocks: running ones in order, then those that bring some along."""
-        r = self.rows
-        for row in self.order.tolist():
-            seq, some = r.seqs[row], slice(r.num_blocks[row])
-            assert seq is not None
-            yield Owner(seq.request_id, seq.index, "runs", DEVICE, r.block_tables[row, some],
-                        r.block_starts[row, some], int(r.num_computed[row]), r.block_origins[row, some])  # fmt: skip
+        yield from self.held.owners(self.order.tolist())
         for _, _, seq in self.waiting:
             for tier, held in ((DEVICE, seq.held), (HOST, seq.swapped)):
                 if held is not None:
@@ -446,6 +398,5 @@ class Scheduler:
         waiting = [seq for _, _, seq in self.waiting]
         owned = [self.rows.held(row) for row in order] + [seq.held.ids for seq in waiting if seq.held]
         self.memory.check(owned, [seq.swapped.ids for seq in waiting if seq.swapped])
-        assert len(order) + len(self._free_rows) == self.max_num_seqs
-        assert set(np.flatnonzero(self.rows.alive).tolist()) == set(order)
+        self.running.check(self.rows.alive)
         self.held.check(order)

@@ -167,7 +167,7 @@ def test_the_first_moves_are_timed_once_they_are_compiled():
     move = Moves(pairs((0, 0)), pairs(), pairs())
     seconds = []
     for _ in range(NUM_TIMED + 3):
-        cache, saved, move_s = mover.start(pool(), move)
+        _, saved, move_s = mover.start(pool(), move)
         mover.finish(saved)
         seconds.append(move_s)
     assert [s > 0 for s in seconds] == [False] + [True] * NUM_TIMED + [False] * 2

@@ -1,7 +1,9 @@
-"""A disk tier whose reads come to an end when a test says so: late, never, or with nothing read."""
+"""Disk tiers without files: one whose reads come to an end when a test says so (late, never, or with nothing read), and
+one that is slow, fails and loses what it has as a simulation's dice will have it."""
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -59,3 +61,57 @@ class DiskDouble:
         for asked in self.asked:
             if not asked.future.done():
                 self.end(asked, found)
+
+
+class TroubledDisk(DiskDouble):
+    """A disk tier with a clock.
+
+    Attributes:
+      delay: ticks that a read takes; 0 reads at once.
+      enabled: False after an I/O error: nothing is found from then on.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.delay, self._now = 0, 0
+        self._due: list[tuple[int, Asked, BlockFacts]] = []
+        self._corrupt: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.enabled and key in self.files
+
+    def write(self, facts: BlockFacts, data: np.ndarray) -> None:
+        if self.enabled:
+            super().write(facts, data)
+            self._corrupt.discard(facts.key)
+
+    def read(self, key: bytes, facts: BlockFacts, out: np.ndarray) -> Future[bool]:
+        assert key == facts.key
+        asked = Asked(key, Future(), out)
+        self._due.append((self._now + self.delay, asked, facts))
+        self._end_due()
+        return asked.future
+
+    def tick(self) -> None:
+        """Lets time pass."""
+        self._now += 1
+        self._end_due()
+
+    def corrupt(self, rng: random.Random) -> None:
+        """Damages some files, which is noticed when they are read."""
+        self._corrupt |= {key for key in self.files if rng.random() < 0.3}
+
+    def end_all(self, found: bool = True) -> None:
+        self.delay, self._now = 0, self._now + 10**9
+        self._end_due()
+
+    def _end_due(self) -> None:
+        for due in [d for d in self._due if d[0] <= self._now]:
+            self._due.remove(due)
+            _, asked, facts = due
+            whole = self.enabled and asked.key not in self._corrupt
+            if whole and asked.key in self.files and self.files[asked.key][0] == facts:
+                self.end(asked)
+            else:
+                self.files.pop(asked.key, None)
+                asked.future.set_result(False)

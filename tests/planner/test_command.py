@@ -10,12 +10,12 @@ import pytest
 
 from ksana_jax import cli
 from ksana_jax.config import ModelConfig
-from ksana_jax.planner import solve
+from ksana_jax.planner import report, solve
 from tests.loading.models_on_disk import write_config
 from tests.planner.models import FOLDER, STEP
 
 ROOT = Path(__file__).parents[2]
-SMALL = ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
+SMALL = ModelConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
                     max_position=256, bos_id=1, eos_ids=(2,))  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, rea
     found = json.loads(shown.out.splitlines()[-1])
     assert (found["max_batch"], found["max_context"], found["max_kv_tokens"]) == (0, 0, 0)
     assert shown.err == (
-        "ksana: error: llama-2-7b does not fit on 8 GiB: weights take 12.55 GiB, a step of 1 request 289.1 MiB, "
+        "ksana: error: llama-2-7b does not fit on 8 GiB: weights take 12.55 GiB, a step of 1 request 287.1 MiB, "
         "of 7.20 GiB (memory_fraction 0.9)\n"
     )
 
@@ -88,17 +88,16 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(capsys, changed, message):
     assert error.count("\n") == 1 and error.startswith("ksana: error: ") and message in error
 
 
-def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path):
+def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
     write_config(tmp_path / "small", SMALL)
-    out = ksana_plan(
-        capsys, "--model", tmp_path / "small", "--device", "2MiB", "--dtype", "f32", "--batch", 2, "--context", 64,
-        "--buckets", "--json",
-    ).out  # fmt: skip
+    report.main(tmp_path / "small", "2MiB", dtype="f32", batch=2, context=64, max_num_batched_tokens=64, buckets=True,
+                as_json=True)  # fmt: skip
+    out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     sizes = {(b["num_singles"], b["num_tiles"]): b["network_bytes"] for b in found["buckets"]}
-    # Singles 1 and 2; tiles 1 to 16 by factors of two, alone or with the most singles; one width of tables.
-    assert set(sizes) == {(1, 0), (2, 0), *((d, t) for d in (0, 2) for t in (1, 2, 4, 8, 16))}
-    assert sizes[0, 1] < sizes[0, 4] < sizes[0, 16] < sizes[2, 16]
+    # Singles 1 and 2; tiles 1 and 2, alone or with the most singles; one width of tables.
+    assert set(sizes) == {(1, 0), (2, 0), (0, 1), (2, 1), (0, 2), (2, 2)}
+    assert sizes[1, 0] < sizes[2, 0] < sizes[0, 1] < sizes[0, 2] < sizes[2, 2]
     assert all(b["table_width"] == 4 and b["sampling_bytes"] > 0 for b in found["buckets"])
     assert "What a step takes in each bucket" in out
 

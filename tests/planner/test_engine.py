@@ -1,18 +1,21 @@
 """The engine asks the planner for the size of its pool, and says afterwards how right that was."""
 
-import dataclasses
 import logging
 
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.batch import Buckets
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.patterns import FULL, LiveRange
 from ksana_jax.planner import engine as planner_engine
 from ksana_jax.planner import pool_size
 from ksana_jax.planner.devices import Device
 from ksana_jax.planner.engine import Compared
-from tests.engine.small import SMALL, Letters, make_llm, model
+from ksana_jax.planner.step_memory import StepBytes, step_bytes
+from ksana_jax.shared_prefix import SHARED_ROWS
+from ksana_jax.step import StepShape
+from tests.engine.small import SMALL, model
 
 MIB = 2**20
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # block_size * (keys, values) * L * K * H * 4
@@ -22,6 +25,19 @@ BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # block_size * (keys, values) * L * K * H 
 def device(monkeypatch):
     """A device of one MiB."""
     monkeypatch.setattr(planner_engine, "this_device", lambda: Device("one MiB", MIB))
+
+
+@pytest.fixture
+def steps(device, monkeypatch):
+    """Nothing is compiled: a step takes as many KiB as it has tokens; returns the shapes that were asked for."""
+    shapes = []
+
+    def step_bytes(_, asked, **_settings):
+        shapes.extend(asked)
+        return [StepBytes(1024 * shape.num_tokens, 100) for shape in asked]
+
+    monkeypatch.setattr(planner_engine, "step_bytes", step_bytes)
+    return shapes
 
 
 def sized(**settings):
@@ -42,16 +58,16 @@ def test_the_pool_holds_what_the_sequences_need_within_a_byte_budget():
         sized(memory_bytes=BLOCK_BYTES - 1)
 
 
-def test_memory_fraction_is_for_weights_step_and_pool_together(device):
+def test_memory_fraction_is_for_weights_step_and_pool_together(steps):
     found = sized(memory_fraction=0.5, enable_prefix_caching=True)
-    assert found.step_bytes is not None
+    assert found.step_bytes == 1024 * (4 + 16)  # of the largest bucket
     taken = found.weights_bytes + found.step_bytes + found.pool_bytes
     assert taken <= MIB // 2 < taken + BLOCK_BYTES
     # Without a prefix cache nobody would use more than all sequences need.
     assert sized(memory_fraction=0.5).num_blocks == min(16, found.num_blocks)
 
 
-def test_a_device_without_room_for_a_block_is_refused_with_the_figures(device):
+def test_a_device_without_room_for_a_block_is_refused_with_the_figures(steps):
     with pytest.raises(ConfigError) as raised:
         sized(memory_fraction=0.01)
     message = str(raised.value)
@@ -61,8 +77,8 @@ def test_a_device_without_room_for_a_block_is_refused_with_the_figures(device):
 
 def test_an_engine_sized_by_memory_fraction_logs_predicted_and_measured(device, caplog):
     config, params = model()
-    llm = LLM.from_params(config, params, tokenizer=Letters(), memory_fraction=0.6, max_model_len=16,
-                          **{k: v for k, v in SMALL.items() if k != "num_blocks"} | {"max_num_seqs": 2})  # fmt: skip
+    settings = SMALL | {"num_blocks": None, "max_num_seqs": 1, "max_model_len": 16, "memory_fraction": 0.6}
+    llm = LLM.from_params(config, params, **settings)
     with caplog.at_level(logging.INFO, "ksana_jax"):
         llm.warm_up(sampling_params=SamplingParams(temperature=1.0))
     logged = {r.args[0]: r.args[1] for r in caplog.records if r.name == "ksana_jax" and "memory of" in r.msg}
@@ -74,10 +90,21 @@ def test_an_engine_sized_by_memory_fraction_logs_predicted_and_measured(device, 
     assert "predicted" in str(logged["peak"]) and "measured" in str(logged["peak"])
 
 
-def test_shared_prefix_attention_counts_its_groups(device):
-    plain, sharing = (sized(memory_fraction=0.9, shared_prefix_attention=s, max_num_seqs=16) for s in (False, True))
-    assert plain.step_bytes is not None and sharing.step_bytes is not None
-    assert sharing.step_bytes != plain.step_bytes
+def test_the_shapes_looked_at_are_the_engines_largest_and_smallest(steps):
+    sized(memory_fraction=0.9, max_num_seqs=16, max_num_batched_tokens=64)
+    assert steps == [StepShape(16, 4, 16, 4), StepShape(1, 0, 16, 4), StepShape(0, 1, 16, 4)]
+    steps.clear()
+    sized(memory_fraction=0.9, max_num_seqs=16, shared_prefix_attention=True, dtype="bf16")
+    assert steps[:2] == [StepShape(16, 1, 16, 4, SHARED_ROWS), StepShape(8, 0, 16, 4, SHARED_ROWS)]
+
+
+def test_a_step_of_one_row_may_take_more_than_the_largest():
+    """XLA:CPU makes a bfloat16 output head float32 where one row is multiplied by it."""
+    wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)
+    asked = EngineConfig(dtype="bf16", max_num_seqs=2, max_num_batched_tokens=16, query_tile=16, max_model_len=16)
+    shapes = Buckets.of_engine(asked, 16).extremes()
+    largest, *smallest = (found.peak for found in step_bytes(wide, shapes, dtype="bf16", block_size=16))
+    assert max(smallest) > 8192 * 64 * 4 > largest
 
 
 def test_compared_says_what_is_known():

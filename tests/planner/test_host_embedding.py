@@ -13,12 +13,7 @@ from ksana_jax.models.transformer import init_params
 from tests.engine.small import SMALL, Letters, make_llm, model
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PROMPTS = ["the hen", "in the end, there was nothing: 0", "a"]
-
-
-def tokens(llm):
-    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 def device_bytes(llm):
@@ -26,19 +21,21 @@ def device_bytes(llm):
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_tokens_are_the_same_and_the_device_is_freed_of_its_bytes(dtype):
-    config, params = model()
-    params = jax.tree.map(lambda leaf: leaf.astype("float32" if dtype == "f32" else "bfloat16"), params)
-    found = {}
-    for where in ("device", "host"):
-        settings = SMALL | {"dtype": dtype, "embedding_device": where, "max_model_len": 64}
-        found[where] = LLM.from_params(config, params, tokenizer=Letters(), **settings)
-    assert tokens(found["host"]) == tokens(found["device"])
-    itemsize = 4 if dtype == "f32" else 2
-    freed = config.vocab_size * config.d_model * itemsize
-    assert device_bytes(found["device"]) - device_bytes(found["host"]) == freed
-    weights = {where: llm.memory_plan.weights_bytes for where, llm in found.items()}
-    assert weights == {where: device_bytes(llm) for where, llm in found.items()}
+def test_tokens_are_the_same_and_the_device_is_freed_of_its_bytes(tmp_path, dtype):
+    folder = write_model(tmp_path / "m", random_tensors(TINY))
+    settings = {"dtype": dtype, "num_blocks": 4, "max_num_seqs": 1, "query_tile": 16, "max_num_batched_tokens": 16,
+                "max_model_len": 16}  # fmt: skip
+    llm = {where: LLM(folder, embedding_device=where, **settings) for where in ("device", "host")}
+    prompts = [{"prompt_token_ids": ids} for ids in ([1, 5, 9, 31, 0, 7], [2, 8, 3])]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    on_device, on_host = ([o.outputs[0].token_ids for o in one.generate(prompts, params)] for one in llm.values())
+    assert on_host == on_device and len(on_host[0]) == 8
+    embed = llm["host"].runner.params.embed
+    assert isinstance(embed, np.ndarray)
+    freed = TINY.vocab_size * TINY.d_model * (4 if dtype == "f32" else 2)
+    assert device_bytes(llm["device"]) - device_bytes(llm["host"]) == freed == embed.nbytes
+    for one in llm.values():
+        assert one.memory_plan.weights_bytes == device_bytes(one)
 
 
 def test_no_program_takes_the_embedding_to_the_device():
@@ -56,20 +53,6 @@ def test_no_program_takes_the_embedding_to_the_device():
         assert on_device - on_host == config.vocab_size * config.d_model * 4 - rows
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_a_checkpoint_is_read_past_the_device(tmp_path, dtype):
-    folder = write_model(tmp_path / "m", random_tensors(TINY, "BF16"))
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-    llm = {where: LLM(folder, dtype=dtype, embedding_device=where, num_blocks=8, max_num_seqs=1, query_tile=16,
-                      max_num_batched_tokens=16, max_model_len=16) for where in ("device", "host")}  # fmt: skip
-    asked = {"prompt_token_ids": [1, 5, 9, 31]}
-    first, second = (one.generate(asked, params)[0].outputs[0].token_ids for one in llm.values())
-    assert first == second
-    embed = llm["host"].runner.params.embed
-    assert isinstance(embed, np.ndarray) and embed.shape == (TINY.vocab_size, TINY.d_model)
-    assert device_bytes(llm["device"]) - device_bytes(llm["host"]) == embed.nbytes
-
-
 def test_a_tied_embedding_is_refused_in_one_line():
     config = dataclasses.replace(model()[0], tie_embeddings=True)
     with pytest.raises(ConfigError) as raised:
@@ -79,13 +62,7 @@ def test_a_tied_embedding_is_refused_in_one_line():
         "which the device needs: nothing would be freed"
     )
     with pytest.raises(ConfigError, match="output head too"):
-        LLM("ksana-tiny" if read_tied() else "", embedding_device="host")
-
-
-def read_tied() -> bool:
-    from ksana_jax.planner.solve import read_model
-
-    return read_model("ksana-tiny")[0].tie_embeddings
+        LLM("ksana-tiny", embedding_device="host")
 
 
 def test_the_embedding_on_the_host_holds_the_same_numbers():

@@ -179,7 +179,7 @@ def test_after_an_abort_a_late_read_gives_its_slot_back_and_writes_to_nobody(fou
 
 
 def test_after_an_abort_a_read_that_never_ends_costs_its_slot_and_nothing_else():
-    engine, disk, request = waiting_for_disk()
+    engine, _, request = waiting_for_disk()
     engine.abort(request.request_id)
     others = [add(engine, prompt_of(17, seed=s)) for s in range(1, 4)]
     run(engine)

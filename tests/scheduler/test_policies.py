@@ -1,5 +1,7 @@
 """Orders of service: the value of each policy, and what longest_prefix does to requests that share a prefix."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -33,7 +35,7 @@ def test_simple_policies_rank_by_what_they_say():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ValueError, match="'lifo', must be one of fcfs, .*, longest_prefix"):
+    with pytest.raises(ValueError, match=r"'lifo', must be one of fcfs, .*, longest_prefix"):
         policy_named("lifo", 4)
 
 
@@ -55,7 +57,7 @@ def test_within_a_group_the_longest_common_prefixes_are_neighbours():
     branches = [np.concatenate([base, prompt_of(8, seed=s)]) for s in range(4)]
     seqs = [sequence(i, np.concatenate([branches[i % 4], rng.integers(0, 300, 3)])) for i in range(20)]
     served = order(LongestPrefix(patience=100), seqs)
-    changes = sum(a % 4 != b % 4 for a, b in zip(served, served[1:], strict=False))
+    changes = sum(a % 4 != b % 4 for a, b in itertools.pairwise(served))
     assert changes == 3
     # In the order of the numbers, not of their bytes: 256 comes after 3.
     pair = [sequence(0, [*base, 256]), sequence(1, [*base, 3])]

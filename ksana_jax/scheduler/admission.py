@@ -1,0 +1,78 @@
+"""Whether a waiting sequence can start in what is left of a step. Counts tokens, tiles and blocks; places nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.patterns import LiveRange
+from ksana_jax.kv.prefix_cache import Hit
+from ksana_jax.scheduler.queue import WaitingQueue
+from ksana_jax.sequence import Sequence
+
+
+@dataclasses.dataclass
+class Room:
+    """What is left of a step: tokens, and query tiles for rows that compute more than one."""
+
+    tokens: int
+    tiles: int
+    query_tile: int
+
+    def most(self, left: int) -> int:
+        """How many of a row's `left` tokens fit."""
+        return min(left, self.tokens, self.tiles * self.query_tile if left > 1 else 1)
+
+    def take(self, count: int) -> None:
+        """Uses up what a row of `count` tokens needs."""
+        self.tokens -= count
+        self.tiles -= -(-count // self.query_tile) if count > 1 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Asks `memory` for the room that a sequence needs, and `queue` to make some when nothing else can.
+
+    Args:
+      live: which positions stay visible to later tokens.
+      longest_chunk: most tokens of a step.
+    """
+
+    memory: KVMemory
+    queue: WaitingQueue
+    live: LiveRange
+    longest_chunk: int
+
+    def fits(self, seq: Sequence, hit: Hit | None, room: Room, alone: bool) -> bool:
+        """Whether a waiting sequence can start: all it brings along, and its first chunk.
+
+        Args:
+          hit: what it found in the cache, pinned.
+          alone: nothing runs; then part of a chunk is better than waiting for ever, and sequences that wait give up the
+            blocks that they share.
+        """
+        size, total = self.memory.block_size, len(seq.token_ids)
+        brought = seq.held or seq.swapped
+        done = hit.num_tokens if hit else brought.num_computed if brought else 0
+        left = total - done
+        if left > 1 and not room.tiles:
+            return False
+        loads = hit.num_loads if hit else len(seq.swapped.ids) if seq.swapped else 0
+        # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
+        count = left if seq.num_preemptions and not alone else room.most(left)
+        covered = -(-done // size) * size
+        most = self.live.max_live_blocks(size, total, self.longest_chunk)
+
+        def first_block() -> int:
+            """Blocks without which not even one token can be computed."""
+            return loads + (done >= covered or (seq.held is not None and self.memory.is_shared(seq.held.ids[-1])))
+
+        more = -(-max(done + count - covered, 0) // size) - (done >= covered)
+        if min(first_block() + more, most) <= self.memory.num_available:
+            return True
+        if not alone:
+            return False
+        while first_block() > self.memory.num_available:
+            if not self.queue.strip_one(seq):
+                return False
+        return True

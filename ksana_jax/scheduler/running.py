@@ -1,0 +1,51 @@
+"""Which rows run, in the order in which they are served. Knows keys and row numbers, no sequences, no blocks."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import numpy as np
+
+
+class Running:
+    """Rows in the order of their keys; the others are free.
+
+    Attributes:
+      order: [running] np.intp, the first to be served first.
+    """
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.order = np.zeros(0, np.intp)
+        self._keys: list[Any] = []
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free)
+
+    def enter(self, key: Any) -> int:
+        """Gives a free row its place among the others: the row."""
+        row, where = self._free.pop(), bisect.bisect(self._keys, key)
+        self._keys.insert(where, key)
+        self.order = np.insert(self.order, where, row)
+        return row
+
+    def leave(self, rows: np.ndarray) -> None:
+        """Frees some rows."""
+        left = np.zeros(self.num_rows, bool)
+        left[rows] = True
+        stays = ~left[self.order]
+        self._keys = [key for key, kept in zip(self._keys, stays, strict=True) if kept]
+        self.order = self.order[stays]
+        self._free += rows.tolist()
+
+    def check(self, alive: np.ndarray) -> None:
+        """Holds the order against which rows are alive: boolean [rows].
+
+        Raises:
+          AssertionError: they differ.
+        """
+        assert len(self.order) + len(self._free) == self.num_rows
+        assert set(np.flatnonzero(alive).tolist()) == set(self.order.tolist())

@@ -1,0 +1,64 @@
+"""What requests to the fake network must end with, each computed from its text alone: no blocks, no cache, no batch."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ksana_jax.kv.patterns import FULL, AttentionPattern
+from tests.fakes import VOCAB, reference_hidden, reference_tokens, score, until_stop
+from tests.reference import literal
+
+PATTERNS = {
+    "full": (FULL, FULL),
+    "sliding": (AttentionPattern(window=5),) * 2,
+    "sliding, only itself": (AttentionPattern(window=1),) * 2,
+    "sink": (AttentionPattern(window=4, num_sinks=3),) * 2,
+    "dilated": (AttentionPattern(window=8, stride=3),) * 2,
+    "global": (AttentionPattern(window=3, global_every=7),) * 2,
+    "layers that differ": (AttentionPattern(window=6, num_sinks=1), AttentionPattern(window=3, global_every=9)),
+    "one layer sees everything": (AttentionPattern(window=2), FULL),
+}
+LONGEST = 40
+STOP_IDS = (3, 4)
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_tokens(prompt: bytes, count: int, pattern: str, seed: int | None, min_tokens: int, stop_ids) -> list[int]:
+    """What a prompt gives alone on a cold engine."""
+    tokens = reference_tokens(np.frombuffer(prompt, np.int32), count, PATTERNS[pattern], seed=seed)
+    return until_stop(tokens, stop_ids, min_tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: str, stop_ids, max_len: int):
+    """(tokens, sum of log-probabilities) of the beams that a search ends with, the best first; every beam computed
+    from its text alone."""
+    begin, alive, ended = np.frombuffer(prompt, np.int32), [([], 0.0)], []
+
+    def rank(found):
+        return sorted(found, key=lambda e: -e[1] / len(e[0]) ** length_penalty)
+
+    while True:
+        found = []
+        for tokens, total in alive:
+            hidden = reference_hidden(np.concatenate([begin, np.array(tokens, np.int32)]), PATTERNS[pattern])[-1:]
+            scores = score(hidden, [0], 2 * width, VOCAB)
+            tops = zip(scores.top_ids[0].tolist(), scores.top_logprobs[0].tolist(), strict=True)
+            found += [([*tokens, token], total + logprob) for token, logprob in tops]
+        best = sorted(found, key=lambda e: -e[1])[: 2 * width]
+        ended = rank(ended + [e for e in best[:width] if e[0][-1] in stop_ids])[:width]
+        alive = [e for e in best if e[0][-1] not in stop_ids][:width]
+        if len(begin) + len(found[0][0]) >= max_len:
+            return rank(ended + alive)[:width]
+        if len(ended) == width and (not alive or rank([alive[0], ended[-1]])[0] is ended[-1]):
+            return ended
+
+
+@functools.lru_cache(maxsize=4096)
+def visible_later(pattern: str, done: int, covered: int, size: int) -> list[int]:
+    """Starts of the blocks that some layer's queries from `done` on see, or write to."""
+    later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]
+    seen = np.any([literal(p, later, positions)[0] for p in PATTERNS[pattern]], axis=(0, 1))
+    return (np.flatnonzero((seen | (positions[0] >= done)).reshape(-1, size).any(axis=1)) * size).tolist()

@@ -1,0 +1,86 @@
+"""Lives of an engine: requests, steps and trouble in any order, see `tests.simulation`.
+
+python -m tests.lives --seed 7                       replays one
+python -m tests.lives --examples 100000 --workers 2  looks for one that ends badly
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import multiprocessing
+import random
+import time
+
+from tests.simulation import Simulation
+
+
+def live_a_life(rng: random.Random, num_steps: int = 50) -> Simulation:
+    """Requests, steps and trouble in any order, until so many steps are done; then to the end."""
+    simulation = Simulation(rng)
+    for _ in range(8 * num_steps):
+        if simulation.num_steps >= num_steps:
+            break
+        kind = rng.randint(0, 99)
+        if kind < 55:
+            for _ in range(rng.randint(1, 6)):
+                simulation.step()
+        elif kind < 77:
+            simulation.add()
+        elif kind < 82:
+            simulation.add_beams()
+        elif kind < 88:
+            simulation.next_turn()
+        elif kind < 92:
+            simulation.abort()
+        elif kind < 95:
+            simulation.disk_trouble()
+        elif kind < 96:
+            simulation.failing_step()
+        elif kind < 98:
+            simulation.change_pattern()
+        else:
+            simulation.restart()
+    simulation.finish()
+    return simulation
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.lives")
+    parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--examples", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=1)
+    given = parser.parse_args()
+    if given.seed is not None:
+        print(f"{live_a_life(random.Random(given.seed), given.steps).num_steps} steps, and all is well")
+        return
+    began, seeds = time.perf_counter(), range(given.first, given.first + given.examples)
+    with multiprocessing.Pool(given.workers) as pool:
+        lived = pool.imap_unordered(functools.partial(_live, given.steps), seeds, 16)
+        seen: collections.Counter[str] = collections.Counter()
+        steps = failed = 0
+        for seed, count, events, error in lived:
+            steps += count
+            seen.update(events)
+            if error:
+                failed += 1
+                print(f"seed {seed}: {error}", flush=True)
+    seconds = time.perf_counter() - began
+    print(", ".join(f"{count:,} {name}" for name, count in seen.items()))
+    print(f"{given.examples:,} lives, {failed} failed; {steps:,} steps, {steps / seconds:,.0f} a second")
+    raise SystemExit(failed > 0)
+
+
+def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], str]:
+    try:
+        simulation = live_a_life(random.Random(seed), num_steps)
+        return seed, simulation.num_steps, dict(simulation.seen), ""
+    except Exception as error:
+        return seed, 0, {}, f"{type(error).__name__}: {str(error)[:200]}"
+
+
+if __name__ == "__main__":
+    _main()
