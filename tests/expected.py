@@ -35,6 +35,7 @@ def expected_tokens(prompt: bytes, count: int, pattern: str, seed: int | None, m
 def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: str, stop_ids, max_len: int):
     """(tokens, sum of log-probabilities) of the beams that a search ends with, the best first; every beam computed
     from its text alone."""
+    count = max(2, 1 + len(stop_ids)) * width
     begin, alive, ended = np.frombuffer(prompt, np.int32), [([], 0.0)], []
 
     def rank(found):
@@ -44,10 +45,10 @@ def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: st
         found = []
         for tokens, total in alive:
             hidden = reference_hidden(np.concatenate([begin, np.array(tokens, np.int32)]), PATTERNS[pattern])[-1:]
-            scores = score(hidden, [0], 2 * width, VOCAB)
+            scores = score(hidden, [0], count, VOCAB)
             tops = zip(scores.top_ids[0].tolist(), scores.top_logprobs[0].tolist(), strict=True)
             found += [([*tokens, token], total + logprob) for token, logprob in tops]
-        best = sorted(found, key=lambda e: -e[1])[: 2 * width]
+        best = sorted(found, key=lambda e: -e[1])[:count]
         ended = rank(ended + [e for e in best[:width] if e[0][-1] in stop_ids])[:width]
         alive = [e for e in best if e[0][-1] not in stop_ids][:width]
         if len(begin) + len(found[0][0]) >= max_len:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ksana_jax.request import FinishReason
+from ksana_jax.request import MAX_LOGPROBS, FinishReason
 from ksana_jax.sequence import Sequence
 
 
@@ -33,6 +33,12 @@ class Branch(NamedTuple):
     seq: Sequence
     token: int
     logprob: float
+
+
+def num_candidates(width: int, stop_ids: tuple[int, ...]) -> int:
+    """Continuations that are looked at in each step: enough that `width` of them go on although others end, as far as
+    log-probabilities are to be had."""
+    return min(max(2, 1 + len(stop_ids)) * width, MAX_LOGPROBS)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,8 +66,12 @@ class Beams:
     num_preemptions: int = 0
     _reports: dict[Sequence, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
 
+    @property
+    def num_candidates(self) -> int:
+        return num_candidates(self.width, self.stop_ids)
+
     def report(self, seq: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> bool:
-        """Takes in the most probable tokens after a beam, 2 x width of them; whether that was the last beam."""
+        """Takes in the most probable tokens after a beam, num_candidates of them; whether that was the last beam."""
         self._reports[seq] = (tokens, logprobs)
         return len(self._reports) == len(self.alive)
 
@@ -71,8 +81,8 @@ class Beams:
         Args:
           texts: tokens of each beam, prompt included.
 
-        Source: as transformers does it. Of the 2 x width best continuations, those that end are finished if they are
-        among the first `width`, the first `width` of the others go on. The search ends when no beam that goes on
+        Source: as transformers does it. Of the num_candidates best continuations, those that end are finished if they
+        are among the first `width`, the first `width` of the others go on. The search ends when no beam that goes on
         scores better, at its present length, than the worst of `width` finished ones.
         """
         found = [
@@ -84,7 +94,7 @@ class Beams:
         self._reports = {}
         length = len(next(iter(texts.values()))) + 1
         chosen: list[Branch] = []
-        for rank, branch in enumerate(found[: 2 * self.width]):
+        for rank, branch in enumerate(found[: self.num_candidates]):
             if branch.token in self.stop_ids:
                 if rank < self.width:
                     self._finish(texts, branch, FinishReason.STOP)

@@ -1,10 +1,13 @@
-"""One completion as its reader sees it: text, stop strings, log-probabilities. Knows no scheduling."""
+"""A request and its completions as their reader sees them: text, stop strings, scores. Knows no scheduling."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from ksana_jax.request import CompletionOutput, FinishReason, Logprob
+import numpy as np
+
+from ksana_jax.engine.beam import Beams
+from ksana_jax.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from ksana_jax.sequence import Sequence
 from ksana_jax.step import TokenScores
 from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
@@ -103,6 +106,42 @@ class Completion:
             self.index, self.text, list(self.token_ids), None if self.logprobs is None else list(self.logprobs),
             seq.finish_reason, seq.stop_reason, self.cumulative_logprob,
         )  # fmt: skip
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request in the engine: its prompt and its n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: np.ndarray
+    params: SamplingParams
+    metrics: RequestMetrics
+    completions: list[Completion] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    beams: Beams | None = None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """What runs for it: one for each completion, or its beams."""
+        return [c.seq for c in self.completions] if self.beams is None else list(self.beams.alive)
+
+    @property
+    def finished(self) -> bool:
+        return all(c.seq.finish_reason is not None for c in self.completions)
+
+    def output(self) -> RequestOutput:
+        """What there is so far."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids.tolist(),
+            [c.output() for c in self.completions],
+            self.finished,
+            dataclasses.replace(self.metrics, num_blocks_by_origin=dict(self.metrics.num_blocks_by_origin)),
+            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            self.metrics.num_cached_tokens,
+        )
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -10,51 +10,15 @@ from collections.abc import Callable
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder
-from ksana_jax.engine.beam import Beams, advance
-from ksana_jax.engine.completion import Completion, top_logprobs
+from ksana_jax.engine.beam import Beams, advance, num_candidates
+from ksana_jax.engine.completion import Completion, Request, top_logprobs
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
-from ksana_jax.request import FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from ksana_jax.request import FinishReason, RequestMetrics, SamplingParams
 from ksana_jax.scheduler.scheduler import Progress, Scheduler
 from ksana_jax.sequence import Sequence
-from ksana_jax.step import Executor, ScheduledBatch, StepOutput
+from ksana_jax.step import Executor, Moves, ScheduledBatch, StepOutput
 from ksana_jax.tokenizers import Tokenizer
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A request in the engine: its prompt and its n completions."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: np.ndarray
-    params: SamplingParams
-    metrics: RequestMetrics
-    completions: list[Completion] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    beams: Beams | None = None
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """What runs for it: one for each completion, or its beams."""
-        return [c.seq for c in self.completions] if self.beams is None else list(self.beams.alive)
-
-    @property
-    def finished(self) -> bool:
-        return all(c.seq.finish_reason is not None for c in self.completions)
-
-    def output(self) -> RequestOutput:
-        """What there is so far."""
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids.tolist(),
-            [c.output() for c in self.completions],
-            self.finished,
-            dataclasses.replace(self.metrics, num_blocks_by_origin=dict(self.metrics.num_blocks_by_origin)),
-            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            self.metrics.num_cached_tokens,
-        )
 
 
 class Engine:
@@ -210,9 +174,8 @@ class Engine:
 
     def _new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
         seq = self._new_sequence(request, token_ids, 0, salt)
-        # Each step asks for twice as many candidates as there are beams, of which all but those that end can go on.
-        width = request.params.beam_width
-        seq.params = SamplingParams(temperature=0, logprobs=2 * width, max_tokens=request.params.max_tokens)
+        count = num_candidates(request.params.beam_width, seq.stop_ids)
+        seq.params = SamplingParams(temperature=0, logprobs=count, max_tokens=request.params.max_tokens)
         seq.guided, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
         return seq
 
@@ -253,10 +216,7 @@ class Engine:
         try:
             output = self.executor.execute(step)
         except BaseException:
-            # What was computed is lost; nothing may stay behind that holds blocks.
-            for request_id in list(self.requests):
-                self.abort(request_id)
-            self.memory.lose_device(step.moves)
+            self._lose_device(step.moves)
             raise
         now = self.clock()
         self.memory.commit()
@@ -295,8 +255,9 @@ class Engine:
     def flush(self) -> None:
         """Brings cached prefixes to the disk, where there is one; the engine must be idle."""
         assert not self.has_work
-        self.memory.flush()
         self._make_moves()
+        for _ in self.memory.flush():
+            self._make_moves()
 
     def _make_moves(self) -> None:
         """Has the executor copy what waits for a step that does not come."""
@@ -304,9 +265,15 @@ class Engine:
             try:
                 self.executor.move(moves)
             except BaseException:
-                self.memory.lose_device(moves)
+                self._lose_device(moves)
                 raise
             self.memory.commit()
+
+    def _lose_device(self, moves: Moves | None) -> None:
+        """After a failure: what was computed is lost, and nothing may stay behind that holds blocks."""
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        self.memory.lose_device(moves)
 
     def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
         rows = self.scheduler.rows
@@ -368,7 +335,7 @@ class Engine:
         for seq, row in [(self.scheduler.rows.seqs[row], row) for row in progress.guided.tolist()]:
             assert seq is not None
             request, tile = seq.owner, tile_of[row]
-            top = slice(2 * request.beams.width)
+            top = slice(request.beams.num_candidates)
             if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
                 continue
             if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.salt)):

@@ -46,12 +46,10 @@ class BlockMover:
         return len(self._compiled)
 
     def warm_up(self) -> None:
-        """Compiles what any moves can need; host copies only where there is host memory."""
+        """Compiles what any moves can need."""
         for size in SIZES:
-            self._copy(size)
-            if len(self.host_blocks):
-                self._gather(size)
-                self._scatter(size)
+            for compiled in (self._copy, self._gather, self._scatter):
+                compiled(size)
 
     def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[tuple[np.ndarray, jax.Array]], float]:
         """Makes moves, as far as the device is concerned.

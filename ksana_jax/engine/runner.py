@@ -157,7 +157,7 @@ class Runner:
           asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
         """
         vocab = self.config.vocab_size
-        counts = [2 * p.beam_width or p.logprobs for p in asked]  # beams ask for candidates
+        counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
         tops = {None} | {_bucket_of_top(count, vocab) for count in counts if count is not None}
         prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
         dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}

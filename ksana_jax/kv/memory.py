@@ -12,7 +12,6 @@ After the step `commit` says that they have been made. A host slot is pinned whi
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +20,7 @@ import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager, NoFreeBlocks
 from ksana_jax.kv.costs import Costs
+from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.disk_tier import BlockFacts, DiskTier
 from ksana_jax.kv.loads import Loads
 from ksana_jax.kv.patterns import FULL, LiveRange
@@ -31,30 +31,9 @@ from ksana_jax.kv.snapshot import Owner, Snapshot, take
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 from ksana_jax.step import Moves
 
+# Blocks that `flush` moves and writes before it waits for the disk.
+FLUSHED_AT_ONCE = 64
 _NO_PAIRS = np.zeros((0, 2), np.int32)
-
-
-@dataclasses.dataclass
-class Counters:
-    """What has happened since the engine started, in blocks unless it says otherwise.
-
-    asked_tokens, hit_tokens: of prompts looked up, and found. hits_device, hits_host, hits_disk: where.
-    evicted, evicted_host: cached blocks that left the device, the host. saved, loaded, copied: blocks moved from the
-    device, to it, within it. swapped_out, swapped_in: of those, for preempted rows.
-    """
-
-    asked_tokens: int = 0
-    hit_tokens: int = 0
-    hits_device: int = 0
-    hits_host: int = 0
-    hits_disk: int = 0
-    evicted: int = 0
-    evicted_host: int = 0
-    saved: int = 0
-    loaded: int = 0
-    copied: int = 0
-    swapped_out: int = 0
-    swapped_in: int = 0
 
 
 class KVMemory:
@@ -326,17 +305,26 @@ class KVMemory:
             pins, self._pins = np.array(self._pins, np.int32), []
             self.host.release(pins)
 
-    def flush(self) -> None:
-        """Notes that all cached content of the device shall go to the disk; the moves that are left bring it there."""
+    def flush(self) -> Iterator[None]:
+        """Brings cached content to the disk, some blocks at a time, the deepest first.
+
+        Nothing runs and no move is left; after each yield the caller makes those that have come up.
+        """
         if self.disk is None or self.host is None or self.write == "drop":
             return
-        for tier in (self.host, self.device):
-            for node in list(tier.node_of.values()):
-                if node.at[HOST] >= 0 and node.at[HOST] not in self._pins:
+        nodes = {*self.host.node_of.values(), *self.device.node_of.values()}
+        nodes = [node for node in nodes if node.key not in self.disk]
+        nodes.sort(key=lambda node: (-node.depth, node.key))
+        at_once = min(FLUSHED_AT_ONCE, self.host.num_available)
+        for start in range(0, len(nodes), at_once):
+            for node in nodes[start : start + at_once]:
+                if node.at[HOST] >= 0:
                     self._write_to_disk(node)
-                elif node.at[HOST] < 0 and self.host.pool.num_free:
+                elif node.is_somewhere:
                     self.save(node)
                     self._through.append(node)
+            yield
+            self.disk.flush()
 
     def lose_device(self, moves: Moves | None) -> None:
         """Forgets what the device held, after a step that failed and may not have made its moves. Nothing runs."""

@@ -167,7 +167,8 @@ class PrefixCache:
                 del self._computing[link.key]
             node = None if parent is None else index.child(parent, link.tokens, link.key)
             if node is None:  # the key is taken by another content: nothing of this text can be found from here on
-                seq.cacheable = False
+                seq.cacheable, seq.node, seq.num_indexed = False, None, 0
+                self.expect_no_more(seq)
                 break
             parent = node
             if block < 0:
@@ -182,7 +183,6 @@ class PrefixCache:
                 kept[at] = node.at[DEVICE]
                 memory.share(np.array([kept[at]], np.int32))
         else:
-            seq.num_indexed = first + len(ids)
-        seq.node = parent
+            seq.node, seq.num_indexed = parent, first + len(ids)
         index.drop_if_empty(parent)
         return kept

@@ -69,7 +69,7 @@ class PrefixIndex:
         self.block_size, self.scope = block_size, scope
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[bytes, Node] = {}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -77,14 +77,16 @@ class PrefixIndex:
 
     def root(self, salt: str) -> Node:
         """Where the chains of one salt begin; not a block, never evicted."""
-        if salt not in self._roots:
-            if len(self._roots) >= MAX_ROOTS:
-                self._roots = {s: r for s, r in self._roots.items() if r.num_children}
-            # Lengths keep ("a", "bc") and ("ab", "c") apart.
-            parts = (self.scope.model, salt)
-            key = self._digest(b"root" + b"".join(b"%d:" % len(p) + p for p in (part.encode() for part in parts)))
-            self._roots[salt] = Node(key, None, b"", -1)
-        return self._roots[salt]
+        # Lengths keep ("a", "bc") and ("ab", "c") apart.
+        parts = (part.encode() for part in (self.scope.model, salt))
+        key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in parts))
+        return self._root(Node(key, None, b"", -1))
+
+    def _root(self, node: Node) -> Node:
+        """The root of a key, which is the given node if there is none."""
+        if node.key not in self._roots and len(self._roots) >= MAX_ROOTS:
+            self._roots = {key: root for key, root in self._roots.items() if root.num_children}
+        return self._roots.setdefault(node.key, node)
 
     def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int) -> list[Link]:
         """Lengthens the chain of a text to num_blocks links, in place; returns it."""
@@ -125,7 +127,9 @@ class PrefixIndex:
 
     def revived(self, node: Node) -> Node | None:
         """A node, or if it has been dropped since, the one of its content; None where another content has its key."""
-        if node.known or node.parent is None:
+        if node.parent is None:
+            return self._root(node)
+        if node.known:
             return node
         parent = self.revived(node.parent)
         if parent is None:

@@ -159,6 +159,14 @@ def test_a_search_ends_when_no_beam_that_goes_on_is_better_than_the_finished_one
     assert [h.token_ids for h in beams.finished] == [[0], [1, 0]]
 
 
+def test_beams_are_weighed_at_their_present_length_though_they_might_become_better():
+    # Ending at once: ln 0.6 = -0.51. Going on: ln 0.4 = -0.92 now, and -0.92 / 4 with a sure second token.
+    table = np.log(np.array([[0.5, 0.5], [0.6, 0.4]]))
+    sure = np.log(np.array([[0.5, 0.5], [1e-9, 1 - 1e-9]]))
+    beams = toy_search(np.stack([table, sure, sure]), 1, 1, 2.0, (0,), max_tokens=3)
+    assert [h.token_ids for h in beams.finished] == [[0]]
+
+
 def test_a_continuation_that_ends_beyond_the_first_width_is_not_taken():
     # After 2: 1 and 3 before 0. With one beam, 0 is the second best, and never an end.
     table = np.log(np.array([[0.25] * 4, [0.1, 0.6, 0.2, 0.1], [0.3, 0.4, 0.2, 0.1], [0.25] * 4]))

@@ -50,6 +50,9 @@ class DiskDouble:
             self.end(self.asked[-1])
         return self.asked[-1].future
 
+    def flush(self) -> None:
+        """What is written is there at once."""
+
     def end(self, asked: Asked, found: Any = True) -> None:
         """Ends a read; one that finds nothing may have written half of it."""
         data = self.files[asked.key][1]

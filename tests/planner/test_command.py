@@ -15,7 +15,7 @@ from tests.loading.models_on_disk import write_config
 from tests.planner.models import FOLDER, STEP
 
 ROOT = Path(__file__).parents[2]
-SMALL = ModelConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
+SMALL = ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
                     max_position=256, bos_id=1, eos_ids=(2,))  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(capsys, changed, message):
 
 def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
     write_config(tmp_path / "small", SMALL)
-    report.main(tmp_path / "small", "2MiB", dtype="f32", batch=2, context=64, max_num_batched_tokens=64, buckets=True,
+    report.main(tmp_path / "small", "1GiB", dtype="f32", batch=2, context=64, max_num_batched_tokens=64, buckets=True,
                 as_json=True)  # fmt: skip
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])

@@ -100,7 +100,7 @@ def test_the_shapes_looked_at_are_the_engines_largest_and_smallest(steps):
 
 def test_a_step_of_one_row_may_take_more_than_the_largest():
     """XLA:CPU makes a bfloat16 output head float32 where one row is multiplied by it."""
-    wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)
+    wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)
     asked = EngineConfig(dtype="bf16", max_num_seqs=2, max_num_batched_tokens=16, query_tile=16, max_model_len=16)
     shapes = Buckets.of_engine(asked, 16).extremes()
     largest, *smallest = (found.peak for found in step_bytes(wide, shapes, dtype="bf16", block_size=16))

@@ -13,7 +13,7 @@ from ksana_jax.planner.step_memory import measure_step, program_bytes, step_byte
 from ksana_jax.step import StepShape
 from tests.engine.small import SMALL, Letters, make_llm, model
 
-WIDE = ModelConfig(vocab_size=512, d_model=128, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256,
+WIDE = ModelConfig(vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256,
                    max_position=4096)  # fmt: skip
 SHAPE = StepShape(8, 1, 32, 16)
 

@@ -1,0 +1,47 @@
+"""The host_embedding task on the real engine, with a model of two narrow layers."""
+
+import pytest
+
+from experiments.config import plan
+from experiments.report import report
+from experiments.run import run
+from ksana_jax.config import ConfigError, ModelConfig
+from tests.loading.models_on_disk import write_config
+
+# The embedding takes 256 * 32 * 4 = 32 KiB, as much as four blocks of 16 * 2 * 2 * 4 * 8 * 4 = 8 KiB.
+MODEL = ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
+                    max_position=64, bos_id=1, eos_ids=(2,))  # fmt: skip
+
+
+def given(tmp_path, **changes):
+    write_config(tmp_path / "model", MODEL)
+    model = str(tmp_path / "model")
+    settings = {"num_requests": 5, "prompt_tokens": 16, "output_tokens": 14, "planned_model": model,
+                "planned_device": "1GiB", "planned_dtype": "f32", "planned_context": 32}  # fmt: skip
+    engine = {"num_blocks": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
+    base = {"task": "host_embedding", "model": model, "load_format": "dummy", "engine": engine, "settings": settings}
+    return base | changes
+
+
+def test_the_embeddings_bytes_become_blocks_and_more_rows_run_at_once(tmp_path):
+    outcome = run(plan(given(tmp_path)), tmp_path / "out")
+    assert not outcome.failed
+    made = report(tmp_path / "out")
+    (row,) = made.rows
+    assert (row.mean("measured_blocks_without"), row.mean("measured_blocks_with")) == (4, 8)
+    # Two rows of two blocks each fit beforehand, four afterwards.
+    assert row.mean("mean_running_with") > 1.3 * row.mean("mean_running_without")
+    assert row.mean("num_steps_with") < row.mean("num_steps_without")
+    assert row.mean("measured_share") == row.mean("planned_share") == 256 * 32 / MODEL.num_params
+    # What is planned fills the device: the same bytes more, in whole blocks of 8 KiB, but for the batch's buffers.
+    assert row.mean("planned_blocks_with") > row.mean("planned_blocks_without")
+    assert "% blocks" in made.reading and "KsanaLLM's article" in " ".join(made.notes)
+    assert (tmp_path / "out" / "figure.png").stat().st_size > 1000
+
+
+def test_the_engine_given_has_its_embedding_on_the_device(tmp_path):
+    for changed in ({"embedding_device": "host", "num_blocks": 4}, {"num_blocks": None}):
+        with pytest.raises(ConfigError, match="the side with its embedding on the device, and needs num_blocks"):
+            plan(given(tmp_path, engine=changed))
+    with pytest.raises(ConfigError, match="device is 'gtx', must be one of"):
+        plan(given(tmp_path, settings={"planned_device": "gtx", "planned_model": str(tmp_path / "model")}))
