@@ -97,7 +97,8 @@ class Buckets:
         weights float32, which can take more than all rows do."""
         width = self.widths[-1]
         pairs = ((self.singles[-1], self.tiles[-1]), (self.singles[0], 0), (0, self.tiles[0]))
-        return [self._shape(d, t, width) for d, t in pairs]
+        shapes = [StepShape(d, t, self.query_tile, width) for d, t in pairs]
+        return [shapes[0]._replace(shared_rows=self.shared_rows), *shapes[1:]]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Every shape that a step can have, up to a width of the block tables."""

@@ -122,7 +122,7 @@ def plan(
     embedding_device: Annotated[str, typer.Option(help="device or host, where the embedding rests")] = "device",
     prefix_share: Annotated[float, typer.Option(help="part of each text that all requests have in common")] = 0.0,
     memory_fraction: Annotated[float, typer.Option(help="part of the device to fill")] = 0.9,
-    buckets: Annotated[bool, typer.Option("--buckets", help="list what each bucket of steps takes")] = False,
+    buckets: Annotated[bool, typer.Option("--buckets", help="list what each bucket takes; compiles them all")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
 ) -> None:
     """Says where a device's memory goes for a model, and the largest batch, context and window that fit."""

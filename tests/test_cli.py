@@ -28,7 +28,7 @@ def test_help_answers_within_half_a_second():
         assert done.returncode == 0
     # The least of three: what a busy machine adds is not the command's.
     assert min(seconds) < 0.5
-    for command in ("run", "report", "generate", "train", "doctor", "bench"):
+    for command in ("run", "report", "inspect", "generate", "plan", "train", "doctor", "bench"):
         assert command in done.stdout
 
 
