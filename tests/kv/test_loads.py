@@ -320,3 +320,18 @@ def test_room_for_a_read_may_be_made_of_a_block_that_continues_the_one_to_be_rea
     assert setup.loads.ready(seq)
     setup.check()
     assert setup.prefixes.pin(seq).num_tokens == 4
+
+
+def test_reads_whose_keys_are_taken_by_other_content_are_not_waited_for():
+    # Both on the disk, the first block is found by its key and is another's: nothing can be read after it.
+    setup = Setup(prompt_of(9))
+    seq = sequence(prompt_of(9))
+    link = setup.memory.index.chain(seq.token_ids, "", seq.links, 1)[0]
+    [other] = setup.memory.allocate(1).tolist()
+    node = setup.memory.index.child(setup.memory.index.root(""), b"x" * 4 * SIZE, link.key)
+    setup.memory.device.put(node, other)
+    hit = setup.prefixes.pin(seq)
+    assert not hit.awaits and not hit.num_tokens and not setup.disk.asked and not setup.loads.num_pending
+    setup.memory.release(np.array([other], np.int32))
+    setup.check()
+    assert not setup.host.num_used

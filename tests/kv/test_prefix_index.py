@@ -173,6 +173,18 @@ def test_roots_without_blocks_are_forgotten_and_those_with_blocks_stay(monkeypat
     assert insert(index, prompt_of(4), "tenant") is kept
 
 
+def test_a_text_that_outlives_its_forgotten_root_is_found_by_those_who_come_later(monkeypatch):
+    monkeypatch.setattr(prefix_index, "MAX_ROOTS", 2)
+    index = PrefixIndex(SIZE, Scope("m"))
+    held = index.root("mine")
+    for salt in ("a", "b", "c"):
+        index.root(salt)
+    node = index.child(index.revived(held), tokens(1, 2, 3, 4))
+    node.at[DEVICE] = 0
+    assert index.find(node.key, index.root("mine"), node.tokens) is node
+    index.check()
+
+
 def test_time_rises_with_every_tick():
     index = PrefixIndex(SIZE, Scope())
     assert [index.tick() for _ in range(3)] == [1, 2, 3]

@@ -8,7 +8,7 @@ import pytest
 from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.kv.prefix_index import sha256
 from ksana_jax.request import FinishReason
-from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
+from tests.fakes import FULLY, FakeExecutor, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 from tests.kv.disk_double import DiskDouble
 
 SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
@@ -436,6 +436,29 @@ def test_completions_whose_leader_ends_before_its_prompt_is_computed_still_run_o
     else:
         engine.abort(request.request_id)
     assert all(seq.finish_reason is not None for seq in seqs)
+    expect_empty(engine)
+
+
+def test_moves_that_fail_while_all_wait_for_the_disk_end_all_requests(monkeypatch):
+    engine, disk, request = waiting_for_disk(preempt="swap")
+    monkeypatch.setattr(engine.memory.loads, "wait", lambda: None)
+    other = add(engine, prompt_of(9, seed=5), 20)
+    step(engine)
+    engine.scheduler._preempt(int(engine.scheduler.order[0]))  # as a row that must make room
+    assert engine.scheduler.waiting[-1][2].swapped is not None
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: None)
+
+    def fail(moves):
+        raise FakeExecutor.Failed("as told")
+
+    monkeypatch.setattr(engine.executor, "move", fail)
+    with pytest.raises(FakeExecutor.Failed):
+        engine.step()
+    monkeypatch.undo()
+    assert request.finished and other.finished and not engine.has_work
+    disk.end_all()
+    engine.memory.loads.poll()
+    engine.scheduler.check()
     expect_empty(engine)
 
 
