@@ -136,7 +136,7 @@ class EngineConfig:
         drops them, "auto" takes what measured copies and steps say is cheaper. Without host memory it is "recompute".
       host_cache_bytes: preallocated host memory for swapped rows and cached prefixes.
       disk_cache_dir: folder of the disk tier; None has none.
-      disk_cache_bytes: most bytes of files in it.
+      disk_cache_bytes: most bytes of this model's files in it; those of other models stay uncounted.
       cache_write: when cached prefixes go to the next slower tier: "back" when they are evicted, "through" when they
         are computed, "drop" never.
       embedding_device: where the token embedding rests and is looked up.

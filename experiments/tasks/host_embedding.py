@@ -19,7 +19,7 @@ import numpy as np
 from experiments.figures import COLOURS
 from experiments.models import model_dir
 from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
-from experiments.tasks.paired import forced, of_side, pairs, speeds, timed
+from experiments.tasks.paired import forced, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -102,24 +102,21 @@ class HostEmbedding:
                     result[f"{name}_{key}"] = found[key]
             result[f"more_{name}"] = found["blocks_with"] / found["blocks_without"] - 1
             result[f"{name}_share"] = found["embedding_bytes"] / found["weights_bytes"]
-        for side in ("without", "with"):
-            runs = of_side(measurements, side)
-            result[f"recomputed_{side}"] = sum(m["num_preemptions"] for m in runs) / len(runs)
         return result
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
             Column("planned_blocks_without", "planned blocks", number(0)),
-            Column("planned_blocks_with", "embedding on host", number(0)),
-            Column("more_planned", "more, %", _percent),
-            Column("measured_blocks_without", "run with blocks", number(0)),
-            Column("measured_blocks_with", "embedding on host", number(0)),
-            Column("more_measured", "more, %", _percent),
-            Column("mean_running_without", "rows at once", number(1)),
-            Column("mean_running_with", "embedding on host", number(1)),
+            Column("planned_blocks_with", "planned, on host", number(0)),
+            Column("more_planned", "more planned, %", _percent),
+            Column("measured_blocks_without", "blocks", number(0)),
+            Column("measured_blocks_with", "blocks, on host", number(0)),
+            Column("more_measured", "more blocks, %", _percent),
+            Column("mean_running_without", "rows", number(1)),
+            Column("mean_running_with", "rows, on host", number(1)),
             Column("tokens_per_s_without", "tokens/s", number(0)),
-            Column("tokens_per_s_with", "embedding on host", number(0)),
-            Column("more_throughput", "more, %", _percent),
+            Column("tokens_per_s_with", "tokens/s, on host", number(0)),
+            Column("more_throughput", "more tokens/s, %", _percent),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -132,9 +129,9 @@ class HostEmbedding:
                 f"of the planned one ({_planned_name(done[0])}); both have an output head of the same size."
             )
         said += [
-            "Both sides of a row fill the same bytes of the device with weights and pool. Planned: blocks of 16 tokens "
-            "that a step's buffers leave in 90 % of the device, at the largest batch.",
-            "Throughput: seconds of both sides measured in turns, output tokens; rows at once: mean over steps.",
+            "Both sides of a row fill the same bytes of the device with weights and pool; on host: with the embedding "
+            "there. Planned: blocks that weights and a step leave in 90 % of the device, at the largest batch.",
+            "Rows: sequences that run at once, mean over steps. Tokens/s: of output, medians of both sides in turns.",
             "KsanaLLM's article has +10 % throughput for an embedding of 11.8 % of the parameters.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):

@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments import texts
 from experiments.figures import line_style
 from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
@@ -25,6 +27,8 @@ from ksana_jax.request import MAX_BEAM_WIDTH, MAX_N
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ksana_jax import LLM
+
 METHODS = {"sample": MAX_N, "beam": MAX_BEAM_WIDTH}
 
 
@@ -32,7 +36,8 @@ METHODS = {"sample": MAX_N, "beam": MAX_BEAM_WIDTH}
 class SharingSettings:
     """Fields of `settings` in a memory_sharing experiment.
 
-    texts: UTF-8 files that prompts are cut from; none takes the held-out texts. The seed draws among them.
+    texts: UTF-8 files that prompts are cut from; none takes the held-out texts. The seed draws among them. A model
+      without a tokenizer gets random tokens.
     method: "sample" draws `width` samples of each prompt, "beam" searches with `width` beams.
     num_rows: sequences in all, a multiple of width: num_rows / width prompts, all there from the beginning.
     prompt_tokens: tokens of each prompt, BOS included.
@@ -75,8 +80,7 @@ class MemorySharing:
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = SharingSettings(**trial.config["settings"]), trial.llm
-        num_prompts = settings.num_rows // settings.width
-        prompts = texts.pieces(settings.texts, llm.tokenizer, num_prompts, settings.prompt_tokens, trial.seed)
+        prompts = make_prompts(settings, llm, trial.seed)
         yield {"metric": "setting", **{k: v for k, v in dataclasses.asdict(settings).items() if k != "texts"}}
 
         def apart(salt: str) -> Measurement:
@@ -160,6 +164,14 @@ class MemorySharing:
         below.set_xlabel("samples or beams of a request")
         if above.containers:
             figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+
+
+def make_prompts(settings: SharingSettings, llm: LLM, seed: int) -> list[list[int]]:
+    """num_rows / width prompts of prompt_tokens each."""
+    count, length = settings.num_rows // settings.width, settings.prompt_tokens
+    if llm.tokenizer is None:
+        return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (count, length)).tolist()
+    return texts.pieces(settings.texts, llm.tokenizer, count, length, seed)
 
 
 def _together(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):

@@ -69,6 +69,7 @@ def pairs(
     serve: dict[Side, Callable[[str], Measurement]] = {"without": without, "with": with_}
     for pair in range(num_pairs):
         order: list[Side] = ["without", "with"] if (pair + seed) % 2 == 0 else ["with", "without"]
+        runs: list[Measurement] = []
         for _ in range(_MAX_ATTEMPTS):
             runs = [{"metric": "run", "pair": pair, "side": side, **serve[side](_salt())} for side in order]
             if not any(run["compiled_while_timed"] for run in runs):

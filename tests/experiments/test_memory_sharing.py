@@ -1,10 +1,14 @@
 """Sharing by samples and beams, on the real engine with a model of one layer."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from experiments.config import plan
 from experiments.report import report
 from experiments.run import run
+from experiments.tasks.memory_sharing import SharingSettings, make_prompts
 from ksana_jax.config import ConfigError
 
 ENGINE = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 32, "max_num_seqs": 8}
@@ -69,6 +73,14 @@ def test_the_sentence_leaves_out_rows_that_cannot_share(measured):
     assert "samples: " in made.reading and "beams: " in made.reading
     assert "one sample" not in made.reading
     assert (folder / "figure.png").stat().st_size > 0
+
+
+def test_a_model_without_a_tokenizer_gets_random_tokens():
+    llm = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(vocab_size=50))
+    settings = SharingSettings(width=2, num_rows=6, prompt_tokens=7)
+    prompts = np.array(make_prompts(settings, llm, seed=0))
+    assert prompts.shape == (3, 7) and 0 <= prompts.min() and prompts.max() < 50
+    assert (prompts != make_prompts(settings, llm, seed=1)).any()
 
 
 @pytest.mark.parametrize(

