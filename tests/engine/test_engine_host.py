@@ -1,6 +1,7 @@
 """The engine's loop around a fake executor: what is reported when, what a bad request or a failing step leaves behind,
 and what a decode step costs."""
 
+import gc
 import json
 import sys
 
@@ -256,12 +257,14 @@ def count_bytecodes(call) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # jax is called after a collection, in Python
     sys._getframe().f_trace_opcodes = True  # Python 3.12 looks when tracing starts whether any frame asks for it
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
