@@ -24,14 +24,21 @@ LONGEST = 40
 STOP_IDS = (3, 4)
 
 
-@functools.lru_cache(maxsize=4096)
 def expected_tokens(prompt: bytes, count: int, pattern: str, seed: int | None, min_tokens: int, stop_ids) -> list[int]:
     """What a prompt gives alone on a cold engine."""
-    tokens = reference_tokens(np.frombuffer(prompt, np.int32), count, PATTERNS[pattern], seed=seed)
+    if seed is None:  # few texts are asked for again and again, with other lengths
+        tokens = _tokens(prompt, LONGEST - len(prompt) // 4, pattern, None)[:count]
+    else:
+        tokens = _tokens(prompt, count, pattern, seed)
     return until_stop(tokens, stop_ids, min_tokens)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**16)
+def _tokens(prompt: bytes, count: int, pattern: str, seed: int | None) -> list[int]:
+    return reference_tokens(np.frombuffer(prompt, np.int32), count, PATTERNS[pattern], seed=seed)
+
+
+@functools.lru_cache(maxsize=2**16)
 def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: str, stop_ids, max_len: int):
     """(tokens, sum of log-probabilities) of the beams that a search ends with, the best first; every beam computed
     from its text alone."""
@@ -57,7 +64,7 @@ def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: st
             return ended
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**16)
 def visible_later(pattern: str, done: int, covered: int, size: int) -> list[int]:
     """Starts of the blocks that some layer's queries from `done` on see, or write to."""
     later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]

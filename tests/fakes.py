@@ -56,8 +56,9 @@ def _embed(token_ids, positions) -> np.ndarray:
     return _mix((_u64(token_ids) << np.uint64(32)) + _u64(positions))
 
 
-def _weigh(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return keys * (_u64(positions) * np.uint64(2) + np.uint64(1))
+def _weights(positions: np.ndarray) -> np.ndarray:
+    """What the keys at some positions are multiplied with: it tells them apart in a sum."""
+    return _u64(positions) * np.uint64(2) + np.uint64(1)
 
 
 def _attend(hidden: np.ndarray, weighed: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -92,7 +93,7 @@ def reference_hidden(token_ids, patterns: Patterns) -> np.ndarray:
     hidden = _embed(token_ids, positions)
     for pattern in patterns:
         visible, _ = literal(pattern, positions[:, None], positions[None])
-        hidden = _attend(hidden, _weigh(hidden, positions)[None], visible)
+        hidden = _attend(hidden, (hidden * _weights(positions))[None], visible)
     return hidden
 
 
@@ -103,13 +104,13 @@ def reference_tokens(prompt, count: int, patterns: Patterns, vocab: int = VOCAB,
     # masks[l]: which positions each position sees; layers[l]: what the text so far holds in layer l.
     masks = [literal(p, positions[:, None], positions[None])[0] for p in patterns]
     layers = np.zeros((len(patterns) + 1, len(text)), np.uint64)
-    weighed = np.zeros((len(patterns), len(text)), np.uint64)
+    weighed, weights = np.zeros((len(patterns), len(text)), np.uint64), _weights(positions)
     start = 0
     for end in range(len(prompt), len(text)):
         new = slice(start, end)
         layers[0, new] = _embed(text[new], positions[new])
         for at, mask in enumerate(masks):
-            weighed[at, new] = _weigh(layers[at, new], positions[new])
+            weighed[at, new] = layers[at, new] * weights[new]
             layers[at + 1, new] = _attend(layers[at, new], weighed[at][None], mask[new])
         sampled = () if seed is None else ([seed], [end - len(prompt)])
         text[end] = choose(layers[-1, end - 1 : end], vocab, *sampled)[0]
@@ -168,7 +169,8 @@ class FakeExecutor:
         """A step that was meant to fail did."""
 
     def set_patterns(self, patterns: Patterns) -> None:
-        self._patterns = [p.arrays() for p in patterns]
+        arrays = {pattern: pattern.arrays() for pattern in patterns}
+        self._patterns = [arrays[pattern] for pattern in patterns]
 
     def scramble(self, blocks: np.ndarray) -> None:
         """Fills some blocks [M] (boolean) with noise, as whoever takes them next might."""
@@ -204,11 +206,13 @@ class FakeExecutor:
             tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
         kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
         kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
-        hidden = _embed(a.tokens, np.maximum(a.positions, 0))
+        hidden, weights = _embed(a.tokens, np.maximum(a.positions, 0)), _weights(kv_positions)
+        kv_positions, last_pattern, visible = kv_positions[tile_of], None, None
         for layer, pattern in enumerate(self._patterns):
             self.keys[layer, a.slots] = hidden
-            weighed = _weigh(self.keys[layer, kv_slots], kv_positions)[tile_of]
-            hidden = _attend(hidden, weighed, pattern.visible(a.positions[:, None], kv_positions[tile_of]))
+            if pattern is not last_pattern:
+                last_pattern, visible = pattern, pattern.visible(a.positions[:, None], kv_positions)
+            hidden = _attend(hidden, (self.keys[layer, kv_slots] * weights)[tile_of], visible)
         last = hidden[a.last]
         tokens = choose(last, self.vocab)
         if (s := step.sampling) is not None:

@@ -34,6 +34,13 @@ class Expected:
     salt: str
 
 
+def _text(branch: int, leaves: int) -> np.ndarray:
+    return np.concatenate([prompt_of(LONGEST)[:leaves], prompt_of(LONGEST, branch)[leaves:]])
+
+
+TEXTS = [_text(branch, leaves) for branch, leaves in enumerate((LONGEST, 0, 9, 22))]
+
+
 class Simulation:
     """An engine of random shape, its requests and what they must give.
 
@@ -117,11 +124,7 @@ class Simulation:
 
     def text(self, length: int) -> np.ndarray:
         """The beginning of one of four texts: the others leave the first one at positions 0, 9 and 22."""
-        text = prompt_of(LONGEST).copy()
-        branch = self.rng.randint(0, 3)
-        leaves = (LONGEST, 0, 9, 22)[branch]
-        text[leaves:] = prompt_of(LONGEST, branch)[leaves:]
-        return text[:length]
+        return self.rng.choice(TEXTS)[:length]
 
     def add(self) -> None:
         rng = self.rng
@@ -202,7 +205,7 @@ class Simulation:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        before = {r: [len(c.token_ids) for c in r.completions] for r in self.requests if not r.finished}
+        before = {r: [len(c.token_ids) for c in r.completions] for r in self.requests if r not in self.ended}
         reported = step(self.engine)  # I1, I2, I4: the books are checked there
         self.num_steps += 1
         if self.disk is not None:
