@@ -1,0 +1,67 @@
+"""Which text positions a query sees, in seven numbers; and which blocks hold any of them. Works inside jit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Stands for "no limit" in integer arrays; twice it still fits in int32.
+FAR = 2**30
+
+
+def _rem(x, divisor) -> jax.Array:
+    """Remainder of x >= 0, in one operation, which kernels can compile."""
+    x = jnp.asarray(x, jnp.int32)
+    return jax.lax.rem(x, jnp.broadcast_to(jnp.asarray(divisor, jnp.int32), x.shape))
+
+
+class Pattern(NamedTuple):
+    """Key j is seen by query i where j <= i and (near, or sink, or global):
+
+      near    i - j < window and (i - j) % stride == 0
+      sink    j < num_sinks
+      global  has_global and j % global_every == 0
+
+    Scalars, which may be traced. Where `sink_moved` is 1, sinks are scored with a second query (StreamingLLM,
+    arXiv:2309.17453, section 3.2); where it is 2, only sinks that are both outside the window and farther away than
+    `sink_ceiling` (LM-Infinite, arXiv:2308.16137, section 4).
+    """
+
+    window: Any = FAR
+    num_sinks: Any = 0
+    stride: Any = 1
+    has_global: Any = 0
+    global_every: Any = FAR
+    sink_moved: Any = 0
+    sink_ceiling: Any = FAR
+
+    def visible(self, q_pos, kv_pos):
+        """Whether each key is seen by each query; shapes broadcast. Keys at FAR are never seen."""
+        distance = q_pos - kv_pos
+        near = (distance < self.window) & (_rem(distance, self.stride) == 0)
+        is_global = (self.has_global != 0) & (_rem(kv_pos, self.global_every) == 0)
+        return (distance >= 0) & (near | (kv_pos < self.num_sinks) | is_global)
+
+    def moved(self, q_pos, kv_pos):
+        """Whether a key is a sink that the second query scores; shapes broadcast."""
+        distance = q_pos - kv_pos
+        beyond = (distance >= self.window) & (distance > self.sink_ceiling)
+        return (kv_pos < self.num_sinks) & ((self.sink_moved == 1) | ((self.sink_moved == 2) & beyond))
+
+    def sees_some(self, first_query, last_query, starts, size: int) -> jax.Array:
+        """Whether any query at first_query..last_query sees any of `size` positions from `starts`; shapes broadcast."""
+        ends = starts + size - 1
+        nearest = jnp.maximum(first_query - ends, 0)
+        farthest = jnp.minimum(last_query - starts, self.window - 1)
+        # Stride 3, distances 4..5: the next multiple is 6, so none is seen.
+        near = -(-nearest // self.stride) * self.stride <= farthest
+        is_global = (self.has_global != 0) & ((-starts) % self.global_every < size)
+        return (starts <= last_query) & (near | (starts < self.num_sinks) | is_global)
+
+    def sees_all(self, first_query, last_query, starts, size: int) -> jax.Array:
+        """Whether every query at first_query..last_query sees each of `size` positions from `starts` with its own
+        query: no mask is needed. False is always safe."""
+        inside = (starts + size - 1 <= first_query) & (last_query - starts < self.window) & (self.stride == 1)
+        return inside & ~((self.sink_moved != 0) & (starts < self.num_sinks))

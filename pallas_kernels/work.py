@@ -1,0 +1,137 @@
+"""The work of one step, cut into equal parts: made once on the device, used by all layers that share a pattern.
+
+A query tile is a few queries of one row, for example the one token of a decoding row. Of its block table only the
+blocks with something visible are kept, cut into units of at most 64 tokens; units are read TILE_KV tokens at a time:
+
+    tile 0   blocks  0 1 . . . . 6 7    window and a sink: blocks 2 to 5 are not read
+    tile 1   blocks  0 1 2
+
+All (query tile, kv head) pairs stand in one line, each as long as it has pieces of TILE_KV tokens. The line is cut into
+one equal stretch for each worker; where a cut falls inside a pair, the pair has two segments, and their results are
+merged. So one row of 128k tokens among short ones keeps all workers busy, whatever the batch.
+
+Source: balanced work lists for ragged attention, FlashInfer, arXiv:2501.01005, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.patterns import FAR, Pattern
+
+TILE_KV = 64
+# Shorter stretches are not worth a segment of their own: 4 pieces of 64 tokens.
+MIN_PIECES = 4
+
+# Columns of Work.segments.
+TILE, HEAD, PIECE, NUM_PIECES = range(4)
+
+# Bits of Work.care: some query does not see some slot with its own query; some slot lies beyond the newest query and may
+# hold anything; some slot is a sink that the second query scores.
+MASK, DIRTY, MOVED = 1, 2, 4
+
+
+def unit_tokens(block_size: int) -> int:
+    """Tokens that are read with one copy: a block, or half of one of 128.
+
+    Raises:
+      NotImplementedError: the block size is not 16, 32, 64 or 128.
+    """
+    if block_size not in (16, 32, 64, 128):
+        raise NotImplementedError(f"blocks of {block_size} tokens; these kernels take 16, 32, 64 or 128")
+    return min(block_size, TILE_KV)
+
+
+class Work(NamedTuple):
+    """Arrays int32. S query tiles, K kv heads, U units of a table, W workers, N = S*K + W segments at most.
+
+    units: [S, U] index of a unit in the pool seen as units, without layer, head and key/value; the live ones first.
+    starts: [S, U] text position of each unit's first slot; FAR where there is none.
+    care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, MOVED.
+    newest: [S] largest position of each tile's queries.
+    segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
+    first: [W + 1] each worker's first segment.
+    of_pair: [S*K + 1] each pair's first segment; pairs are in the order of segments.
+    """
+
+    units: jax.Array
+    starts: jax.Array
+    care: jax.Array
+    newest: jax.Array
+    segments: jax.Array
+    first: jax.Array
+    of_pair: jax.Array
+
+
+def plan(
+    tables: jax.Array,
+    starts: jax.Array,
+    positions: jax.Array,
+    pattern: Pattern,
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    units_per_block_id: int,
+    num_workers: int,
+) -> Work:
+    """Cuts a step's attention into equal stretches.
+
+    Args:
+      tables: [S, P] block ids, by rising text position; any valid id where absent.
+      starts: [S, P] text position of each block's first slot; FAR where absent.
+      positions: [S, Q] of each tile's queries, consecutive; -1 where padded.
+      pattern: scalars.
+      units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
+      num_workers: stretches to cut the work into.
+    """
+    s = tables.shape[0]
+    size = unit_tokens(block_size)
+    parts, per_piece = block_size // size, TILE_KV // size
+    units = (tables * units_per_block_id)[:, :, None] + jnp.arange(parts)
+    unit_starts = jnp.where(starts[:, :, None] < FAR, starts[:, :, None] + size * jnp.arange(parts), FAR)
+    units, unit_starts = units.reshape(s, -1), unit_starts.reshape(s, -1)
+    last = positions.max(axis=1, keepdims=True)
+    first = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
+
+    live = pattern.sees_some(first, last, unit_starts, size) & (unit_starts < FAR)
+    count = live.sum(axis=1)
+    width = -(-units.shape[1] // per_piece) * per_piece
+    # The live ones move to the front; the others are sent beyond the end and dropped.
+    place = jnp.where(live, jnp.cumsum(live, axis=1) - 1, width)
+    row = jnp.arange(s)[:, None]
+    units = jnp.zeros((s, width), jnp.int32).at[row, place].set(units, mode="drop")
+    unit_starts = jnp.full((s, width), FAR, jnp.int32).at[row, place].set(unit_starts, mode="drop")
+    moved = (pattern.sink_moved != 0) & (unit_starts < pattern.num_sinks)
+    needs = ((MASK, ~pattern.sees_all(first, last, unit_starts, size)), (DIRTY, unit_starts + size - 1 > last),
+             (MOVED, moved))  # fmt: skip
+    care = sum(bit * x.reshape(s, -1, per_piece).any(axis=2).astype(jnp.int32) for bit, x in needs)
+
+    pieces = -(-count // per_piece)
+    length = jnp.repeat(pieces, num_kv_heads)
+    begin = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(length).astype(jnp.int32)])
+    total = begin[-1]
+    stretch = jnp.maximum(-(-total // num_workers), MIN_PIECES)
+    cuts = jnp.minimum(jnp.arange(num_workers + 1) * stretch, total)
+    # Segments begin where a pair or a worker begins; each place once, the end of the line not at all.
+    edges = jnp.sort(jnp.concatenate([begin[:-1], cuts[:-1]]))
+    again = jnp.concatenate([jnp.zeros(1, bool), edges[1:] == edges[:-1]])
+    edges = jnp.sort(jnp.where(again, total, edges))
+    pair = jnp.searchsorted(begin, edges, side="right").astype(jnp.int32) - 1
+    until = jnp.append(edges[1:], total)
+    pair = jnp.minimum(pair, s * num_kv_heads - 1)
+    segments = jnp.stack(
+        [pair // num_kv_heads, pair % num_kv_heads, edges - begin[pair], until - edges], axis=1
+    ).astype(jnp.int32)
+    find = jax.vmap(lambda at: jnp.searchsorted(edges, at, side="left").astype(jnp.int32))
+    return Work(
+        units=units.astype(jnp.int32),
+        starts=unit_starts,
+        care=care,
+        newest=last[:, 0],
+        segments=segments,
+        first=find(cuts),
+        of_pair=find(begin),
+    )
