@@ -35,10 +35,14 @@ class Branch(NamedTuple):
     logprob: float
 
 
+def num_kept(width: int, stop_ids: tuple[int, ...]) -> int:
+    """Continuations of all beams that are looked at in each step: enough that `width` go on although others end."""
+    return max(2, 1 + len(stop_ids)) * width
+
+
 def num_candidates(width: int, stop_ids: tuple[int, ...]) -> int:
-    """Continuations that are looked at in each step: enough that `width` of them go on although others end, as far as
-    log-probabilities are to be had."""
-    return min(max(2, 1 + len(stop_ids)) * width, MAX_LOGPROBS)
+    """Continuations of each beam that are looked at: as many, as far as log-probabilities are to be had."""
+    return min(num_kept(width, stop_ids), MAX_LOGPROBS)
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,7 +85,7 @@ class Beams:
         Args:
           texts: tokens of each beam, prompt included.
 
-        Source: as transformers does it. Of the num_candidates best continuations, those that end are finished if they
+        Source: as transformers does it. Of the num_kept best continuations, those that end are finished if they
         are among the first `width`, the first `width` of the others go on. The search ends when no beam that goes on
         scores better, at its present length, than the worst of `width` finished ones.
         """
@@ -94,7 +98,7 @@ class Beams:
         self._reports = {}
         length = len(next(iter(texts.values()))) + 1
         chosen: list[Branch] = []
-        for rank, branch in enumerate(found[: self.num_candidates]):
+        for rank, branch in enumerate(found[: num_kept(self.width, self.stop_ids)]):
             if branch.token in self.stop_ids:
                 if rank < self.width:
                     self._finish(texts, branch, FinishReason.STOP)

@@ -145,7 +145,7 @@ def test_a_save_is_what_the_block_held_then_though_the_pool_is_written_before_it
     assert numbers(mover.host_blocks)[9] == 3 and numbers(cache.blocks)[3] == 5
 
 
-def test_warm_up_compiles_all_that_moves_can_need_and_only_copies_without_a_host():
+def test_warm_up_compiles_all_that_moves_can_need_with_a_host_and_without():
     mover = BlockMover(pool(), NUM_SLOTS)
     mover.warm_up()
     compiled = mover.num_compilations
@@ -158,8 +158,10 @@ def test_warm_up_compiles_all_that_moves_can_need_and_only_copies_without_a_host
     assert mover.num_compilations == compiled
     alone = BlockMover(pool(), 0)
     alone.warm_up()
-    make(alone, pool(), copies=pairs((0, 1)))
-    assert alone.num_compilations == len(SIZES)
+    # More than 64 copies are gathered and scattered.
+    for count in (1, 140):
+        make(alone, pool(), copies=np.stack([blocks, blocks[::-1]], 1)[:count])
+    assert alone.num_compilations == compiled
 
 
 def test_the_first_moves_are_timed_once_they_are_compiled():
