@@ -65,3 +65,6 @@ class Pattern(NamedTuple):
         query: no mask is needed. False is always safe."""
         inside = (starts + size - 1 <= first_query) & (last_query - starts < self.window) & (self.stride == 1)
         return inside & ~((self.sink_moved != 0) & (starts < self.num_sinks))
+
+
+FULL = Pattern()

@@ -29,8 +29,8 @@ MIN_PIECES = 4
 # Columns of Work.segments.
 TILE, HEAD, PIECE, NUM_PIECES = range(4)
 
-# Bits of Work.care: some query does not see some slot with its own query; some slot lies beyond the newest query and may
-# hold anything; some slot is a sink that the second query scores.
+# Bits of Work.care: some query does not see some slot with its own query; some slot lies beyond the newest query and
+# may hold anything; some slot is a sink that the second query scores.
 MASK, DIRTY, MOVED = 1, 2, 4
 
 
@@ -51,7 +51,7 @@ class Work(NamedTuple):
     units: [S, U] index of a unit in the pool seen as units, without layer, head and key/value; the live ones first.
     starts: [S, U] text position of each unit's first slot; FAR where there is none.
     care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, MOVED.
-    newest: [S] largest position of each tile's queries.
+    oldest, newest: [S] smallest and largest position of each tile's queries; newest is -1 where there are none.
     segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
     first: [W + 1] each worker's first segment.
     of_pair: [S*K + 1] each pair's first segment; pairs are in the order of segments.
@@ -60,6 +60,7 @@ class Work(NamedTuple):
     units: jax.Array
     starts: jax.Array
     care: jax.Array
+    oldest: jax.Array
     newest: jax.Array
     segments: jax.Array
     first: jax.Array
@@ -82,7 +83,7 @@ def plan(
     Args:
       tables: [S, P] block ids, by rising text position; any valid id where absent.
       starts: [S, P] text position of each block's first slot; FAR where absent.
-      positions: [S, Q] of each tile's queries, consecutive; -1 where padded.
+      positions: [S, Q] of each tile's queries: consecutive, then -1 where padded.
       pattern: scalars.
       units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
       num_workers: stretches to cut the work into.
@@ -107,7 +108,9 @@ def plan(
     moved = (pattern.sink_moved != 0) & (unit_starts < pattern.num_sinks)
     needs = ((MASK, ~pattern.sees_all(first, last, unit_starts, size)), (DIRTY, unit_starts + size - 1 > last),
              (MOVED, moved))  # fmt: skip
-    care = sum(bit * x.reshape(s, -1, per_piece).any(axis=2).astype(jnp.int32) for bit, x in needs)
+    care = jnp.zeros((s, width // per_piece), jnp.int32)
+    for bit, x in needs:
+        care |= bit * x.reshape(s, -1, per_piece).any(axis=2)
 
     pieces = -(-count // per_piece)
     length = jnp.repeat(pieces, num_kv_heads)
@@ -130,6 +133,7 @@ def plan(
         units=units.astype(jnp.int32),
         starts=unit_starts,
         care=care,
+        oldest=first[:, 0],
         newest=last[:, 0],
         segments=segments,
         first=find(cuts),

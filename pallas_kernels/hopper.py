@@ -1,0 +1,117 @@
+"""Ragged paged attention for Hopper: arrays of the contract cut and packed for the kernels, and back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper_attention import attend
+from pallas_kernels.hopper_common import LOG2E, ROWS, Config
+from pallas_kernels.hopper_merge import merge
+from pallas_kernels.patterns import FULL, Pattern
+from pallas_kernels.work import Work, plan, unit_tokens
+
+NUM_WORKERS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+
+
+def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int, num_workers: int) -> Work:
+    """The work list that `ragged_paged_attention` makes for itself; give it to layers that share a pattern.
+
+    Args:
+      tables, starts, positions, pool, pattern: as of `ragged_paged_attention`.
+    """
+    _, num_layers, _, kv_heads, block_size, _ = pool.shape
+    tables, starts, positions = _split_tiles(tables, starts, positions, num_query_heads // kv_heads)
+    return plan(
+        tables, starts, positions, pattern, block_size=block_size, num_kv_heads=kv_heads,
+        units_per_block_id=num_layers * 2 * kv_heads * (block_size // unit_tokens(block_size)), num_workers=num_workers,
+    )  # fmt: skip
+
+
+def _split_tiles(tables, starts, positions, group: int):
+    """Query tiles cut into those of at most 64 rows: queries x query heads of a group."""
+    s, width = positions.shape
+    per_tile = min(ROWS // group, width)
+    tiles = -(-width // per_tile)
+    positions = jnp.pad(positions, ((0, 0), (0, tiles * per_tile - width)), constant_values=-1)
+    return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    positions: jax.Array,
+    *,
+    layer,
+    pattern: Pattern = FULL,
+    q_sink: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
+    return_lse: bool = False,
+    out_dtype=None,
+    work: Work | None = None,
+    num_workers: int = NUM_WORKERS,
+    stages: int = 2,
+    interpret=None,
+):
+    """Attends tiles of queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
+
+    Args:
+      work: from `plan_work` with the same num_workers; None makes it here.
+      num_workers: blocks of threads; two for each multiprocessor.
+      stages: pieces of 64 keys and values that each of them holds at once.
+      interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
+
+    Raises:
+      NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.
+    """
+    s, width, n, h = q.shape
+    kv_heads, block_size = pool.shape[3:5]
+    group = n // kv_heads
+    if pool.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes bfloat16 and float16")
+    if h not in (64, 96, 128):
+        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96 and 128")
+    if group > ROWS:
+        raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
+    if q_sink is None:
+        pattern = pattern._replace(sink_moved=0)
+    if work is None:
+        work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n, num_workers=num_workers)
+    _, _, split = _split_tiles(tables, starts, positions, group)
+    per_tile = split.shape[1]
+    tiles = split.shape[0] // s
+    rows = -(-per_tile * group // 8) * 8
+    config = Config(
+        kv_heads, group, h, block_size, rows, pool.dtype, num_workers, stages, soft_cap,
+        0 if q_sink is None else q_sink.shape[2],
+    )  # fmt: skip
+
+    def packed(x, *more):  # [S, Q, ..., N, H] -> [S * tiles * K, ..., rows, H]
+        x = jnp.pad(x.astype(pool.dtype), ((0, 0), (0, tiles * per_tile - width), *((0, 0),) * (x.ndim - 2)))
+        x = x.reshape(s * tiles, per_tile, *more, kv_heads, group, h)
+        x = jnp.moveaxis(x, (-3, 1), (1, -3)).reshape(s * tiles * kv_heads, *more, per_tile * group, h)
+        return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, rows - per_tile * group), (0, 0)))
+
+    partial, partial_lse = attend(
+        packed(q), None if q_sink is None else packed(q_sink, config.num_sink_queries), pool, work,
+        pattern, layer, config, interpret,
+    )  # fmt: skip
+    sinks = jnp.full((kv_heads, 1, group), -jnp.inf, jnp.float32)
+    if sink_logits is not None:
+        sinks = sink_logits.astype(jnp.float32).reshape(kv_heads, 1, group) * LOG2E
+    sinks = jnp.broadcast_to(sinks, (kv_heads, per_tile, group)).reshape(kv_heads, -1)
+    sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - per_tile * group)))
+    out, lse = merge(partial, partial_lse, work, sinks, config, out_dtype or q.dtype, interpret)
+
+    def unpacked(x):  # [S * tiles * K, rows, ...] -> [S, Q, N, ...]
+        x = x[:, : per_tile * group].reshape(s, tiles, kv_heads, per_tile, group, *x.shape[2:])
+        x = jnp.moveaxis(x, 2, 3).reshape(s, tiles * per_tile, n, *x.shape[5:])
+        return x[:, :width]
+
+    out = jnp.where(positions[:, :, None, None] >= 0, unpacked(out), 0)
+    if not return_lse:
+        return out
+    return out, jnp.where(positions[:, :, None] >= 0, unpacked(lse), -jnp.inf)

@@ -1,0 +1,71 @@
+"""What the Hopper kernels share: their configuration, matrices in shared memory, the call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+ROWS = 64  # of a wgmma
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for.
+
+    group: query heads to a kv head. rows: queries x group, a multiple of 8 of at most 64. num_workers: blocks of threads.
+    stages: pieces of keys and values that each of them holds at once.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    rows: int
+    dtype: jnp.dtype
+    num_workers: int
+    stages: int
+    soft_cap: float | None = None
+    num_sink_queries: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output that are computed together."""
+        return 64 if self.head_dim % 64 == 0 else 32
+
+    @property
+    def staged(self) -> int:
+        """Columns of the output that wait in shared memory at once. With a second query only 32 leave room for two
+        blocks of threads on a multiprocessor: 113 KB each at a head dim of 128."""
+        return 32 if self.num_sink_queries else self.columns
+
+
+def layout(width: int, itemsize: int):
+    """Layout in shared memory of matrices [..., width]: what wgmma and TMA want, free of bank conflicts."""
+    swizzle = 128 if width * itemsize % 128 == 0 else 64
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def int32(x) -> jax.Array:
+    return jnp.asarray(x, jnp.int32)
+
+
+def call(body, grid, *, out_type, scratch_types, interpret):
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=grid,
+        grid_names=("index",),
+        # Given explicitly: the default differs between versions of jax.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # rows of a wgmma are reduced within a warp
+        ),
+        interpret=interpret,
+    )

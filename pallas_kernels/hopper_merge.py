@@ -1,0 +1,104 @@
+"""Joins partial results of attention by their log-sum-exp, for Hopper, in Mosaic GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout
+from pallas_kernels.work import Work
+
+
+def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s, sinks_s, result_s, o_bar, sink_bar, *,
+           config: Config, depth: int):  # fmt: skip
+    """One (query tile, kv head) pair per block of threads: its segments are summed, weighted by their log-sum-exp."""
+    h, rows, columns = config.head_dim, config.rows, config.columns
+    pair = lax.axis_index("index")
+    first, until = of_pair_g[pair], of_pair_g[pair + 1]
+
+    def fetch(segment, slot):
+        plgpu.copy_gmem_to_smem(partial_g.at[segment], o_s.at[slot, pl.ds(0, rows)], o_bar.at[slot])
+        plgpu.copy_gmem_to_smem(partial_lse_g.at[segment], l_s.at[slot], o_bar.at[slot])
+
+    plgpu.copy_gmem_to_smem(sinks_g.at[lax.rem(pair, config.num_kv_heads)], sinks_s, sink_bar)
+    for slot in range(depth):
+
+        @pl.when(first + slot < until)
+        def _(slot=slot):
+            fetch(first + slot, int32(slot))
+
+    def absorb(segment, carry):
+        acc, top, total = carry
+        slot = lax.rem(segment - first, int32(depth))
+        plgpu.barrier_wait(o_bar.at[slot])
+        lse = plgpu.layout_cast(l_s[slot], plgpu.Layout.WGMMA.reduce(1))
+
+        new_top = jnp.maximum(top, lse)
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        fade, weight = jnp.exp2(top - base), jnp.exp2(lse - base)
+        fade_2d, weight_2d = (lax.broadcast_in_dim(x, (ROWS, columns), [0]) for x in (fade, weight))
+        acc = tuple(
+            a * fade_2d + plgpu.layout_cast(o_s[slot, :, pl.ds(i * columns, columns)], plgpu.Layout.WGMMA) * weight_2d
+            for i, a in enumerate(acc)
+        )
+
+        @pl.when(segment + depth < until)
+        def _():
+            fetch(segment + depth, slot)
+
+        return acc, new_top, total * fade + weight
+
+    row = plgpu.Layout.WGMMA.reduce(1)
+    acc, top, total = lax.fori_loop(first, until, absorb, (
+        (plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA),) * (h // columns),
+        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), row),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row),
+    ))  # fmt: skip
+    # A learned sink is one more logit, without a value.
+    plgpu.barrier_wait(sink_bar)
+    sink = plgpu.layout_cast(sinks_s[...], row)
+    new_top = jnp.maximum(top, sink)
+    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    fade = jnp.exp2(top - base)
+    total = total * fade + jnp.exp2(sink - base)
+    nothing = total == 0.0
+    scale = lax.broadcast_in_dim(fade / jnp.where(nothing, 1.0, total), (ROWS, columns), [0])
+    for i, a in enumerate(acc):
+        result_s[:, i * columns : (i + 1) * columns] = (a * scale).astype(result_s.dtype)
+    l_s[0] = jnp.where(nothing, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, rows)], out_g.at[pair])
+    plgpu.copy_smem_to_gmem(l_s.at[0, pl.ds(0, rows)], lse_g.at[pair])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def merge(partial, partial_lse, work: Work, sinks, config: Config, out_dtype, interpret):
+    """Joins segments: out [S*K, rows, H] in out_dtype and natural log-sum-exp [S*K, rows] float32.
+
+    Args:
+      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
+    """
+    pairs, depth, h = work.of_pair.shape[0] - 1, 2, config.head_dim
+    kernel = call(
+        functools.partial(_merge, config=config, depth=depth),
+        (pairs,),
+        out_type=(
+            jax.ShapeDtypeStruct((pairs, config.rows, h), out_dtype),
+            jax.ShapeDtypeStruct((pairs, config.rows), jnp.float32),
+        ),
+        scratch_types=(
+            plgpu.SMEM((depth, ROWS, h), jnp.float32, transforms=layout(h, 4)),
+            plgpu.SMEM((depth, ROWS), jnp.float32),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.SMEM((ROWS, h), out_dtype, transforms=layout(h, jnp.dtype(out_dtype).itemsize)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=depth),
+            plgpu.Barrier(num_arrivals=1),
+        ),
+        interpret=interpret,
+    )
+    return kernel(partial, partial_lse, work.of_pair, sinks)
