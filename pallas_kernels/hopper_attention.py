@@ -25,8 +25,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import hopper_mask as mask
 from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout
-from pallas_kernels.patterns import Pattern
+from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
 
 
@@ -37,7 +38,7 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
     size = unit_tokens(config.block_size)
     per_piece, parts, h = TILE_KV // size, config.block_size // size, config.head_dim
     stages, kv_heads, columns = config.stages, config.num_kv_heads, config.columns
-    at_once = max((128 if h <= 128 else 64) // columns, 1)
+    at_once = 128 // columns
     worker = lax.axis_index("index")
     pattern = Pattern(*(numbers_g[i] for i in range(len(Pattern._fields))))
     layer = numbers_g[len(Pattern._fields)]
@@ -84,13 +85,11 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
     def attend_segment(segment, carry):
         tile, begin, count = (segments_g[segment, i] for i in (TILE, PIECE, NUM_PIECES))
         plgpu.barrier_wait(q_bar)
-        oldest, newest = oldest_g[tile], newest_g[tile]
 
         def attend_piece(i, carry):
             acc, top, total, n, ahead_segment, ahead_piece = carry
             stage = lax.rem(n, int32(stages))
             care = care_g[tile, begin + i]
-            unit_starts = [starts_g[tile, (begin + i) * per_piece + j] for j in range(per_piece)]
             more = ahead_segment < until
             plgpu.barrier_wait(k_bar.at[stage])
 
@@ -98,50 +97,40 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
                 plgpu.wgmma(acc_ref, queries, k_s.at[stage].transpose((1, 0)))
                 return acc_ref[...]
 
-            s = pl.run_scoped(scores_of, plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32))
-            shape = s.shape
+            scores = plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32)
+            s = pl.run_scoped(scores_of, scores)
 
-            def positions_of(axis, shape):
-                slot = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-                kv_pos = slot + unit_starts[0]
-                for j in range(1, per_piece):
-                    kv_pos = jnp.where(slot >= j * size, slot + (unit_starts[j] - j * size), kv_pos)
-                return kv_pos
+            def unit_starts():  # read where they are used, and not kept: registers are scarce
+                return [starts_g[tile, (begin + i) * per_piece + j] for j in range(per_piece)]
 
-            def positions_of_queries():  # row 5 of a group of 4 heads: the tile's second query
-                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-                q_pos = oldest + lax.div(row, jnp.full(shape, config.group, jnp.int32))
-                return jnp.where(q_pos <= newest, q_pos, -1)
+            def positions():
+                keys = mask.key_positions(unit_starts(), size, mask.COLUMN)
+                return mask.query_positions(oldest_g[tile], newest_g[tile], config.group), keys
+
+            def with_sink(j, s):
+                pair = tile * kv_heads + segments_g[segment, HEAD]
+                plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s.at[pl.ds(0, config.rows)], sink_bar)
+                plgpu.barrier_wait(sink_bar)
+                other = pl.run_scoped(functools.partial(scores_of, queries=q_sink_s), scores)
+                q_pos, kv_pos = positions()
+                # Only the columns of this query's sinks; FAR is never moved.
+                kv_pos = jnp.where(jnp.minimum(kv_pos, config.num_sink_queries - 1) == j, kv_pos, FAR)
+                return jnp.where(mask.moved(pattern, q_pos, kv_pos), other, s)
 
             def with_sinks(s):
-                pair = tile * kv_heads + segments_g[segment, HEAD]
-
-                def with_sink(j, s):
-                    plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s.at[pl.ds(0, config.rows)], sink_bar)
-                    plgpu.barrier_wait(sink_bar)
-                    other = pl.run_scoped(
-                        functools.partial(scores_of, queries=q_sink_s),
-                        plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32),
-                    )
-                    kv_pos = positions_of(1, shape)
-                    moved = pattern.moved(positions_of_queries(), kv_pos)
-                    its = jnp.minimum(kv_pos, config.num_sink_queries - 1) == j
-                    return jnp.where(moved & its, other, s)
-
                 return lax.fori_loop(0, config.num_sink_queries, with_sink, s)
 
-            if config.num_sink_queries:
-                s = lax.cond(care & MOVED != 0, with_sinks, lambda s: s, s)
-            if config.soft_cap is None:
-                s = s * LOG2E
-            else:
-                s = jnp.tanh(s * (1 / config.soft_cap)) * (config.soft_cap * LOG2E)
+            def capped(s):  # and in base 2
+                if config.soft_cap is None:
+                    return s * LOG2E
+                return jnp.tanh(s * (1 / config.soft_cap)) * (config.soft_cap * LOG2E)
 
             def masked(s):
-                seen = pattern.visible(positions_of_queries(), positions_of(1, shape))
-                return jnp.where(seen, s, -jnp.inf)
+                if config.num_sink_queries:
+                    s = lax.cond(care & MOVED != 0, with_sinks, lambda s: s, s)
+                return jnp.where(mask.visible(pattern, *positions()), capped(s), -jnp.inf)
 
-            s = lax.cond(care & MASK != 0, masked, lambda s: s, s)
+            s = lax.cond(care & MASK != 0, masked, capped, s)
 
             @pl.when(more)
             def _():
@@ -161,7 +150,9 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             def _():
                 # A weight of 0 does not silence a NaN in a slot that nobody has written.
                 v = plgpu.layout_cast(v_s[stage], plgpu.Layout.WGMMA)
-                v_s[stage] = jnp.where(positions_of(0, v.shape) <= newest, v, jnp.zeros_like(v))
+                kv_pos = mask.key_positions(unit_starts(), size, mask.ROW)
+                written = lax.broadcast_in_dim(kv_pos, v.shape, [0]) <= newest_g[tile]
+                v_s[stage] = jnp.where(written, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
 
             def values_of(*refs, start):
