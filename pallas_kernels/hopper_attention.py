@@ -104,7 +104,7 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
                 return [starts_g[tile, (begin + i) * per_piece + j] for j in range(per_piece)]
 
             def positions():
-                keys = mask.key_positions(unit_starts(), size, mask.COLUMN)
+                keys = mask.key_positions(unit_starts(), size)
                 return mask.query_positions(oldest_g[tile], newest_g[tile], config.group), keys
 
             def with_sink(j, s):
@@ -149,8 +149,8 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             @pl.when(care & DIRTY != 0)
             def _():
                 # A weight of 0 does not silence a NaN in a slot that nobody has written.
-                v = plgpu.layout_cast(v_s[stage], plgpu.Layout.WGMMA)
-                kv_pos = mask.key_positions(unit_starts(), size, mask.ROW)
+                v = v_s[stage]
+                kv_pos = mask.key_positions(unit_starts(), size)
                 written = lax.broadcast_in_dim(kv_pos, v.shape, [0]) <= newest_g[tile]
                 v_s[stage] = jnp.where(written, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
@@ -173,11 +173,10 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             ahead_segment, ahead_piece = after(jnp.minimum(ahead_segment, segments_g.shape[0] - 1), ahead_piece)
             return acc, new_top, total, n + 1, ahead_segment, ahead_piece
 
-        row = plgpu.Layout.WGMMA.reduce(1)
         state = (
-            (plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA),) * (h // columns),
-            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), row),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row),
+            (jnp.zeros((ROWS, columns), jnp.float32),) * (h // columns),
+            jnp.full((ROWS,), -jnp.inf, jnp.float32),
+            jnp.zeros((ROWS,), jnp.float32),
             *carry,
         )
         acc, top, total, *carry = lax.fori_loop(0, count, attend_piece, state)

@@ -17,7 +17,7 @@ LOG2E = math.log2(math.e)
 class Config:
     """What a kernel is compiled for.
 
-    group: query heads to a kv head. rows: queries x group, a multiple of 8 of at most 64. num_workers: blocks of threads.
+    group: query heads to a kv head. rows: queries x group, a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once.
     """
 

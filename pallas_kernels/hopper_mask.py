@@ -3,7 +3,6 @@ column. Remainders and flags of a column cost a quarter of the registers that th
 
 from __future__ import annotations
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,12 +11,11 @@ from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import TILE_KV
 
 SHAPE = (ROWS, TILE_KV)
-ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def key_positions(unit_starts, size: int, layout):
+def key_positions(unit_starts, size: int):
     """Text positions [64] of a piece's slots, from those where its units of `size` slots begin."""
-    slot = plgpu.broadcasted_iota(jnp.int32, (TILE_KV,), 0, layout=layout)
+    slot = lax.broadcasted_iota(jnp.int32, (TILE_KV,), 0)
     positions = slot + unit_starts[0]
     for i, start in enumerate(unit_starts[1:], 1):
         positions = jnp.where(slot >= i * size, slot + (start - i * size), positions)
@@ -27,7 +25,7 @@ def key_positions(unit_starts, size: int, layout):
 def query_positions(oldest, newest, group: int):
     """Text positions [64] of the rows of a tile whose queries are at oldest..newest, -1 beyond. Row 5 of a group of 4
     heads belongs to the second query."""
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+    row = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
     positions = oldest + lax.div(row, jnp.full(row.shape, group, jnp.int32))
     return jnp.where(positions <= newest, positions, -1)
 

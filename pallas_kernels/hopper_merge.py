@@ -36,14 +36,14 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
         acc, top, total = carry
         slot = lax.rem(segment - first, int32(depth))
         plgpu.barrier_wait(o_bar.at[slot])
-        lse = plgpu.layout_cast(l_s[slot], plgpu.Layout.WGMMA.reduce(1))
+        lse = l_s[slot]
 
         new_top = jnp.maximum(top, lse)
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         fade, weight = jnp.exp2(top - base), jnp.exp2(lse - base)
         fade_2d, weight_2d = (lax.broadcast_in_dim(x, (ROWS, columns), [0]) for x in (fade, weight))
         acc = tuple(
-            a * fade_2d + plgpu.layout_cast(o_s[slot, :, pl.ds(i * columns, columns)], plgpu.Layout.WGMMA) * weight_2d
+            a * fade_2d + o_s[slot, :, pl.ds(i * columns, columns)] * weight_2d
             for i, a in enumerate(acc)
         )
 
@@ -53,15 +53,14 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
 
         return acc, new_top, total * fade + weight
 
-    row = plgpu.Layout.WGMMA.reduce(1)
     acc, top, total = lax.fori_loop(first, until, absorb, (
-        (plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA),) * (h // columns),
-        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), row),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row),
+        (jnp.zeros((ROWS, columns), jnp.float32),) * (h // columns),
+        jnp.full((ROWS,), -jnp.inf, jnp.float32),
+        jnp.zeros((ROWS,), jnp.float32),
     ))  # fmt: skip
     # A learned sink is one more logit, without a value.
     plgpu.barrier_wait(sink_bar)
-    sink = plgpu.layout_cast(sinks_s[...], row)
+    sink = sinks_s[...]
     new_top = jnp.maximum(top, sink)
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
     fade = jnp.exp2(top - base)

@@ -1,0 +1,58 @@
+"""jax's interpreter of GPU kernels with race detection, the same for all versions of jax."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since jax 0.11
+from jax._src.state.types import TransposeTransform
+
+PARAMS = InterpretGPUParams(detect_races=True)
+
+
+@contextlib.contextmanager
+def interpreting():
+    """Where kernels run with interpret=PARAMS; afresh after a failure.
+
+    Raises:
+      AssertionError: two threads or copies used the same memory without order.
+    """
+    _teach_transposes()
+    try:
+        yield
+    except Exception:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        raise
+    assert not gpu_callbacks.get_races().races_found, "a race"
+
+
+class _Numpy(threading.local):
+    """NumPy, but that matmul transposes its second operand where asked to."""
+
+    transposes = False
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, dtype):
+        return np.matmul(a, b.T if self.transposes else b, dtype=dtype)
+
+
+@functools.cache
+def _teach_transposes() -> None:
+    """Lets wgmma take a transposed second operand, which the interpreter of jax 0.10 does not know."""
+    if jax.__version_info__ >= (0, 11):
+        return
+    wgmma, numpy = gpu_callbacks.wgmma, _Numpy()
+
+    def transposing(*, b_transforms, **kwargs):
+        kept = tuple(t for t in b_transforms if not isinstance(t, TransposeTransform))
+        numpy.transposes = len(kept) < len(b_transforms)
+        return wgmma(b_transforms=kept, **kwargs)
+
+    gpu_callbacks.np, gpu_callbacks.wgmma = numpy, transposing

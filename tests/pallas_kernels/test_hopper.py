@@ -1,0 +1,50 @@
+"""The Hopper kernels, run by jax's interpreter of GPU programs on the CPU, against the reference."""
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels import hopper
+from pallas_kernels.arguments import TINY, Spec, make
+from tests.pallas_kernels.contract import check
+from tests.pallas_kernels.interpreter import PARAMS, interpreting
+
+# More than the pieces there are, few that share rows, and one that does everything.
+WORKERS = (7, 3, 1)
+
+
+@pytest.mark.parametrize("spec", TINY, ids=str)
+def test_the_hopper_kernel_equals_the_reference_without_races(spec):
+    workers = WORKERS[TINY.index(spec) % len(WORKERS)]
+    with interpreting():
+        check(hopper.ragged_paged_attention, spec, num_workers=workers, interpret=PARAMS)
+
+
+def test_layers_can_share_one_work_list():
+    spec = TINY[0]
+    (q, pool, tables, starts, positions), given = make(spec)
+    work = hopper.plan_work(
+        tables, starts, positions, pool, given["pattern"], num_query_heads=spec.num_heads, num_workers=2
+    )
+    given["return_lse"] = False
+    with interpreting():
+        attend = hopper.ragged_paged_attention
+        own = attend(q, pool, tables, starts, positions, **given, num_workers=2, interpret=PARAMS)
+        shared = attend(q, pool, tables, starts, positions, **given, work=work, num_workers=2, interpret=PARAMS)
+    assert (own == shared).all()
+
+
+def test_what_the_kernel_lacks_is_named():
+    def attempt(**changes):
+        spec = dataclasses.replace(Spec(rows=((5, 1),)), **changes)
+        (q, *rest), given = make(spec)
+        hopper.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
+
+    for changes, message in (
+        (dict(head_dim=80), "head dim of 80"),
+        (dict(block_size=8), "blocks of 8 tokens"),
+        (dict(num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
+        (dict(dtype="float32"), "keys and values in float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            attempt(**changes)

@@ -1,0 +1,122 @@
+"""The work list: every live piece once, in equal stretches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.patterns import FAR, FULL, Pattern
+from pallas_kernels.work import (
+    DIRTY,
+    HEAD,
+    MASK,
+    MIN_PIECES,
+    MOVED,
+    NUM_PIECES,
+    PIECE,
+    TILE,
+    TILE_KV,
+    plan,
+    unit_tokens,
+)
+
+KV_HEADS, WIDTH = 2, 40
+PATTERNS = {
+    "full": FULL,
+    "window": Pattern(window=33),
+    "sinks": Pattern(window=50, num_sinks=5, sink_moved=1),
+    "dilated": Pattern(window=300, stride=70),
+    "global": Pattern(window=20, has_global=1, global_every=90),
+}
+
+
+def rows(block_size, rng, width=1):
+    """Tables, starts and positions of six rows of random lengths, one of them empty."""
+    lengths = rng.integers(width, WIDTH * block_size + 1, 6)
+    lengths[rng.integers(6)] = 0
+    tables = rng.permutation(6 * WIDTH).reshape(6, WIDTH)
+    starts = np.tile(np.arange(WIDTH) * block_size, (6, 1))
+    starts = np.where(starts < lengths[:, None], starts, FAR)
+    positions = np.where(lengths[:, None] > 0, lengths[:, None] - width + np.arange(width), -1)
+    return tuple(jnp.asarray(x, jnp.int32) for x in (tables, starts, positions))
+
+
+def make(arrays, pattern, block_size, num_workers):
+    parts = block_size // unit_tokens(block_size)
+    pattern = Pattern(*(jnp.int32(x) for x in pattern))
+    work = jax.jit(plan, static_argnames=("block_size", "num_kv_heads", "units_per_block_id", "num_workers"))(
+        *arrays,
+        pattern,
+        block_size=block_size,
+        num_kv_heads=KV_HEADS,
+        units_per_block_id=parts,
+        num_workers=num_workers,
+    )
+    return jax.tree.map(np.asarray, work)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_unit_with_something_visible_is_read_once_for_each_head(pattern, block_size):
+    rng = np.random.default_rng(block_size)
+    size = unit_tokens(block_size)
+    per_piece = TILE_KV // size
+    for num_workers in (1, 5, 200):
+        for width in (1, 3):
+            arrays = rows(block_size, rng, width)
+            work = make(arrays, PATTERNS[pattern], block_size, num_workers)
+            read = [
+                (tile, head, int(start))
+                for tile, head, first, count in work.segments
+                for start in work.starts[tile, first * per_piece : (first + count) * per_piece]
+                if start < FAR
+            ]
+            tables, starts, positions = (np.asarray(x) for x in arrays)
+            expected = []
+            for tile in range(len(tables)):
+                queries = positions[tile][positions[tile] >= 0][:, None]
+                for block, start in zip(tables[tile], starts[tile]):
+                    for part in range(block_size // size):
+                        slots = start + part * size + np.arange(size)
+                        if start < FAR and PATTERNS[pattern].visible(queries, slots).any():
+                            at = np.flatnonzero(work.starts[tile] == slots[0])
+                            assert [work.units[tile, i] for i in at] == [block * (block_size // size) + part]
+                            expected += [(tile, head, slots[0]) for head in range(KV_HEADS)]
+            assert sorted(read) == sorted(expected)
+
+
+def test_a_long_row_is_shared_out_evenly_among_workers():
+    starts = np.full((4, 64), FAR, np.int32)
+    starts[0] = np.arange(64) * 64
+    starts[1:, 0] = 0
+    positions = np.array([[64 * 64 - 1], [10], [63], [-1]], np.int32)
+    work = make((jnp.zeros((4, 64), jnp.int32), jnp.asarray(starts), jnp.asarray(positions)), FULL, 64, 13)
+    counts = [work.segments[a:b, NUM_PIECES].sum() for a, b in zip(work.first, work.first[1:])]
+    # 2 heads of 64 + 1 + 1 pieces: 132 among 13.
+    assert sum(counts) == 132 and max(counts) == 11 and counts[:12] == [11] * 12
+
+
+def test_short_rows_are_not_cut_into_crumbs():
+    arrays = (jnp.zeros((1, 4), jnp.int32), jnp.arange(4, dtype=jnp.int32)[None] * 64, jnp.full((1, 1), 255, jnp.int32))
+    work = make(arrays, FULL, 64, 264)
+    assert work.segments[:KV_HEADS].tolist() == [[0, 0, 0, MIN_PIECES], [0, 1, 0, MIN_PIECES]]
+
+
+def test_segments_follow_one_another_and_belong_to_their_pair_and_worker():
+    work = make(rows(16, np.random.default_rng(3)), FULL, 16, 9)
+    used = work.segments[: work.first[-1]]
+    assert (work.segments[work.first[-1] :, NUM_PIECES] == 0).all() and (used[:, NUM_PIECES] > 0).all()
+    for pair, (a, b) in enumerate(zip(work.of_pair, work.of_pair[1:])):
+        own = work.segments[a:b]
+        assert (own[:, TILE] * KV_HEADS + own[:, HEAD] == pair).all()
+        assert own[:, PIECE].tolist() == (np.cumsum(own[:, NUM_PIECES]) - own[:, NUM_PIECES]).tolist()
+
+
+def test_only_pieces_that_need_care_are_marked():
+    starts = np.arange(4, dtype=np.int32)[None] * 64
+    arrays = (jnp.zeros((1, 4), jnp.int32), jnp.asarray(starts), jnp.full((1, 1), 200, jnp.int32))
+    assert make(arrays, FULL, 64, 1).care.tolist() == [[0, 0, 0, MASK | DIRTY]]
+    # The window begins within the second piece.
+    assert make(arrays, Pattern(window=100), 64, 1).care[0, :3].tolist() == [MASK, 0, MASK | DIRTY]
+    moved = make(arrays, Pattern(window=137, num_sinks=4, sink_moved=1), 64, 1)
+    assert moved.care.tolist() == [[MASK | MOVED, 0, 0, MASK | DIRTY]]
