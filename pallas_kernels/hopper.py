@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +39,11 @@ def _split_tiles(tables, starts, positions, group: int):
     return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
 
 
+# Under jit of its own, so that all layers of a model share one lowering.
+@functools.partial(
+    jax.jit,
+    static_argnames=("soft_cap", "return_lse", "out_dtype", "num_workers", "stages", "interpret"),
+)
 def ragged_paged_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -72,8 +79,10 @@ def ragged_paged_attention(
     group = n // kv_heads
     if pool.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes bfloat16 and float16")
-    if h not in (64, 96, 128):
-        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96 and 128")
+    if h not in (64, 96, 128, 256):
+        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
+    if h == 256 and q_sink is not None:
+        raise NotImplementedError("second queries with a head dim of 256; this kernel takes them up to 128")
     if group > ROWS:
         raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
     if q_sink is None:
@@ -85,7 +94,7 @@ def ragged_paged_attention(
     tiles = split.shape[0] // s
     rows = -(-per_tile * group // 8) * 8
     config = Config(
-        kv_heads, group, h, block_size, rows, pool.dtype, num_workers, stages, soft_cap,
+        kv_heads, h, block_size, rows, pool.dtype, num_workers, stages, soft_cap,
         0 if q_sink is None else q_sink.shape[2],
     )  # fmt: skip
 
@@ -95,8 +104,10 @@ def ragged_paged_attention(
         x = jnp.moveaxis(x, (-3, 1), (1, -3)).reshape(s * tiles * kv_heads, *more, per_tile * group, h)
         return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, rows - per_tile * group), (0, 0)))
 
+    row_positions = jnp.repeat(split, group, axis=1)
+    row_positions = jnp.pad(row_positions, ((0, 0), (0, ROWS - per_tile * group)), constant_values=-1)
     partial, partial_lse = attend(
-        packed(q), None if q_sink is None else packed(q_sink, config.num_sink_queries), pool, work,
+        packed(q), None if q_sink is None else packed(q_sink, config.num_sink_queries), row_positions, pool, work,
         pattern, layer, config, interpret,
     )  # fmt: skip
     sinks = jnp.full((kv_heads, 1, group), -jnp.inf, jnp.float32)

@@ -1,12 +1,13 @@
 """Ragged paged attention for Hopper, in Mosaic GPU: few queries to a row, many keys. Bound by memory.
 
 Each block of threads is one warpgroup that walks its stretch of `work.plan`. Two of them fit a multiprocessor, so that
-one computes while the other waits. Per piece of 64 tokens:
+one computes while the other waits. Where the output is too wide for one warpgroup's registers, two of them score the
+same keys and sum half of the values' columns each. Per piece of 64 tokens:
 
     TMA, one box per unit     K [64, H], V [64, H] into one of `stages` buffers, asked for `stages` pieces ahead
     wgmma 64 x 64 x H         scores: rows are queries x query heads of the group, padded to 64
     registers                 soft cap, mask (pieces that need one), online softmax in base 2
-    wgmma 64 x H x 64         weights as bf16 or f16 from registers, times V; summed in float32 outside of the wgmma
+    wgmma 64 x H x 64         weights as bf16 or f16, times V; pieces are summed in float32 outside of the wgmma
 
 The whole pool comes in with the index of the layer: a slice of it would be a copy. A stretch that begins or ends inside
 a (query tile, kv head) pair leaves a partial result; `hopper_merge` joins those of a pair by their log-sum-exp.
@@ -26,32 +27,42 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper_mask as mask
-from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout
+from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
 
 
-# _g: in global memory. _s: in shared memory. _bar: barriers that copies arrive at.
-def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g, segments_g, first_g, numbers_g,
+# _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which warpgroups
+# arrive when they have read what may be overwritten.
+def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newest_g, segments_g, first_g, numbers_g,
             out_g, lse_g, q_s, q_sink_s, k_s, v_s, p_s, out_s, q_bar, sink_bar, k_bar, v_bar,
-            *, config: Config):  # fmt: skip
+            sink_read, k_read, v_read, *, config: Config):  # fmt: skip
     size = unit_tokens(config.block_size)
     per_piece, parts, h = TILE_KV // size, config.block_size // size, config.head_dim
     stages, kv_heads, columns = config.stages, config.num_kv_heads, config.columns
-    at_once = 128 // columns
+    width = h // config.warpgroups  # columns of the output of one warpgroup
+    together = config.warpgroups > 1
+    group = lax.axis_index("group") if together else 0
+    leads = group == 0
     worker = lax.axis_index("index")
-    pattern = Pattern(*(numbers_g[i] for i in range(len(Pattern._fields))))
     layer = numbers_g[len(Pattern._fields)]
     first, until = first_g[worker], first_g[worker + 1]
+
+    def pattern():  # read where it is used, and not kept: registers are scarce
+        return Pattern(*(numbers_g[i] for i in range(len(Pattern._fields))))
 
     def fetch(segment, piece, stage, which):
         """Asks for keys (0) or values (1) of one piece of a segment."""
         tile, head = segments_g[segment, TILE], segments_g[segment, HEAD]
         row = ((layer * 2 + which) * kv_heads + head) * parts
-        target, barrier = (k_s, v_s)[which], (k_bar, v_bar)[which]
         for i in range(per_piece):
-            unit = units_g[tile, piece * per_piece + i] + row
-            plgpu.copy_gmem_to_smem(pool_g.at[unit], target.at[stage, pl.ds(i * size, size)], barrier.at[stage])
+            unit, slots = units_g[tile, piece * per_piece + i] + row, pl.ds(i * size, size)
+            if which == 0:
+                plgpu.copy_gmem_to_smem(pool_g.at[unit], k_s.at[stage, slots], k_bar.at[stage])
+                continue
+            for j in range(config.warpgroups):
+                part = pool_g.at[unit, :, pl.ds(j * width, width)]
+                plgpu.copy_gmem_to_smem(part, v_s.at[stage, j, slots], v_bar.at[stage])
 
     def after(segment, piece):
         """The piece after one, perhaps the first of the next segment."""
@@ -63,7 +74,13 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
         pair = segments_g[segment, TILE] * kv_heads + segments_g[segment, HEAD]
         plgpu.copy_gmem_to_smem(q_g.at[pair], q_s.at[pl.ds(0, config.rows)], q_bar)
 
-    @pl.when(first < until)
+    def all_have_read(barrier):
+        """Waits, where this warpgroup leads, until all of them are here."""
+        if together:
+            plgpu.barrier_arrive(barrier)
+            pl.when(leads)(lambda: plgpu.barrier_wait(barrier))
+
+    @pl.when(leads & (first < until))
     def _():
         if config.rows < ROWS:
             q_s[...] = jnp.zeros(q_s.shape, q_s.dtype)
@@ -75,7 +92,7 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
     ahead = (first, segments_g[jnp.minimum(first, segments_g.shape[0] - 1), PIECE])
     for stage in range(stages):
 
-        @pl.when(ahead[0] < until)
+        @pl.when(leads & (ahead[0] < until))
         def _(ahead=ahead, stage=stage):
             for which in (0, 1):
                 fetch(*ahead, int32(stage), which)
@@ -90,7 +107,7 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             acc, top, total, n, ahead_segment, ahead_piece = carry
             stage = lax.rem(n, int32(stages))
             care = care_g[tile, begin + i]
-            more = ahead_segment < until
+            more = leads & (ahead_segment < until)
             plgpu.barrier_wait(k_bar.at[stage])
 
             def scores_of(acc_ref, queries=q_s):
@@ -100,25 +117,31 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             scores = plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32)
             s = pl.run_scoped(scores_of, scores)
 
-            def unit_starts():  # read where they are used, and not kept: registers are scarce
+            def unit_starts():
                 return [starts_g[tile, (begin + i) * per_piece + j] for j in range(per_piece)]
 
             def positions():
-                keys = mask.key_positions(unit_starts(), size)
-                return mask.query_positions(oldest_g[tile], newest_g[tile], config.group), keys
+                return load(positions_g, tile), mask.key_positions(unit_starts(), size)
 
-            def with_sink(j, s):
+            def with_sink(j, s, num_second):
                 pair = tile * kv_heads + segments_g[segment, HEAD]
-                plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s.at[pl.ds(0, config.rows)], sink_bar)
+
+                @pl.when(leads)
+                def _():
+                    plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s.at[pl.ds(0, config.rows)], sink_bar)
+
                 plgpu.barrier_wait(sink_bar)
                 other = pl.run_scoped(functools.partial(scores_of, queries=q_sink_s), scores)
+                all_have_read(sink_read)
                 q_pos, kv_pos = positions()
                 # Only the columns of this query's sinks; FAR is never moved.
-                kv_pos = jnp.where(jnp.minimum(kv_pos, config.num_sink_queries - 1) == j, kv_pos, FAR)
-                return jnp.where(mask.moved(pattern, q_pos, kv_pos), other, s)
+                kv_pos = jnp.where((kv_pos == j) | (j == num_second - 1) & (kv_pos > j), kv_pos, FAR)
+                return jnp.where(mask.moved(pattern(), q_pos, kv_pos), other, s)
 
             def with_sinks(s):
-                return lax.fori_loop(0, config.num_sink_queries, with_sink, s)
+                # StreamingLLM has one second query for all sinks.
+                num_second = jnp.where(pattern().sink_moved == 1, 1, config.num_sink_queries)
+                return lax.fori_loop(0, num_second, functools.partial(with_sink, num_second=num_second), s)
 
             def capped(s):  # and in base 2
                 if config.soft_cap is None:
@@ -128,13 +151,12 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             def masked(s):
                 if config.num_sink_queries:
                     s = lax.cond(care & MOVED != 0, with_sinks, lambda s: s, s)
-                return jnp.where(mask.visible(pattern, *positions()), capped(s), -jnp.inf)
+                return jnp.where(mask.visible(pattern(), *positions()), capped(s), -jnp.inf)
 
             s = lax.cond(care & MASK != 0, masked, capped, s)
 
-            @pl.when(more)
-            def _():
-                fetch(ahead_segment, ahead_piece, stage, 0)
+            all_have_read(k_read.at[stage])
+            pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, 0))
 
             new_top = jnp.maximum(top, s.max(axis=1))
             # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
@@ -142,57 +164,56 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
             fade = jnp.exp2(top - base)
             p = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, [0]))
             total = total * fade + p.sum(axis=1)
-            p_s[...] = p.astype(config.dtype)
+            p_s[group] = p.astype(config.dtype)
             plgpu.commit_smem()
             plgpu.barrier_wait(v_bar.at[stage])
 
             @pl.when(care & DIRTY != 0)
             def _():
                 # A weight of 0 does not silence a NaN in a slot that nobody has written.
-                v = v_s[stage]
+                v = v_s[stage, group]
                 kv_pos = mask.key_positions(unit_starts(), size)
                 written = lax.broadcast_in_dim(kv_pos, v.shape, [0]) <= newest_g[tile]
-                v_s[stage] = jnp.where(written, v, jnp.zeros_like(v))
+                v_s[stage, group] = jnp.where(written, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
 
-            def values_of(*refs, start):
+            def values_of(*refs):
                 for i, ref in enumerate(refs):
-                    plgpu.wgmma(ref, p_s, v_s.at[stage, :, pl.ds((start + i) * columns, columns)])
+                    plgpu.wgmma(ref, p_s.at[group], v_s.at[stage, group, :, pl.ds(i * columns, columns)])
                 return tuple(ref[...] for ref in refs)
 
-            more_values = []
-            for start in range(0, len(acc), at_once):  # 128 columns at once: more do not fit the registers
-                refs = [plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * min(at_once, len(acc) - start)
-                more_values += pl.run_scoped(functools.partial(values_of, start=start), *refs)
-
-            @pl.when(more)
-            def _():
-                fetch(ahead_segment, ahead_piece, stage, 1)
+            sums = [plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * len(acc)
+            more_values = pl.run_scoped(values_of, *sums)
+            all_have_read(v_read.at[stage])
+            pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, 1))
 
             acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) + b for a, b in zip(acc, more_values))
             ahead_segment, ahead_piece = after(jnp.minimum(ahead_segment, segments_g.shape[0] - 1), ahead_piece)
             return acc, new_top, total, n + 1, ahead_segment, ahead_piece
 
         state = (
-            (jnp.zeros((ROWS, columns), jnp.float32),) * (h // columns),
+            (jnp.zeros((ROWS, columns), jnp.float32),) * (width // columns),
             jnp.full((ROWS,), -jnp.inf, jnp.float32),
             jnp.zeros((ROWS,), jnp.float32),
             *carry,
         )
         acc, top, total, *carry = lax.fori_loop(0, count, attend_piece, state)
 
-        @pl.when(segment + 1 < until)
-        def _():
-            fetch_queries(segment + 1)
+        pl.when(leads & (segment + 1 < until))(lambda: fetch_queries(segment + 1))
 
         nothing = total == 0.0
         scale = lax.broadcast_in_dim(1.0 / jnp.where(nothing, 1.0, total), acc[0].shape, [0])
-        lse_g[segment] = jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, 1.0, total)) * LOG2E)
-        staged = out_s.shape[1]
-        for i in range(0, h, staged):
-            out_s[...] = (acc[i // columns] * scale)[:, i % columns : i % columns + staged]
+
+        @pl.when(leads)
+        def _():
+            lse_g[segment] = jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, 1.0, total)) * LOG2E)
+
+        staged = out_s.shape[2]
+        for i in range(0, width, staged):
+            out_s[group] = (acc[i // columns] * scale)[:, i % columns : i % columns + staged]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, config.rows)], out_g.at[segment, :, pl.ds(i, staged)])
+            part = out_g.at[segment, group, :, pl.ds(i, staged)]
+            plgpu.copy_smem_to_gmem(out_s.at[group, pl.ds(0, config.rows)], part)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return tuple(carry)
 
@@ -200,41 +221,45 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, oldest_g, newest_g
     plgpu.wait_smem_to_gmem(0)
 
 
-def attend(q, q_sink, pool, work: Work, pattern: Pattern, layer, config: Config, interpret):
-    """Partial attention of each segment: out [N, rows, H] float32 and log2-sum-exp [N, 64].
+def attend(q, q_sink, positions, pool, work: Work, pattern: Pattern, layer, config: Config, interpret):
+    """Partial attention of each segment: out [N, W, rows, H / W] float32 of W warpgroups and log2-sum-exp [N, 64].
 
     Args:
-      q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None.
+      q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None. positions: [S, 64] of the rows.
     """
     size, h, n = unit_tokens(config.block_size), config.head_dim, work.segments.shape[0]
     numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
     tiles = layout(h, 2)
     matrix = plgpu.SMEM((ROWS, h), config.dtype, transforms=tiles)
-    pieces = plgpu.SMEM((config.stages, TILE_KV, h), config.dtype, transforms=tiles)
-    arrivals = plgpu.Barrier(num_arrivals=TILE_KV // size, num_barriers=config.stages)
+    groups, stages, width = config.warpgroups, config.stages, config.head_dim // config.warpgroups
+    arrivals = TILE_KV // size
     none = plgpu.SMEM((8, 64), config.dtype)  # there is no way to leave an argument out
     kernel = call(
         functools.partial(_attend, config=config),
         (config.num_workers,),
         out_type=(
-            jax.ShapeDtypeStruct((n, config.rows, h), jnp.float32),
+            jax.ShapeDtypeStruct((n, groups, config.rows, width), jnp.float32),
             jax.ShapeDtypeStruct((n, ROWS), jnp.float32),
         ),
         scratch_types=(
             matrix,
             matrix if config.num_sink_queries else none,
-            pieces,
-            pieces,
-            plgpu.SMEM((ROWS, TILE_KV), config.dtype, transforms=tiles),
-            plgpu.SMEM((ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
-            plgpu.Barrier(num_arrivals=1),
-            plgpu.Barrier(num_arrivals=1),
-            arrivals,
-            arrivals,
+            plgpu.SMEM((stages, TILE_KV, h), config.dtype, transforms=tiles),
+            plgpu.SMEM((stages, groups, TILE_KV, width), config.dtype, transforms=tiles),
+            plgpu.SMEM((groups, ROWS, TILE_KV), config.dtype, transforms=tiles),
+            plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=arrivals * groups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=groups),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         ),
         interpret=interpret,
+        warpgroups=groups,
     )
     return kernel(
         q, q if q_sink is None else q_sink, pool.reshape(-1, size, h), work.units, work.starts, work.care,
-        work.oldest, work.newest, work.segments, work.first, numbers,
+        positions, work.newest, work.segments, work.first, numbers,
     )  # fmt: skip

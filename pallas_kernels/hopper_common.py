@@ -17,12 +17,11 @@ LOG2E = math.log2(math.e)
 class Config:
     """What a kernel is compiled for.
 
-    group: query heads to a kv head. rows: queries x group, a multiple of 8, at most 64. num_workers: blocks of threads.
+    rows: queries x query heads of a group, a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once.
     """
 
     num_kv_heads: int
-    group: int
     head_dim: int
     block_size: int
     rows: int
@@ -31,6 +30,11 @@ class Config:
     stages: int
     soft_cap: float | None = None
     num_sink_queries: int = 0
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a block of threads: as many as have registers for the output and the second query's scores."""
+        return 2 if self.head_dim > 128 or (self.head_dim == 128 and self.num_sink_queries > 1) else 1
 
     @property
     def columns(self) -> int:
@@ -54,7 +58,7 @@ def int32(x) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
-def call(body, grid, *, out_type, scratch_types, interpret):
+def call(body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -68,4 +72,12 @@ def call(body, grid, *, out_type, scratch_types, interpret):
             reduction_scratch_bytes=0,  # rows of a wgmma are reduced within a warp
         ),
         interpret=interpret,
+        **(dict(num_threads=warpgroups, thread_name="group") if warpgroups > 1 else {}),
     )
+
+
+def load(ref, index) -> jax.Array:
+    """ref[index] from global memory in whatever layout is needed; Mosaic wants to be asked for slow ones."""
+    if jax.__version_info__ < (0, 11):  # takes the index apart
+        return plgpu.load(ref, index, optimized=False)
+    return plgpu.load(ref.at[index], optimized=False)  # pyright: ignore[reportCallIssue]

@@ -22,14 +22,6 @@ def key_positions(unit_starts, size: int):
     return positions
 
 
-def query_positions(oldest, newest, group: int):
-    """Text positions [64] of the rows of a tile whose queries are at oldest..newest, -1 beyond. Row 5 of a group of 4
-    heads belongs to the second query."""
-    row = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-    positions = oldest + lax.div(row, jnp.full(row.shape, group, jnp.int32))
-    return jnp.where(positions <= newest, positions, -1)
-
-
 def _rows(x):
     return lax.broadcast_in_dim(x, SHAPE, [0])
 

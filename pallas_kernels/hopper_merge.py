@@ -16,13 +16,15 @@ from pallas_kernels.work import Work
 
 def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s, sinks_s, result_s, o_bar, sink_bar, *,
            config: Config, depth: int):  # fmt: skip
-    """One (query tile, kv head) pair per block of threads: its segments are summed, weighted by their log-sum-exp."""
-    h, rows, columns = config.head_dim, config.rows, config.columns
-    pair = lax.axis_index("index")
+    """One (query tile, kv head) pair and part of the columns per block of threads: the pair's segments are summed,
+    weighted by their log-sum-exp."""
+    width, rows, columns = config.head_dim // config.warpgroups, config.rows, config.columns
+    pair = lax.div(lax.axis_index("index"), int32(config.warpgroups))
+    part = lax.rem(lax.axis_index("index"), int32(config.warpgroups))
     first, until = of_pair_g[pair], of_pair_g[pair + 1]
 
     def fetch(segment, slot):
-        plgpu.copy_gmem_to_smem(partial_g.at[segment], o_s.at[slot, pl.ds(0, rows)], o_bar.at[slot])
+        plgpu.copy_gmem_to_smem(partial_g.at[segment, part], o_s.at[slot, pl.ds(0, rows)], o_bar.at[slot])
         plgpu.copy_gmem_to_smem(partial_lse_g.at[segment], l_s.at[slot], o_bar.at[slot])
 
     plgpu.copy_gmem_to_smem(sinks_g.at[lax.rem(pair, config.num_kv_heads)], sinks_s, sink_bar)
@@ -42,10 +44,7 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         fade, weight = jnp.exp2(top - base), jnp.exp2(lse - base)
         fade_2d, weight_2d = (lax.broadcast_in_dim(x, (ROWS, columns), [0]) for x in (fade, weight))
-        acc = tuple(
-            a * fade_2d + o_s[slot, :, pl.ds(i * columns, columns)] * weight_2d
-            for i, a in enumerate(acc)
-        )
+        acc = tuple(a * fade_2d + o_s[slot, :, pl.ds(i * columns, columns)] * weight_2d for i, a in enumerate(acc))
 
         @pl.when(segment + depth < until)
         def _():
@@ -54,7 +53,7 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
         return acc, new_top, total * fade + weight
 
     acc, top, total = lax.fori_loop(first, until, absorb, (
-        (jnp.zeros((ROWS, columns), jnp.float32),) * (h // columns),
+        (jnp.zeros((ROWS, columns), jnp.float32),) * (width // columns),
         jnp.full((ROWS,), -jnp.inf, jnp.float32),
         jnp.zeros((ROWS,), jnp.float32),
     ))  # fmt: skip
@@ -71,8 +70,8 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
         result_s[:, i * columns : (i + 1) * columns] = (a * scale).astype(result_s.dtype)
     l_s[0] = jnp.where(nothing, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, rows)], out_g.at[pair])
-    plgpu.copy_smem_to_gmem(l_s.at[0, pl.ds(0, rows)], lse_g.at[pair])
+    plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, rows)], out_g.at[pair, part])
+    pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(l_s.at[0, pl.ds(0, rows)], lse_g.at[pair]))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -82,22 +81,24 @@ def merge(partial, partial_lse, work: Work, sinks, config: Config, out_dtype, in
     Args:
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
     """
-    pairs, depth, h = work.of_pair.shape[0] - 1, 2, config.head_dim
+    pairs, depth, parts = work.of_pair.shape[0] - 1, 2, config.warpgroups
+    width = config.head_dim // parts
     kernel = call(
         functools.partial(_merge, config=config, depth=depth),
-        (pairs,),
+        (pairs * parts,),
         out_type=(
-            jax.ShapeDtypeStruct((pairs, config.rows, h), out_dtype),
+            jax.ShapeDtypeStruct((pairs, parts, config.rows, width), out_dtype),
             jax.ShapeDtypeStruct((pairs, config.rows), jnp.float32),
         ),
         scratch_types=(
-            plgpu.SMEM((depth, ROWS, h), jnp.float32, transforms=layout(h, 4)),
+            plgpu.SMEM((depth, ROWS, width), jnp.float32, transforms=layout(width, 4)),
             plgpu.SMEM((depth, ROWS), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.SMEM((ROWS, h), out_dtype, transforms=layout(h, jnp.dtype(out_dtype).itemsize)),
+            plgpu.SMEM((ROWS, width), out_dtype, transforms=layout(width, jnp.dtype(out_dtype).itemsize)),
             plgpu.Barrier(num_arrivals=2, num_barriers=depth),
             plgpu.Barrier(num_arrivals=1),
         ),
         interpret=interpret,
     )
-    return kernel(partial, partial_lse, work.of_pair, sinks)
+    out, lse = kernel(partial, partial_lse, work.of_pair, sinks)
+    return jnp.moveaxis(out, 1, 2).reshape(pairs, config.rows, config.head_dim), lse

@@ -51,7 +51,7 @@ class Work(NamedTuple):
     units: [S, U] index of a unit in the pool seen as units, without layer, head and key/value; the live ones first.
     starts: [S, U] text position of each unit's first slot; FAR where there is none.
     care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, MOVED.
-    oldest, newest: [S] smallest and largest position of each tile's queries; newest is -1 where there are none.
+    newest: [S] largest position of each tile's queries; -1 where there are none.
     segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
     first: [W + 1] each worker's first segment.
     of_pair: [S*K + 1] each pair's first segment; pairs are in the order of segments.
@@ -60,7 +60,6 @@ class Work(NamedTuple):
     units: jax.Array
     starts: jax.Array
     care: jax.Array
-    oldest: jax.Array
     newest: jax.Array
     segments: jax.Array
     first: jax.Array
@@ -83,7 +82,7 @@ def plan(
     Args:
       tables: [S, P] block ids, by rising text position; any valid id where absent.
       starts: [S, P] text position of each block's first slot; FAR where absent.
-      positions: [S, Q] of each tile's queries: consecutive, then -1 where padded.
+      positions: [S, Q] of each tile's queries; -1 where padded.
       pattern: scalars.
       units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
       num_workers: stretches to cut the work into.
@@ -122,18 +121,20 @@ def plan(
     edges = jnp.sort(jnp.concatenate([begin[:-1], cuts[:-1]]))
     again = jnp.concatenate([jnp.zeros(1, bool), edges[1:] == edges[:-1]])
     edges = jnp.sort(jnp.where(again, total, edges))
-    pair = jnp.searchsorted(begin, edges, side="right").astype(jnp.int32) - 1
+    pair = jnp.searchsorted(begin, edges, side="right", method="compare_all").astype(jnp.int32) - 1
     until = jnp.append(edges[1:], total)
     pair = jnp.minimum(pair, s * num_kv_heads - 1)
     segments = jnp.stack(
         [pair // num_kv_heads, pair % num_kv_heads, edges - begin[pair], until - edges], axis=1
     ).astype(jnp.int32)
-    find = jax.vmap(lambda at: jnp.searchsorted(edges, at, side="left").astype(jnp.int32))
+
+    def find(places):  # binary search would be a loop on the host between kernels
+        return jnp.searchsorted(edges, places, side="left", method="compare_all").astype(jnp.int32)
+
     return Work(
         units=units.astype(jnp.int32),
         starts=unit_starts,
         care=care,
-        oldest=first[:, 0],
         newest=last[:, 0],
         segments=segments,
         first=find(cuts),

@@ -7,6 +7,7 @@ import functools
 import threading
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since jax 0.11
@@ -22,7 +23,7 @@ def interpreting():
     Raises:
       AssertionError: two threads or copies used the same memory without order.
     """
-    _teach_transposes()
+    _complete_jax_0_10()
     try:
         yield
     except Exception:
@@ -44,8 +45,8 @@ class _Numpy(threading.local):
 
 
 @functools.cache
-def _teach_transposes() -> None:
-    """Lets wgmma take a transposed second operand, which the interpreter of jax 0.10 does not know."""
+def _complete_jax_0_10() -> None:
+    """Adds what the interpreter of jax 0.10 does not know: transposed second operands of wgmma, and plgpu.load."""
     if jax.__version_info__ >= (0, 11):
         return
     wgmma, numpy = gpu_callbacks.wgmma, _Numpy()
@@ -56,3 +57,4 @@ def _teach_transposes() -> None:
         return wgmma(b_transforms=kept, **kwargs)
 
     gpu_callbacks.np, gpu_callbacks.wgmma = numpy, transposing
+    plgpu.load = lambda ref, index, optimized: ref[index]

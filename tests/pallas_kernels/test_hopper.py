@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pallas_kernels import hopper
-from pallas_kernels.arguments import TINY, Spec, make
+from pallas_kernels.arguments import SINKS_AT_CEILING, TINY, Spec, make
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
@@ -13,9 +13,18 @@ from tests.pallas_kernels.interpreter import PARAMS, interpreting
 WORKERS = (7, 3, 1)
 
 
-@pytest.mark.parametrize("spec", TINY, ids=str)
+# Two warpgroups to a block of threads.
+TWO_GROUPS = (
+    Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, head_dim=256, block_size=64),
+    Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=128, block_size=32, sink_queries=6,
+         pattern=SINKS_AT_CEILING),
+)  # fmt: skip
+SPECS = (*TINY, *TWO_GROUPS)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_hopper_kernel_equals_the_reference_without_races(spec):
-    workers = WORKERS[TINY.index(spec) % len(WORKERS)]
+    workers = WORKERS[SPECS.index(spec) % len(WORKERS)]
     with interpreting():
         check(hopper.ragged_paged_attention, spec, num_workers=workers, interpret=PARAMS)
 

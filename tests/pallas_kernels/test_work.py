@@ -73,15 +73,15 @@ def test_every_unit_with_something_visible_is_read_once_for_each_head(pattern, b
             ]
             tables, starts, positions = (np.asarray(x) for x in arrays)
             expected = []
-            for tile in range(len(tables)):
-                queries = positions[tile][positions[tile] >= 0][:, None]
-                for block, start in zip(tables[tile], starts[tile]):
-                    for part in range(block_size // size):
-                        slots = start + part * size + np.arange(size)
-                        if start < FAR and PATTERNS[pattern].visible(queries, slots).any():
-                            at = np.flatnonzero(work.starts[tile] == slots[0])
-                            assert [work.units[tile, i] for i in at] == [block * (block_size // size) + part]
-                            expected += [(tile, head, slots[0]) for head in range(KV_HEADS)]
+            slots = starts[:, :, None] + np.arange(block_size)
+            seen = PATTERNS[pattern].visible(positions[:, :, None, None], np.minimum(slots, FAR)[:, None])
+            seen = np.asarray(seen).any(axis=1).reshape(len(tables), -1, size).any(axis=2)
+            for tile, unit in zip(*np.nonzero(seen)):
+                block, part = divmod(unit, block_size // size)
+                start = starts[tile, block] + part * size
+                (at,) = np.flatnonzero(work.starts[tile] == start)
+                assert work.units[tile, at] == tables[tile, block] * (block_size // size) + part
+                expected += [(tile, head, start) for head in range(KV_HEADS)]
             assert sorted(read) == sorted(expected)
 
 

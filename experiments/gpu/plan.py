@@ -1,0 +1,63 @@
+"""The sections in the order in which they run, and how long each may take. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One part of the measurement, with a process of its own.
+
+    module: in `experiments.gpu.sections`, with `run(context)`. most_s: seconds after which it is ended. least_s:
+    seconds that sections before it must leave to it. memory: part of the device's memory that jax takes at once; the
+    rest is for torch in the process beside it.
+    """
+
+    name: str
+    module: str
+    most_s: int
+    least_s: int
+    memory: float = 0.55
+
+
+# The limits add up to more than there is: most sections end long before theirs. `least_s` keeps the late ones alive.
+SECTIONS = (
+    Section("environment", "environment", 25, 10),
+    Section("ceilings", "ceilings", 40, 15),
+    Section("correctness", "correctness", 75, 20),
+    Section("decode", "decode", 120, 50),
+    Section("window", "window", 45, 12),
+    Section("shared", "shared", 45, 12),
+    Section("prefill", "prefill", 50, 20),
+    Section("kv_write", "kv_write", 35, 8),
+    Section("engine", "engine", 70, 25, 0.85),
+    Section("step", "step", 90, 40, 0.92),
+    Section("decode16", "decode16", 60, 15),
+    Section("quantised", "quantised", 40, 8),
+    Section("tuning", "tuning", 45, 0),
+    Section("throughput", "throughput", 80, 25, 0.92),
+    Section("transformers", "transformers", 60, 25),
+)
+TOTAL_S = 9 * 60
+# Of the whole: to end the last process and print the table.
+CLOSING_S = 5
+# A section is told to stop so many seconds before it is ended.
+GRACE_S = 4
+
+
+def by_name(name: str) -> Section:
+    """The section of a name.
+
+    Raises:
+      ValueError: there is none; the message names all.
+    """
+    for section in SECTIONS:
+        if section.name == name:
+            return section
+    raise ValueError(f"no section {name!r}; sections are {', '.join(s.name for s in SECTIONS)}")
+
+
+def limit_s(index: int, chosen: list[Section], left_s: float) -> float:
+    """Seconds that a section may take when `left_s` are left for it and all that follow."""
+    return min(chosen[index].most_s, left_s - sum(s.least_s for s in chosen[index + 1 :]))

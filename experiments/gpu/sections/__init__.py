@@ -1,0 +1,1 @@
+"""One file for each section; its `run(context)` records what it finds."""

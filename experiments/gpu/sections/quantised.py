@@ -1,0 +1,96 @@
+"""Decode over keys and values of 8 bits against the same in bfloat16, for implementations that take `scales`.
+
+`scales` is [M, L, 2, K, B] float32 beside a pool of int8: one scale for each token and kv head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.gpu.candidates import Candidate, implementations, jax_bundled, ours, reference
+from experiments.gpu.cases import Arguments, Case, decode_cases
+from experiments.gpu.context import Context
+from experiments.gpu.race import Entry, race
+
+BAR = 0.6  # of the time with bfloat16
+
+
+def quantised(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 like the pool, and scales [M, L, 2, K, B]."""
+    top = jnp.max(jnp.abs(pool), axis=-1).astype(jnp.float32)
+    scales = jnp.maximum(top / 127, 1e-8)
+    return jnp.round(pool.astype(jnp.float32) / scales[..., None]).astype(jnp.int8), scales
+
+
+def restored(a: Arguments) -> Arguments:
+    """What the int8 stand for, in bfloat16: kernels are held to that, not to what was lost before."""
+    pool, scales = quantised(a.pool)
+    return a._replace(pool=(pool * scales[..., None]).astype(a.pool.dtype))
+
+
+def _with_scales(name: str, attend: Callable[..., Any], case: Case) -> Candidate:
+    def prepare(a: Arguments):
+        pool, scales = quantised(a.pool)
+        return a.q, (pool, scales, *a[2:]), tuple(jnp.int32(layer) for layer in range(case.num_layers))
+
+    def step(q, shared, layer):
+        pool, scales, *rest = shared
+        return attend(q, pool, *rest, layer=layer, scales=scales)
+
+    return Candidate(f"{name}, int8", prepare, step, ours=True, layout="int8", seen=restored)
+
+
+def _stand_in(q, pool, *rest, scales, **keywords):
+    """On a machine without a GPU: the reference on what int8 stands for."""
+    return reference()(q, (pool * scales[..., None]).astype(jnp.bfloat16), *rest, **keywords)
+
+
+def _bundled(case: Case) -> Candidate:
+    """jax's paged_attention with int8."""
+    plain = jax_bundled(case, 3, 128)
+
+    def prepare(a: Arguments):
+        pool, scales = quantised(a.pool)
+        heads_first = (1, 0, 2, 3)
+        owns = tuple(
+            tuple(pool[:, n, i].transpose(heads_first) for i in (0, 1))
+            + tuple(scales[:, n, i].transpose(heads_first[:3]) for i in (0, 1))
+            for n in range(case.num_layers)
+        )
+        return a.q[:, 0], plain.prepare(a)[1], owns
+
+    def step(q, shared, own):
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+        k, v, k_scales, v_scales = own
+        splits = next(n for n in (16, 8, 4, 2, 1) if shared[0].shape[1] % n == 0)
+        return paged_attention(q, k, v, *shared, k_scales, v_scales, k_splits=splits, num_stages=3,
+                               pages_per_compute_block=max(1, 128 // case.block_size))  # fmt: skip
+
+    return Candidate("jax paged_attention, int8", prepare, step, plain.result, layout="int8, heads first",
+                     seen=restored)  # fmt: skip
+
+
+def run(context: Context) -> None:
+    on_gpu = jax.default_backend() == "gpu"
+    able = {n: f for n, f in implementations().items() if "scales" in inspect.signature(f).parameters}
+    if not on_gpu:
+        able = {"reference": _stand_in}
+    context.record("fact", name="quantised", implementations=sorted(able))
+    if not able:
+        context.say("no implementation takes `scales`: there is no int8 to time")
+    entries = []
+    for case in decode_cases(64, context.tiny)[: 1 if context.tiny else 2]:
+        candidates = [*(_with_scales(n, f, case) for n, f in able.items()), *([_bundled(case)] if on_gpu else [])]
+        entries.append(Entry(case, [*ours(case), *candidates]))
+    measured = race(context, "int8", entries, compile_s=context.left() * 0.5)
+    for case, who, mode in list(measured):
+        plain = who.removesuffix(", int8")
+        if who != plain and mode == "chained" and (case, plain, mode) in measured:
+            ratio = measured[case, who, mode] / measured[case, plain, mode]
+            context.value(f"int8 against bfloat16, {case}, {plain}", ratio, "x the time", bar=BAR)

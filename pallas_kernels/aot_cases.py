@@ -1,0 +1,116 @@
+"""What is compiled for each target to show that the kernels would run there: shapes of models, one option at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import aot
+from pallas_kernels.check import Case
+from pallas_kernels.patterns import Pattern
+
+# Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
+NUM_BLOCKS, NUM_LAYERS, TABLE_WIDTH = 4096, 2, 64
+# Of the contract, each from the decode of a Llama-8B shape: 32 rows, 32 query heads, 8 kv heads.
+DECODE: tuple[dict[str, Any], ...] = (
+    {},
+    {"h": 64},
+    {"h": 96, "b": 32},
+    {"h": 256},
+    {"b": 16},
+    {"b": 32},
+    {"b": 128},
+    {"k": 32},
+    {"n": 8, "k": 1},
+    {"dtype": "float16"},
+    {"soft_cap": 30.0},
+    {"sinks": 1},
+    {"sinks": 4},
+)
+WRITES: tuple[dict[str, Any], ...] = ({}, {"h": 64}, {"norms": True}, {"sinks": 4}, {"quantised": True})
+
+
+def cases(target: aot.Target) -> list[Case]:
+    """All of them for one target."""
+    from pallas_kernels import hopper, hopper_kv_write, triton_decode, triton_ragged
+
+    found = []
+    if target.hopper:
+        found += attention("hopper attention", hopper.ragged_paged_attention, (*DECODE, {"q": 16}))
+        found += [
+            Case(
+                "hopper kv write",
+                shape,
+                functools.partial(kv_write_program, kv_write=hopper_kv_write.kv_write, **shape),
+            )
+            for shape in WRITES
+        ]
+    found += attention("triton decode", triton_decode.ragged_paged_attention, DECODE)
+    found += attention("triton ragged", triton_ragged.ragged_paged_attention, ({"q": 16}, {"h": 256, "q": 16}))
+    return found
+
+
+def attention(name: str, attend, shapes) -> list[Case]:
+    """Cases of an implementation of `ragged_paged_attention`; `attention_program` says what a shape may hold."""
+    return [
+        Case(name, shape, functools.partial(attention_program, attend=attend, **shape)) for shape in shapes
+    ]  # fmt: skip
+
+
+def attention_program(
+    target: aot.Target, *, attend, s=32, q=1, n=32, k=8, h=128, b=64, sinks=0, dtype="bfloat16", soft_cap=None, **tuning
+):
+    """One call with a log-sum-exp and numbers of the pattern that are known only on the device.
+
+    Args:
+      s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
+      sinks: width of the second query; 0 for none.
+      tuning: keywords of that implementation.
+    """
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+
+    def run(queries, q_sink, pool, tables, starts, positions, layer, pattern):
+        return attend(
+            queries, pool, tables, starts, positions, layer=layer, pattern=Pattern(*pattern), q_sink=q_sink,
+            soft_cap=soft_cap, return_lse=True, **tuning,
+        )  # fmt: skip
+
+    return aot.lower(
+        target, run, floats((s, q, n, h)), floats((s, q, sinks, n, h)) if sinks else None,
+        floats((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h)), ints((s, TABLE_WIDTH)), ints((s, TABLE_WIDTH)), ints((s, q)),
+        ints(()), (ints(()),) * len(Pattern._fields),
+    )  # fmt: skip
+
+
+def kv_write_program(
+    target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, quantised=False
+):
+    """One write to a pool that is taken over from the caller, and its scales where it is of int8.
+
+    Args:
+      t, n, k, h, b: tokens, query heads, kv heads, head dim, tokens of a block.
+      sinks: width of the second query; 0 for none.
+      norms: queries and keys are normed.
+    """
+    array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
+    pool = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.int8 if quantised else bf16)
+    scales = array(pool.shape[:-1], f32) if quantised else None
+
+    norm = array((h,), bf16) if norms else None
+    sink_rope = (array((t, sinks, h // 2), f32),) * 2 if sinks else None
+
+    def run(pool, scales, q, k, v, slots, rope, layer, norm, sink_rope):
+        return kv_write(
+            q, k, v, pool, slots, rope, layer=layer, scales=scales, q_norm=norm, k_norm=norm, sink_rope=sink_rope,
+            q_scale=h**-0.5,
+        )  # fmt: skip
+
+    return aot.lower(
+        target, run, pool, scales, array((t, n, h), bf16), array((t, k, h), bf16), array((t, k, h), bf16),
+        array((t,), jnp.int32), (array((t, h // 2), f32),) * 2, array((), jnp.int32), norm, sink_rope,
+        donate_argnums=(0, 1),
+    )  # fmt: skip

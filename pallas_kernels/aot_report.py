@@ -1,0 +1,233 @@
+"""Reads what compilers leave behind, and judges it. Knows texts and numbers; no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# Instructions by what they begin with in PTX; each is counted where it stands, not how often it runs.
+_INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "tma_loads": r"cp\.async\.bulk\S*\.shared::(?:cluster|cta)\.global",
+    "tma_stores": r"cp\.async\.bulk\S*\.global\.shared::cta",
+    "mma_sync": r"\bmma\.sync",
+    "cp_async": r"cp\.async\.c[ag]\.",
+}
+# Fusions that end with one of these write what they read once more; other instructions of a fusion are not written.
+_COPIES = ("copy", "copy-start", "transpose", "convert", "slice", "dynamic-slice", "concatenate", "pad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel of a program, as compiled. Bytes are per thread (spill, stack) or per block of threads (shared).
+
+    Args:
+      spill_bytes: stores and loads together.
+      shared_bytes: what it has from the beginning and what it is started with.
+      grid, threads: blocks, and threads of each.
+    """
+
+    kernel: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    grid: tuple[int, ...]
+    threads: int
+    wgmma: int
+    tma_loads: int
+    tma_stores: int
+    mma_sync: int
+    cp_async: int
+
+
+def read_ptxas(text: str) -> dict[str, dict[str, int]]:
+    """Registers, spilled bytes, stack and static shared memory of each kernel in what `ptxas -v` says."""
+    found = {}
+    for part in re.split(r"Compiling entry function ", text)[1:]:
+        name = re.match(r"'(\w+)'", part)
+        assert name, part
+
+        def number(pattern: str, part: str = part) -> int:
+            match = re.search(pattern, part)
+            return int(match.group(1)) if match else 0
+
+        found[name.group(1)] = {
+            "registers": number(r"Used (\d+) registers"),
+            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            "stack_bytes": number(r"(\d+) bytes stack frame"),
+            "shared_bytes": number(r"(\d+) bytes smem"),
+        }
+    return found
+
+
+def count_instructions(ptx: str) -> dict[str, int]:
+    return {name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()}
+
+
+def read_thunks(text: str) -> dict[str, dict]:
+    """Grid, threads and dynamic shared memory of each kernel that XLA starts itself: its own and those of Triton."""
+    found = {}
+    for name, grid, threads, shared in re.findall(
+        r"(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+) bytes", text
+    ):
+        found[name] = _launch(grid.split(","), threads.split(","), shared)
+    return found
+
+
+def read_mosaic_launch(lines: Iterable[str]) -> dict | None:
+    """The same of a Mosaic GPU kernel, from the log of its passes: of the first launch with numbers in it."""
+    number = r"%\w+ = %c(\d+)\w*"
+    three = rf"\({number}, {number}, {number}\)"
+    launch = re.compile(
+        rf"gpu\.launch.* blocks\(.*?\) in {three} threads\(.*?\) in {three} dynamic_shared_memory_size %c(\d+)"
+    )
+    for line in lines:
+        if "gpu.launch" in line and (match := launch.search(line)):
+            *sizes, shared = match.groups()
+            return _launch(sizes[:3], sizes[3:], shared)
+    return None
+
+
+def _launch(grid, threads, shared) -> dict:
+    return {"grid": tuple(map(int, grid)), "threads": math.prod(map(int, threads)), "shared_bytes": int(shared)}
+
+
+def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
+    """The Pallas kernels of one program, in the order of their names; XLA's own are left out.
+
+    Args:
+      folder: where XLA dumped thunks and PTX, and Mosaic GPU all it has.
+      hlo: the optimised program.
+
+    Raises:
+      ValueError: a kernel of the program left no report.
+    """
+    found = []
+    for path in sorted(folder.glob("*.ptxas")):  # Mosaic GPU's own: the run of ptxas that made the code
+        ptx = path.with_suffix(".ptx").read_text()
+        with path.with_suffix(".mlir-passes.log").open() as lines:
+            launch = read_mosaic_launch(lines)
+        if launch is None:
+            raise ValueError(f"no launch in the passes of {path.stem}; another version of Mosaic GPU?")
+        found += [_kernel(name, numbers, launch, ptx) for name, numbers in read_ptxas(path.read_text()).items()]
+    expected = len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
+    if len(found) != expected:
+        raise ValueError(f"{len(found)} reports of {expected} Mosaic GPU kernels")
+
+    launches = {}
+    for path in folder.glob("*thunk_sequence.txt"):
+        launches |= read_thunks(path.read_text())
+    names = set()
+    for line in hlo.splitlines():
+        if '"__gpu$xla.gpu.triton"' in line:
+            names |= {_unnumbered(name) for name in re.findall(r'\bname = "(\w+)"', line)}
+    seen = set()
+    for path in sorted(folder.glob("*.ptx")):
+        ptx = path.read_text()
+        entry = re.search(r"\.entry (\w+)", ptx)
+        if entry is None or _unnumbered(entry.group(1)) not in names:
+            continue
+        seen.add(_unnumbered(entry.group(1)))
+        done = subprocess.run(
+            [ptxas, "-v", f"-arch={arch}", path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise ValueError(f"ptxas: {' '.join(done.stderr.split())[:300]}")
+        for name, numbers in read_ptxas(done.stderr).items():
+            if name not in launches:
+                raise ValueError(f"no launch of {name}")
+            found.append(_kernel(name, numbers, launches[name], ptx))
+    if names != seen:
+        raise ValueError(f"no PTX of {', '.join(sorted(names - seen))}")
+    return found
+
+
+def _unnumbered(name: str) -> str:
+    """XLA numbers kernels of one name: decode, decode_1."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _kernel(name: str, numbers: dict[str, int], launch: dict[str, Any], ptx: str) -> Kernel:
+    both = launch | numbers | {"shared_bytes": numbers["shared_bytes"] + launch["shared_bytes"]}
+    return Kernel(name.removesuffix("_mosaic_gpu_kernel"), **both | count_instructions(ptx))
+
+
+def part_size(shape: tuple[int, ...]) -> int:
+    """Elements of one layer's keys in a pool [M, L, 2, ...]; all elements of an array with fewer dimensions."""
+    return math.prod(shape) // (shape[1] * 2 if len(shape) > 2 else 1)
+
+
+def find_copies(hlo: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
+    """Instructions of an optimised program that write a whole pool, one layer of it or its keys once more.
+
+    Args:
+      hlo: text of the program.
+      shapes: of the pools, [M, L, 2, ...].
+    """
+    large = set()
+    for shape in shapes:
+        large |= {math.prod(shape), part_size(shape), min(2 * part_size(shape), math.prod(shape))}
+    fusions = set(re.findall(r" fusion\(.*\bcalls=%?([\w.-]+)", hlo))
+    found: list[str] = []
+    inside: list[str] | None = None  # of a fusion: what would be copies if the fusion returned them
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            inside = [] if header.group(1) in fusions else None
+        match = re.match(r"\s+(ROOT )?%?([\w.-]+) = \(?\w+\[([\d,]*)\].*? ([a-z-]+)\((.*)", line)
+        if not match:
+            continue
+        root, name, size, operation, rest = match.groups()
+        if operation in _COPIES and math.prod(int(n) for n in size.split(",") if n) in large:
+            (found if inside is None else inside).append(name)
+        if root and inside:
+            returned = [name, *(re.findall(r"%?([\w.-]+)", rest) if operation == "tuple" else ())]
+            found += [copied for copied in inside if copied in returned]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a program.
+
+    Args:
+      part_bytes: of one layer's keys.
+      alias_bytes: of results that take the place of arguments.
+    """
+
+    pool_bytes: int
+    part_bytes: int
+    donated_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+
+def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
+    """What is wrong with a kernel, each in a few words.
+
+    Args:
+      shared_limit: bytes of shared memory that the chip has for one block of threads.
+    """
+    wrong = []
+    if kernel.spill_bytes:
+        wrong.append(f"spills {kernel.spill_bytes:,} bytes")
+    if kernel.shared_bytes > shared_limit:
+        wrong.append(f"{kernel.shared_bytes:,} bytes of shared memory, the chip has {shared_limit:,}")
+    return wrong
+
+
+def judge_program(memory: Memory, copies: list[str]) -> list[str]:
+    """What is wrong with a program. Args: copies, of `find_copies`."""
+    wrong = []
+    if copies:
+        wrong.append(f"the pool is copied by {', '.join(copies)}")
+    if memory.alias_bytes < memory.donated_bytes:
+        wrong.append(f"{memory.donated_bytes:,} bytes are donated and {memory.alias_bytes:,} aliased")
+    if memory.temp_bytes >= memory.part_bytes:
+        wrong.append(f"{memory.temp_bytes:,} bytes of temporaries, one layer's keys are {memory.part_bytes:,}")
+    return wrong

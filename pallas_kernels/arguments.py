@@ -1,0 +1,230 @@
+"""Arguments for attention kernels: one list of specs that tests, compile checks and benchmarks share.
+
+Data are random anew for each seed, and unkind: block ids are shuffled, tables go on with valid ids of blocks that hold
+NaN, and so do the slots of a row's last block that it has not reached, and blocks of which the pattern shows nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.patterns import FAR, Pattern
+
+FULL = Pattern()
+WINDOW = Pattern(window=40)
+SINKS = Pattern(window=24, num_sinks=4)
+SINKS_MOVED = Pattern(window=24, num_sinks=4, sink_moved=1)
+SINKS_AT_CEILING = Pattern(window=24, num_sinks=6, sink_moved=2, sink_ceiling=50)
+DILATED = Pattern(window=90, stride=3)
+GLOBAL = Pattern(window=20, has_global=1, global_every=37)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One set of arguments.
+
+    rows: of each row its length in tokens and how many of them, the last ones, are queries. (0, 0) is an empty row.
+    q_tile: Q, queries of one tile; a row of more has several tiles, the last one padded.
+    layer: the one of num_layers that is attended to; the others hold other data.
+    sink_queries: J of q_sink; 0 for no second query.
+    evict_every: each so many-th block of a row is missing from its table, except the first and those with queries;
+      0 for none.
+    slack: entries of the table beyond the longest row.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    q_tile: int = 1
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    num_layers: int = 2
+    layer: int = 1
+    dtype: str = "bfloat16"
+    pattern: Pattern = FULL
+    sink_queries: int = 0
+    soft_cap: float | None = None
+    sink_logits: bool = False
+    return_lse: bool = False
+    evict_every: int = 0
+    slack: int = 2
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Shape and what is out of the ordinary, for example q1_n4_k2_h64_b16_bfloat16_window=40_rows=130/1,1/1."""
+        parts = [f"q{self.q_tile}", f"n{self.num_heads}", f"k{self.num_kv_heads}", f"h{self.head_dim}"]
+        parts += [f"b{self.block_size}", self.dtype]
+        parts += [f"{k}={v}" for k, v in self.pattern._asdict().items() if v != getattr(FULL, k)]
+        for name in ("sink_queries", "soft_cap", "sink_logits", "return_lse", "evict_every"):
+            if value := getattr(self, name):
+                parts.append(name if value is True else f"{name}={value:g}")
+        rows = [f"{length}/{queries}" for length, queries in self.rows]
+        parts.append("rows=" + (",".join(rows) if len(rows) <= 8 else f"{len(rows)}x"))
+        return "_".join(parts)
+
+
+class Layout(NamedTuple):
+    """Where a spec's tokens are, as numpy arrays. readable: [M, B] which slots of the pool hold numbers."""
+
+    tables: np.ndarray
+    starts: np.ndarray
+    positions: np.ndarray
+    readable: np.ndarray
+
+
+def layout(spec: Spec) -> Layout:
+    """Block tables and positions of a spec's tiles, and which slots of the pool hold numbers: the written ones of
+    blocks that some query sees some of."""
+    rng = np.random.default_rng(spec.seed)
+    size = spec.block_size
+    owned = [-(-length // size) for length, _ in spec.rows]
+    width, num_blocks = max(owned) + spec.slack, sum(owned) + 3
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    free, readable = ids[:3], np.zeros((num_blocks, size), bool)
+    tables, starts, positions = [], [], []
+    taken = 3
+    for (length, num_queries), count in zip(spec.rows, owned):
+        blocks, begin = ids[taken : taken + count], size * np.arange(count, dtype=np.int32)
+        taken += count
+        kept = np.ones(count, bool)
+        if spec.evict_every:
+            kept[1:] = (np.arange(1, count) % spec.evict_every != 0) | (begin[1:] + size > length - num_queries)
+        blocks, begin = blocks[kept], begin[kept]
+        table = rng.choice(free, width)
+        table[: len(blocks)] = blocks
+        start = np.full(width, FAR, np.int32)
+        start[: len(blocks)] = begin
+        tiles = max(-(-num_queries // spec.q_tile), 1)
+        position = np.full(tiles * spec.q_tile, -1, np.int32)
+        position[:num_queries] = np.arange(length - num_queries, length)
+        for tile in position.reshape(tiles, spec.q_tile):
+            tables.append(table)
+            starts.append(start)
+            positions.append(tile)
+            if tile.max() >= 0:
+                shown = spec.pattern.sees_some(tile[0], tile.max(), begin, size)
+                readable[blocks[shown]] |= begin[shown, None] + np.arange(size) < length
+    return Layout(np.stack(tables), np.stack(starts), np.stack(positions), readable)
+
+
+def make(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Positional and keyword arguments of `ragged_paged_attention`, on jax's default device.
+
+    Scores have a standard deviation of 2, so that a softmax is neither flat nor a single token.
+    """
+    rng = np.random.default_rng((spec.seed, 1))
+    dtype = jnp.dtype(spec.dtype)
+    tables, starts, positions, readable = layout(spec)
+
+    def normal(*shape, scale=1.0):
+        return (rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype)
+
+    query = (spec.num_heads, spec.head_dim)
+    scale = 2 * spec.head_dim**-0.5
+    q = normal(*positions.shape, *query, scale=scale)
+    pool = np.empty((len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim), dtype)
+    for block, mask in zip(pool, readable):
+        block[...] = normal(*block.shape)
+        block[..., ~mask, :] = np.nan
+    keywords: dict[str, Any] = dict(
+        layer=spec.layer, pattern=spec.pattern, soft_cap=spec.soft_cap, return_lse=spec.return_lse
+    )
+    if spec.sink_queries:
+        keywords["q_sink"] = jnp.asarray(normal(*positions.shape, spec.sink_queries, *query, scale=scale))
+    if spec.sink_logits:
+        keywords["sink_logits"] = jnp.asarray(rng.standard_normal(spec.num_heads, np.float32))
+    return tuple(jnp.asarray(x) for x in (q, pool, tables, starts, positions)), keywords
+
+
+def _each(common: dict, *variations: dict) -> tuple[Spec, ...]:
+    """A spec for each variation, with seeds that rise from the common one."""
+    seed = common.get("seed", 0)
+    return tuple(Spec(**{**common, "seed": seed + i, **variation}) for i, variation in enumerate(variations))
+
+
+# What an interpreter of GPU programs does in a second each.
+TINY = (
+    *_each(
+        dict(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True),
+        dict(),
+        dict(pattern=SINKS, num_heads=8, block_size=64, soft_cap=15.0, dtype="float16"),
+        dict(pattern=SINKS_MOVED, sink_queries=1, evict_every=3),
+    ),
+    *_each(
+        dict(rows=((75, 9), (1, 1)), q_tile=4, return_lse=True, seed=10),
+        dict(),
+        dict(pattern=SINKS_AT_CEILING, sink_queries=6, num_heads=2, num_kv_heads=1),
+    ),
+)
+
+# Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.
+RAGGED = ((257, 1), (0, 0), (1, 1), (64, 1), (63, 1), (129, 1), (16, 1))
+# A long chunk of which the last tile is padded, a whole prompt, an empty row, a decoding row, a prompt of one token.
+CHUNKED = ((150, 37), (23, 23), (0, 0), (129, 1), (1, 1))
+
+# What runs quickly with interpret=True. Specs that differ only in their pattern share a compilation.
+SMALL = (
+    *_each(
+        dict(rows=RAGGED, sink_logits=True, return_lse=True),
+        dict(),
+        dict(pattern=WINDOW),
+        dict(pattern=SINKS, evict_every=3),
+        dict(pattern=DILATED),
+        dict(pattern=GLOBAL, evict_every=4),
+    ),
+    *_each(
+        dict(rows=RAGGED, seed=10),
+        dict(num_heads=2, block_size=32, num_layers=3, layer=0),  # MHA
+        dict(num_heads=8, num_kv_heads=1, block_size=64, dtype="float16", slack=7),  # MQA
+        dict(num_heads=6, head_dim=96, block_size=128, pattern=GLOBAL),  # a group of 3
+        dict(num_heads=8, head_dim=128, soft_cap=10.0, evict_every=2),
+        dict(head_dim=256, sink_logits=True, return_lse=True, dtype="float16"),
+        dict(pattern=SINKS_MOVED, sink_queries=1, soft_cap=20.0, return_lse=True),
+        dict(pattern=SINKS_AT_CEILING, sink_queries=6, head_dim=128, block_size=32),
+    ),
+    *_each(
+        dict(rows=CHUNKED, q_tile=8, sink_logits=True, return_lse=True, seed=20),
+        dict(),
+        dict(pattern=WINDOW),
+        dict(pattern=SINKS, evict_every=3),
+        dict(pattern=DILATED),
+        dict(pattern=GLOBAL, evict_every=4),
+    ),
+    *_each(
+        dict(rows=CHUNKED, q_tile=8, seed=30),
+        dict(q_tile=4, num_heads=2, block_size=32, num_layers=3, layer=0),
+        dict(q_tile=16, num_heads=8, num_kv_heads=1, block_size=64, dtype="float16", soft_cap=10.0),
+        dict(q_tile=5, num_heads=6, head_dim=96, block_size=128, pattern=SINKS),
+        dict(head_dim=128, num_heads=8, evict_every=2, pattern=WINDOW),
+        dict(head_dim=256, dtype="float16", return_lse=True),
+        dict(q_tile=16, pattern=SINKS_MOVED, sink_queries=1, soft_cap=20.0, return_lse=True),
+        dict(pattern=SINKS_AT_CEILING, sink_queries=6, head_dim=128, block_size=32),
+    ),
+)
+
+_K = 1024
+_LLAMA_8B = dict(num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, slack=0)
+
+# Of Llama-8B's attention, by name. Pools of up to 2 GiB: no data until `make` or `layout` is called.
+BENCH = {
+    name: Spec(**{**_LLAMA_8B, **fields})
+    for name, fields in {
+        "decode 1x4k": dict(rows=((4 * _K, 1),)),
+        "decode 1x32k": dict(rows=((32 * _K, 1),)),
+        "decode 8x8k": dict(rows=((8 * _K, 1),) * 8),
+        "decode 32x4k": dict(rows=((4 * _K, 1),) * 32),
+        "decode 64x4k": dict(rows=((4 * _K, 1),) * 64),
+        "decode 256x512": dict(rows=((512, 1),) * 256),
+        "decode 1x128k+31x4k": dict(rows=((128 * _K, 1), *((4 * _K, 1),) * 31)),
+        "decode 64x4k, blocks of 16": dict(rows=((4 * _K, 1),) * 64, block_size=16),
+        "decode 8x1k": dict(rows=((1 * _K, 1),) * 8),
+        "decode 8x32k, window 1k + 4 sinks": dict(rows=((32 * _K, 1),) * 8, pattern=Pattern(window=_K, num_sinks=4)),
+        "prefill 8k": dict(rows=((8 * _K, 8 * _K),), q_tile=32),
+        "chunk of 512 at 4k + 64 decodes at 4k": dict(rows=((4 * _K, 512), *((4 * _K, 1),) * 64), q_tile=32),
+    }.items()
+}

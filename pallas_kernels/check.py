@@ -1,0 +1,260 @@
+"""Compiles every kernel for a GPU, here, without one, and says what came out. Fails on what would be slow or not start.
+
+    python -m pallas_kernels.check --target h200 [--only REGEX] [--json [PATH]]
+
+Each case is compiled by a process of its own: a compiler that crashes or hangs costs its case only, and Mosaic GPU,
+which reports a kernel only the first time it meets it, has met none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import aot, aot_report
+
+# Functions Target -> list[Case], as "module:function"; a module is imported when its cases are asked for.
+SOURCES = ("pallas_kernels.aot_cases:cases",)
+TIMEOUT_S = 600.0
+_COLUMNS = {
+    "registers": "registers", "spill_bytes": "spilled", "stack_bytes": "stack", "shared_bytes": "shared",
+    "grid": "grid", "threads": "threads", "wgmma": "wgmma", "tma_loads": "TMA loads", "mma_sync": "mma.sync",
+    "cp_async": "cp.async",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One configuration of one kernel, or of a program with kernels in it.
+
+    Args:
+      config: what tells it from others of that name.
+      lower: the program lowered for a target, mostly by `aot.lower`. Its pool is what it takes over from its caller;
+        where it takes nothing over, its largest argument.
+    """
+
+    name: str
+    config: dict[str, Any]
+    lower: Callable[[aot.Target], Any]
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
+
+
+def find_cases(target: aot.Target, sources: Sequence[str] = SOURCES) -> list[tuple[str, int, Case]]:
+    """All cases for a target; where each comes from and its number there name it to another process."""
+    found = []
+    for source in sources:
+        module, function = source.split(":")
+        cases = getattr(importlib.import_module(module), function)(target)
+        found += [(source, index, case) for index, case in enumerate(cases)]
+    return found
+
+
+def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str, Any]]:
+    """Compiles a case; for a process that began with `_environment(folder)`.
+
+    Returns:
+      a row for each of its Pallas kernels; one row where there are none. "reason" says what is wrong with it, or None.
+    """
+    import jax
+
+    began = time.perf_counter()
+    lowered = case.lower(target)
+    compiled = lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"})
+    seconds = round(time.perf_counter() - began, 2)
+    arguments = jax.tree.leaves(lowered.args_info)
+    donated = [a for a in arguments if a.donated]
+    pools = donated or [max(arguments, key=_num_bytes)]
+    stats, hlo = compiled.memory_analysis(), compiled.as_text()
+    memory = aot_report.Memory(
+        pool_bytes=sum(map(_num_bytes, pools)),
+        part_bytes=min(aot_report.part_size(x.shape) * x.dtype.itemsize for x in pools),
+        donated_bytes=sum(map(_num_bytes, donated)),
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+    )
+    ptxas = aot.find_ptxas()
+    assert ptxas is not None
+    kernels = aot_report.read_kernels(folder, hlo, target.arch, ptxas)
+    wrong = aot_report.judge_program(memory, aot_report.find_copies(hlo, [x.shape for x in pools]))
+    about = dataclasses.asdict(memory) | {"seconds": seconds}
+    if not kernels:
+        return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(aot_report.Kernel)) | about]
+    return [
+        _row(case, [*wrong, *aot_report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
+        for kernel in kernels
+    ]
+
+
+def _num_bytes(array) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _row(case: Case, wrong: Sequence[str]) -> dict[str, Any]:
+    return {"name": case.name, "config": case.config, "reason": "; ".join(wrong) or None}
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """What has to be set before jax is imported. A program taken from the cache would leave no report."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_") and k != "XLA_FLAGS"}
+    roots = [str(Path(__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "MOSAIC_GPU_DUMP_TO": str(folder),
+        "PYTHONPATH": os.pathsep.join(roots),
+    }
+
+
+def _check_in_process(source: str, index: int, case: Case, target: aot.Target, timeout_s: float) -> list[dict]:
+    """Rows of a case, from a process of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="pallas_kernels-"))
+    try:
+        said = folder / "said"
+        command = [sys.executable, "-m", "pallas_kernels.check", "--target", target.name, "--case", source, str(index),
+                   str(folder)]  # fmt: skip
+        with said.open("w") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=_environment(folder), start_new_session=True
+            )
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return [_row(case, [f"not compiled after {timeout_s:g} s"])]
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # and the ptxas that it has started
+                    process.wait()
+        rows = folder / "rows.json"
+        if code == 0 and rows.exists():
+            return json.loads(rows.read_text())
+        words = said.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return [_row(case, [f"the compiler ended with {how}; its last words: {words[-1][:300]}"])]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile_here(case: Case, target: aot.Target, folder: Path) -> None:
+    """Writes the rows of a case for the process that asked for them."""
+    try:
+        rows = compile_case(case, target, folder)
+    except Exception as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        rows = [_row(case, [f"{type(error).__name__}: {reason[:300]}"])]
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def check(
+    name: str,
+    *,
+    only: str = "",
+    sources: Sequence[str] = SOURCES,
+    jobs: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    show: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Compiles all cases for a target, shows a line for each kernel, and returns all as one JSON object.
+
+    Args:
+      only: regular expression; cases are taken where it occurs in "name key=value ...".
+      jobs: processes at once.
+
+    Raises:
+      ValueError: no such target; no such case.
+    """
+    target = aot.target(name)
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise ValueError(f"{only!r} is not a regular expression: {error}") from None
+    chosen = [found for found in find_cases(target, sources) if pattern.search(str(found[2]))]
+    if not chosen:
+        raise ValueError(f"no case for {name} has {only!r} in its name")
+    began = time.perf_counter()
+    show(f"{target.device} ({target.arch}), jax {importlib.metadata.version('jax')}, {len(chosen)} cases")
+    show(_line(("", *_COLUMNS.values())))
+    rows: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, 8)) as pool:
+        waiting = [pool.submit(_check_in_process, *found, target, timeout_s) for found in chosen]
+        try:
+            for (_, _, case), future in zip(chosen, waiting):
+                result = future.result()
+                show("\n".join([str(case), *map(_describe, result)]))
+                rows += result
+        finally:
+            pool.shutdown(cancel_futures=True)
+    failed = sum(row["reason"] is not None for row in rows)
+    show(f"{len(rows)} kernels, {failed} failed, {time.perf_counter() - began:.0f} s")
+    return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "failed": failed}
+
+
+def _line(cells: Sequence[object]) -> str:
+    first, *rest = (f"{cell:,}" if isinstance(cell, int) else cell for cell in cells)
+    return f"{first:<28}" + "".join(f"{cell:>11}" for cell in rest)
+
+
+def _describe(row: dict[str, Any]) -> str:
+    lines = []
+    if row.get("kernel"):
+        cells = row | {"grid": "x".join(str(n) for n in row["grid"] if n > 1) or "1"}
+        lines.append(_line((f"  {row['kernel']}", *(cells[column] for column in _COLUMNS))))
+    elif "temp_bytes" in row:
+        lines.append("  no Pallas kernel in it")
+    if row.get("donated_bytes"):
+        lines.append(f"  pool {row['pool_bytes']:,} bytes, aliased {row['alias_bytes']:,}, temp {row['temp_bytes']:,}")
+    if row["reason"]:
+        lines.append(f"  FAILED: {row['reason']}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Exit status 1: something failed; 2: it could not begin."""
+    parser = argparse.ArgumentParser("python -m pallas_kernels.check", description="Compiles the kernels for a GPU.")
+    parser.add_argument("--target", required=True, choices=aot.targets())
+    parser.add_argument("--only", default="", metavar="REGEX", help='cases with it in "name key=value ..."')
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="PATH", help="write one JSON object; - ends stdout with it"
+    )
+    parser.add_argument("--jobs", type=int, help="processes at once")
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)  # the process of one case
+    args = parser.parse_args(argv)
+    if args.case:
+        source, index, folder = args.case
+        target = aot.target(args.target)
+        _compile_here(find_cases(target, [source])[int(index)][2], target, Path(folder))
+        return 0
+    if line := aot.missing():
+        print(line, file=sys.stderr)
+        return 2
+    try:
+        found = check(args.target, only=args.only, jobs=args.jobs)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.json == "-":
+        print(json.dumps(found))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    return int(found["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

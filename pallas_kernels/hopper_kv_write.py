@@ -1,0 +1,253 @@
+"""This step's keys and values into the paged pool, for Hopper, in Mosaic GPU: norm, rope, quantise, scatter, in place.
+
+Bound by memory: every number is read once and written once. A block of threads is one warpgroup with one token (or a
+few), which it holds in registers; it needs no shared memory and no barriers, so that many blocks on a multiprocessor
+hide each other's waits: 8 of them with 32 query and 8 kv heads of 128 (64 registers a thread, compiled for an H200 with
+jax 0.10.2 to 0.12; not yet timed on one). The halves of a head are two matrices [heads, H / 2], because rope pairs
+element i with i + H / 2; a row lies within one warp, which makes the norm and the largest magnitude of a head a few
+shuffles. See `row_layouts`.
+
+The pool is a `jax.Ref`: a kernel of Mosaic aliases those in and out. If the caller donates the array, nothing of the
+pool's size is allocated or copied.
+
+Source: RMS norm, arXiv:1910.07467; rope, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.kv_write_reference import INT8_MAX, SMALLEST, Written, check
+
+HEAD_DIMS = (64, 96, 128, 256)
+POOL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8)
+MAX_HELD = 256  # numbers of a token in a thread, in 16 bits; 384 spill (128 heads of 128 and as many of keys, jax 0.12)
+JAX_0_10 = jax.__version_info__ < (0, 11)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for. tokens: how many a block of threads writes.
+
+    plain_loads: what the interpreter of jax 0.10 knows.
+    """
+
+    num_slots: int
+    tokens: int
+    q_scale: float
+    eps: float
+    plain_loads: bool
+
+
+def row_layouts(num_heads: int, num_kv_heads: int, width: int):
+    """How a warpgroup holds matrices [num_heads, width] and [num_kv_heads, width] in registers.
+
+    A row lies within one warp, and a thread holds up to eight of its neighbours (16 bytes in bfloat16), fewer where
+    that keeps all threads at work: 8 x 64 is 8 rows at a time, 2 to a warp, each of 16 threads with 4 numbers. Too few
+    or odd rows are held, read and written by several threads alike. Both spread one row alike: angles serve both.
+    """
+    tile = math.gcd(width, 256)
+    few, many = (math.gcd(n, 128) for n in (num_kv_heads, num_heads))
+    fitting = [v for v in (8, 4, 2, 1) if v <= tile <= 32 * v]
+    vector = next((v for v in fitting if few * tile >= 128 * v), fitting[-1])
+    per_warp = 32 * vector // tile
+    warps = [min(max(rows // per_warp, 1), 4) for rows in (many, few)]
+    if warps[0] != warps[1]:
+        warps = [4 if w == 4 else 1 for w in warps]  # of rows over 2 warps Mosaic says that they are spread otherwise
+    return tuple(_row_layout(min(per_warp, rows), w, tile, vector) for rows, w in zip((many, few), warps))
+
+
+def _row_layout(per_warp: int, warps: int, tile: int, vector: int):
+    """per_warp rows in each of `warps` warps, `vector` numbers a thread, in pieces of `tile` columns."""
+    lane_copies, warp_copies = 32 * vector // (tile * per_warp), 4 // warps
+    tiles = [(warps * per_warp, tile), (per_warp, tile), (vector,)]
+    if warps == 1 or per_warp == 1:
+        del tiles[1]  # Mosaic wants each layout in its shortest form
+    warp_dims = ((-5 if per_warp > 1 else -3),) * (warps > 1) + (plgpu.Replicated(warp_copies),) * (warp_copies > 1)
+    lane_dims = (plgpu.Replicated(lane_copies),) * (lane_copies > 1) + (-3,) * (per_warp > 1) + (-2,)
+    return plgpu.Layout.TILED(plgpu.Tiling(tuple(tiles)), warp_dims, lane_dims, -1)
+
+
+def _rows(x: jax.Array, shape) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _columns(x: jax.Array, shape) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def _get(ref, *index, layout, plain: bool) -> jax.Array:
+    if plain:
+        return ref[index]
+    # Loads that Mosaic does not hold to be the best, such as of odd numbers of heads, must be allowed one by one.
+    load: Any = plgpu.load  # takes the index apart on jax 0.10, and not on 0.12
+    x = load(ref, index, optimized=False) if JAX_0_10 else load(ref.at[index], optimized=False)
+    return plgpu.layout_cast(x, layout)
+
+
+def _put(ref, *index, value) -> None:
+    store: Any = getattr(plgpu, "store", None)
+    if store is None:
+        ref[index] = value
+    else:  # jax 0.12, where plain stores must be what Mosaic holds to be the best
+        store(ref.at[index], value, optimized=False)
+
+
+def _load(ref, *index, layout, plain: bool) -> tuple[jax.Array, jax.Array]:
+    """The two halves of the last dimension, in float32."""
+    half = ref.shape[-1] // 2
+    a, b = (_get(ref, *index, pl.ds(i * half, half), layout=layout, plain=plain) for i in (0, 1))
+    return a.astype(jnp.float32), b.astype(jnp.float32)
+
+
+def _store(ref, *index, halves) -> None:
+    half = ref.shape[-1] // 2
+    for i, x in enumerate(halves):
+        _put(ref, *index, pl.ds(i * half, half), value=x.astype(ref.dtype))
+
+
+def _normed(halves, weight, eps: float):
+    if weight is None:
+        return halves
+    a, b = halves
+    total = (a * a + b * b).sum(axis=1)
+    factor = _rows(lax.rsqrt(total * (0.5 / a.shape[1]) + eps), a.shape)
+    return tuple(x * factor * _columns(w, x.shape) for x, w in zip(halves, weight))
+
+
+def _rotated(halves, cos, sin):
+    a, b = halves
+    cos, sin = _columns(cos, a.shape), _columns(sin, a.shape)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+def _quantised(halves):
+    """Symmetric int8 with one scale per row: its largest magnitude / 127. Tiny rows become zeros."""
+    a, b = halves
+    top = jnp.maximum(jnp.abs(a), jnp.abs(b)).max(axis=1)
+    scale = top * (1 / INT8_MAX)
+    inverse = _rows(jnp.where(top < SMALLEST, 0.0, INT8_MAX / top), a.shape)
+    return tuple(lax.round(x * inverse, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8) for x in halves), scale
+
+
+def _write(*refs, names: tuple[str, ...], config: Config):
+    """The kernel. names: of the refs; those of what is optional are absent."""
+    g = dict(zip(names, refs))
+    (_, num_heads, head_dim), num_kv_heads, block_size = g["q"].shape, g["k"].shape[1], g["pool"].shape[4]
+    q_layout, kv_layout = row_layouts(num_heads, num_kv_heads, head_dim // 2)
+    column = kv_layout.reduce(0)
+    layer, plain = g["layer"][0], config.plain_loads
+    first = lax.axis_index("block") * config.tokens
+
+    # Everything is asked for before anything is stored: loads do not move ahead of stores that could touch them.
+    loaded = []
+    for token in (first + i for i in range(config.tokens)):
+        q, k, v = (
+            _load(g[x], token, slice(None), layout=q_layout if x == "q" else kv_layout, plain=plain) for x in "qkv"
+        )
+        cos, sin = (_get(g[x], token, layout=column, plain=plain) for x in ("rope_cos", "rope_sin"))
+        loaded.append((token, g["slots"][token], q, k, v, cos, sin))
+    weights = {x: _load(g[x], layout=column, plain=plain) for x in ("q_norm", "k_norm") if x in g}
+
+    for token, slot, q, k, v, cos, sin in loaded:
+        q = _normed(q, weights.get("q_norm"), config.eps)
+        q = tuple(x * config.q_scale for x in q)
+        _store(g["q_out"], token, slice(None), halves=_rotated(q, cos, sin))
+        if "sink_cos" in g:
+            for j in range(g["sink_cos"].shape[1]):
+                sink = (_get(g[x], token, j, layout=column, plain=plain) for x in ("sink_cos", "sink_sin"))
+                _store(g["q_sink"], token, j, slice(None), halves=_rotated(q, *sink))
+
+        @pl.when((slot >= 0) & (slot < config.num_slots))
+        def _(slot=slot, k=k, v=v, cos=cos, sin=sin):
+            block, offset = lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
+            k = _rotated(_normed(k, weights.get("k_norm"), config.eps), cos, sin)
+            for which, halves in enumerate((k, v)):
+                if "scales" in g:
+                    halves, scale = _quantised(halves)
+                    _put(g["scales"], block, layer, which, slice(None), offset, value=scale)
+                _store(g["pool"], block, layer, which, slice(None), offset, halves=halves)
+
+
+def _check_supported(q, k, pool, plain_loads: bool) -> None:
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k.shape[1]
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
+    if pool.dtype not in POOL_DTYPES:
+        raise NotImplementedError(f"pool of {pool.dtype} is not of {', '.join(str(jnp.dtype(d)) for d in POOL_DTYPES)}")
+    if JAX_0_10 and not plain_loads and 1 in (num_heads, num_kv_heads):
+        raise NotImplementedError("one head cannot be loaded on jax 0.10: jax 0.11 can")
+    held = 0
+    for rows, layout in zip((num_heads, 2 * num_kv_heads), row_layouts(num_heads, num_kv_heads, head_dim // 2)):
+        tiles = layout.args[0].tiles
+        held += rows * head_dim // (math.prod(tiles[0]) // tiles[-1][0])
+    if held > MAX_HELD:
+        raise NotImplementedError(
+            f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}: a thread would hold {held} numbers of a "
+            f"token, more than {MAX_HELD} do not fit its registers"
+        )
+
+
+def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_norm=None, eps=1e-6, q_scale=1.0,
+             sink_rope=None, tokens_per_block=1, interpret=None) -> Written:  # fmt: skip
+    """Writes this step's keys and values to the pool, in place; `kv_write_reference.kv_write` states the contract.
+
+    To be called under jax.jit, with pool and scales donated.
+
+    Args:
+      tokens_per_block: how many tokens a block of threads writes; the largest divisor of T that divides it is taken.
+      interpret: parameters of the GPU interpreter, for machines without a GPU.
+
+    Raises:
+      NotImplementedError: another head dim or type of pool, more heads than registers hold, one head on jax 0.10.
+    """
+    check(q, k, v, pool, slots, rope, scales, q_norm, k_norm, sink_rope)
+    plain_loads = JAX_0_10 and bool(interpret)
+    _check_supported(q, k, pool, plain_loads)
+    num_tokens, num_heads, head_dim = q.shape
+    outputs = {"q_out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    arrays = {"q": q, "k": k, "v": v, "slots": slots, "layer": jnp.asarray(layer, jnp.int32).reshape(1)}
+    arrays |= {"rope_cos": rope[0], "rope_sin": rope[1]}
+    arrays |= {n: w for n, w in (("q_norm", q_norm), ("k_norm", k_norm)) if w is not None}
+    if sink_rope is not None:
+        arrays |= {"sink_cos": sink_rope[0], "sink_sin": sink_rope[1]}
+        shape = (num_tokens, sink_rope[0].shape[1], num_heads, head_dim)
+        outputs["q_sink"] = jax.ShapeDtypeStruct(shape, q.dtype)
+    if num_tokens == 0:
+        empty = {n: jnp.zeros(o.shape, o.dtype) for n, o in outputs.items()}
+        return Written(empty["q_out"], pool, scales, empty.get("q_sink"))
+
+    updated = {"pool": pool} | ({} if scales is None else {"scales": scales})
+    refs = {n: jax.new_ref(x, memory_space=plgpu.GMEM) for n, x in updated.items()}
+    config = Config(
+        num_slots=pool.shape[0] * pool.shape[4],
+        tokens=math.gcd(num_tokens, tokens_per_block),
+        q_scale=q_scale,
+        eps=eps,
+        plain_loads=plain_loads,
+    )
+    # pl.kernel, not plgpu.kernel: the latter's rule for vmap does not let refs through on jax 0.10.
+    kernel: Any = pl.kernel(
+        functools.partial(_write, names=(*arrays, *refs, *outputs), config=config),
+        out_type=tuple(outputs.values()),
+        mesh=plgpu.Mesh(grid=(num_tokens // config.tokens,), grid_names=("block",), kernel_name="kv_write"),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,  # safe here: threads exchange nothing but shuffles within a warp
+        ),
+        interpret=interpret,
+        name="kv_write",
+    )
+    results = dict(zip(outputs, kernel(*arrays.values(), *refs.values())))
+    after = {n: jax.freeze(ref) for n, ref in refs.items()}
+    return Written(results["q_out"], after["pool"], after.get("scales"), results.get("q_sink"))

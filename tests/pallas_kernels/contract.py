@@ -1,0 +1,68 @@
+"""What every implementation of ragged paged attention is held to: one comparison with the reference, one tolerance."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.arguments import Spec, make
+
+# Kernels round each weight of the softmax to the pool's 16 bits, and the result once more: each by at most half a unit
+# in the last place, 2^-8 of the value in bfloat16 (8 bits) and 2^-11 in float16 (11 bits). The weighted sum of |v|
+# bounds what both come to.
+RELATIVE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11}
+# Scores and sums are float32 (2^-24), a few hundred terms; exp2 of the hardware is good to 2^-22.
+ABSOLUTE = 2e-5
+LSE = 1e-4
+
+STATIC = ("soft_cap", "return_lse", "out_dtype")
+
+
+@functools.cache
+def _jitted(function, static: tuple[str, ...]):
+    """One for each function: specs of the same shapes share its compilation, which counts for more than its speed."""
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(function, static_argnames=static, compiler_options=options)
+
+
+@functools.cache
+def expected(spec: Spec):
+    """Of the reference, in float32: result, log-sum-exp, and the weighted sums of the values' absolutes."""
+    (q, pool, *rest), keywords = make(spec)
+    attend = _jitted(reference.ragged_paged_attention, STATIC)
+    keywords = {**keywords, "return_lse": True, "out_dtype": jnp.dtype("float32")}
+    out, lse = attend(q, pool, *rest, **keywords)
+    absolute_values = np.array(pool)
+    absolute_values[:, :, 1] = np.abs(absolute_values[:, :, 1])
+    absolute, _ = attend(q, jnp.asarray(absolute_values), *rest, **keywords)
+    return np.asarray(out), np.asarray(lse), np.asarray(absolute)
+
+
+def check(implementation, spec: Spec, **keywords) -> None:
+    """Asserts that an implementation gives the reference's result and log-sum-exp.
+
+    Args:
+      implementation: a function with the signature of `reference.ragged_paged_attention`.
+      keywords: the implementation's own.
+    """
+    arguments, given = make(spec)
+    out, lse, absolute = expected(spec)
+    attend = _jitted(implementation, tuple(sorted({*STATIC, *keywords})))
+    actual = attend(*arguments, **given, **keywords)
+    if spec.return_lse:
+        actual, actual_lse = actual
+        assert actual_lse.dtype == jnp.float32 and actual_lse.shape == lse.shape
+        np.testing.assert_allclose(np.asarray(actual_lse), lse, rtol=0, atol=LSE, err_msg=str(spec))
+    assert actual.dtype == spec.dtype and actual.shape == out.shape
+    error = np.abs(np.asarray(actual, np.float32) - out)
+    allowed = RELATIVE[spec.dtype] * absolute + ABSOLUTE
+    worst = np.unravel_index(np.argmax(np.nan_to_num(error / allowed, nan=np.inf)), error.shape)
+    assert (error <= allowed).all(), (
+        f"{spec}: at [tile, query, head, dim] {tuple(map(int, worst))} {float(actual[worst]):.6g} instead of "
+        f"{out[worst]:.6g}; {float(error[worst]):.3g} off, {float(allowed[worst]):.3g} allowed"
+    )

@@ -1,0 +1,221 @@
+"""The fused write of keys and values: what reaches the pool, what stays as it was, and how it is compiled."""
+
+import contextlib
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import RopeConfig
+from ksana_jax.kv.cache import KVCache
+from ksana_jax.models.layers import rms_norm
+from ksana_jax.models.rope import make_rope
+from pallas_kernels import hopper_kv_write, kv_write_reference
+from pallas_kernels.hopper_kv_write import row_layouts
+from tests.pallas_kernels.interpreter import PARAMS, interpreting
+
+NUM_BLOCKS, NUM_LAYERS, BLOCK_SIZE = 3, 2, 16
+NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
+# First and last slot of the pool, edges of a block; the others are outside and to be dropped.
+SLOTS = (0, NUM_SLOTS, 15, 47, -1, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """heads: query heads, kv heads, head dim. given: further keyword arguments by name."""
+
+    heads: tuple[int, int, int]
+    pool: str = "bfloat16"
+    slots: tuple[int, ...] = SLOTS
+    norms: bool = False
+    num_sinks: int = 0
+    tokens_per_block: int = 1
+
+    def __str__(self):
+        n, k, h = self.heads
+        return f"{n}-{k}-{h}-{self.pool}{'-norms' * self.norms}{f'-sinks{self.num_sinks}' * (self.num_sinks > 0)}"
+
+
+CASES = (
+    Case((4, 2, 64)),
+    Case((8, 8, 128), "float16", norms=True, tokens_per_block=4),
+    Case((3, 1, 96), "float32", num_sinks=2),
+    Case((4, 4, 256), "int8", norms=True, tokens_per_block=6),
+    Case((4, 2, 64), "int8", slots=(NUM_SLOTS, 33), num_sinks=1),
+    Case((4, 2, 64), slots=(-1, NUM_SLOTS + 7)),
+)
+
+
+def make(case: Case, rng: np.random.Generator):
+    """Arguments by position and by name; whatever rests in the pool is NaN, or an odd number."""
+    (n, k, h), t = case.heads, len(case.slots)
+    dtype = jnp.float16 if case.pool == "float16" else jnp.bfloat16
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    def tables(*shape):
+        angles = rng.uniform(0, 100, (*shape, h // 2))
+        return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+
+    shape = (NUM_BLOCKS, NUM_LAYERS, 2, k, BLOCK_SIZE, h)
+    pool = jnp.full(shape, 77 if case.pool == "int8" else jnp.nan, case.pool)
+    args = (draw(t, n, h), draw(t, k, h), 3 * draw(t, k, h), pool, jnp.asarray(case.slots, jnp.int32), tables(t))
+    given: dict[str, Any] = {"layer": jnp.int32(1)}
+    if case.pool == "int8":
+        given["scales"] = jnp.full(shape[:-1], jnp.nan, jnp.float32)
+    if case.norms:
+        given |= {"q_norm": 1 + draw(h) / 4, "k_norm": 1 + draw(h) / 4}
+    if case.num_sinks:
+        given["sink_rope"] = tables(t, case.num_sinks)
+    return args, given
+
+
+def bits(x) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def written(pool_like, slots) -> np.ndarray:
+    """Which numbers of a pool [M, L, 2, K, B, ...] a write to layer 1 may touch."""
+    touched = np.zeros(pool_like.shape, bool)
+    for slot in slots:
+        if 0 <= slot < NUM_SLOTS:
+            touched[slot // BLOCK_SIZE, 1, :, :, slot % BLOCK_SIZE] = True
+    return touched
+
+
+def within(actual, wanted, dtype) -> None:
+    """Equal up to one rounding to dtype: sums of squares are taken in another order."""
+    eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+    eps = max(eps, 1e-6)
+    np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(wanted, np.float32), rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_writes_what_the_reference_writes_and_nothing_else(case):
+    args, given = make(case, np.random.default_rng(CASES.index(case)))
+    q_scale, before = case.heads[2] ** -0.5, args[3]
+    wanted = kv_write_reference.kv_write(*args, **given, q_scale=q_scale)
+
+    @jax.jit
+    def write(args, given):
+        more = {"tokens_per_block": case.tokens_per_block, "interpret": PARAMS}
+        return hopper_kv_write.kv_write(*args, **given, q_scale=q_scale, **more)
+
+    with interpreting():
+        actual = jax.block_until_ready(write(args, given))
+    within(actual.q, wanted.q, wanted.q.dtype)
+    if case.num_sinks:
+        within(actual.q_sink, wanted.q_sink, wanted.q.dtype)
+    touched = written(before, case.slots)
+    assert (bits(actual.pool)[~touched] == bits(before)[~touched]).all()
+    if case.pool == "int8":
+        steps = np.asarray(actual.pool, int) - np.asarray(wanted.pool, int)
+        assert abs(steps).max() <= 1 and (steps != 0).mean() < 1e-2  # where a sum's last bit decides a rounding
+        touched = written(given["scales"], case.slots)
+        assert (bits(actual.scales)[~touched] == bits(given["scales"])[~touched]).all()
+        within(np.asarray(actual.scales)[touched], np.asarray(wanted.scales)[touched], jnp.float32)
+    else:
+        within(np.asarray(actual.pool)[touched], np.asarray(wanted.pool)[touched], case.pool)
+
+
+def test_the_reference_is_what_the_engine_does_in_five_operations():
+    rng = np.random.default_rng(1)
+    case = Case((4, 2, 64), "float32", norms=True)
+    (q, k, v, pool, slots, _), given = make(case, rng)
+    q, k, v, q_norm, k_norm = (x.astype(jnp.float32) for x in (q, k, v, given["q_norm"], given["k_norm"]))
+    rope, positions = make_rope(RopeConfig(), 64), jnp.asarray([0, 5, 900, 3, 0, 77])
+    slots = jnp.where(slots < 0, NUM_SLOTS, slots)
+    angles = rope.angles(positions)
+    cache = KVCache(pool).write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
+    own = kv_write_reference.kv_write(
+        q, k, v, pool, slots, angles, layer=1, q_norm=q_norm, k_norm=k_norm, q_scale=0.125
+    )
+    np.testing.assert_allclose(own.q, rope.rotate(rms_norm(q, q_norm, 1e-6) * 0.125, angles), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(own.pool, cache.blocks, rtol=1e-5, atol=1e-6)
+
+
+def test_int8_is_wrong_by_half_a_step_at_most_and_zeros_stay_zeros():
+    x = np.random.default_rng(2).normal(size=(50, 64)).astype(np.float32)
+    x[7], x[8] = 0, 1e-35
+    numbers, scales = kv_write_reference.quantised(jnp.asarray(x))
+    error = abs(np.asarray(numbers, np.float32) * np.asarray(scales)[:, None] - x)
+    assert (error <= np.asarray(scales)[:, None] * 0.5001 + 1e-30).all()
+    assert (np.abs(np.asarray(numbers)[:7]).max(axis=1) == 127).all()
+    assert (np.asarray(numbers)[7:9] == 0).all() and np.isfinite(scales).all()
+
+
+def lowered(case: Case, num_tokens: int, **more):
+    """The program of a write for a Hopper GPU, without one."""
+    case = dataclasses.replace(case, slots=tuple(range(num_tokens)))
+    args, given = make(case, np.random.default_rng(0))
+    mesh = contextlib.nullcontext()
+    if hasattr(jax.sharding, "AbstractDevice") and jax.__version_info__ >= (0, 11):
+        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+    def write(pool, scales):
+        rest = {**given, "scales": scales} if scales is not None else given
+        return hopper_kv_write.kv_write(*args[:3], pool, *args[4:], **rest, **more)
+
+    with mesh:
+        traced = jax.jit(write, donate_argnums=(0, 1)).trace(args[3], given.get("scales"))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((32, 8, 128), norms=True),
+        Case((14, 2, 64)),
+        Case((9, 3, 64), "float16"),
+        Case((64, 4, 96), "int8", norms=True, num_sinks=2),
+        Case((8, 2, 256), "float32", tokens_per_block=2),
+    ],
+    ids=str,
+)
+def test_the_kernel_lowers_for_hopper_with_the_pool_aliased(case):
+    text = lowered(case, 4, tokens_per_block=case.tokens_per_block)
+    call = next(line for line in text.splitlines() if "mosaic_gpu" in line and "custom_call" in line)
+    aliases = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\], operand_index = (\d+)", call)
+    assert len(aliases) == (2 if case.pool == "int8" else 1)
+    assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == len(aliases)
+
+
+def test_many_shapes_of_heads_have_layouts_that_divide_them_and_share_a_row():
+    for num_kv_heads in (1, 2, 3, 4, 5, 7, 8, 10, 16, 20, 32):
+        for group in (1, 2, 3, 4, 5, 7, 8, 16):
+            for width in (32, 48, 64, 128):
+                rows = (num_kv_heads * group, num_kv_heads)
+                layouts: list[Any] = [x.to_mgpu() for x in row_layouts(*rows, width)]
+                assert layouts[0].reduce((0,)) == layouts[1].reduce((0,))
+                for n, layout in zip(rows, layouts):
+                    assert n % layout.base_tile_shape[0] == 0 and width % layout.base_tile_shape[1] == 0
+
+
+def test_what_does_not_fit_or_is_lacking_is_named():
+    def attempt(case, error, match, **changes):
+        args, given = make(case, np.random.default_rng(0))
+        named: dict[str, Any] = dict(zip(("q", "k", "v", "pool", "slots", "rope"), args)) | given | changes
+        with pytest.raises(error, match=match):
+            hopper_kv_write.kv_write(**named, interpret=PARAMS)
+
+    attempt(Case((4, 2, 80)), NotImplementedError, "head dim 80 is not one of 64, 96, 128, 256")
+    attempt(Case((4, 2, 64), "uint16"), NotImplementedError, "pool of uint16")
+    attempt(Case((128, 128, 128)), NotImplementedError, "128 query and 128 kv heads of 128.* 384 numbers")
+    attempt(Case((4, 2, 64), "int8"), ValueError, "a pool of int8 without scales", scales=None)
+    attempt(Case((4, 2, 64)), ValueError, r"slots \(5,\)", slots=jnp.zeros(5, jnp.int32))
+    attempt(Case((4, 2, 64)), ValueError, r"q_norm has shape \(32,\), not \(64,\)", q_norm=jnp.zeros(32))
+    attempt(Case((4, 2, 64)), ValueError, r"rope has tables \(6, 16\), not \[6, 32\]", rope=(jnp.zeros((6, 16)),) * 2)
+
+
+def test_no_tokens_write_nothing():
+    args, given = make(Case((4, 2, 64), slots=(), num_sinks=3), np.random.default_rng(0))
+    result = hopper_kv_write.kv_write(*args, **given)
+    assert result.q_sink is not None and result.q_sink.shape == (0, 3, 4, 64)
+    assert result.q.shape == (0, 4, 64) and result.pool is args[3]
