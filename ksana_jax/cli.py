@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Times of the engine on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+kernels = typer.Typer(help="The kernels, proved on this machine.", no_args_is_help=True)
+app.add_typer(kernels, name="kernels")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, dotted: engine.block_size=8", show_default=False)
@@ -153,7 +155,7 @@ def doctor() -> None:
     from rich.markup import escape
 
     from experiments.environment import environment
-    from ksana_jax.ops.attention import explain
+    from ksana_jax.ops.implementations import explain
 
     console, found = Console(highlight=False), environment()
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
@@ -197,6 +199,18 @@ def bench_throughput(
     from ksana_jax.bench.throughput import main as measure
 
     measure(model, dtype=dtype, num_requests=requests, seed=seed, as_json=as_json)
+
+
+@kernels.command("check")
+def kernels_check(
+    target: Annotated[str, typer.Option(help="h200, h100 or a100, which takes the Triton kernels only")] = "h200",
+    only: Annotated[str, typer.Option(help="regular expression: of cases with it in their line", metavar="REGEX")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
+) -> None:
+    """Compiles kernels and whole steps for a GPU, on a machine without one: registers, spills, memory, pool copies."""
+    from ksana_jax.kernel_check import main as check
+
+    raise typer.Exit(check(target, only=only, as_json=as_json))
 
 
 _debug = False

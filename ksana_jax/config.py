@@ -140,6 +140,8 @@ class EngineConfig:
       cache_write: when cached prefixes go to the next slower tier: "back" when they are evicted, "through" when they
         are computed, "drop" never.
       embedding_device: where the token embedding rests and is looked up.
+      attention_implementation: of paged attention, a name of `ops.implementations`; "auto" takes the first that serves
+        the model on this device. `ksana doctor` lists them.
       seed: of the requests that bring none.
     """
 
@@ -163,6 +165,7 @@ class EngineConfig:
     disk_cache_bytes: int = 2**30
     cache_write: Literal["back", "through", "drop"] = "back"
     embedding_device: Literal["device", "host"] = "device"
+    attention_implementation: str = "auto"
     seed: int = 0
 
     def __post_init__(self):

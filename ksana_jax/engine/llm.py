@@ -113,7 +113,7 @@ class LLM:
         self.runner = Runner(
             model, params, self.patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
             max_model_len=max_model_len, max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
-            embedding_device=config.embedding_device,
+            embedding_device=config.embedding_device, attention=config.attention_implementation,
         )  # fmt: skip
         self._fingerprint = ""
         if config.enable_prefix_caching:

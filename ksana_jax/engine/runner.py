@@ -17,7 +17,7 @@ from ksana_jax.kv.cache import KVCache, make_cache, storage_dtype
 from ksana_jax.kv.patterns import AttentionPattern, PatternArrays, stack
 from ksana_jax.models.rope import Rope, make_rope
 from ksana_jax.models.transformer import Params, forward, logits
-from ksana_jax.ops.attention import choose
+from ksana_jax.ops.implementations import Needs, choose
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.sampling.sampler import sample, score
@@ -38,6 +38,10 @@ class Runner:
       max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
+      attention: name of an implementation of paged attention; "auto" takes the first that serves.
+
+    Raises:
+      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
     """
 
     def __init__(
@@ -53,11 +57,14 @@ class Runner:
         max_rotated_sinks: int,
         num_host_blocks: int = 0,
         embedding_device: str = "device",
+        attention: str = "auto",
     ):
         self.config, self.params = config, params
         self.embeds_on_host = embedding_device == "host"
         self.platform = jax.default_backend()
-        self.implementation = choose(self.platform)
+        needs = Needs.of(config, dtype=dtype, block_size=block_size, num_rotated_sinks=max_rotated_sinks)
+        self.implementation = choose(needs, attention)
+        self.num_rotated_sinks = max_rotated_sinks
         self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)
         self.sink_width = -(-max_rotated_sinks // block_size)
         self._pool = (num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim,
@@ -66,8 +73,8 @@ class Runner:
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         self.mover = BlockMover(self.cache, num_host_blocks)
-        self.set_patterns(patterns)
         self._compiled: dict[Any, Callable] = {}
+        self.set_patterns(patterns)
 
     @property
     def num_compilations(self) -> int:
@@ -85,12 +92,13 @@ class Runner:
         return self.cache.blocks.nbytes // self.cache.num_blocks
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Changes what each layer sees; the numbers are data, so nothing is compiled anew.
+        """Changes what each layer sees; the numbers are data, so nothing is compiled anew, unless other layers than
+        before are alike.
 
         Raises:
           ValueError: more sinks are seen from elsewhere than the compiled step has room for.
         """
-        room = self.sink_width * self._pool[3]
+        room = self.num_rotated_sinks
         for p in patterns:
             if p.sink_position != "absolute" and p.num_sinks > room:
                 raise ValueError(
@@ -98,6 +106,10 @@ class Runner:
                     f"at most {room}; give it max_rotated_sinks={p.num_sinks}"
                 )
         self._patterns: PatternArrays = jax.device_put(stack(patterns))
+        alike = tuple(list(patterns).index(p) for p in patterns)
+        if self.implementation.plan and alike != getattr(self, "_alike", alike):
+            self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
+        self._alike = alike
 
     def reset(self) -> None:
         """Makes the pool anew, after a step that failed took it along."""
@@ -194,8 +206,8 @@ class Runner:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
         run = functools.partial(
-            _run, shape=shape, config=self.config, rope=self.rope, sink_width=self.sink_width,
-            implementation=self.implementation,
+            _run, shape=shape, config=self.config, rope=self.rope, alike=self._alike,
+            num_rotated_sinks=self.num_rotated_sinks, implementation=self.implementation,
         )  # fmt: skip
         return jax.jit(run, donate_argnames="cache").lower(self.params, self.cache, arrays, self._patterns)
 
@@ -235,10 +247,8 @@ def _bucket_of_top(count: int, vocab_size: int) -> int:
     return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
 
 
-def _run(params, cache, arrays, patterns, *, shape, config, rope, sink_width, implementation):
-    attend = paged_attend(
-        arrays, shape, patterns, config=config, rope=rope, sink_width=sink_width, implementation=implementation
-    )
+def _run(params, cache, arrays, patterns, *, shape, config, **how):
+    attend = paged_attend(arrays, shape, patterns, config=config, **how)
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=config)
     return cache, hidden
 

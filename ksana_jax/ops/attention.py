@@ -1,8 +1,7 @@
-"""Paged attention: the contract, the XLA reference that all others are held to, and the choice of implementation."""
+"""Paged attention: the contract, and the XLA reference that all others are held to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,27 +23,28 @@ CACHE, CEILING = SINK_POSITIONS.index("cache"), SINK_POSITIONS.index("ceiling")
 
 def ragged_paged_attention(
     q: jax.Array,
-    q_sink: jax.Array | None,
+    q_unrotated: jax.Array,
     cache: KVCache,
     layer: int,
     batch: StepArrays,
     shape: StepShape,
     pattern: PatternArrays,
     rope: Rope,
-    sink_width: int,
+    num_rotated_sinks: int,
+    plan: None = None,
 ) -> jax.Array:
     """Attends each packed token to the cached slots of its own row. XLA reference.
 
     Args:
       q: [T, N, H], rotated at its own position and scaled; N is a multiple of the cache's K.
-      q_sink: [T, N, H], rotated at `sink_query_positions`, for sinks that are seen from elsewhere; None where
-        sink_width is 0.
+      q_unrotated: [T, N, H], the same before its rotation: sinks that are seen from elsewhere want another one.
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
       layer: index in [0, L).
       batch: block tables and positions, see `step.StepArrays`. Where groups of singles share leading blocks, a single
         sees those of its group's table and of its own.
       pattern: which text positions a query sees, this layer's numbers.
-      sink_width: how many leading entries of a block table can hold sinks that are seen from elsewhere.
+      num_rotated_sinks: most sinks that are seen from elsewhere.
+      plan: what `Implementation.plan` made of the step and the pattern; the reference needs nothing.
 
     Returns:
       [T, N, H] in float32. Padding tokens (position -1) give zeros. Slots that no query sees may hold anything.
@@ -54,6 +54,10 @@ def ragged_paged_attention(
     and the query is rotated a second time, so that blocks never change.
     """
     d, tiles, size = shape.num_singles, shape.num_tiles, shape.query_tile
+    sink_width = -(-num_rotated_sinks // cache.block_size)
+    q_sink = None
+    if sink_width:
+        q_sink = rope.rotate(q_unrotated, rope.angles(sink_query_positions(pattern, batch.positions)))
     parts = []
     for start, count, width in ((0, d, 1), (d, tiles, size)):
         if not count:
@@ -231,31 +235,3 @@ def sinks_seen_from_elsewhere(pattern: PatternArrays, distance: jax.Array, kv_po
     beyond = (distance >= pattern.window) & (distance > pattern.sink_ceiling)
     moved = (pattern.sink_position == CACHE) | ((pattern.sink_position == CEILING) & beyond)
     return (kv_pos < pattern.num_sinks) & moved
-
-
-class Implementation(NamedTuple):
-    """One that keeps `ragged_paged_attention`'s contract; `missing` says why it cannot run on a platform, or None."""
-
-    name: str
-    attend: Callable[..., jax.Array]
-    missing: Callable[[str], str | None]
-
-
-# In order of preference; the reference runs everywhere and stays last.
-IMPLEMENTATIONS = (Implementation("xla", ragged_paged_attention, lambda platform: None),)
-
-
-def choose(platform: str) -> Implementation:
-    """The first implementation that runs on a platform ("cpu", "gpu", "tpu", ...)."""
-    return next(i for i in IMPLEMENTATIONS if i.missing(platform) is None)
-
-
-def explain(platform: str | None = None) -> list[tuple[str, bool, str]]:
-    """For each implementation of paged attention: its name, whether it is the one used, and why (not)."""
-    platform = platform or jax.default_backend()
-    chosen = choose(platform)
-    rows = []
-    for i in IMPLEMENTATIONS:
-        reason = i.missing(platform) or ("preferred on " + platform if i is chosen else f"{chosen.name} is preferred")
-        rows.append((i.name, i is chosen, reason))
-    return rows

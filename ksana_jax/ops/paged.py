@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import PatternArrays
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
-from ksana_jax.ops.attention import Implementation, sink_query_positions
+from ksana_jax.ops.implementations import Implementation
 from ksana_jax.step import StepArrays, StepShape
 
 
@@ -18,29 +21,32 @@ def paged_attend(
     *,
     config: ModelConfig,
     rope: Rope,
-    sink_width: int,
+    num_rotated_sinks: int,
     implementation: Implementation,
+    alike: Sequence[int],
 ) -> Attend:
     """An `Attend` whose state is the KVCache.
 
     Args:
       batch: the step's arrays, on the device.
       patterns: int32 arrays [L]: traced, so that changing a window does not compile anew.
-      sink_width: leading block-table entries that can hold sinks at "cache" or "ceiling" positions; 0 skips the second
-        rotation of the query.
+      num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
+      alike: for each layer the first one with the same pattern: they share what the implementation plans.
     """
     angles = rope.angles(batch.positions)
     scale = config.head_dim**-0.5
+    plans: dict[int, Any] = {}
 
     def attend(layer: int, q, k, v, cache: KVCache):
         pattern = patterns.layer(layer)
+        if implementation.plan and alike[layer] not in plans:
+            plans[alike[layer]] = implementation.plan(batch, shape, pattern, cache, config.num_heads)
         cache = cache.write(layer, batch.slots, rope.rotate(k, angles), v)
         q = q * scale
-        q_sink = None
-        if sink_width:
-            q_sink = rope.rotate(q, rope.angles(sink_query_positions(pattern, batch.positions)))
-        q_here = rope.rotate(q, angles)
-        out = implementation.attend(q_here, q_sink, cache, layer, batch, shape, pattern, rope, sink_width)
+        out = implementation.attend(
+            rope.rotate(q, angles), q, cache, layer, batch, shape, pattern, rope, num_rotated_sinks,
+            plans.get(alike[layer]),
+        )  # fmt: skip
         return out.astype(q.dtype), cache
 
     return attend

@@ -20,7 +20,7 @@ FIRST_RUN = "a step of Llama-8B's shape"
 
 def run(context: Context) -> None:
     from ksana_jax.engine.llm import LLM
-    from ksana_jax.ops.attention import IMPLEMENTATIONS
+    from ksana_jax.ops.implementations import IMPLEMENTATIONS
 
     config = SMALL if context.tiny else LLAMA_8B
     sizes = ((1, 64), (4, 32)) if context.tiny else ((1, 1024), (64, 2048), (256, 1024))

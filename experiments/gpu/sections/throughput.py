@@ -18,7 +18,7 @@ FIRST_RUN = "requests on Llama-8B's shape"
 def run(context: Context) -> None:
     from ksana_jax.bench.throughput import workload
     from ksana_jax.engine.llm import LLM
-    from ksana_jax.ops.attention import IMPLEMENTATIONS
+    from ksana_jax.ops.implementations import IMPLEMENTATIONS
     from ksana_jax.request import SamplingParams
 
     config, requests = (SMALL, 4) if context.tiny else (LLAMA_8B, REQUESTS)

@@ -1,0 +1,114 @@
+"""Implementations of paged attention, in order of preference, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.kv.cache import storage_dtype
+from ksana_jax.ops import kernels
+from ksana_jax.ops.attention import ragged_paged_attention
+
+
+class Needs(NamedTuple):
+    """What attention runs on and with.
+
+    platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
+    dtype: in which keys and values rest. num_rotated_sinks: most sinks that are seen from elsewhere.
+    """
+
+    platform: str
+    compute_capability: tuple[int, int] | None
+    dtype: Any
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_rotated_sinks: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, dtype: str, block_size: int, num_rotated_sinks: int = 0) -> Needs:
+        """Those of a model on this process's device."""
+        device = jax.devices()[0]
+        found = getattr(device, "compute_capability", None)
+        return cls(
+            device.platform, None if found is None else tuple(int(x) for x in str(found).split(".")),
+            storage_dtype(dtype, device.platform), config.num_heads, config.num_kv_heads, config.head_dim, block_size,
+            num_rotated_sinks,
+        )  # fmt: skip
+
+
+class Implementation(NamedTuple):
+    """One that keeps the contract of `attention.ragged_paged_attention`.
+
+    plan: (batch, shape, pattern, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None
+      where there is nothing to share.
+    missing: why it cannot serve some needs, or None.
+    """
+
+    name: str
+    attend: Callable[..., jax.Array]
+    plan: Callable[..., Any] | None
+    missing: Callable[[Needs], str | None]
+
+
+def _hopper_lacks(needs: Needs) -> str | None:
+    if needs.compute_capability != (9, 0):
+        return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
+    return kernels.lacks(kernels.HOPPER, needs)
+
+
+def _triton_lacks(needs: Needs) -> str | None:
+    if needs.compute_capability is None or needs.compute_capability < (8, 0):
+        return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
+    return kernels.lacks(kernels.TRITON, needs)
+
+
+def _device(needs: Needs) -> str:
+    found = needs.compute_capability
+    return f"this is {needs.platform}" + ("" if found is None else f" {found[0]}.{found[1]}")
+
+
+# In order of preference; the reference runs everywhere and stays last.
+IMPLEMENTATIONS = (
+    Implementation("hopper", kernels.HOPPER.attend, kernels.HOPPER.plan, _hopper_lacks),
+    Implementation("triton", kernels.TRITON.attend, None, _triton_lacks),
+    Implementation("xla", ragged_paged_attention, None, lambda needs: None),
+)
+
+
+def choose(needs: Needs, name: str = "auto") -> Implementation:
+    """The first implementation that serves some needs, or the one of a name.
+
+    Raises:
+      ValueError: there is none of that name, or it does not serve.
+    """
+    if name == "auto":
+        return next(i for i in IMPLEMENTATIONS if i.missing(needs) is None)
+    for i in IMPLEMENTATIONS:
+        if i.name == name:
+            if reason := i.missing(needs):
+                raise ValueError(f"attention_implementation {name!r}: {reason}")
+            return i
+    names = ", ".join(i.name for i in IMPLEMENTATIONS)
+    raise ValueError(f"attention_implementation is {name!r}, must be auto or one of {names}")
+
+
+def explain(needs: Needs | None = None) -> list[tuple[str, bool, str]]:
+    """For each implementation of paged attention: its name, whether it is the one used, and why (not).
+
+    Args:
+      needs: by default those of a Llama-8B in bfloat16 with blocks of 64, on this process's device.
+    """
+    if needs is None:
+        llama = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
+        needs = Needs.of(llama, dtype="bf16", block_size=64)
+    chosen = choose(needs)
+    rows = []
+    for i in IMPLEMENTATIONS:
+        reason = i.missing(needs) or ("preferred here" if i is chosen else f"{chosen.name} is preferred")
+        rows.append((i.name, i is chosen, reason))
+    return rows

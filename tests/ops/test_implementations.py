@@ -1,0 +1,130 @@
+"""Which implementation of paged attention is chosen and why; the kernels' adapters against the XLA reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import ModelConfig, RopeConfig
+from ksana_jax.kv.cache import KVCache
+from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern
+from ksana_jax.models.rope import make_rope
+from ksana_jax.ops.attention import ragged_paged_attention
+from ksana_jax.ops.implementations import Needs, choose, explain
+from ksana_jax.ops.kernels import Kernels
+from ksana_jax.step import StepArrays, StepShape
+from pallas_kernels import hopper, triton_decode, triton_ragged
+from tests.pallas_kernels.interpreter import PARAMS, interpreting
+
+H200 = Needs("gpu", (9, 0), jnp.bfloat16, 32, 8, 128, 64)
+B, H, N, K = 16, 64, 4, 2
+TRITON = Kernels(*(functools.partial(m.ragged_paged_attention, interpret=True) for m in (triton_decode, triton_ragged)))
+_hopper = functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3)
+HOPPER = Kernels(_hopper, _hopper, functools.partial(hopper.plan_work, num_workers=3))
+
+
+def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
+    assert choose(H200).name == "hopper"
+    assert choose(H200._replace(compute_capability=(8, 0))).name == "triton"
+    for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": jnp.float32}, {"compute_capability": (7, 0)}):
+        assert choose(H200._replace(**other)).name == "xla", other
+    assert choose(Needs("cpu", None, jnp.uint16, 4, 2, 64, 16)).name == "xla"
+
+
+def test_what_an_implementation_lacks_is_said():
+    reasons = {name: (used, why) for name, used, why in explain(H200._replace(block_size=8))}
+    assert reasons["xla"] == (True, "preferred here")
+    assert not reasons["hopper"][0] and "blocks of 8 tokens" in reasons["hopper"][1]
+    reasons = {name: why for name, _, why in explain(Needs("cpu", None, jnp.uint16, 4, 2, 64, 16))}
+    assert reasons["hopper"] == "needs an NVIDIA GPU of compute capability 9.0, this is cpu"
+
+
+def test_one_that_does_not_serve_cannot_be_asked_for():
+    assert choose(H200, "xla").name == "xla"
+    with pytest.raises(ValueError, match="attention_implementation 'hopper': blocks of 8 tokens"):
+        choose(H200._replace(block_size=8), "hopper")
+    with pytest.raises(ValueError, match="'fast', must be auto or one of hopper, triton, xla"):
+        choose(H200, "fast")
+
+
+def make_step(seed: int, shared: bool):
+    """Five singles of which one is padding, two tiles of one row; NaN in every slot that nobody has written.
+
+    Where shared, the first three singles share three leading blocks, and the last one of them is in the window.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = [70, 61, 90, 5, 0, 40]
+    ids = iter(rng.permutation(64))
+    pool = rng.standard_normal((64, 2, 2, K, B, H)).astype(np.float32)
+    tables, starts = np.zeros((7, 8), np.int32), np.full((7, 8), FAR, np.int32)
+    common = [next(ids) for _ in range(3)]
+    shared_tables, shared_starts = np.zeros((2, 8), np.int32), np.full((2, 8), FAR, np.int32)
+    for row, length in enumerate(lengths):
+        blocks = [next(ids) for _ in range(-(-length // B))]
+        if blocks:
+            pool[blocks[-1], ..., length - (len(blocks) - 1) * B :, :] = np.nan
+        begin = np.arange(len(blocks)) * B
+        if shared and row < 3:
+            shared_tables[0, :3], shared_starts[0, :3] = common, begin[:3]
+            blocks, begin = blocks[3:], begin[3:]
+        tables[row, : len(blocks)], starts[row, : len(blocks)] = blocks, begin
+    tables[6], starts[6] = tables[5], starts[5]  # the second tile of the last row
+    singles = [length - 1 for length in lengths[:5]]
+    positions = np.array([*singles, *range(33, 40), -1], np.int32)
+    zeros = np.zeros(13, np.int32)
+    batch = StepArrays(zeros, positions, zeros, tables, starts, zeros[:7])
+    if shared:
+        batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
+    shape = StepShape(5, 2, 4, 8, shared_rows=3 if shared else 0)
+    q = jnp.asarray(rng.standard_normal((13, N, H)) * 2 * H**-0.5, jnp.bfloat16)
+    blocks = jnp.asarray(pool, jnp.bfloat16)
+    return q, KVCache(blocks), jax.tree.map(jnp.asarray, batch), shape
+
+
+PATTERNS = {
+    "full": FULL,
+    "window": AttentionPattern(window=20),
+    "StreamingLLM": AttentionPattern(window=20, num_sinks=4, sink_position="cache"),
+    "LM-Infinite": AttentionPattern(window=20, num_sinks=3, sink_position="ceiling", sink_ceiling=30),
+    "global": AttentionPattern(window=30, stride=2, global_every=25),
+}
+CASES = [
+    (TRITON, "full", True),
+    (TRITON, "window", True),
+    (TRITON, "StreamingLLM", False),
+    (TRITON, "LM-Infinite", False),
+    (TRITON, "global", False),
+    (HOPPER, "LM-Infinite", False),
+    (HOPPER, "window", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name", "shared"), CASES, ids=lambda x: {TRITON: "triton", HOPPER: "hopper"}.get(x)
+)
+def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared):
+    pattern = PATTERNS[name]
+    q, cache, batch, shape = make_step(len(name), shared)
+    rope = make_rope(RopeConfig(), H)
+    rotated = 0 if pattern.sink_position == "absolute" else pattern.num_sinks
+    numbers = jax.tree.map(jnp.asarray, pattern.arrays())
+    here = rope.rotate(q, rope.angles(batch.positions))
+    arguments = (here, q, cache, 1, batch, shape, numbers, rope, rotated)
+    exact = KVCache(cache.blocks.astype(jnp.float32))
+    expected = np.asarray(ragged_paged_attention(here, q, exact, 1, batch, shape, numbers, rope, rotated))
+    with interpreting():
+        plan = kernels.plan(batch, shape, numbers, cache, N) if kernels.plan_work else None
+        got = np.asarray(kernels.attend(*arguments, plan))
+    assert got.dtype == np.float32 and np.isfinite(got).all()
+    # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
+    largest = np.nanmax(np.abs(np.asarray(exact.blocks[:, 1, 1])))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
+    assert np.abs(got - expected).mean() < 2**-9
+    assert (got[4] == 0).all() and (got[12] == 0).all()
+
+
+def test_the_needs_of_a_model_are_those_of_this_device():
+    needs = Needs.of(ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64), dtype="bf16", block_size=32)
+    assert needs.platform == jax.default_backend() and needs.block_size == 32 and needs.num_kv_heads == 4
