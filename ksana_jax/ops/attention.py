@@ -21,29 +21,54 @@ GROUP_QUERIES = 2
 CACHE, CEILING = SINK_POSITIONS.index("cache"), SINK_POSITIONS.index("ceiling")
 
 
-def ragged_paged_attention(
-    q: jax.Array,
-    q_unrotated: jax.Array,
-    cache: KVCache,
-    layer: int,
-    batch: StepArrays,
-    shape: StepShape,
-    pattern: PatternArrays,
-    rope: Rope,
-    num_rotated_sinks: int,
-    plan: None = None,
-) -> jax.Array:
+class Where(NamedTuple):
+    """Where attention takes place.
+
+    layer: index in [0, L). batch: block tables and positions, see `step.StepArrays`. Where groups of singles share
+    leading blocks, a single sees those of its group's table and of its own. pattern: which text positions a query sees,
+    this layer's numbers. num_rotated_sinks: most sinks that are seen from elsewhere.
+    """
+
+    layer: int
+    batch: StepArrays
+    shape: StepShape
+    pattern: PatternArrays
+    rope: Rope
+    num_rotated_sinks: int
+
+
+class Queries(NamedTuple):
+    """A step's queries [T, N, H], scaled: rotated at their own positions, and as sinks that are seen from elsewhere
+    want them, in whatever form an implementation reads (None where there are no such sinks)."""
+
+    here: jax.Array
+    for_sinks: jax.Array | None
+
+
+def write(q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
+    """Rotates q [T, N, H] and k [T, K, H], stores k and v [T, K, H] at the batch's slots.
+
+    Args:
+      angles: of the batch's positions, from `Rope.angles`. scale: factor of the queries.
+
+    Returns:
+      The queries, those for sinks [T, N, H] rotated at `sink_query_positions`; and the cache.
+    """
+    rope = where.rope
+    cache = cache.write(where.layer, where.batch.slots, rope.rotate(k, angles), v)
+    q = q * scale
+    for_sinks = None
+    if where.num_rotated_sinks:
+        for_sinks = rope.rotate(q, rope.angles(sink_query_positions(where.pattern, where.batch.positions)))
+    return Queries(rope.rotate(q, angles), for_sinks), cache
+
+
+def ragged_paged_attention(queries: Queries, cache: KVCache, where: Where, plan: None = None) -> jax.Array:
     """Attends each packed token to the cached slots of its own row. XLA reference.
 
     Args:
-      q: [T, N, H], rotated at its own position and scaled; N is a multiple of the cache's K.
-      q_unrotated: [T, N, H], the same before its rotation: sinks that are seen from elsewhere want another one.
+      queries: of T packed tokens; N is a multiple of the cache's K.
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
-      layer: index in [0, L).
-      batch: block tables and positions, see `step.StepArrays`. Where groups of singles share leading blocks, a single
-        sees those of its group's table and of its own.
-      pattern: which text positions a query sees, this layer's numbers.
-      num_rotated_sinks: most sinks that are seen from elsewhere.
       plan: what `Implementation.plan` made of the step and the pattern; the reference needs nothing.
 
     Returns:
@@ -53,11 +78,10 @@ def ragged_paged_attention(
     (arXiv:2309.17453, section 3.2) and LM-Infinite (arXiv:2308.16137, section 4): keys stay rotated where they are
     and the query is rotated a second time, so that blocks never change.
     """
+    layer, batch, shape, pattern, rope, num_rotated_sinks = where
+    q, q_sink = queries
     d, tiles, size = shape.num_singles, shape.num_tiles, shape.query_tile
     sink_width = -(-num_rotated_sinks // cache.block_size)
-    q_sink = None
-    if sink_width:
-        q_sink = rope.rotate(q_unrotated, rope.angles(sink_query_positions(pattern, batch.positions)))
     parts = []
     for start, count, width in ((0, d, 1), (d, tiles, size)):
         if not count:

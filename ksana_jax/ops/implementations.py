@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.kv.cache import storage_dtype
+from ksana_jax.kv.cache import KVCache, storage_dtype
 from ksana_jax.ops import kernels
-from ksana_jax.ops.attention import ragged_paged_attention
+from ksana_jax.ops.attention import ragged_paged_attention, write
 
 
 class Needs(NamedTuple):
@@ -35,21 +35,22 @@ class Needs(NamedTuple):
         device = jax.devices()[0]
         found = getattr(device, "compute_capability", None)
         return cls(
-            device.platform, None if found is None else tuple(int(x) for x in str(found).split(".")),
+            device.platform, None if found is None else (int(str(found).split(".")[0]), int(str(found).split(".")[1])),
             storage_dtype(dtype, device.platform), config.num_heads, config.num_kv_heads, config.head_dim, block_size,
             num_rotated_sinks,
         )  # fmt: skip
 
 
 class Implementation(NamedTuple):
-    """One that keeps the contract of `attention.ragged_paged_attention`.
+    """One that keeps the contracts of `attention.write` and `attention.ragged_paged_attention`.
 
-    plan: (batch, shape, pattern, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None
+    plan: (where, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None
       where there is nothing to share.
     missing: why it cannot serve some needs, or None.
     """
 
     name: str
+    write: Callable[..., tuple[Any, KVCache]]
     attend: Callable[..., jax.Array]
     plan: Callable[..., Any] | None
     missing: Callable[[Needs], str | None]
@@ -74,9 +75,9 @@ def _device(needs: Needs) -> str:
 
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", kernels.HOPPER.attend, kernels.HOPPER.plan, _hopper_lacks),
-    Implementation("triton", kernels.TRITON.attend, None, _triton_lacks),
-    Implementation("xla", ragged_paged_attention, None, lambda needs: None),
+    Implementation("hopper", kernels.HOPPER.write, kernels.HOPPER.attend, kernels.HOPPER.plan, _hopper_lacks),
+    Implementation("triton", kernels.TRITON.write, kernels.TRITON.attend, None, _triton_lacks),
+    Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
 )
 
 

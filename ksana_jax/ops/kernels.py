@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,10 +11,9 @@ import jax.numpy as jnp
 
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import SINK_POSITIONS, PatternArrays
-from ksana_jax.models.rope import Rope
-from ksana_jax.ops.attention import CEILING
+from ksana_jax.ops.attention import CEILING, Queries, Where, write
 from ksana_jax.step import StepArrays, StepShape
-from pallas_kernels import hopper, triton_decode, triton_ragged
+from pallas_kernels import hopper, hopper_kv_write, triton_decode, triton_ragged
 from pallas_kernels.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -28,48 +28,56 @@ class Kernels(NamedTuple):
 
     decode, ragged: for tiles of one query and of more, `pallas_kernels.reference.ragged_paged_attention`'s signature.
     plan_work: what layers with one pattern share of such a call, given as `work`; None where there is nothing.
+    kv_write: that of `pallas_kernels.kv_write_reference`; None writes with XLA.
     """
 
     decode: Callable[..., Any]
     ragged: Callable[..., Any]
     plan_work: Callable[..., Any] | None = None
+    kv_write: Callable[..., Any] | None = None
 
-    def plan(self, batch: StepArrays, shape: StepShape, pattern: PatternArrays, cache: KVCache, num_heads: int):
+    def plan(self, where: Where, cache: KVCache, num_heads: int):
         """What layers with one pattern share in a step: one for each call of a kernel."""
         assert self.plan_work is not None
-        seen = kernel_pattern(pattern)
+        seen = kernel_pattern(where.pattern)
         return tuple(
-            self.plan_work(*call.arrays, cache.blocks, seen, num_query_heads=num_heads) for call in calls(batch, shape)
+            self.plan_work(*call.arrays, cache.blocks, seen, num_query_heads=num_heads)
+            for call in calls(where.batch, where.shape)
         )
 
-    def attend(
-        self,
-        q: jax.Array,
-        q_unrotated: jax.Array,
-        cache: KVCache,
-        layer: int,
-        batch: StepArrays,
-        shape: StepShape,
-        pattern: PatternArrays,
-        rope: Rope,
-        num_rotated_sinks: int,
-        plan: tuple[Any, ...] | None,
-    ) -> jax.Array:
-        """Keeps the contract of `attention.ragged_paged_attention`, on pools in bfloat16 and float16."""
-        q_sink = None
-        if num_rotated_sinks:
-            q_sink = second_queries(q_unrotated, batch.positions, pattern, rope, num_rotated_sinks)
+    def write(self, q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
+        """As `attention.write`, with queries for sinks [T, J, N, H], one for each of the J rotated sinks."""
+        rope, sink_angles = where.rope, None
+        if where.num_rotated_sinks:
+            sink_angles = rope.angles(second_positions(where))
+        if self.kv_write is None:
+            queries, cache = write(q, k, v, cache, where._replace(num_rotated_sinks=0), angles, scale)
+            if sink_angles is not None:
+                again = jnp.broadcast_to((q * scale)[:, None], (q.shape[0], where.num_rotated_sinks, *q.shape[1:]))
+                queries = queries._replace(for_sinks=rope.rotate(again, sink_angles))
+            return queries, cache
+        tables, sink_tables = (
+            None if pair is None else tuple(x * rope.scale for x in pair) for pair in (angles, sink_angles)
+        )
+        written = self.kv_write(
+            q, k, v, cache.blocks, where.batch.slots, tables, layer=jnp.int32(where.layer), q_scale=scale,
+            sink_rope=sink_tables,
+        )  # fmt: skip
+        return Queries(written.q, written.q_sink), KVCache(written.pool)
+
+    def attend(self, queries: Queries, cache: KVCache, where: Where, plan: tuple[Any, ...] | None) -> jax.Array:
+        """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16."""
         found = []
-        for i, call in enumerate(calls(batch, shape)):
+        for i, call in enumerate(calls(where.batch, where.shape)):
             kernel = self.decode if call.tile == 1 else self.ragged
             work = {} if plan is None else {"work": plan[i]}
-            second = None if q_sink is None or call.shared else call.take(q_sink, 0)
+            second = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
             out, lse = kernel(
-                call.take(q, 0), cache.blocks, *call.arrays, layer=jnp.int32(layer), pattern=kernel_pattern(pattern),
-                q_sink=second, return_lse=True, out_dtype=jnp.float32, **work,
+                call.take(queries.here, 0), cache.blocks, *call.arrays, layer=jnp.int32(where.layer),
+                pattern=kernel_pattern(where.pattern), q_sink=second, return_lse=True, out_dtype=jnp.float32, **work,
             )  # fmt: skip
             found.append((call.give(out), call.give(lse)))
-        if shape.shared_rows:
+        if where.shape.shared_rows:
             found[0] = merge(found[0], found.pop())
         parts = [out for out, _ in found]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -124,16 +132,16 @@ def kernel_pattern(pattern: PatternArrays) -> Pattern:
     )  # fmt: skip
 
 
-def second_queries(q, positions, pattern: PatternArrays, rope: Rope, count: int) -> jax.Array:
-    """Queries [T, count, N, H] for sinks that are seen from elsewhere, from unrotated q [T, N, H].
+def second_positions(where: Where) -> jax.Array:
+    """Where queries stand when they look at sinks that are seen from elsewhere: [T, J].
 
     StreamingLLM's are all the same; LM-Infinite's stand at `sink_ceiling` from each sink: query j is for the sink at j,
     whose key stays rotated where it is.
     """
-    in_cache = jnp.minimum(positions, pattern.num_sinks + pattern.window - 1)[:, None]
-    at_ceiling = pattern.sink_ceiling + jnp.arange(count)
-    where = jnp.where(pattern.sink_position == CEILING, at_ceiling, in_cache)
-    return rope.rotate(jnp.broadcast_to(q[:, None], (q.shape[0], count, *q.shape[1:])), rope.angles(where))
+    pattern = where.pattern
+    in_cache = jnp.minimum(where.batch.positions, pattern.num_sinks + pattern.window - 1)[:, None]
+    at_ceiling = pattern.sink_ceiling + jnp.arange(where.num_rotated_sinks)
+    return jnp.where(pattern.sink_position == CEILING, at_ceiling, in_cache)
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -161,8 +169,20 @@ def lacks(kernels: Kernels, needs: Needs) -> str | None:
             )  # fmt: skip
         except NotImplementedError as error:
             return str(error)
+    return None if kernels.kv_write is None else _write_lacks(kernels.kv_write, needs, array, pool)
+
+
+def _write_lacks(kv_write, needs: Needs, array, pool) -> str | None:
+    q, k = (array(2, n, needs.head_dim, dtype=needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
+    half = array(2, needs.head_dim // 2, dtype=jnp.float32)
+    try:
+        jax.eval_shape(jax.jit(functools.partial(kv_write, layer=0)), q, k, k, pool, array(2), (half, half))
+    except NotImplementedError as error:
+        return str(error)
     return None
 
 
-HOPPER = Kernels(hopper.ragged_paged_attention, hopper.ragged_paged_attention, hopper.plan_work)
+HOPPER = Kernels(
+    hopper.ragged_paged_attention, hopper.ragged_paged_attention, hopper.plan_work, hopper_kv_write.kv_write
+)
 TRITON = Kernels(triton_decode.ragged_paged_attention, triton_ragged.ragged_paged_attention)

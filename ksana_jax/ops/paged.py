@@ -10,6 +10,7 @@ from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import PatternArrays
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
+from ksana_jax.ops.attention import Where
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.step import StepArrays, StepShape
 
@@ -34,19 +35,14 @@ def paged_attend(
       alike: for each layer the first one with the same pattern: they share what the implementation plans.
     """
     angles = rope.angles(batch.positions)
-    scale = config.head_dim**-0.5
     plans: dict[int, Any] = {}
 
     def attend(layer: int, q, k, v, cache: KVCache):
-        pattern = patterns.layer(layer)
+        where = Where(layer, batch, shape, patterns.layer(layer), rope, num_rotated_sinks)
         if implementation.plan and alike[layer] not in plans:
-            plans[alike[layer]] = implementation.plan(batch, shape, pattern, cache, config.num_heads)
-        cache = cache.write(layer, batch.slots, rope.rotate(k, angles), v)
-        q = q * scale
-        out = implementation.attend(
-            rope.rotate(q, angles), q, cache, layer, batch, shape, pattern, rope, num_rotated_sinks,
-            plans.get(alike[layer]),
-        )  # fmt: skip
+            plans[alike[layer]] = implementation.plan(where, cache, config.num_heads)
+        queries, cache = implementation.write(q, k, v, cache, where, angles, config.head_dim**-0.5)
+        out = implementation.attend(queries, cache, where, plans.get(alike[layer]))
         return out.astype(q.dtype), cache
 
     return attend

@@ -11,18 +11,21 @@ from ksana_jax.config import ModelConfig, RopeConfig
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.models.rope import make_rope
-from ksana_jax.ops.attention import ragged_paged_attention
+from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import Needs, choose, explain
 from ksana_jax.ops.kernels import Kernels
 from ksana_jax.step import StepArrays, StepShape
-from pallas_kernels import hopper, triton_decode, triton_ragged
+from pallas_kernels import hopper, hopper_kv_write, triton_decode, triton_ragged
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
 H200 = Needs("gpu", (9, 0), jnp.bfloat16, 32, 8, 128, 64)
 B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(*(functools.partial(m.ragged_paged_attention, interpret=True) for m in (triton_decode, triton_ragged)))
 _hopper = functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3)
-HOPPER = Kernels(_hopper, _hopper, functools.partial(hopper.plan_work, num_workers=3))
+HOPPER = Kernels(
+    _hopper, _hopper, functools.partial(hopper.plan_work, num_workers=3),
+    functools.partial(hopper_kv_write.kv_write, interpret=PARAMS),
+)  # fmt: skip
 
 
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
@@ -74,7 +77,7 @@ def make_step(seed: int, shared: bool):
     singles = [length - 1 for length in lengths[:5]]
     positions = np.array([*singles, *range(33, 40), -1], np.int32)
     zeros = np.zeros(13, np.int32)
-    batch = StepArrays(zeros, positions, zeros, tables, starts, zeros[:7])
+    batch = StepArrays(zeros, positions, zeros + 64 * B, tables, starts, zeros[:7])
     if shared:
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
     shape = StepShape(5, 2, 4, 8, shared_rows=3 if shared else 0)
@@ -107,22 +110,46 @@ CASES = [
 def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared):
     pattern = PATTERNS[name]
     q, cache, batch, shape = make_step(len(name), shared)
-    rope = make_rope(RopeConfig(), H)
     rotated = 0 if pattern.sink_position == "absolute" else pattern.num_sinks
     numbers = jax.tree.map(jnp.asarray, pattern.arrays())
-    here = rope.rotate(q, rope.angles(batch.positions))
-    arguments = (here, q, cache, 1, batch, shape, numbers, rope, rotated)
+    where = Where(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
+    angles = where.rope.angles(batch.positions)
     exact = KVCache(cache.blocks.astype(jnp.float32))
-    expected = np.asarray(ragged_paged_attention(here, q, exact, 1, batch, shape, numbers, rope, rotated))
+    nothing = jnp.zeros((13, K, H), q.dtype)  # no slot is in the pool
+    queries, exact = write(q, nothing, nothing, exact, where, angles, 1.0)
+    expected = np.asarray(ragged_paged_attention(queries, exact, where))
     with interpreting():
-        plan = kernels.plan(batch, shape, numbers, cache, N) if kernels.plan_work else None
-        got = np.asarray(kernels.attend(*arguments, plan))
+        plan = kernels.plan(where, cache, N) if kernels.plan_work else None
+        queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, where, angles, 1.0))(cache)
+        got = np.asarray(kernels.attend(queries, cache, where, plan))
     assert got.dtype == np.float32 and np.isfinite(got).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
     largest = np.nanmax(np.abs(np.asarray(exact.blocks[:, 1, 1])))
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
     assert np.abs(got - expected).mean() < 2**-9
     assert (got[4] == 0).all() and (got[12] == 0).all()
+
+
+def test_the_fused_write_stores_and_rotates_as_the_reference_does():
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.standard_normal((3, n, H)), jnp.bfloat16) for n in (N, K, K))
+    pool = KVCache(jnp.asarray(rng.standard_normal((4, 2, 2, K, B, H)), jnp.bfloat16))
+    positions = jnp.array([40, 3, -1])
+    batch = StepArrays(None, positions, jnp.array([17, 63, 4 * B]), None, None, None)
+    pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
+    where = Where(1, batch, StepShape(3, 0, 1, 1), pattern, make_rope(RopeConfig(), H), 2)
+    angles = where.rope.angles(positions)
+    expected, expected_pool = write(q, k, v, pool, where, angles, 0.125)
+    with interpreting():
+        fused = jax.jit(lambda q, k, v, pool: HOPPER.write(q, k, v, pool, where, angles, 0.125))
+        got, got_pool = fused(q, k, v, pool)
+    # The kernel rounds once, the reference before the rotation too: a unit in the last place of bfloat16.
+    for a, b in ((got.here[:2], expected.here[:2]), (got.for_sinks[:2, 1], expected.for_sinks[:2]),
+                 (got_pool.blocks, expected_pool.blocks)):  # fmt: skip
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=2**-7)
+    untouched = np.ones(got_pool.blocks.shape, bool)
+    untouched[[1, 3], 1, :, :, [1, 15]] = False
+    assert (np.asarray(got_pool.blocks) == np.asarray(pool.blocks))[untouched].all()
 
 
 def test_the_needs_of_a_model_are_those_of_this_device():
