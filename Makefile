@@ -3,22 +3,27 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes that run tests; each holds a jax of its own.
 WORKERS ?= 2
-# More for pytest, for example: make test ARGS="-k scheduler"
+# The GPU that kernels are compiled for, and the environment with its compiler.
+TARGET ?= h200
+AOT_VENV ?= .venv-aot
+# More for pytest or ksana, for example: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
+EXTRAS ?= dev
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format clean
+.PHONY: help demo test kernels check-kernels lint format clean
 
 help:
 	@echo "make demo     an ablation of attention windows on the embedded model: a table and a figure"
 	@echo "make test     the tests                       (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make kernels  compiles the kernels for a GPU, without one, and reports (TARGET=$(TARGET), ARGS=\"--only regex\")"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   lays the code out as lint wants it"
-	@echo "make clean    removes $(VENV) and the caches"
+	@echo "make clean    removes $(VENV), $(AOT_VENV) and the caches"
 	@echo "All of them use the environment VENV=$(VENV), made by PYTHON=$(PYTHON) (3.11 or later) when it is not there."
 
 demo: $(READY)
@@ -29,6 +34,12 @@ test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+kernels:
+	@$(MAKE) --no-print-directory check-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+
+check-kernels: $(READY)
+	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff check"
@@ -43,7 +54,9 @@ format: $(READY)
 	@$(RUN) -m ruff format .
 
 clean:
-	@if [ -f "$(VENV)/pyvenv.cfg" ]; then echo "== removing $(VENV)"; rm -rf "$(VENV)"; fi
+	@for venv in "$(VENV)" "$(AOT_VENV)"; do \
+	  if [ -f "$$venv/pyvenv.cfg" ]; then echo "== removing $$venv"; rm -rf "$$venv"; fi; \
+	done
 	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build ksana_jax.egg-info
 	@find ksana_jax pallas_kernels experiments tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -60,5 +73,5 @@ $(READY): pyproject.toml constraints.txt
 	    exit 1; }; \
 	fi
 	@echo "== installing ksana_jax and what it needs into $(VENV), about a minute the first time"
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -qq --constraint constraints.txt --editable ".[dev]"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -qq --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $@

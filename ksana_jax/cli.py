@@ -203,7 +203,7 @@ def bench_throughput(
 
 @kernels.command("check")
 def kernels_check(
-    target: Annotated[str, typer.Option(help="h200, h100 or a100, which takes the Triton kernels only")] = "h200",
+    target: Annotated[str, typer.Option(help="h200, h100, a100 (Triton kernels only) or v5e, a TPU")] = "h200",
     only: Annotated[str, typer.Option(help="regular expression: of cases with it in their line", metavar="REGEX")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
 ) -> None:

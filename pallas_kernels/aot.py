@@ -96,21 +96,20 @@ def find_ptxas() -> str | None:
 
 
 @functools.cache
-def _sharding(target: Target):
+def device(target: Target):
+    """That GPU, as jax knows one to compile for; it holds no arrays."""
     from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
 
-    topology = topologies.get_topology_desc(
-        "", platform="cuda", target_config=target.description, topology="1x1x1"
-    )  # fmt: skip
-    return SingleDeviceSharding(topology.devices[0])
+    described_by = {"target_config": target.description, "topology": "1x1x1"}
+    return topologies.get_topology_desc("", platform="cuda", **described_by).devices[0]
 
 
 def placed(target: Target, arrays):
     """Shapes of a tree of arrays, as of arrays on that GPU: what is lowered for them is lowered for it."""
     import jax
 
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(target)), arrays)
+    there = jax.sharding.SingleDeviceSharding(device(target))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), arrays)
 
 
 def described(target: Target):

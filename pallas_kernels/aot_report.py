@@ -145,7 +145,7 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
             found.append(_kernel(name, numbers, launches[name], ptx))
     if names != seen:
         raise ValueError(f"no PTX of {', '.join(sorted(names - seen))}")
-    return found
+    return list(dict.fromkeys(found))  # layers may have compiled the same kernel each for itself
 
 
 def _unnumbered(name: str) -> str:
@@ -154,8 +154,9 @@ def _unnumbered(name: str) -> str:
 
 
 def _kernel(name: str, numbers: dict[str, int], launch: dict[str, Any], ptx: str) -> Kernel:
-    both = launch | numbers | {"shared_bytes": numbers["shared_bytes"] + launch["shared_bytes"]}
-    return Kernel(name.removesuffix("_mosaic_gpu_kernel"), **both | count_instructions(ptx))
+    values: dict[str, Any] = {**launch, **numbers, **count_instructions(ptx)}
+    values["shared_bytes"] += launch["shared_bytes"]
+    return Kernel(name.removesuffix("_mosaic_gpu_kernel"), **values)
 
 
 def part_size(shape: tuple[int, ...]) -> int:

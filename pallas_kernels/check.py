@@ -197,18 +197,23 @@ def check(
         try:
             for (_, _, case), future in zip(chosen, waiting):
                 result = future.result()
-                show("\n".join([str(case), *map(_describe, result)]))
+                show("\n".join([_title(case, result[0]), *map(_describe, result)]))
                 rows += result
         finally:
             pool.shutdown(cancel_futures=True)
     failed = sum(row["reason"] is not None for row in rows)
-    show(f"{len(rows)} kernels, {failed} failed, {time.perf_counter() - began:.0f} s")
+    show(f"{len(rows)} reports, {failed} failed, {time.perf_counter() - began:.0f} s")
     return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "failed": failed}
 
 
 def _line(cells: Sequence[object]) -> str:
     first, *rest = (f"{cell:,}" if isinstance(cell, int) else cell for cell in cells)
     return f"{first:<28}" + "".join(f"{cell:>11}" for cell in rest)
+
+
+def _title(case: Case, row: dict[str, Any]) -> str:
+    pool = "  pool {pool_bytes:,} bytes, aliased {alias_bytes:,}, temp {temp_bytes:,}"
+    return str(case) + (pool.format_map(row) if row.get("donated_bytes") else "")
 
 
 def _describe(row: dict[str, Any]) -> str:
@@ -218,8 +223,6 @@ def _describe(row: dict[str, Any]) -> str:
         lines.append(_line((f"  {row['kernel']}", *(cells[column] for column in _COLUMNS))))
     elif "temp_bytes" in row:
         lines.append("  no Pallas kernel in it")
-    if row.get("donated_bytes"):
-        lines.append(f"  pool {row['pool_bytes']:,} bytes, aliased {row['alias_bytes']:,}, temp {row['temp_bytes']:,}")
     if row["reason"]:
         lines.append(f"  FAILED: {row['reason']}")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ def test_help_answers_within_half_a_second():
         assert done.returncode == 0
     # The least of three: what a busy machine adds is not the command's.
     assert min(seconds) < 0.5
-    for command in ("run", "report", "inspect", "generate", "plan", "train", "doctor", "bench"):
+    for command in ("run", "report", "inspect", "generate", "plan", "train", "doctor", "bench", "kernels"):
         assert command in done.stdout
 
 
@@ -73,6 +73,10 @@ def test_rows_of_the_host_benchmark_are_numbers(capsys, monkeypatch):
     assert raised.value.code == 0
     assert asked == [([4, 8], {"steps": 200, "context": 1024, "as_json": True})]
     assert "--rows 'many' is not a list of numbers" in fails(capsys, "bench", "host", "--rows", "many")
+
+
+def test_kernels_are_checked_for_chips_that_are_described(capsys):
+    assert "unknown target 'b200'; there are a100, h100, h200" in fails(capsys, "kernels", "check", "--target", "b200")
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path):

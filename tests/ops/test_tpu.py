@@ -51,11 +51,11 @@ def test_the_kernel_of_jax_keeps_the_contract(interpreted, spec):
 
 def test_it_serves_a_pool_that_rests_in_its_own_order(interpreted):
     spec = SPECS[0]
-    (q, pool, tables, starts, positions), _ = make(spec)
+    pool = make(spec)[0][1]
     num_blocks, num_layers, _, kv_heads, block_size, head_dim = pool.shape
     pages = pool.transpose(0, 1, 4, 3, 2, 5).reshape(num_blocks * num_layers, block_size, 2 * kv_heads, head_dim)
 
-    def attend(q, pool, tables, starts, positions, *, layer, pattern, soft_cap, return_lse):
+    def attend(q, pool, tables, starts, positions, *, layer, **of_full_attention):
         page_ids = tables * num_layers + layer
         return tpu.attend_pages(q, pages, page_ids, starts, positions, tokens_at_once=64, queries_at_once=4)
 

@@ -167,7 +167,7 @@ def test_a_compiler_that_refuses_crashes_or_hangs_costs_its_own_case_only():
         ("refuses", {"h": 1}, "NotImplementedError: a head dim of 1"),
         ("crashes", {}, "the compiler ended with SIGSEGV; its last words: nothing"),
     ]
-    assert found["failed"] == 2 and said[-1].startswith("2 kernels, 2 failed")
+    assert found["failed"] == 2 and said[-1].startswith("2 reports, 2 failed")
     began = time.monotonic()
     found = check.check("h200", only="hangs", sources=[f"{HERE}:broken_programs"], timeout_s=3, show=said.append)
     assert [row["reason"] for row in found["kernels"]] == ["not compiled after 3 s"]
