@@ -24,9 +24,9 @@ class Pattern(NamedTuple):
       sink    j < num_sinks
       global  has_global and j % global_every == 0
 
-    Scalars, which may be traced. Where `sink_moved` is 1, sinks are scored with a second query, the same for all of them
-    (StreamingLLM, arXiv:2309.17453, section 3.2); where it is 2, only sinks that are both outside the window and farther
-    away than `sink_ceiling`, each with a second query of its own (LM-Infinite, arXiv:2308.16137, section 4).
+    Scalars, which may be traced. Where `sink_moved` is 1, sinks are scored with a second query, the same for all of
+    them (StreamingLLM, arXiv:2309.17453, section 3.2); where it is 2, only sinks that are both outside the window and
+    farther away than `sink_ceiling`, each with a second query of its own (LM-Infinite, arXiv:2308.16137, section 4).
     """
 
     window: Any = FAR
