@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
+from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,9 +23,11 @@ def interpreting():
     Raises:
       AssertionError: two threads or copies used the same memory without order.
     """
-    _complete_jax_0_10()
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            if jax.__version_info__ < (0, 11):
+                _complete(stack)
+            yield
     except Exception:
         gpu_callbacks.reset_gpu_interpret_mode_state()
         raise
@@ -45,11 +47,8 @@ class _Numpy(threading.local):
         return np.matmul(a, b.T if self.transposes else b, dtype=dtype)
 
 
-@functools.cache
-def _complete_jax_0_10() -> None:
+def _complete(stack: contextlib.ExitStack) -> None:
     """Adds what the interpreter of jax 0.10 does not know: transposed second operands of wgmma, and plgpu.load."""
-    if jax.__version_info__ >= (0, 11):
-        return
     wgmma, numpy = gpu_callbacks.wgmma, _Numpy()
 
     def transposing(*, b_transforms, **kwargs):
@@ -57,5 +56,5 @@ def _complete_jax_0_10() -> None:
         numpy.transposes = len(kept) < len(b_transforms)
         return wgmma(b_transforms=kept, **kwargs)
 
-    gpu_callbacks.np, gpu_callbacks.wgmma = numpy, transposing
-    plgpu.load = lambda ref, index, optimized: ref[index]
+    stack.enter_context(mock.patch.multiple(gpu_callbacks, np=numpy, wgmma=transposing))
+    stack.enter_context(mock.patch.object(plgpu, "load", lambda ref, index, optimized: ref[index]))
