@@ -30,6 +30,13 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"sinks": 1},
     {"sinks": 4},
 )
+QUANTISED: tuple[dict[str, Any], ...] = (
+    {"codes": "int8"},
+    {"codes": "int8", "h": 64, "b": 16},
+    {"codes": "int8", "b": 128, "sinks": 1},
+    {"codes": "float8_e4m3fn"},
+    {"codes": "float8_e4m3fn", "h": 96, "b": 32, "soft_cap": 30.0},
+)
 WRITES: tuple[dict[str, Any], ...] = ({}, {"h": 64}, {"norms": True}, {"sinks": 4}, {"quantised": True})
 
 
@@ -39,7 +46,7 @@ def cases(target: aot.Target) -> list[Case]:
 
     found = []
     if target.hopper:
-        found += attention("hopper attention", hopper.ragged_paged_attention, (*DECODE, {"q": 16}))
+        found += attention("hopper attention", hopper.ragged_paged_attention, (*DECODE, {"q": 16}, *QUANTISED))
         found += [
             Case(
                 "hopper kv write",
@@ -61,27 +68,44 @@ def attention(name: str, attend, shapes) -> list[Case]:
 
 
 def attention_program(
-    target: aot.Target, *, attend, s=32, q=1, n=32, k=8, h=128, b=64, sinks=0, dtype="bfloat16", soft_cap=None, **tuning
+    target: aot.Target,
+    *,
+    attend,
+    s=32,
+    q=1,
+    n=32,
+    k=8,
+    h=128,
+    b=64,
+    sinks=0,
+    dtype="bfloat16",
+    codes=None,
+    soft_cap=None,
+    **tuning,
 ):
     """One call with a log-sum-exp and numbers of the pattern that are known only on the device.
 
     Args:
       s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
-      sinks: width of the second query; 0 for none.
+      sinks: width of the second query; 0 for none. codes: 8-bit type of a quantised pool.
       tuning: keywords of that implementation.
     """
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
 
-    def run(queries, q_sink, pool, tables, starts, positions, layer, pattern):
+    pool = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or dtype))
+    scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32) if codes else None
+
+    def run(queries, q_sink, pool, scales, tables, starts, positions, layer, pattern):
+        more = {} if scales is None else {"scales": scales}
         return attend(
             queries, pool, tables, starts, positions, layer=layer, pattern=Pattern(*pattern), q_sink=q_sink,
-            soft_cap=soft_cap, return_lse=True, **tuning,
+            soft_cap=soft_cap, return_lse=True, **more, **tuning,
         )  # fmt: skip
 
     return aot.lower(
         target, run, floats((s, q, n, h)), floats((s, q, sinks, n, h)) if sinks else None,
-        floats((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h)), ints((s, TABLE_WIDTH)), ints((s, TABLE_WIDTH)), ints((s, q)),
+        pool, scales, ints((s, TABLE_WIDTH)), ints((s, TABLE_WIDTH)), ints((s, q)),
         ints(()), (ints(()),) * len(Pattern._fields),
     )  # fmt: skip
 

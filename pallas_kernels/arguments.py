@@ -31,6 +31,7 @@ class Spec:
     rows: of each row its length in tokens and how many of them, the last ones, are queries. (0, 0) is an empty row.
     q_tile: Q, queries of one tile; a row of more has several tiles, the last one padded.
     layer: the one of num_layers that is attended to; the others hold other data.
+    codes: int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
     sink_queries: J of q_sink; 0 for no second query.
     evict_every: each so many-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
@@ -46,6 +47,7 @@ class Spec:
     num_layers: int = 2
     layer: int = 1
     dtype: str = "bfloat16"
+    codes: str = ""
     pattern: Pattern = FULL
     sink_queries: int = 0
     soft_cap: float | None = None
@@ -58,7 +60,7 @@ class Spec:
     def __str__(self) -> str:
         """Shape and what is out of the ordinary, for example q1_n4_k2_h64_b16_bfloat16_window=40_rows=130/1,1/1."""
         parts = [f"q{self.q_tile}", f"n{self.num_heads}", f"k{self.num_kv_heads}", f"h{self.head_dim}"]
-        parts += [f"b{self.block_size}", self.dtype]
+        parts += [f"b{self.block_size}", self.dtype] + [self.codes] * bool(self.codes)
         parts += [f"{k}={v}" for k, v in self.pattern._asdict().items() if v != getattr(FULL, k)]
         for name in ("sink_queries", "soft_cap", "sink_logits", "return_lse", "evict_every"):
             if value := getattr(self, name):
@@ -127,18 +129,37 @@ def make(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     query = (spec.num_heads, spec.head_dim)
     scale = 2 * spec.head_dim**-0.5
     q = normal(*positions.shape, *query, scale=scale)
-    pool = np.empty((len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim), dtype)
-    for block, mask in zip(pool, readable):
-        block[...] = normal(*block.shape)
-        block[..., ~mask, :] = np.nan
+    shape = (len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    pool = np.empty(shape, jnp.dtype(spec.codes or dtype))
+    scales = np.empty(shape[:-1], np.float32)
+    for block, block_scales, mask in zip(pool, scales, readable):
+        if spec.codes:
+            block[...], block_scales[...] = _quantised(rng, block)
+            block_scales[..., ~mask] = np.nan
+        else:
+            block[...] = normal(*block.shape)
+        if spec.codes != "int8":
+            block[..., ~mask, :] = np.nan
     keywords: dict[str, Any] = dict(
         layer=spec.layer, pattern=spec.pattern, soft_cap=spec.soft_cap, return_lse=spec.return_lse
     )
     if spec.sink_queries:
         keywords["q_sink"] = jnp.asarray(normal(*positions.shape, spec.sink_queries, *query, scale=scale))
+    if spec.codes:
+        keywords["scales"] = jnp.asarray(scales)
     if spec.sink_logits:
         keywords["sink_logits"] = jnp.asarray(rng.standard_normal(spec.num_heads, np.float32))
     return tuple(jnp.asarray(x) for x in (q, pool, tables, starts, positions)), keywords
+
+
+def _quantised(rng: np.random.Generator, block: np.ndarray):
+    """Random codes and scales of a block [L, 2, K, B, H]. Values are up to 2^6 times larger or smaller than keys."""
+    x = rng.standard_normal(block.shape, np.float32)
+    largest = 127.0 if block.dtype == np.int8 else float(jnp.finfo(block.dtype).max)
+    scale = np.abs(x).max(axis=-1) / largest
+    codes = x / scale[..., None]
+    scale[:, 1] *= 2 ** rng.uniform(-6, 6, scale[:, 1].shape).astype(np.float32)
+    return (codes.round() if block.dtype == np.int8 else codes).astype(block.dtype), scale
 
 
 def _each(common: dict, *variations: dict) -> tuple[Spec, ...]:
@@ -160,6 +181,15 @@ TINY = (
         dict(),
         dict(pattern=SINKS_AT_CEILING, sink_queries=6, num_heads=2, num_kv_heads=1),
     ),
+)
+
+# Quantised keys and values, as small.
+TINY_QUANTISED = _each(
+    dict(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True, seed=40),
+    dict(codes="int8", evict_every=3),
+    dict(codes="float8_e4m3fn", pattern=SINKS, num_heads=8, head_dim=128, block_size=64, soft_cap=15.0),
+    dict(codes="int8", pattern=SINKS_MOVED, sink_queries=1, block_size=32, head_dim=96),
+    dict(codes="float8_e4m3fn", pattern=SINKS_AT_CEILING, sink_queries=6, rows=((75, 9), (1, 1)), q_tile=4),
 )
 
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.

@@ -13,10 +13,22 @@ from pallas_kernels.hopper_merge import merge
 from pallas_kernels.patterns import FULL, Pattern
 from pallas_kernels.work import Work, plan, unit_tokens
 
+# Of a pool's dtype, the one in which it is multiplied: it holds the pool's numbers exactly.
+PRODUCTS = {
+    jnp.dtype(pool): product
+    for pool, product in (
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float16, jnp.float16),
+        (jnp.int8, jnp.bfloat16),
+        (jnp.float8_e4m3fn, jnp.float16),
+    )
+}
 NUM_WORKERS = 264  # two for each of the 132 multiprocessors of an H100 or H200
 
 
-def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int, num_workers: int) -> Work:
+def plan_work(
+    tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int, num_workers: int = NUM_WORKERS
+) -> Work:
     """The work list that `ragged_paged_attention` makes for itself; give it to layers that share a pattern.
 
     Args:
@@ -56,11 +68,12 @@ def ragged_paged_attention(
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
+    scales: jax.Array | None = None,
     return_lse: bool = False,
     out_dtype=None,
     work: Work | None = None,
     num_workers: int = NUM_WORKERS,
-    stages: int = 2,
+    stages: int | None = None,
     interpret=None,
 ):
     """Attends tiles of queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
@@ -68,7 +81,7 @@ def ragged_paged_attention(
     Args:
       work: from `plan_work` with the same num_workers; None makes it here.
       num_workers: blocks of threads; two for each multiprocessor.
-      stages: pieces of 64 keys and values that each of them holds at once.
+      stages: pieces of 64 keys and values that each of them holds at once; 2 by default, or 3 of 8 bits.
       interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
 
     Raises:
@@ -77,8 +90,13 @@ def ragged_paged_attention(
     s, width, n, h = q.shape
     kv_heads, block_size = pool.shape[3:5]
     group = n // kv_heads
-    if pool.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes bfloat16 and float16")
+    if pool.dtype not in PRODUCTS:
+        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes {', '.join(map(str, PRODUCTS))}")
+    quantised = pool.dtype.itemsize == 1
+    if quantised != (scales is not None):
+        raise ValueError(f"a pool of {pool.dtype} {'without' if quantised else 'with'} scales")
+    if scales is not None and (scales.shape != pool.shape[:-1] or scales.dtype != jnp.float32):
+        raise ValueError(f"scales are {scales.dtype}{list(scales.shape)}, not float32{list(pool.shape[:-1])}")
     if h not in (64, 96, 128, 256):
         raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
     if h == 256 and q_sink is not None:
@@ -93,13 +111,20 @@ def ragged_paged_attention(
     per_tile = split.shape[1]
     tiles = split.shape[0] // s
     rows = -(-per_tile * group // 8) * 8
+    dtype = jnp.dtype(PRODUCTS[pool.dtype])
     config = Config(
-        kv_heads, h, block_size, rows, pool.dtype, num_workers, stages, soft_cap,
-        0 if q_sink is None else q_sink.shape[2],
+        kv_heads, h, block_size, rows, dtype, num_workers, stages or (3 if quantised else 2), soft_cap,
+        0 if q_sink is None else q_sink.shape[2], pool.dtype if quantised else None,
     )  # fmt: skip
 
+    if quantised and config.warpgroups > 1:
+        raise NotImplementedError(
+            f"{pool.dtype} with a head dim of {h} and {config.num_sink_queries} second queries; this kernel takes "
+            "quantised keys and values with head dims up to 128, and one second query at 128"
+        )
+
     def packed(x, *more):  # [S, Q, ..., N, H] -> [S * tiles * K, ..., rows, H]
-        x = jnp.pad(x.astype(pool.dtype), ((0, 0), (0, tiles * per_tile - width), *((0, 0),) * (x.ndim - 2)))
+        x = jnp.pad(x.astype(dtype), ((0, 0), (0, tiles * per_tile - width), *((0, 0),) * (x.ndim - 2)))
         x = x.reshape(s * tiles, per_tile, *more, kv_heads, group, h)
         x = jnp.moveaxis(x, (-3, 1), (1, -3)).reshape(s * tiles * kv_heads, *more, per_tile * group, h)
         return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, rows - per_tile * group), (0, 0)))
@@ -107,8 +132,8 @@ def ragged_paged_attention(
     row_positions = jnp.repeat(split, group, axis=1)
     row_positions = jnp.pad(row_positions, ((0, 0), (0, ROWS - per_tile * group)), constant_values=-1)
     partial, partial_lse = attend(
-        packed(q), None if q_sink is None else packed(q_sink, config.num_sink_queries), row_positions, pool, work,
-        pattern, layer, config, interpret,
+        packed(q), None if q_sink is None else packed(q_sink, config.num_sink_queries), row_positions, pool,
+        scales, work, pattern, layer, config, interpret,
     )  # fmt: skip
     sinks = jnp.full((kv_heads, 1, group), -jnp.inf, jnp.float32)
     if sink_logits is not None:

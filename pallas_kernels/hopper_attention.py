@@ -9,6 +9,8 @@ same keys and sum half of the values' columns each. Per piece of 64 tokens:
     registers                 soft cap, mask (pieces that need one), online softmax in base 2
     wgmma 64 x H x 64         weights as bf16 or f16, times V; pieces are summed in float32 outside of the wgmma
 
+Keys and values in 8 bits are widened, K and then V, into one tile that the wgmmas read: see `hopper_quantised`.
+
 The whole pool comes in with the index of the layer: a slice of it would be a copy. A stretch that begins or ends inside
 a (query tile, kv head) pair leaves a partial result; `hopper_merge` joins those of a pair by their log-sum-exp.
 
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper_mask as mask
+from pallas_kernels import hopper_quantised as eight_bits
 from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
@@ -34,14 +37,15 @@ from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TIL
 
 # _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which warpgroups
 # arrive when they have read what may be overwritten.
-def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newest_g, segments_g, first_g, numbers_g,
-            out_g, lse_g, q_s, q_sink_s, k_s, v_s, p_s, out_s, q_bar, sink_bar, k_bar, v_bar,
-            sink_read, k_read, v_read, *, config: Config):  # fmt: skip
+def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, positions_g, newest_g, segments_g, first_g,
+            numbers_g, out_g, lse_g, q_s, q_sink_s, k_s, v_s, scales_s, wide_s, p_s, out_s, q_bar, sink_bar, k_bar,
+            v_bar, sink_read, k_read, v_read, *, config: Config, plain: bool):  # fmt: skip
     size = unit_tokens(config.block_size)
     per_piece, parts, h = TILE_KV // size, config.block_size // size, config.head_dim
     stages, kv_heads, columns = config.stages, config.num_kv_heads, config.columns
     width = h // config.warpgroups  # columns of the output of one warpgroup
     together = config.warpgroups > 1
+    quantised = config.codes is not None
     group = lax.axis_index("group") if together else 0
     leads = group == 0
     worker = lax.axis_index("index")
@@ -57,6 +61,9 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newes
         row = ((layer * 2 + which) * kv_heads + head) * parts
         for i in range(per_piece):
             unit, slots = units_g[tile, piece * per_piece + i] + row, pl.ds(i * size, size)
+            if quantised:
+                part = scales_s.at[which, stage, pl.ds(i * eight_bits.apart(size), size)]
+                plgpu.copy_gmem_to_smem(scales_g.at[unit], part, (k_bar, v_bar)[which].at[stage])
             if which == 0:
                 plgpu.copy_gmem_to_smem(pool_g.at[unit], k_s.at[stage, slots], k_bar.at[stage])
                 continue
@@ -110,8 +117,14 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newes
             more = leads & (ahead_segment < until)
             plgpu.barrier_wait(k_bar.at[stage])
 
+            if quantised:
+                plgpu.commit_smem()  # a barrier: all warps have read the last piece's values
+                wide_s[...] = eight_bits.widened(k_s[stage], config.dtype, plain)
+                plgpu.commit_smem()
+
             def scores_of(acc_ref, queries=q_s):
-                plgpu.wgmma(acc_ref, queries, k_s.at[stage].transpose((1, 0)))
+                keys = wide_s if quantised else k_s.at[stage]
+                plgpu.wgmma(acc_ref, queries, keys.transpose((1, 0)))
                 return acc_ref[...]
 
             scores = plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32)
@@ -144,9 +157,11 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newes
                 return lax.fori_loop(0, num_second, functools.partial(with_sink, num_second=num_second), s)
 
             def capped(s):  # and in base 2
-                if config.soft_cap is None:
-                    return s * LOG2E
-                return jnp.tanh(s * (1 / config.soft_cap)) * (config.soft_cap * LOG2E)
+                factor = LOG2E if config.soft_cap is None else 1 / config.soft_cap
+                if quantised:
+                    factor = lax.broadcast_in_dim(eight_bits.scales(scales_s.at[0, stage], size) * factor, s.shape, [1])
+                s = s * factor
+                return s if config.soft_cap is None else jnp.tanh(s) * (config.soft_cap * LOG2E)
 
             def masked(s):
                 if config.num_sink_queries:
@@ -164,29 +179,53 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newes
             fade = jnp.exp2(top - base)
             p = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, [0]))
             total = total * fade + p.sum(axis=1)
+            dirty = care & DIRTY != 0
+
+            def written(shape):
+                kv_pos = mask.key_positions(unit_starts(), size)
+                return lax.broadcast_in_dim(kv_pos, shape, [0]) <= newest_g[tile]
+
+            unit_weight = None
+            if quantised:
+                plgpu.barrier_wait(v_bar.at[stage])
+                value_scales = eight_bits.scales(scales_s.at[1, stage], size)
+                value_scales = lax.cond(dirty, lambda x: jnp.where(written(x.shape), x, 0.0), lambda x: x, value_scales)
+                p, unit_weight = eight_bits.weighted(p, value_scales, config.dtype)
+            values_s = wide_s if quantised else v_s.at[stage, group]
             p_s[group] = p.astype(config.dtype)
             plgpu.commit_smem()
-            plgpu.barrier_wait(v_bar.at[stage])
-
-            @pl.when(care & DIRTY != 0)
-            def _():
-                # A weight of 0 does not silence a NaN in a slot that nobody has written.
-                v = v_s[stage, group]
-                kv_pos = mask.key_positions(unit_starts(), size)
-                written = lax.broadcast_in_dim(kv_pos, v.shape, [0]) <= newest_g[tile]
-                v_s[stage, group] = jnp.where(written, v, jnp.zeros_like(v))
+            if quantised:  # and all warps have read the keys
+                wide_s[...] = eight_bits.widened(v_s[stage, group], config.dtype, plain)
                 plgpu.commit_smem()
+            else:
+                plgpu.barrier_wait(v_bar.at[stage])
+
+            if config.codes != jnp.int8:
+
+                @pl.when(dirty)
+                def _():
+                    # A weight of 0 does not silence a NaN in a slot that nobody has written.
+                    v = values_s[...]
+                    values_s[...] = jnp.where(written(v.shape), v, jnp.zeros_like(v))
+                    plgpu.commit_smem()
+
+            def fetch_values():
+                all_have_read(v_read.at[stage])
+                pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, 1))
 
             def values_of(*refs):
                 for i, ref in enumerate(refs):
-                    plgpu.wgmma(ref, p_s.at[group], v_s.at[stage, group, :, pl.ds(i * columns, columns)])
+                    plgpu.wgmma(ref, p_s.at[group], values_s.at[:, pl.ds(i * columns, columns)])
                 return tuple(ref[...] for ref in refs)
 
             sums = [plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * len(acc)
+            if quantised:
+                fetch_values()
             more_values = pl.run_scoped(values_of, *sums)
-            all_have_read(v_read.at[stage])
-            pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, 1))
-
+            if not quantised:
+                fetch_values()
+            if unit_weight is not None:
+                more_values = tuple(x * lax.broadcast_in_dim(unit_weight, x.shape, [0]) for x in more_values)
             acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) + b for a, b in zip(acc, more_values))
             ahead_segment, ahead_piece = after(jnp.minimum(ahead_segment, segments_g.shape[0] - 1), ahead_piece)
             return acc, new_top, total, n + 1, ahead_segment, ahead_piece
@@ -221,7 +260,7 @@ def _attend(q_g, q_sink_g, pool_g, units_g, starts_g, care_g, positions_g, newes
     plgpu.wait_smem_to_gmem(0)
 
 
-def attend(q, q_sink, positions, pool, work: Work, pattern: Pattern, layer, config: Config, interpret):
+def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, layer, config: Config, interpret):
     """Partial attention of each segment: out [N, W, rows, H / W] float32 of W warpgroups and log2-sum-exp [N, 64].
 
     Args:
@@ -229,13 +268,13 @@ def attend(q, q_sink, positions, pool, work: Work, pattern: Pattern, layer, conf
     """
     size, h, n = unit_tokens(config.block_size), config.head_dim, work.segments.shape[0]
     numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
-    tiles = layout(h, 2)
+    tiles, codes = layout(h, 2), layout(h, pool.dtype.itemsize)
     matrix = plgpu.SMEM((ROWS, h), config.dtype, transforms=tiles)
     groups, stages, width = config.warpgroups, config.stages, config.head_dim // config.warpgroups
-    arrivals = TILE_KV // size
-    none = plgpu.SMEM((8, 64), config.dtype)  # there is no way to leave an argument out
+    arrivals = TILE_KV // size * (2 if config.codes else 1)
     kernel = call(
-        functools.partial(_attend, config=config),
+        "hopper_attention",
+        functools.partial(_attend, config=config, plain=interpret is not None),
         (config.num_workers,),
         out_type=(
             jax.ShapeDtypeStruct((n, groups, config.rows, width), jnp.float32),
@@ -243,9 +282,11 @@ def attend(q, q_sink, positions, pool, work: Work, pattern: Pattern, layer, conf
         ),
         scratch_types=(
             matrix,
-            matrix if config.num_sink_queries else none,
-            plgpu.SMEM((stages, TILE_KV, h), config.dtype, transforms=tiles),
-            plgpu.SMEM((stages, groups, TILE_KV, width), config.dtype, transforms=tiles),
+            matrix if config.num_sink_queries else None,
+            plgpu.SMEM((stages, TILE_KV, h), pool.dtype, transforms=codes),
+            plgpu.SMEM((stages, groups, TILE_KV, width), pool.dtype, transforms=codes),
+            plgpu.SMEM((2, stages, TILE_KV // size * eight_bits.apart(size)), jnp.float32) if config.codes else None,
+            plgpu.SMEM((TILE_KV, h), config.dtype, transforms=tiles) if config.codes else None,
             plgpu.SMEM((groups, ROWS, TILE_KV), config.dtype, transforms=tiles),
             plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
             plgpu.Barrier(),
@@ -260,6 +301,6 @@ def attend(q, q_sink, positions, pool, work: Work, pattern: Pattern, layer, conf
         warpgroups=groups,
     )
     return kernel(
-        q, q if q_sink is None else q_sink, pool.reshape(-1, size, h), work.units, work.starts, work.care,
-        positions, work.newest, work.segments, work.first, numbers,
+        q, q_sink, pool.reshape(-1, size, h), None if scales is None else scales.reshape(-1, size), work.units,
+        work.starts, work.care, positions, work.newest, work.segments, work.first, numbers,
     )  # fmt: skip

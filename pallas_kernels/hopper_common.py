@@ -18,7 +18,8 @@ class Config:
     """What a kernel is compiled for.
 
     rows: queries x query heads of a group, a multiple of 8, at most 64. num_workers: blocks of threads.
-    stages: pieces of keys and values that each of them holds at once.
+    stages: pieces of keys and values that each of them holds at once. codes: 8-bit dtype of a quantised pool; dtype is
+    that of what is multiplied, 16 bits.
     """
 
     num_kv_heads: int
@@ -30,6 +31,7 @@ class Config:
     stages: int
     soft_cap: float | None = None
     num_sink_queries: int = 0
+    codes: jnp.dtype | None = None
 
     @property
     def warpgroups(self) -> int:
@@ -44,13 +46,13 @@ class Config:
     @property
     def staged(self) -> int:
         """Columns of the output that wait in shared memory at once. With a second query only 32 leave room for two
-        blocks of threads on a multiprocessor: 113 KB each at a head dim of 128."""
-        return 32 if self.num_sink_queries else self.columns
+        blocks of threads on a multiprocessor: 113 KB each at a head dim of 128; 16 if there is a tile for widening."""
+        return (16 if self.codes else 32) if self.num_sink_queries else self.columns
 
 
 def layout(width: int, itemsize: int):
     """Layout in shared memory of matrices [..., width]: what wgmma and TMA want, free of bank conflicts."""
-    swizzle = 128 if width * itemsize % 128 == 0 else 64
+    swizzle = next(x for x in (128, 64, 32) if width * itemsize % x == 0)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -58,13 +60,14 @@ def int32(x) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
-def call(body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
+def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
         grid=grid,
         grid_names=("index",),
+        kernel_name=name,
         # Given explicitly: the default differs between versions of jax.
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

@@ -84,6 +84,7 @@ def merge(partial, partial_lse, work: Work, sinks, config: Config, out_dtype, in
     pairs, depth, parts = work.of_pair.shape[0] - 1, 2, config.warpgroups
     width = config.head_dim // parts
     kernel = call(
+        "hopper_merge",
         functools.partial(_merge, config=config, depth=depth),
         (pairs * parts,),
         out_type=(

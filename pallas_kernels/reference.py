@@ -24,6 +24,7 @@ def ragged_paged_attention(
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
+    scales: jax.Array | None = None,
     return_lse: bool = False,
     out_dtype=None,
 ):
@@ -41,6 +42,8 @@ def ragged_paged_attention(
         [:, :, min(j, J - 1)] of these instead of q. None moves nothing.
       soft_cap: scores become cap * tanh(score / cap).
       sink_logits: [N] float32, one logit per head that joins the softmax's denominator and has no value.
+      scales: [M, L, 2, K, B] float32 or None. With them the pool holds codes, int8 or float8_e4m3fn: a key or value is
+        its code times its scale.
       return_lse: also give the natural logarithm of the softmax's denominator, for merging.
       out_dtype: of the result; q's dtype by default.
 
@@ -56,7 +59,7 @@ def ragged_paged_attention(
 
     def attend(tile):
         table, start, position, *queries = tile
-        k, v, seen, kv_pos = _gather(pool, table, start, position, layer, pattern)
+        k, v, seen, kv_pos = _gather(pool, scales, table, start, position, layer, pattern)
         scores = _scores(queries, k, position, kv_pos, pattern, soft_cap)  # [Q, N, T]
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         top = jnp.maximum(scores.max(axis=-1), logits)
@@ -86,6 +89,7 @@ def probability_mass(
     pattern: Pattern = Pattern(),  # noqa: B008 (a tuple of ints)
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """The attention weight that each slot got: what policies such as H2O (arXiv:2306.14048, section 4) add up.
 
@@ -101,7 +105,7 @@ def probability_mass(
 
     def weigh(tile):
         table, start, position, lse, *queries = tile
-        k, _, seen, kv_pos = _gather(pool, table, start, position, layer, pattern)
+        k, _, seen, kv_pos = _gather(pool, scales, table, start, position, layer, pattern)
         scores = _scores(queries, k, position, kv_pos, pattern, soft_cap)
         weights = jnp.where(seen[:, None], jnp.exp(scores - lse[..., None]), 0.0)
         return weights.reshape(weights.shape[0], num_kv_heads, -1, weights.shape[-1]).sum(axis=(0, 2))
@@ -109,11 +113,13 @@ def probability_mass(
     return jax.lax.map(weigh, (tables, starts, positions, lse, *queries))
 
 
-def _gather(pool, table, start, position, layer, pattern: Pattern):
+def _gather(pool, scales, table, start, position, layer, pattern: Pattern):
     """Of a tile's T = P * B slots: keys and values [T, K, H], whether each query sees each [Q, T], positions [T]."""
     kv_pos = (start[:, None] + jnp.arange(pool.shape[4])).reshape(-1)
     seen = pattern.visible(position[:, None], kv_pos)
     blocks = pool[table, layer].astype(jnp.float32)  # [P, 2, K, B, H]
+    if scales is not None:
+        blocks *= scales[table, layer][..., None]
     slots = blocks.transpose(1, 0, 3, 2, 4).reshape(2, kv_pos.shape[0], pool.shape[3], pool.shape[5])
     # A weight of 0 does not silence a NaN in a slot that nobody has written.
     k, v = jnp.where(seen.any(axis=0)[:, None, None], slots, 0.0)

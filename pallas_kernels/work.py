@@ -55,6 +55,7 @@ class Work(NamedTuple):
     segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
     first: [W + 1] each worker's first segment.
     of_pair: [S*K + 1] each pair's first segment; pairs are in the order of segments.
+    place: [S, units of a table] where each of the table's units went among `units`; U for those that are not live.
     """
 
     units: jax.Array
@@ -64,6 +65,7 @@ class Work(NamedTuple):
     segments: jax.Array
     first: jax.Array
     of_pair: jax.Array
+    place: jax.Array
 
 
 def plan(
@@ -139,4 +141,5 @@ def plan(
         segments=segments,
         first=find(cuts),
         of_pair=find(begin),
+        place=place.astype(jnp.int32),
     )

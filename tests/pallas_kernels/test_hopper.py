@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pallas_kernels import hopper
-from pallas_kernels.arguments import SINKS_AT_CEILING, TINY, Spec, make
+from pallas_kernels.arguments import SINKS_AT_CEILING, TINY, TINY_QUANTISED, Spec, make
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
@@ -19,7 +19,7 @@ TWO_GROUPS = (
     Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=128, block_size=32, sink_queries=6,
          pattern=SINKS_AT_CEILING),
 )  # fmt: skip
-SPECS = (*TINY, *TWO_GROUPS)
+SPECS = (*TINY, *TWO_GROUPS, *TINY_QUANTISED)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -54,6 +54,18 @@ def test_what_the_kernel_lacks_is_named():
         (dict(block_size=8), "blocks of 8 tokens"),
         (dict(num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
         (dict(dtype="float32"), "keys and values in float32"),
+        (dict(codes="int8", head_dim=256), "int8 with a head dim of 256"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             attempt(**changes)
+
+
+@pytest.mark.parametrize("changes", [dict(scales=None), dict(scales="of one layer"), dict(pool="in 16 bits")])
+def test_scales_that_do_not_fit_the_pool_are_refused(changes):
+    (q, pool, *rest), given = make(Spec(rows=((5, 1),), codes="int8"))
+    if "pool" in changes:
+        pool = pool.astype("bfloat16")
+    else:
+        given["scales"] = given["scales"][:, :1] if changes["scales"] else None
+    with pytest.raises(ValueError, match="scales"):
+        hopper.ragged_paged_attention(q, pool, *rest, **given, interpret=PARAMS)

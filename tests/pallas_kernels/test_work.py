@@ -81,8 +81,10 @@ def test_every_unit_with_something_visible_is_read_once_for_each_head(pattern, b
                 start = starts[tile, block] + part * size
                 (at,) = np.flatnonzero(work.starts[tile] == start)
                 assert work.units[tile, at] == tables[tile, block] * (block_size // size) + part
+                assert work.place[tile, unit] == at
                 expected += [(tile, head, start) for head in range(KV_HEADS)]
             assert sorted(read) == sorted(expected)
+            assert (work.place[~seen] == work.units.shape[1]).all()
 
 
 def test_a_long_row_is_shared_out_evenly_among_workers():

@@ -1,0 +1,86 @@
+"""Probability mass per slot on Hopper, run by jax's interpreter of GPU programs on the CPU, against the reference."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import hopper, reference
+from pallas_kernels.arguments import SINKS, SINKS_AT_CEILING, WINDOW, Spec, make
+from pallas_kernels.hopper_mass import probability_mass
+from tests.pallas_kernels.interpreter import PARAMS, interpreting
+
+# Scores are sums of H products of 16 bits each, exact in float32 but for their order: a few 2^-24 of scores up to 10,
+# in base 2. exp2 of the hardware is good to 2^-22; a slot gets at most the weights of a group's queries.
+TOLERANCE = 5e-6
+
+SPECS = (
+    Spec(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True),
+    Spec(rows=((75, 9), (1, 1)), q_tile=4, pattern=WINDOW, evict_every=3, soft_cap=15.0, dtype="float16", seed=1),
+    # 96 rows to a tile: two tiles of the kernel, of which the second is padded.
+    Spec(rows=((140, 9), (70, 3)), q_tile=12, num_heads=8, num_kv_heads=1, head_dim=96, block_size=128, pattern=SINKS,
+         seed=2),
+    Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, block_size=32, sink_queries=6,
+         pattern=SINKS_AT_CEILING, seed=3),
+)  # fmt: skip
+# More than the pieces there are, few that share rows, and one that does everything.
+WORKERS = (9, 3, 1, 2)
+
+
+def arguments_of(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Positional and keyword arguments of `probability_mass`."""
+    arguments, given = make(dataclasses.replace(spec, return_lse=True))
+    _, lse = reference.ragged_paged_attention(*arguments, **given)
+    return (*arguments, lse), {name: x for name, x in given.items() if name not in ("sink_logits", "return_lse")}
+
+
+@pytest.mark.parametrize(("spec", "num_workers"), list(zip(SPECS, WORKERS)), ids=str)
+def test_the_mass_of_each_slot_equals_the_reference_without_races(spec, num_workers):
+    arguments, given = arguments_of(spec)
+    with interpreting():
+        actual = probability_mass(*arguments, **given, num_workers=num_workers, interpret=PARAMS)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, reference.probability_mass(*arguments, **given), rtol=0, atol=TOLERANCE)
+
+
+def test_masses_sum_to_one_for_each_query_and_head_with_the_work_list_of_the_attention():
+    spec = Spec(rows=((85, 2), (0, 0), (3, 1)), q_tile=2, num_heads=6, head_dim=128, block_size=64, seed=4)
+    (q, pool, tables, starts, positions), given = make(dataclasses.replace(spec, return_lse=True))
+    tuning = dict(num_workers=2, interpret=PARAMS)
+    work = hopper.plan_work(
+        tables, starts, positions, pool, spec.pattern, num_query_heads=spec.num_heads, num_workers=2
+    )
+    with interpreting():
+        _, lse = hopper.ragged_paged_attention(q, pool, tables, starts, positions, **given, work=work, **tuning)
+        mass = probability_mass(
+            q, pool, tables, starts, positions, lse, layer=spec.layer, work=work, stages=1, **tuning
+        )
+    # Three query heads to a kv head.
+    by_tile = [[3 * num_queries] * 2 for num_queries in (2, 0, 1)]
+    np.testing.assert_allclose(mass.sum(axis=2), by_tile, rtol=0, atol=1e-4)
+
+
+def test_queries_without_a_log_sum_exp_give_no_mass():
+    arguments, given = arguments_of(Spec(rows=((80, 1),), num_heads=2, num_kv_heads=1, block_size=64))
+    lse = arguments[-1].at[:, :, 1].set(-jnp.inf)
+    with interpreting():
+        mass = probability_mass(*arguments[:-1], lse, **given, num_workers=1, interpret=PARAMS)
+    np.testing.assert_allclose(mass.sum(), 1, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Spec(rows=((5, 1),), head_dim=80), "head dim of 80"),
+        (Spec(rows=((5, 1),), block_size=8), "blocks of 8 tokens"),
+        (Spec(rows=((5, 1),), num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
+        (Spec(rows=((5, 1),), dtype="float32"), "keys in float32"),
+    ],
+)
+def test_what_the_kernel_lacks_is_named(spec, message):
+    arguments, given = arguments_of(spec)
+    with pytest.raises(NotImplementedError, match=message):
+        probability_mass(*arguments, **given, interpret=PARAMS)
