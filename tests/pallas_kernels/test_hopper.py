@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from pallas_kernels import hopper
@@ -19,11 +20,13 @@ TWO_GROUPS = (
     Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=128, block_size=32, sink_queries=6,
          pattern=SINKS_AT_CEILING),
 )  # fmt: skip
-SPECS = (*TINY, *TWO_GROUPS, *TINY_QUANTISED)
+SPECS = (*TINY, *TINY_QUANTISED, *TWO_GROUPS)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_hopper_kernel_equals_the_reference_without_races(spec):
+    if spec in TWO_GROUPS and jax.__version_info__ < (0, 11):
+        pytest.skip("jax 0.10's interpreter has been seen to hang with two warpgroups")
     workers = WORKERS[SPECS.index(spec) % len(WORKERS)]
     with interpreting():
         check(hopper.ragged_paged_attention, spec, num_workers=workers, interpret=PARAMS)
