@@ -34,6 +34,10 @@ test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@echo "== kernels of several warpgroups, which need more threads of XLA:CPU than small machines start"
+	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" tests/pallas_kernels
+endif
 
 kernels:
 	@$(MAKE) --no-print-directory check-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu

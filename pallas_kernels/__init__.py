@@ -9,10 +9,11 @@ of its own apart, and raises NotImplementedError for what it lacks. README.md ha
 
 from collections.abc import Callable
 
-from pallas_kernels import hopper, triton_decode, triton_ragged
+from pallas_kernels import hopper, hopper_prefill, triton_decode, triton_ragged
 
 IMPLEMENTATIONS: dict[str, Callable] = {
     "hopper": hopper.ragged_paged_attention,
+    "hopper_prefill": hopper_prefill.ragged_paged_attention,
     "triton_decode": triton_decode.ragged_paged_attention,
     "triton_ragged": triton_ragged.ragged_paged_attention,
 }

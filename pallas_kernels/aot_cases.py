@@ -39,16 +39,24 @@ QUANTISED: tuple[dict[str, Any], ...] = (
     {"codes": "float8_e4m3fn"},
     {"codes": "float8_e4m3fn", "h": 96, "b": 32, "soft_cap": 30.0},
 )
+PREFILL: tuple[dict[str, Any], ...] = (
+    {"q": 32},
+    {"q": 32, "h": 64},
+    {"q": 32, "h": 96, "b": 32},
+    {"q": 32, "b": 16, "soft_cap": 30.0},
+    {"q": 32, "b": 128, "dtype": "float16"},
+)
 WRITES: tuple[dict[str, Any], ...] = ({}, {"h": 64}, {"norms": True}, {"sinks": 4}, {"quantised": True})
 
 
 def cases(target: aot.Target) -> list[Case]:
     """All of them for one target."""
-    from pallas_kernels import hopper, hopper_kv_write, triton_decode, triton_ragged
+    from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
 
     found = []
     if target.hopper:
         found += attention("hopper attention", hopper.ragged_paged_attention, (*DECODE, {"q": 16}, *QUANTISED))
+        found += attention("hopper prefill", hopper_prefill.ragged_paged_attention, PREFILL)
         found += [
             Case(
                 "hopper kv write",

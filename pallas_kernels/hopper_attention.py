@@ -170,8 +170,13 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
 
             s = lax.cond(care & MASK != 0, masked, capped, s)
 
-            all_have_read(k_read.at[stage])
-            pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, 0))
+            def refill(which):
+                all_have_read((k_read, v_read)[which].at[stage])
+                pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, which))
+
+            if quantised:
+                plgpu.commit_smem()
+            refill(0)
 
             new_top = jnp.maximum(top, s.max(axis=1))
             # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
@@ -189,7 +194,7 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
             if quantised:
                 plgpu.barrier_wait(v_bar.at[stage])
                 value_scales = eight_bits.scales(scales_s.at[1, stage], size)
-                value_scales = lax.cond(dirty, lambda x: jnp.where(written(x.shape), x, 0.0), lambda x: x, value_scales)
+                value_scales = jnp.where(written(value_scales.shape), value_scales, 0.0)
                 p, unit_weight = eight_bits.weighted(p, value_scales, config.dtype)
             values_s = wide_s if quantised else v_s.at[stage, group]
             p_s[group] = p.astype(config.dtype)
@@ -209,21 +214,17 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
                     values_s[...] = jnp.where(written(v.shape), v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
-            def fetch_values():
-                all_have_read(v_read.at[stage])
-                pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, 1))
-
             def values_of(*refs):
                 for i, ref in enumerate(refs):
                     plgpu.wgmma(ref, p_s.at[group], values_s.at[:, pl.ds(i * columns, columns)])
                 return tuple(ref[...] for ref in refs)
 
             sums = [plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * len(acc)
-            if quantised:
-                fetch_values()
+            if quantised:  # scales were read by threads, which must be committed before copies overwrite them
+                refill(1)
             more_values = pl.run_scoped(values_of, *sums)
             if not quantised:
-                fetch_values()
+                refill(1)
             if unit_weight is not None:
                 more_values = tuple(x * lax.broadcast_in_dim(unit_weight, x.shape, [0]) for x in more_values)
             acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) + b for a, b in zip(acc, more_values))

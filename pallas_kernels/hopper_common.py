@@ -75,7 +75,8 @@ def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroup
             reduction_scratch_bytes=0,  # rows of a wgmma are reduced within a warp
         ),
         interpret=interpret,
-        **(dict(num_threads=warpgroups, thread_name="group") if warpgroups > 1 else {}),
+        num_threads=warpgroups if warpgroups > 1 else None,
+        thread_name="group" if warpgroups > 1 else None,
     )
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since jax 0.11
 from jax._src.state.types import TransposeTransform
 
 PARAMS = InterpretGPUParams(detect_races=True)
+
+# XLA:CPU has a thread for each processor, or NPROC of them, which it reads once, when jax starts its backend.
+several_warpgroups = pytest.mark.skipif(
+    int(os.environ.get("NPROC", os.cpu_count() or 1)) < 4,
+    reason="the interpreter holds a thread of XLA:CPU for each warpgroup and may wait for ever; NPROC=4 is enough",
+)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,54 @@
+"""Masks of scores inside the prefill kernel: `patterns.Pattern`, one condition after the other.
+
+Half of a consumer's registers hold the output and the scores. So nothing is kept that can be read again, remainders are
+done per row or column and only where a pattern has them, and what most patterns lack stands in branches of its own.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.patterns import FAR
+
+
+def masked_scores(s, pattern, positions):
+    """Scores [R, C] with -inf where a query does not see a key, by `Pattern.visible`.
+
+    Args:
+      pattern, positions: functions that read the Pattern, and the text positions [R] and [C], where they are
+        used.
+    """
+
+    def rows(x):
+        return lax.broadcast_in_dim(x, s.shape, [0])
+
+    def columns(x):
+        return lax.broadcast_in_dim(x, s.shape, [1])
+
+    def remainder(x, divisor):
+        divisor = jnp.full(x.shape, divisor, jnp.int32).astype(jnp.uint32)  # unsigned ones need fewer registers
+        return lax.rem(x.astype(jnp.uint32), divisor).astype(jnp.int32)
+
+    def in_step(s):
+        q_pos, kv_pos = positions()
+        is_global = (pattern().has_global != 0) & (remainder(kv_pos, pattern().global_every) == 0)
+        # Keys that are always seen are out of step for none.
+        always = (kv_pos < pattern().num_sinks) | is_global
+        phase = columns(jnp.where(always, -1, remainder(kv_pos, pattern().stride)))
+        return jnp.where((phase == rows(remainder(q_pos, pattern().stride))) | (phase == -1), s, -jnp.inf)
+
+    def with_globals(reach):
+        return jnp.where(remainder(positions()[1], pattern().global_every) == 0, FAR, reach)
+
+    def near(s):
+        q_pos, kv_pos = positions()
+        # Keys that are always seen stand at FAR for the window.
+        reach = jnp.where(kv_pos < pattern().num_sinks, FAR, kv_pos)
+        reach = lax.cond(pattern().has_global != 0, with_globals, lambda x: x, reach)
+        return jnp.where(columns(reach) > rows(q_pos - pattern().window), s, -jnp.inf)
+
+    s = lax.cond(pattern().stride != 1, in_step, lambda x: x, s)
+    s = lax.cond(pattern().window < FAR, near, lambda x: x, s)
+    q_pos, kv_pos = positions()
+    return jnp.where(columns(kv_pos) <= rows(q_pos), s, -jnp.inf)
