@@ -174,7 +174,7 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
                 all_have_read((k_read, v_read)[which].at[stage])
                 pl.when(more)(lambda: fetch(ahead_segment, ahead_piece, stage, which))
 
-            if quantised:
+            if quantised:  # threads have read the scales, which a copy is to overwrite
                 plgpu.commit_smem()
             refill(0)
 
@@ -194,7 +194,7 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
             if quantised:
                 plgpu.barrier_wait(v_bar.at[stage])
                 value_scales = eight_bits.scales(scales_s.at[1, stage], size)
-                value_scales = jnp.where(written(value_scales.shape), value_scales, 0.0)
+                value_scales = lax.cond(dirty, lambda x: jnp.where(written(x.shape), x, 0.0), lambda x: x, value_scales)
                 p, unit_weight = eight_bits.weighted(p, value_scales, config.dtype)
             values_s = wide_s if quantised else v_s.at[stage, group]
             p_s[group] = p.astype(config.dtype)
@@ -220,7 +220,7 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
                 return tuple(ref[...] for ref in refs)
 
             sums = [plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * len(acc)
-            if quantised:  # scales were read by threads, which must be committed before copies overwrite them
+            if quantised:
                 refill(1)
             more_values = pl.run_scoped(values_of, *sums)
             if not quantised:

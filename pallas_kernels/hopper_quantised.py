@@ -1,8 +1,8 @@
 """Keys and values in 8 bits inside a Hopper kernel, with a float32 scale for each token and kv head.
 
 Codes are widened by way of the registers into a tile in shared memory that wgmma reads. That is exact: bfloat16 holds
-every int8, at two instructions for two of them, float16 every e4m3, at one. The scales come with their units; that of a
-key multiplies its column of the scores, that of a value its column of the weights before those are rounded to 16 bits.
+every int8, at four instructions for two of them, float16 every e4m3, at one. The scales come with their units; that of
+a key multiplies its column of the scores, that of a value its column of the weights before rounding them to 16 bits.
 """
 
 from __future__ import annotations
