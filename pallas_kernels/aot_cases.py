@@ -46,17 +46,22 @@ PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32, "b": 16, "soft_cap": 30.0},
     {"q": 32, "b": 128, "dtype": "float16"},
 )
+MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
 WRITES: tuple[dict[str, Any], ...] = ({}, {"h": 64}, {"norms": True}, {"sinks": 4}, {"quantised": True})
 
 
 def cases(target: aot.Target) -> list[Case]:
     """All of them for one target."""
-    from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
+    from pallas_kernels import hopper, hopper_kv_write, hopper_mass, hopper_prefill, triton_decode, triton_ragged
 
     found = []
     if target.hopper:
         found += attention("hopper attention", hopper.ragged_paged_attention, (*DECODE, {"q": 16}, *QUANTISED))
         found += attention("hopper prefill", hopper_prefill.ragged_paged_attention, PREFILL)
+        found += [
+            Case("hopper mass", shape, functools.partial(mass_program, mass=hopper_mass.probability_mass, **shape))
+            for shape in MASS
+        ]
         found += [
             Case(
                 "hopper kv write",
@@ -118,6 +123,15 @@ def attention_program(
         pool, scales, ints((s, TABLE_WIDTH)), ints((s, TABLE_WIDTH)), ints((s, q)),
         ints(()), (ints(()),) * len(Pattern._fields),
     )  # fmt: skip
+
+
+def mass_program(target: aot.Target, *, mass, **shape):
+    """One call, after the attention whose log-sum-exp it takes; shapes as of `attention_program`."""
+
+    def attend(q, pool, tables, starts, positions, *, return_lse, **keywords):
+        return mass(q, pool, tables, starts, positions, jnp.zeros(q.shape[:3], jnp.float32), **keywords)
+
+    return attention_program(target, attend=attend, **shape)
 
 
 def kv_write_program(

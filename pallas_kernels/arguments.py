@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.patterns import FAR, Pattern
+from pallas_kernels.patterns import FAR, FULL, Pattern
 
-FULL = Pattern()
 WINDOW = Pattern(window=40)
 SINKS = Pattern(window=24, num_sinks=4)
 SINKS_MOVED = Pattern(window=24, num_sinks=4, sink_moved=1)

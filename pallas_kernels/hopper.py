@@ -11,7 +11,7 @@ from pallas_kernels.hopper_attention import attend
 from pallas_kernels.hopper_common import LOG2E, ROWS, Config
 from pallas_kernels.hopper_merge import merge
 from pallas_kernels.patterns import FULL, Pattern
-from pallas_kernels.work import Work, plan, unit_tokens
+from pallas_kernels.work import Work, plan, split_tiles, unit_tokens
 
 # Of a pool's dtype, the one in which it is multiplied: it holds the pool's numbers exactly.
 PRODUCTS = {
@@ -35,20 +35,11 @@ def plan_work(
       tables, starts, positions, pool, pattern: as of `ragged_paged_attention`.
     """
     _, num_layers, _, kv_heads, block_size, _ = pool.shape
-    tables, starts, positions = _split_tiles(tables, starts, positions, num_query_heads // kv_heads)
+    tables, starts, positions = split_tiles(tables, starts, positions, ROWS // (num_query_heads // kv_heads))
     return plan(
         tables, starts, positions, pattern, block_size=block_size, num_kv_heads=kv_heads,
         units_per_block_id=num_layers * 2 * kv_heads * (block_size // unit_tokens(block_size)), num_workers=num_workers,
     )  # fmt: skip
-
-
-def _split_tiles(tables, starts, positions, group: int):
-    """Query tiles cut into those of at most 64 rows: queries x query heads of a group."""
-    s, width = positions.shape
-    per_tile = min(ROWS // group, width)
-    tiles = -(-width // per_tile)
-    positions = jnp.pad(positions, ((0, 0), (0, tiles * per_tile - width)), constant_values=-1)
-    return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
@@ -107,7 +98,7 @@ def ragged_paged_attention(
         pattern = pattern._replace(sink_moved=0)
     if work is None:
         work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n, num_workers=num_workers)
-    _, _, split = _split_tiles(tables, starts, positions, group)
+    _, _, split = split_tiles(tables, starts, positions, ROWS // group)
     per_tile = split.shape[1]
     tiles = split.shape[0] // s
     rows = -(-per_tile * group // 8) * 8

@@ -22,11 +22,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import NUM_WORKERS, _split_tiles, plan_work
-from pallas_kernels.hopper_common import LOG2E, Config, call, int32, layout, load
+from pallas_kernels.hopper import NUM_WORKERS, plan_work
+from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
 from pallas_kernels.hopper_mask import key_positions
 from pallas_kernels.patterns import FULL, Pattern
-from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
+from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, split_tiles, unit_tokens
 
 
 # _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive.
@@ -162,7 +162,7 @@ def probability_mass(
         pattern = pattern._replace(sink_moved=0)
     if work is None:
         work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n, num_workers=num_workers)
-    _, _, split = _split_tiles(tables, starts, positions, group)
+    _, _, split = split_tiles(tables, starts, positions, ROWS // group)
     tiles, per_tile = split.shape[0] // s, split.shape[1]
     rows = -(-per_tile * group // 8) * 8
     num_sink_queries = 0 if q_sink is None else q_sink.shape[2]

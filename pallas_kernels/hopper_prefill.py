@@ -10,16 +10,8 @@ import jax.numpy as jnp
 from pallas_kernels.hopper_common import LOG2E, ROWS
 from pallas_kernels.hopper_prefill_kernel import CONSUMERS, Config, attend
 from pallas_kernels.hopper_prefill_plan import Plan, plan
-from pallas_kernels.patterns import Pattern
-
-
-def _split_tiles(tables, starts, positions, group: int):
-    """Query tiles cut into those of twice as many queries as 64 rows hold."""
-    s, width = positions.shape
-    per_tile = CONSUMERS * (ROWS // group)
-    tiles = -(-width // per_tile)
-    positions = jnp.pad(positions, ((0, 0), (0, tiles * per_tile - width)), constant_values=-1)
-    return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
+from pallas_kernels.patterns import FULL, Pattern
+from pallas_kernels.work import split_tiles
 
 
 def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int) -> Plan:
@@ -29,7 +21,9 @@ def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_he
       tables, starts, positions, pool, pattern: as of `ragged_paged_attention`.
     """
     _, num_layers, _, kv_heads, block_size, _ = pool.shape
-    tables, starts, positions = _split_tiles(tables, starts, positions, num_query_heads // kv_heads)
+    tables, starts, positions = split_tiles(
+        tables, starts, positions, CONSUMERS * (ROWS // (num_query_heads // kv_heads))
+    )
     return plan(
         tables, starts, positions, pattern, block_size=block_size, rows_per_block_id=num_layers * 2 * kv_heads
     )  # fmt: skip
@@ -48,7 +42,7 @@ def ragged_paged_attention(
     positions: jax.Array,
     *,
     layer: int | jax.Array,
-    pattern: Pattern = Pattern(),  # noqa: B008 (a tuple of ints)
+    pattern: Pattern = FULL,
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
@@ -86,7 +80,7 @@ def ragged_paged_attention(
     pattern = pattern._replace(sink_moved=0)
     if work is None:
         work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n)
-    _, _, split = _split_tiles(tables, starts, positions, group)
+    _, _, split = split_tiles(tables, starts, positions, CONSUMERS * (ROWS // group))
     per_half = ROWS // group
     tiles, rows = split.shape[0] // s, per_half * group
     config = Config(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.patterns import FAR, Pattern
+from pallas_kernels.work import oldest_and_newest, placed
 
 PIECE = 128  # tokens that are read together
 
@@ -67,19 +68,17 @@ def plan(
     if block_size not in (16, 32, 64, 128):
         raise NotImplementedError(f"blocks of {block_size} tokens; this kernel takes 16, 32, 64 or 128")
     s, per_piece = tables.shape[0], PIECE // block_size
-    last = positions.max(axis=1, keepdims=True)
-    first = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
-
+    first, last = oldest_and_newest(positions)
     live = pattern.sees_some(first, last, starts, block_size) & (starts < FAR)
     count = live.sum(axis=1, keepdims=True)
     width = -(-tables.shape[1] // per_piece) * per_piece
-    row = jnp.arange(s)[:, None]
     # The newest live one moves to the front; the others are sent beyond the end and dropped.
     place = jnp.where(live, count - jnp.cumsum(live, axis=1), width)
-    blocks = jnp.zeros((s, width), jnp.int32).at[row, place].set(tables * rows_per_block_id, mode="drop")
-    starts = jnp.full((s, width), FAR, jnp.int32).at[row, place].set(starts, mode="drop")
+    blocks, starts = placed(place, width, tables * rows_per_block_id, starts)
     # The oldest one fills the last piece: all of its slots are written, unless it is in the first piece anyway.
-    blocks = jnp.where(jnp.arange(width) < count, blocks, blocks[row, jnp.maximum(count - 1, 0)])
+    blocks = jnp.where(
+        jnp.arange(width) < count, blocks, jnp.take_along_axis(blocks, jnp.maximum(count - 1, 0), axis=1)
+    )
 
     num_pieces = -(-count // per_piece)
     here = jnp.arange(width // per_piece) < num_pieces

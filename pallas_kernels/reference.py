@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.patterns import Pattern
+from pallas_kernels.patterns import FULL, Pattern
 
 
 def ragged_paged_attention(
@@ -20,7 +20,7 @@ def ragged_paged_attention(
     positions: jax.Array,
     *,
     layer: int | jax.Array,
-    pattern: Pattern = Pattern(),  # noqa: B008 (a tuple of ints)
+    pattern: Pattern = FULL,
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
@@ -86,7 +86,7 @@ def probability_mass(
     lse: jax.Array,
     *,
     layer: int | jax.Array,
-    pattern: Pattern = Pattern(),  # noqa: B008 (a tuple of ints)
+    pattern: Pattern = FULL,
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
     scales: jax.Array | None = None,

@@ -68,6 +68,28 @@ class Work(NamedTuple):
     place: jax.Array
 
 
+def split_tiles(tables, starts, positions, queries: int):
+    """Query tiles [S, Q] cut into those of at most `queries` queries, each with its row's tables [S, P] and starts."""
+    s, width = positions.shape
+    per_tile = min(queries, width)
+    tiles = -(-width // per_tile)
+    positions = jnp.pad(positions, ((0, 0), (0, tiles * per_tile - width)), constant_values=-1)
+    return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
+
+
+def oldest_and_newest(positions):
+    """Smallest and largest position [S, 1] of each tile's queries [S, Q]; FAR and -1 where there are none."""
+    oldest = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
+    return oldest, positions.max(axis=1, keepdims=True)
+
+
+def placed(place, width: int, blocks, starts):
+    """Blocks and their starts [S, U] at other places of rows of `width`; those sent to `width` are dropped."""
+    row = jnp.arange(len(place))[:, None]
+    blocks = jnp.zeros((len(place), width), jnp.int32).at[row, place].set(blocks, mode="drop")
+    return blocks, jnp.full((len(place), width), FAR, jnp.int32).at[row, place].set(starts, mode="drop")
+
+
 def plan(
     tables: jax.Array,
     starts: jax.Array,
@@ -95,17 +117,13 @@ def plan(
     units = (tables * units_per_block_id)[:, :, None] + jnp.arange(parts)
     unit_starts = jnp.where(starts[:, :, None] < FAR, starts[:, :, None] + size * jnp.arange(parts), FAR)
     units, unit_starts = units.reshape(s, -1), unit_starts.reshape(s, -1)
-    last = positions.max(axis=1, keepdims=True)
-    first = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
-
+    first, last = oldest_and_newest(positions)
     live = pattern.sees_some(first, last, unit_starts, size) & (unit_starts < FAR)
     count = live.sum(axis=1)
     width = -(-units.shape[1] // per_piece) * per_piece
     # The live ones move to the front; the others are sent beyond the end and dropped.
     place = jnp.where(live, jnp.cumsum(live, axis=1) - 1, width)
-    row = jnp.arange(s)[:, None]
-    units = jnp.zeros((s, width), jnp.int32).at[row, place].set(units, mode="drop")
-    unit_starts = jnp.full((s, width), FAR, jnp.int32).at[row, place].set(unit_starts, mode="drop")
+    units, unit_starts = placed(place, width, units, unit_starts)
     moved = (pattern.sink_moved != 0) & (unit_starts < pattern.num_sinks)
     needs = ((MASK, ~pattern.sees_all(first, last, unit_starts, size)), (DIRTY, unit_starts + size - 1 > last),
              (MOVED, moved))  # fmt: skip

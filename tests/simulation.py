@@ -86,6 +86,7 @@ class Simulation:
             digest=lambda data: sha256(data)[: self.digest_bytes], **self.settings,
         )  # fmt: skip
         if self.disk is not None:
+            # Waiting for the disk is what lets its double go on.
             self.engine.memory.loads.wait = self.disk.tick  # type: ignore[method-assign]
         self.seen_steps = 0
         self.requests.clear()

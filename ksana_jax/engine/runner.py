@@ -74,6 +74,7 @@ class Runner:
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         self.mover = BlockMover(self.cache, num_host_blocks)
         self._compiled: dict[Any, Callable] = {}
+        self._alike: tuple[int, ...] = ()
         self.set_patterns(patterns)
 
     @property
@@ -107,7 +108,7 @@ class Runner:
                 )
         self._patterns: PatternArrays = jax.device_put(stack(patterns))
         alike = tuple(list(patterns).index(p) for p in patterns)
-        if self.implementation.plan and alike != getattr(self, "_alike", alike):
+        if self.implementation.plan and alike != self._alike:
             self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
         self._alike = alike
 

@@ -35,10 +35,15 @@ class Needs(NamedTuple):
         device = jax.devices()[0]
         found = getattr(device, "compute_capability", None)
         return cls(
-            device.platform, None if found is None else (int(str(found).split(".")[0]), int(str(found).split(".")[1])),
+            device.platform, None if found is None else _version(found),
             storage_dtype(dtype, device.platform), config.num_heads, config.num_kv_heads, config.head_dim, block_size,
             num_rotated_sinks,
         )  # fmt: skip
+
+
+def _version(compute_capability: str) -> tuple[int, int]:
+    major, minor = compute_capability.split(".")
+    return int(major), int(minor)
 
 
 class Implementation(NamedTuple):

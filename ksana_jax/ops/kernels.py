@@ -185,4 +185,5 @@ def _write_lacks(kv_write, needs: Needs, array, pool) -> str | None:
 HOPPER = Kernels(
     hopper.ragged_paged_attention, hopper.ragged_paged_attention, hopper.plan_work, hopper_kv_write.kv_write
 )
+# Make their work list in each layer.
 TRITON = Kernels(triton_decode.ragged_paged_attention, triton_ragged.ragged_paged_attention)

@@ -1,7 +1,6 @@
 """`ksana inspect`: numbers that agree with each other, files that can be read, and one line for an error."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import yaml
 
 from experiments import figures, pool_figure
 from experiments.inspection import Moment
-from experiments.models import model_dir
 from ksana_jax import cli
 from ksana_jax.kv.pool_trace import CACHED, FREE, PoolTrace
 from tests.fakes import asking, make_engine, prompt_of, step
@@ -19,20 +17,14 @@ ENGINE = {"block_size": 16, "num_blocks": 12, "max_num_batched_tokens": 64, "max
 
 
 @pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
+def experiment(tmp_path_factory, one_layer):
     """Path of an experiment with a model of one layer and two rows."""
-    folder = tmp_path_factory.mktemp("model")
-    for path in model_dir("ksana-tiny").glob("tokenizer*"):
-        shutil.copy(path, folder)
-    config = json.loads((model_dir("ksana-tiny") / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-    (folder / "config.json").write_text(json.dumps(config))
     given = {
-        "title": "Two pools", "task": "generate", "model": str(folder), "load_format": "dummy", "engine": ENGINE,
+        "title": "Two pools", "task": "generate", "model": one_layer, "load_format": "dummy", "engine": ENGINE,
         "settings": {"num_prompts": 4, "prompt_tokens": 40, "output_tokens": 20},
         "variants": [{"name": "full"}, {"name": "window", "pattern.window": 16}],
     }  # fmt: skip
-    path = folder / "pools.yaml"
+    path = tmp_path_factory.mktemp("experiment") / "pools.yaml"
     path.write_text(yaml.safe_dump(given))
     return path
 
