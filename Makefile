@@ -36,7 +36,7 @@ test: $(READY)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	@echo "== kernels of several warpgroups, which need more threads of XLA:CPU than small machines start"
-	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" tests/pallas_kernels
+	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" tests/pallas_kernels tests/ops
 endif
 
 kernels:

@@ -13,37 +13,61 @@ from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.ops.attention import CEILING, Queries, Where, write
 from ksana_jax.step import StepArrays, StepShape
-from pallas_kernels import hopper, hopper_kv_write, triton_decode, triton_ragged
+from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
 from pallas_kernels.patterns import Pattern
 
 if TYPE_CHECKING:
     from ksana_jax.ops.implementations import Needs
 
+PREFILL_ROWS = 128  # of `hopper_prefill`'s tiles
+
 # The kernels' `sink_moved` counts in the same order.
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
+
+
+class Attention(NamedTuple):
+    """A kernel of attention.
+
+    attend: with `pallas_kernels.reference.ragged_paged_attention`'s signature.
+    plan_work: what layers with one pattern share of a call, given as `work`; None where there is nothing.
+    """
+
+    attend: Callable[..., Any]
+    plan_work: Callable[..., Any] | None = None
 
 
 class Kernels(NamedTuple):
     """Kernels that together serve a step.
 
-    decode, ragged: for tiles of one query and of more, `pallas_kernels.reference.ragged_paged_attention`'s signature.
-    plan_work: what layers with one pattern share of such a call, given as `work`; None where there is nothing.
+    decode, ragged: for tiles of one query and of more.
+    prefill: for tiles of PREFILL_ROWS and more rows, queries x query heads of a group, where it takes them.
     kv_write: that of `pallas_kernels.kv_write_reference`; None writes with XLA.
     """
 
-    decode: Callable[..., Any]
-    ragged: Callable[..., Any]
-    plan_work: Callable[..., Any] | None = None
+    decode: Attention
+    ragged: Attention
+    prefill: Attention | None = None
     kv_write: Callable[..., Any] | None = None
+
+    def serving(self, call: Call, where: Where, cache: KVCache, num_heads: int) -> Attention:
+        """The kernel for one call."""
+        if call.tile == 1:
+            return self.decode
+        # What is shared is few tiles over many keys: they are split among all workers by the other one alone.
+        if self.prefill is None or call.shared or call.tile * num_heads < PREFILL_ROWS * cache.blocks.shape[3]:
+            return self.ragged
+        *_, num_kv_heads, block_size, head_dim = cache.blocks.shape
+        needs = num_heads, num_kv_heads, head_dim, block_size, cache.blocks.dtype, where.num_rotated_sinks
+        return self.ragged if _lacks(self.prefill, call.tile, *needs) else self.prefill
 
     def plan(self, where: Where, cache: KVCache, num_heads: int):
         """What layers with one pattern share in a step: one for each call of a kernel."""
-        assert self.plan_work is not None
-        seen = kernel_pattern(where.pattern)
-        return tuple(
-            self.plan_work(*call.arrays, cache.blocks, seen, num_query_heads=num_heads)
-            for call in calls(where.batch, where.shape)
-        )
+        seen, found = kernel_pattern(where.pattern), []
+        for call in calls(where.batch, where.shape):
+            plan_work = self.serving(call, where, cache, num_heads).plan_work
+            assert plan_work is not None
+            found.append(plan_work(*call.arrays, cache.blocks, seen, num_query_heads=num_heads))
+        return tuple(found)
 
     def write(self, q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
         """As `attention.write`, with queries for sinks [T, J, N, H], one for each of the J rotated sinks."""
@@ -69,10 +93,10 @@ class Kernels(NamedTuple):
         """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16."""
         found = []
         for i, call in enumerate(calls(where.batch, where.shape)):
-            kernel = self.decode if call.tile == 1 else self.ragged
+            kernel = self.serving(call, where, cache, queries.here.shape[1])
             work = {} if plan is None else {"work": plan[i]}
             second = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
-            out, lse = kernel(
+            out, lse = kernel.attend(
                 call.take(queries.here, 0), cache.blocks, *call.arrays, layer=jnp.int32(where.layer),
                 pattern=kernel_pattern(where.pattern), q_sink=second, return_lse=True, out_dtype=jnp.float32, **work,
             )  # fmt: skip
@@ -154,36 +178,49 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 def lacks(kernels: Kernels, needs: Needs) -> str | None:
     """What kernels lack of some needs, in their own words, or None."""
+    more = needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.block_size, needs.dtype, needs.num_rotated_sinks
+    for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
+        if found := _lacks(kernel, tile, *more):
+            return found
+    return None if kernels.kv_write is None else _write_lacks(kernels.kv_write, needs)
 
+
+@functools.cache
+def _lacks(
+    kernel: Attention, tile: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype,
+    num_rotated_sinks: int,
+) -> str | None:  # fmt: skip
     def array(*dims: int, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    heads = (needs.num_heads, needs.head_dim)
-    pool = array(2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim, dtype=needs.dtype)
-    for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
-        q_sink = array(1, tile, needs.num_rotated_sinks, *heads, dtype=needs.dtype) if needs.num_rotated_sinks else None
-        try:
-            jax.eval_shape(
-                lambda *args, kernel=kernel, q_sink=q_sink: kernel(*args, layer=0, q_sink=q_sink),
-                array(1, tile, *heads, dtype=needs.dtype), pool, array(1, 1), array(1, 1), array(1, tile),
-            )  # fmt: skip
-        except NotImplementedError as error:
-            return str(error)
-    return None if kernels.kv_write is None else _write_lacks(kernels.kv_write, needs, array, pool)
-
-
-def _write_lacks(kv_write, needs: Needs, array, pool) -> str | None:
-    q, k = (array(2, n, needs.head_dim, dtype=needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
-    half = array(2, needs.head_dim // 2, dtype=jnp.float32)
+    q, pool = (1, tile, num_heads, head_dim), (2, 1, 2, num_kv_heads, block_size, head_dim)
+    q_sink = array(*q[:2], num_rotated_sinks, *q[2:], dtype=dtype) if num_rotated_sinks else None
     try:
-        jax.eval_shape(jax.jit(functools.partial(kv_write, layer=0)), q, k, k, pool, array(2), (half, half))
+        jax.eval_shape(
+            lambda *args, q_sink: kernel.attend(*args, layer=0, q_sink=q_sink), array(*q, dtype=dtype),
+            array(*pool, dtype=dtype), array(1, 1), array(1, 1), array(1, tile), q_sink=q_sink,
+        )  # fmt: skip
     except NotImplementedError as error:
         return str(error)
     return None
 
 
-HOPPER = Kernels(
-    hopper.ragged_paged_attention, hopper.ragged_paged_attention, hopper.plan_work, hopper_kv_write.kv_write
-)
+def _write_lacks(kv_write, needs: Needs) -> str | None:
+    array = jax.ShapeDtypeStruct
+    pool = array((2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim), needs.dtype)
+    q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
+    half = array((2, needs.head_dim // 2), jnp.float32)
+    try:
+        jax.eval_shape(
+            jax.jit(functools.partial(kv_write, layer=0)), q, k, k, pool, array((2,), jnp.int32), (half, half)
+        )
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+_FEW = Attention(hopper.ragged_paged_attention, hopper.plan_work)
+_MANY = Attention(hopper_prefill.ragged_paged_attention, hopper_prefill.plan_work)
+HOPPER = Kernels(_FEW, _FEW, _MANY, hopper_kv_write.kv_write)
 # Make their work list in each layer.
-TRITON = Kernels(triton_decode.ragged_paged_attention, triton_ragged.ragged_paged_attention)
+TRITON = Kernels(Attention(triton_decode.ragged_paged_attention), Attention(triton_ragged.ragged_paged_attention))

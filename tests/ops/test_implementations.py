@@ -13,19 +13,22 @@ from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import Needs, choose, explain
-from ksana_jax.ops.kernels import Kernels
+from ksana_jax.ops.kernels import Attention, Kernels, calls
 from ksana_jax.step import StepArrays, StepShape
-from pallas_kernels import hopper, hopper_kv_write, triton_decode, triton_ragged
-from tests.pallas_kernels.interpreter import PARAMS, interpreting
+from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
+from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 
 H200 = Needs("gpu", (9, 0), jnp.bfloat16, 32, 8, 128, 64)
 B, H, N, K = 16, 64, 4, 2
-TRITON = Kernels(*(functools.partial(m.ragged_paged_attention, interpret=True) for m in (triton_decode, triton_ragged)))
-_hopper = functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3)
-HOPPER = Kernels(
-    _hopper, _hopper, functools.partial(hopper.plan_work, num_workers=3),
-    functools.partial(hopper_kv_write.kv_write, interpret=PARAMS),
-)  # fmt: skip
+TRITON = Kernels(
+    *(Attention(functools.partial(m.ragged_paged_attention, interpret=True)) for m in (triton_decode, triton_ragged))
+)
+FEW = Attention(
+    functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3),
+    functools.partial(hopper.plan_work, num_workers=3),
+)
+MANY = Attention(functools.partial(hopper_prefill.ragged_paged_attention, interpret=PARAMS), hopper_prefill.plan_work)
+HOPPER = Kernels(FEW, FEW, MANY, functools.partial(hopper_kv_write.kv_write, interpret=PARAMS))
 
 
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
@@ -52,18 +55,21 @@ def test_one_that_does_not_serve_cannot_be_asked_for():
         choose(H200, "fast")
 
 
-def make_step(seed: int, shared: bool):
+def make_step(seed: int, shared: bool, tile: int = 4):
     """Five singles of which one is padding, two tiles of one row; NaN in every slot that nobody has written.
 
     Where shared, the first three singles share three leading blocks, and the last one of them is in the window.
+    tile: queries of each tile; the last one of the second is padding.
     """
     rng = np.random.default_rng(seed)
-    lengths = [70, 61, 90, 5, 0, 40]
+    newest = 33 + 2 * tile - 1
+    lengths = [70, 61, 90, 5, 0, newest]
     ids = iter(rng.permutation(64))
     pool = rng.standard_normal((64, 2, 2, K, B, H)).astype(np.float32)
-    tables, starts = np.zeros((7, 8), np.int32), np.full((7, 8), FAR, np.int32)
+    width = max(8, -(-newest // B))
+    tables, starts = np.zeros((7, width), np.int32), np.full((7, width), FAR, np.int32)
     common = [next(ids) for _ in range(3)]
-    shared_tables, shared_starts = np.zeros((2, 8), np.int32), np.full((2, 8), FAR, np.int32)
+    shared_tables, shared_starts = np.zeros((2, width), np.int32), np.full((2, width), FAR, np.int32)
     for row, length in enumerate(lengths):
         blocks = [next(ids) for _ in range(-(-length // B))]
         if blocks:
@@ -75,13 +81,13 @@ def make_step(seed: int, shared: bool):
         tables[row, : len(blocks)], starts[row, : len(blocks)] = blocks, begin
     tables[6], starts[6] = tables[5], starts[5]  # the second tile of the last row
     singles = [length - 1 for length in lengths[:5]]
-    positions = np.array([*singles, *range(33, 40), -1], np.int32)
-    zeros = np.zeros(13, np.int32)
+    positions = np.array([*singles, *range(33, newest), -1], np.int32)
+    zeros = np.zeros(len(positions), np.int32)
     batch = StepArrays(zeros, positions, zeros + 64 * B, tables, starts, zeros[:7])
     if shared:
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
-    shape = StepShape(5, 2, 4, 8, shared_rows=3 if shared else 0)
-    q = jnp.asarray(rng.standard_normal((13, N, H)) * 2 * H**-0.5, jnp.bfloat16)
+    shape = StepShape(5, 2, tile, width, shared_rows=3 if shared else 0)
+    q = jnp.asarray(rng.standard_normal((len(positions), N, H)) * 2 * H**-0.5, jnp.bfloat16)
     blocks = jnp.asarray(pool, jnp.bfloat16)
     return q, KVCache(blocks), jax.tree.map(jnp.asarray, batch), shape
 
@@ -107,19 +113,19 @@ CASES = [
 @pytest.mark.parametrize(
     ("kernels", "name", "shared"), CASES, ids=lambda x: {TRITON: "triton", HOPPER: "hopper"}.get(x)
 )
-def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared):
+def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=4):
     pattern = PATTERNS[name]
-    q, cache, batch, shape = make_step(len(name), shared)
+    q, cache, batch, shape = make_step(len(name), shared, tile)
     rotated = 0 if pattern.sink_position == "absolute" else pattern.num_sinks
     numbers = jax.tree.map(jnp.asarray, pattern.arrays())
     where = Where(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
     angles = where.rope.angles(batch.positions)
     exact = KVCache(cache.blocks.astype(jnp.float32))
-    nothing = jnp.zeros((13, K, H), q.dtype)  # no slot is in the pool
+    nothing = jnp.zeros((len(q), K, H), q.dtype)  # no slot is in the pool
     queries, exact = write(q, nothing, nothing, exact, where, angles, 1.0)
     expected = np.asarray(ragged_paged_attention(queries, exact, where))
     with interpreting():
-        plan = kernels.plan(where, cache, N) if kernels.plan_work else None
+        plan = kernels.plan(where, cache, N) if kernels.decode.plan_work else None
         queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, where, angles, 1.0))(cache)
         got = np.asarray(kernels.attend(queries, cache, where, plan))
     assert got.dtype == np.float32 and np.isfinite(got).all()
@@ -127,7 +133,26 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared):
     largest = np.nanmax(np.abs(np.asarray(exact.blocks[:, 1, 1])))
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
     assert np.abs(got - expected).mean() < 2**-9
-    assert (got[4] == 0).all() and (got[12] == 0).all()
+    assert (got[4] == 0).all() and (got[-1] == 0).all()
+
+
+@several_warpgroups
+@pytest.mark.parametrize("name", ["window", "StreamingLLM"])
+def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name):
+    test_kernels_serve_a_step_as_the_reference_does(HOPPER, name, name == "window", tile=64)
+
+
+def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
+    def served(tile: int, pattern: str = "full", kernels: Kernels = HOPPER) -> list[str]:
+        _, cache, batch, shape = make_step(0, shared=True, tile=tile)
+        where = Where(1, batch, shape, PATTERNS[pattern].arrays(), make_rope(RopeConfig(), H), 0)
+        names = {kernels.decode: "decode", kernels.ragged: "ragged", kernels.prefill: "prefill", FEW: "few"}
+        return [names[kernels.serving(call, where, cache, N)] for call in calls(batch, shape)]
+
+    # Singles, tiles, what singles share: 64 queries of a group of 2 are 128 rows.
+    assert served(64) == ["few", "prefill", "few"]
+    assert served(32) == ["few", "few", "few"]
+    assert served(64, kernels=TRITON) == ["decode", "ragged", "ragged"]
 
 
 def test_the_fused_write_stores_and_rotates_as_the_reference_does():
