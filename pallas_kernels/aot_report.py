@@ -80,6 +80,20 @@ def read_thunks(text: str) -> dict[str, dict]:
     return found
 
 
+def count_thunks(text: str) -> dict[str, int]:
+    """Of a sequence of thunks: all that do something, and those that a command buffer (a CUDA graph) starts at once."""
+    found, inside = {"thunks": 0, "captured": 0}, ""
+    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", text, re.MULTILINE):
+        if inside and len(indent) < len(inside):
+            inside = ""
+        if kind == "kCommandBuffer":
+            inside = indent + " "
+            continue
+        found["thunks"] += 1
+        found["captured"] += bool(inside)
+    return found
+
+
 def read_mosaic_launch(lines: Iterable[str]) -> dict | None:
     """The same of a Mosaic GPU kernel, from the log of its passes: of the first launch with numbers in it."""
     number = r"%\w+ = %c(\d+)\w*"

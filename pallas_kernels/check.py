@@ -94,7 +94,9 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     assert ptxas is not None
     kernels = aot_report.read_kernels(folder, hlo, target.arch, ptxas)
     wrong = aot_report.judge_program(memory, aot_report.find_copies(hlo, [x.shape for x in pools]))
-    about = dataclasses.asdict(memory) | {"seconds": seconds}
+    after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
+    thunks = aot_report.count_thunks(after.read_text()) if after else {}
+    about = dataclasses.asdict(memory) | thunks | {"seconds": seconds}
     if not kernels:
         return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(aot_report.Kernel)) | about]
     return [
@@ -212,8 +214,10 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def _title(case: Case, row: dict[str, Any]) -> str:
-    pool = "  pool {pool_bytes:,} bytes, aliased {alias_bytes:,}, temp {temp_bytes:,}"
-    return str(case) + (pool.format_map(row) if row.get("donated_bytes") else "")
+    said = str(case)
+    if row.get("donated_bytes"):
+        said += "  pool {pool_bytes:,} bytes, aliased {alias_bytes:,}, temp {temp_bytes:,}".format_map(row)
+    return said + (", {captured} of {thunks} thunks in command buffers".format_map(row) if row.get("captured") else "")
 
 
 def _describe(row: dict[str, Any]) -> str:

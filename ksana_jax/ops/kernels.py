@@ -90,20 +90,22 @@ class Kernels(NamedTuple):
         return Queries(written.q, written.q_sink), KVCache(written.pool)
 
     def attend(self, queries: Queries, cache: KVCache, where: Where, plan: tuple[Any, ...] | None) -> jax.Array:
-        """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16."""
-        found = []
+        """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16; gives the dtype of queries."""
+        found, dtype = [], queries.here.dtype
+        merges = where.shape.shared_rows > 0
         for i, call in enumerate(calls(where.batch, where.shape)):
             kernel = self.serving(call, where, cache, queries.here.shape[1])
             work = {} if plan is None else {"work": plan[i]}
             second = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
             out, lse = kernel.attend(
                 call.take(queries.here, 0), cache.blocks, *call.arrays, layer=jnp.int32(where.layer),
-                pattern=kernel_pattern(where.pattern), q_sink=second, return_lse=True, out_dtype=jnp.float32, **work,
+                pattern=kernel_pattern(where.pattern), q_sink=second, return_lse=True,
+                out_dtype=jnp.float32 if merges else dtype, **work,
             )  # fmt: skip
             found.append((call.give(out), call.give(lse)))
-        if where.shape.shared_rows:
+        if merges:
             found[0] = merge(found[0], found.pop())
-        parts = [out for out, _ in found]
+        parts = [out.astype(dtype) for out, _ in found]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

@@ -33,7 +33,7 @@ def resident_bytes(highest: bool = False) -> int | None:
 
 
 def return_free_memory() -> None:
-    """Gives the system what the C library keeps of freed memory: compiling Python's sources alone leaves 40 MB of it."""
+    """Gives the system what the C library keeps of freed memory: compiling Python's sources alone leaves 40 MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)

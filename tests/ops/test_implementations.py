@@ -128,7 +128,7 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
         plan = kernels.plan(where, cache, N) if kernels.decode.plan_work else None
         queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, where, angles, 1.0))(cache)
         got = np.asarray(kernels.attend(queries, cache, where, plan))
-    assert got.dtype == np.float32 and np.isfinite(got).all()
+    assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
     largest = np.nanmax(np.abs(np.asarray(exact.blocks[:, 1, 1])))
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)

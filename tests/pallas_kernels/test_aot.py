@@ -31,6 +31,16 @@ THUNKS = """
 001: kCustomKernel [source       | next=002 (1)] decode grid: [768, 1, 1] threads: [64,1,1]  shared_memory: 7168 bytes
 002: kCustomCall   [prev=001 (1) | next=004 (1)] kCustomCall
 """
+CAPTURED = """
+000: kCommandBuffer [source | sink]
+    001: kCustomKernel [source       | next=002 (1)] decode grid: [768, 1, 1] threads: [64,1,1]  shared_memory: 0 bytes
+    002: kCustomCall   [prev=001 (1) | sink        ] kCustomCall
+003: kCopy [source | sink]
+004: kWhile [source | sink]
+    005: kSort [source | sink]
+006: kCommandBuffer [source | sink]
+    007: kMemzero [source | sink]
+"""
 # The first launch of a log has names of values where later ones have numbers.
 PASSES = """
  %82 = gpu.launch async [%4] blocks(%83, %84, %85) in (%89 = %m_3, %90 = %c1, %91 = %c1) threads(%86, %87, %88) in \
@@ -104,6 +114,11 @@ def test_launches_are_read_from_thunks_of_xla_and_passes_of_mosaic():
     launch = aot_report.read_mosaic_launch(PASSES.splitlines())
     assert launch == {"grid": (264, 1, 1), "threads": 256, "shared_bytes": 32776}
     assert aot_report.read_mosaic_launch(PASSES.splitlines()[:2]) is None
+
+
+def test_thunks_in_command_buffers_are_counted():
+    assert aot_report.count_thunks(THUNKS) == {"thunks": 2, "captured": 0}
+    assert aot_report.count_thunks(CAPTURED) == {"thunks": 6, "captured": 3}
 
 
 def test_instructions_are_counted_by_kind():
