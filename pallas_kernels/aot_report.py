@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,18 @@ def read_thunks(text: str) -> dict[str, dict]:
     return found
 
 
-def count_thunks(text: str) -> dict[str, int]:
-    """Of a sequence of thunks: all that do something, and those that a command buffer (a CUDA graph) starts at once."""
-    found, inside = {"thunks": 0, "captured": 0}, ""
-    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", text, re.MULTILINE):
-        if inside and len(indent) < len(inside):
-            inside = ""
-        if kind == "kCommandBuffer":
-            inside = indent + " "
-            continue
-        found["thunks"] += 1
-        found["captured"] += bool(inside)
-    return found
+def count_thunks(text: str) -> tuple[Counter, Counter]:
+    """How many of each kind a sequence of thunks has: inside of command buffers (CUDA graphs), outside of them."""
+    counts = inside, outside = Counter(), Counter()
+    depth = None  # indentation of the command buffer that we are in
+    for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", text, re.MULTILINE):
+        if depth is not None and len(spaces) <= depth:
+            depth = None
+        if kind == "kCommandBuffer" and depth is None:
+            depth = len(spaces)
+        else:
+            (outside if depth is None else inside)[kind] += 1
+    return counts
 
 
 def read_mosaic_launch(lines: Iterable[str]) -> dict | None:

@@ -95,7 +95,8 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     kernels = aot_report.read_kernels(folder, hlo, target.arch, ptxas)
     wrong = aot_report.judge_program(memory, aot_report.find_copies(hlo, [x.shape for x in pools]))
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
-    thunks = aot_report.count_thunks(after.read_text()) if after else {}
+    inside, outside = aot_report.count_thunks(after.read_text() if after else "")
+    thunks = {"thunks": inside.total() + outside.total(), "captured": inside.total()}
     about = dataclasses.asdict(memory) | thunks | {"seconds": seconds}
     if not kernels:
         return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(aot_report.Kernel)) | about]

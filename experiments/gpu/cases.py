@@ -80,8 +80,12 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of a causal prefill: 4 N H for each visible pair of query and key."""
-        return sum(4 * self.num_heads * self.head_dim * n * (n + 1) // 2 for n in self.lengths)
+        """4 N H for each pair of a query and a key that it sees, causally."""
+        pairs = 0
+        for n in self.lengths:
+            queries = n if self.prefill else self.queries
+            pairs += queries * (2 * n - queries + 1) // 2
+        return 4 * self.num_heads * self.head_dim * pairs
 
     @property
     def num_layers(self) -> int:

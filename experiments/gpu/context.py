@@ -139,6 +139,7 @@ class Context:
         faults = [r for r in read_records(self.records) if r["kind"] == "fault" and r["who"] == who]
         return len(faults) >= STRIKES or any(r["case"] == case and r["section"] == self.section for r in faults)
 
-    def past(self, *kinds: str) -> list[dict[str, Any]]:
-        """Records of this section: also those from before it was started anew."""
-        return [r for r in read_records(self.records) if r["section"] == self.section and r["kind"] in kinds]
+    def past(self, *kinds: str, section: str | None = None) -> list[dict[str, Any]]:
+        """Records of a section, by default of this one: also those from before it was started anew."""
+        section = section or self.section
+        return [r for r in read_records(self.records) if r["section"] == section and r["kind"] in kinds]

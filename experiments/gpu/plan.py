@@ -30,6 +30,7 @@ SECTIONS = (
     Section("window", "window", 45, 12),
     Section("shared", "shared", 45, 12),
     Section("prefill", "prefill", 50, 20),
+    Section("mixed", "mixed", 30, 10),
     Section("kv_write", "kv_write", 35, 8),
     Section("engine", "engine", 70, 25, 0.85),
     Section("step", "step", 90, 40, 0.92),

@@ -183,10 +183,11 @@ def _one(context: Context, metric: str, entry: Entry, programs: Get, peer, calls
     times, failed = rounds(samplers, count=3 if context.tiny else ROUNDS, left=lambda: context.left() - 1)
     for key, error in failed.items():
         context.failed(f"{key[0]} on {case.name}", error, who=key[0], case=case.name)
+    own_work = {c.name: {"bytes": c.bytes} for c in entry.candidates if c.bytes}
     for key, t in times.items():
         mode, is_ours = modes[key]
         context.record("time", metric=metric, case=case.name, who=key[0], ours=is_ours, mode=mode,
-                       right=verdicts.get(key[0]), **t.fields(), **work)  # fmt: skip
+                       right=verdicts.get(key[0]), **t.fields(), **(work | own_work.get(key[0], {})))  # fmt: skip
     fastest = sorted((t.median * 1e6, *key) for key, t in times.items())[:4]
     context.say(f"{metric} {case.name}: " + ", ".join(f"{who} {mode} {us:.1f} us" for us, who, mode in fastest))
     if peer is not None and entry.kinds:

@@ -16,7 +16,7 @@ import pytest
 from experiments.gpu import candidates, cases, driver, plan, timing
 from experiments.gpu.context import RESTART, Context, read_records
 from experiments.gpu.race import Entry, race
-from experiments.gpu.sections import correctness, engine
+from experiments.gpu.sections import correctness
 from experiments.gpu.table import table
 from pallas_kernels.patterns import FAR, Pattern
 
@@ -184,15 +184,6 @@ def test_comparison_finds_one_wrong_row_nan_and_a_wrong_log_sum_exp():
     for bad in (lse.at[0].set(0.1), lse.at[0].set(-jnp.inf), lse.at[2].set(0.0), lse.at[1].set(jnp.nan)):
         assert not correctness.compare((right, bad), (right, lse))["right"]
     assert not correctness.compare(right, (right, lse))["right"]
-
-
-def test_launches_outside_of_command_buffers_are_counted():
-    text = (
-        "000: kCommandBuffer [source]\n    001: kCustomKernel a\n    002: kCustomCall b\n003: kWhile [x]\n"
-        "    004: kCustomKernel c\n005: kCommandBuffer [y]\n    006: kCustomKernel d\n"
-    )
-    inside, outside = engine.count_launches(text)
-    assert inside == {"kCustomKernel": 2, "kCustomCall": 1} and outside == {"kWhile": 1, "kCustomKernel": 1}
 
 
 def test_a_wrong_candidate_is_timed_but_marked_and_one_that_cannot_run_is_reported(tmp_path, capsys):

@@ -19,6 +19,7 @@ from pallas_kernels import arguments
 # One query of one head may be off by more than all together: its probabilities are rounded to 8 bits, few weigh much.
 ROW_TOLERANCE = 4e-2
 LSE_TOLERANCE = 1e-2
+MASS = "hopper_mass"
 AT_ONCE = 8
 
 
@@ -36,7 +37,8 @@ def run(context: Context) -> None:
             context.record("fact", name="left out", specs=[str(s) for s in order[begin:]])
             break
         _check(context, order[begin : begin + AT_ONCE], attends)
-    for name in attends:
+    context.attempt("probability mass", lambda: _check_mass(context, seed))
+    for name in [*attends, MASS]:
         count = _count(context, name)
         context.record("fact", name="correctness", who=name, **count)
         context.say(f"{name}: " + ", ".join(f"{n} {k}" for k, n in count.items()))
@@ -97,6 +99,31 @@ def _check(context: Context, specs: list[arguments.Spec], attends: dict[str, Any
                     context.say(f"{name} is WRONG on {spec}: {found}")
             except Exception as error:
                 context.failed(f"{name} on {spec}", error, who=name, case=str(spec))
+
+
+def _check_mass(context: Context, seed: int) -> None:
+    """The weight that each slot got, after the reference's attention; on machines without a GPU of the reference."""
+    from pallas_kernels import hopper_mass
+    from pallas_kernels import reference as exact
+
+    weigh: Any = hopper_mass.probability_mass if jax.default_backend() == "gpu" else exact.probability_mass
+    specs = [
+        arguments.Spec(rows=((700, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True, seed=seed),
+        arguments.Spec(rows=((290, 31),), q_tile=16, num_heads=8, head_dim=128, block_size=64, return_lse=True,
+                       pattern=arguments.SINKS, evict_every=3, seed=seed + 1),
+    ]  # fmt: skip
+    for spec in specs:
+        if context.excluded(MASS, str(spec)):
+            continue
+        arrays, keywords = arguments.make(spec)
+        args: tuple[Any, ...] = (*arrays, reference()(*arrays, **keywords)[1])
+        given = {k: x for k, x in keywords.items() if k not in ("sink_logits", "return_lse")}
+        with context.guard(MASS, str(spec)):
+            found = jax.block_until_ready(weigh(*args, **given))
+        right = exact.probability_mass(*args, **given)
+        error = float(jnp.linalg.norm(found - right) / jnp.linalg.norm(right))
+        context.record("check", metric="correctness", case=str(spec), who=MASS, ours=True, error=error,
+                       tolerance=TOLERANCE, right=error <= TOLERANCE)  # fmt: skip
 
 
 def compare(out: Any, right: Any) -> dict[str, Any]:

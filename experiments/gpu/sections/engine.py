@@ -6,7 +6,6 @@ The list of launches that XLA writes for each program says which of them are in 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from experiments.gpu.context import Context
+from pallas_kernels.aot_report import count_thunks
 
 # Fewer tokens apart than this in log-probability are a tie for bfloat16: either may come first.
 TIE = 0.05
@@ -119,7 +119,7 @@ def _launches(context: Context) -> None:
         text = path.read_text(errors="replace")
         if len(text.splitlines()) < 30 or not re.search(r"jit__?run", path.name):
             continue  # not a step
-        inside, outside = count_launches(text)
+        inside, outside = count_thunks(text)
         total = sum(inside.values()) + sum(outside.values())
         context.record("fact", name="launches", program=path.name, inside=inside, outside=outside)
         context.value(f"launches in command buffers, {_program(path)}", 100 * sum(inside.values()) / max(total, 1),
@@ -128,24 +128,3 @@ def _launches(context: Context) -> None:
 
 def _program(path: Path) -> str:
     return path.name.split(".")[0] + " " + path.name.split(".")[1]
-
-
-def count_launches(text: str) -> tuple[Counter, Counter]:
-    """Kinds of launches inside of command buffers and outside, from XLA's indented list."""
-    inside: Counter = Counter()
-    outside: Counter = Counter()
-    depth = None  # indentation of the command buffer that we are in
-    for line in text.splitlines():
-        match = re.match(r"( *)\d+: (k\w+)", line)
-        if not match:
-            continue
-        indent, kind = len(match[1]), match[2]
-        if depth is not None and indent <= depth:
-            depth = None
-        if kind == "kCommandBuffer" and depth is None:
-            depth = indent
-        elif depth is not None:
-            inside[kind] += 1
-        else:
-            outside[kind] += 1
-    return inside, outside

@@ -1,10 +1,11 @@
 """Decode over keys and values of 8 bits against the same in bfloat16, for implementations that take `scales`.
 
-`scales` is [M, L, 2, K, B] float32 beside a pool of int8: one scale for each token and kv head.
+`scales` is [M, L, 2, K, B] float32 beside a pool of codes, int8 or float8_e4m3fn: one for each token and kv head.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,37 +18,46 @@ from experiments.gpu.cases import Arguments, Case, decode_cases
 from experiments.gpu.context import Context
 from experiments.gpu.race import Entry, race
 
-BAR = 0.6  # of the time with bfloat16
+BAR = 0.6  # of the time with bfloat16, for int8
+INT8 = "int8"
+KINDS = {INT8: jnp.int8, "e4m3": jnp.float8_e4m3fn}
 
 
-def quantised(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int8 like the pool, and scales [M, L, 2, K, B]."""
+def quantised(pool: jax.Array, kind: str = INT8) -> tuple[jax.Array, jax.Array]:
+    """Codes like the pool, and scales [M, L, 2, K, B]."""
+    dtype = KINDS[kind]
+    largest = 127.0 if kind == INT8 else float(jnp.finfo(dtype).max)
     top = jnp.max(jnp.abs(pool), axis=-1).astype(jnp.float32)
-    scales = jnp.maximum(top / 127, 1e-8)
-    return jnp.round(pool.astype(jnp.float32) / scales[..., None]).astype(jnp.int8), scales
+    scales = jnp.maximum(top / largest, 1e-8)
+    codes = pool.astype(jnp.float32) / scales[..., None]
+    return (jnp.round(codes) if kind == INT8 else codes).astype(dtype), scales
 
 
-def restored(a: Arguments) -> Arguments:
-    """What the int8 stand for, in bfloat16: kernels are held to that, not to what was lost before."""
-    pool, scales = quantised(a.pool)
-    return a._replace(pool=(pool * scales[..., None]).astype(a.pool.dtype))
+def restored(a: Arguments, kind: str = INT8) -> Arguments:
+    """What the codes stand for, in bfloat16: kernels are held to that, not to what was lost before."""
+    pool, scales = quantised(a.pool, kind)
+    return a._replace(pool=(pool.astype(jnp.float32) * scales[..., None]).astype(a.pool.dtype))
 
 
-def _with_scales(name: str, attend: Callable[..., Any], case: Case) -> Candidate:
+def _with_scales(name: str, attend: Callable[..., Any], case: Case, kind: str) -> Candidate:
     def prepare(a: Arguments):
-        pool, scales = quantised(a.pool)
+        pool, scales = quantised(a.pool, kind)
         return a.q, (pool, scales, *a[2:]), tuple(jnp.int32(layer) for layer in range(case.num_layers))
 
     def step(q, shared, layer):
         pool, scales, *rest = shared
         return attend(q, pool, *rest, layer=layer, scales=scales)
 
-    return Candidate(f"{name}, int8", prepare, step, ours=True, layout="int8", seen=restored)
+    num_bytes = 2 * case.num_kv_heads * (case.head_dim + 4) * case.visible()  # and a scale each
+    return Candidate(
+        f"{name}, {kind}", prepare, step, ours=True, layout=kind, seen=functools.partial(restored, kind=kind),
+        bytes=num_bytes,
+    )  # fmt: skip
 
 
 def _stand_in(q, pool, *rest, scales, **keywords):
-    """On a machine without a GPU: the reference on what int8 stands for."""
-    return reference()(q, (pool * scales[..., None]).astype(jnp.bfloat16), *rest, **keywords)
+    """On a machine without a GPU: the reference on what codes stand for."""
+    return reference()(q, (pool.astype(jnp.float32) * scales[..., None]).astype(jnp.bfloat16), *rest, **keywords)
 
 
 def _bundled(case: Case) -> Candidate:
@@ -82,15 +92,14 @@ def run(context: Context) -> None:
     if not on_gpu:
         able = {"reference": _stand_in}
     context.record("fact", name="quantised", implementations=sorted(able))
-    if not able:
-        context.say("no implementation takes `scales`: there is no int8 to time")
     entries = []
     for case in decode_cases(64, context.tiny)[: 1 if context.tiny else 2]:
-        candidates = [*(_with_scales(n, f, case) for n, f in able.items()), *([_bundled(case)] if on_gpu else [])]
-        entries.append(Entry(case, [*ours(case), *candidates]))
-    measured = race(context, "int8", entries, compile_s=context.left() * 0.5)
+        coded = [_with_scales(n, f, case, kind) for n, f in able.items() for kind in KINDS]
+        entries.append(Entry(case, [*ours(case), *coded, *([_bundled(case)] if on_gpu else [])]))
+    measured = race(context, "8 bits", entries, compile_s=context.left() * 0.5)
     for case, who, mode in list(measured):
-        plain = who.removesuffix(", int8")
-        if who != plain and mode == "chained" and (case, plain, mode) in measured:
+        plain, _, kind = who.rpartition(", ")
+        if kind in KINDS and mode == "chained" and (case, plain, mode) in measured:
             ratio = measured[case, who, mode] / measured[case, plain, mode]
-            context.value(f"int8 against bfloat16, {case}, {plain}", ratio, "x the time", bar=BAR)
+            bar = BAR if kind == INT8 else None
+            context.value(f"{kind} against bfloat16, {case}, {plain}", ratio, "x the time", bar=bar)
