@@ -6,9 +6,6 @@ import functools
 import json
 import sys
 from typing import Any
-from unittest import mock
-
-import jax
 
 from ksana_jax import tpu_check
 from ksana_jax.config import ModelConfig
@@ -47,15 +44,11 @@ def cases(target: aot.Target) -> list[Case]:
 def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: int = 4096):
     """A step of the engine's own Runner. The pool of 4,096 blocks is 32 GiB."""
     params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
-    # The runner asks jax where it is: for the type of the pool and what attention may be.
-    with (
-        mock.patch.object(jax, "default_backend", lambda: "gpu"),
-        mock.patch.object(jax, "devices", lambda: [aot.device(target)]),
-    ):
-        runner = Runner(
-            LLAMA_8B, params, (FULL,) * LLAMA_8B.num_layers, dtype="bf16", num_blocks=num_blocks,
-            block_size=BLOCK_SIZE, max_model_len=LLAMA_8B.max_position, max_rotated_sinks=0, attention=attention,
-        )  # fmt: skip
+    runner = Runner(
+        LLAMA_8B, params, (FULL,) * LLAMA_8B.num_layers, dtype="bf16", num_blocks=num_blocks,
+        block_size=BLOCK_SIZE, max_model_len=LLAMA_8B.max_position, max_rotated_sinks=0, attention=attention,
+        device=aot.device(target),
+    )  # fmt: skip
     with aot.described(target):
         return runner.lower_step(shape)
 

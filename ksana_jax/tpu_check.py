@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -69,13 +68,11 @@ def cases() -> list[Case]:
 
 def _step(shape: StepShape, sharding, num_blocks: int):
     """A step of the engine's own Runner."""
-    device = next(iter(sharding.device_set))
-    # The runner asks jax where it is: for the type of the pool and what attention may be.
-    with mock.patch.object(jax, "default_backend", lambda: "tpu"), mock.patch.object(jax, "devices", lambda: [device]):
-        runner = Runner(
-            LLAMA, _placed(sharding, abstract_params(LLAMA, "bf16")), (FULL,) * LLAMA.num_layers, dtype="bf16",
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=LLAMA.max_position, max_rotated_sinks=0,
-        )  # fmt: skip
+    runner = Runner(
+        LLAMA, _placed(sharding, abstract_params(LLAMA, "bf16")), (FULL,) * LLAMA.num_layers, dtype="bf16",
+        num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=LLAMA.max_position, max_rotated_sinks=0,
+        device=next(iter(sharding.device_set)),
+    )  # fmt: skip
     return runner.lower_step(shape)
 
 

@@ -42,6 +42,7 @@ class Runner:
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       attention: name of an implementation of paged attention; "auto" takes the first that serves.
+      device: that steps are compiled for, where it is not jax's first one.
 
     Raises:
       ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
@@ -61,11 +62,13 @@ class Runner:
         num_host_blocks: int = 0,
         embedding_device: str = "device",
         attention: str = "auto",
+        device: Any = None,
     ):
         self.config, self.params = config, params
         self.embeds_on_host = embedding_device == "host"
-        self.platform = jax.default_backend()
-        needs = Needs.of(config, dtype=dtype, block_size=block_size, num_rotated_sinks=max_rotated_sinks)
+        device = device or jax.devices()[0]
+        self.platform = device.platform
+        needs = Needs.of(config, dtype=dtype, block_size=block_size, num_rotated_sinks=max_rotated_sinks, device=device)
         self.implementation = choose(needs, attention)
         self.num_rotated_sinks = max_rotated_sinks
         self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)

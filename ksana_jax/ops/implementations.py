@@ -30,9 +30,11 @@ class Needs(NamedTuple):
     num_rotated_sinks: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig, *, dtype: str, block_size: int, num_rotated_sinks: int = 0) -> Needs:
-        """Those of a model on this process's device."""
-        device = jax.devices()[0]
+    def of(
+        cls, config: ModelConfig, *, dtype: str, block_size: int, num_rotated_sinks: int = 0, device: Any = None
+    ) -> Needs:
+        """Those of a model on a device, by default jax's first one."""
+        device = device or jax.devices()[0]
         found = getattr(device, "compute_capability", None)
         return cls(
             device.platform, None if found is None else _version(found),

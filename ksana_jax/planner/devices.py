@@ -17,11 +17,13 @@ class Device:
     """An accelerator, or this machine.
 
     memory_bytes: its memory. l2_bytes: of its last cache before that memory, None where no figure is published.
+    target: of `pallas_kernels.aot`, to compile for it where it is not; None where there is none.
     """
 
     name: str
     memory_bytes: int
     l2_bytes: int | None = None
+    target: str | None = None
 
 
 # The capacity of the makers' data sheets, whose GB are 2**30 bytes: an H200 "141GB" reports 140.4 GiB to programs, an
@@ -29,10 +31,10 @@ class Device:
 DEVICES = {
     d.name: d
     for d in (
-        Device("h200", 141 * GIB, 50 * MIB),  # NVIDIA H200 data sheet; L2 as H100
-        Device("h100", 80 * GIB, 50 * MIB),  # NVIDIA H100 Tensor Core GPU Architecture, table 1 (SXM5)
-        Device("a100-80g", 80 * GIB, 40 * MIB),  # NVIDIA A100 data sheet; L2 from the Ampere architecture paper
-        Device("a100-40g", 40 * GIB, 40 * MIB),
+        Device("h200", 141 * GIB, 50 * MIB, "h200"),  # NVIDIA H200 data sheet; L2 as H100
+        Device("h100", 80 * GIB, 50 * MIB, "h100"),  # NVIDIA H100 Tensor Core GPU Architecture, table 1 (SXM5)
+        Device("a100-80g", 80 * GIB, 40 * MIB, "a100"),  # NVIDIA A100 data sheet; L2 from the Ampere architecture paper
+        Device("a100-40g", 40 * GIB, 40 * MIB, "a100"),
         Device("v100-32g", 32 * GIB, 6 * MIB),  # NVIDIA Tesla V100 GPU Architecture, table 1: 6144 KB of L2
         Device("ascend-910b", 64 * GIB),  # Huawei Atlas 800T A2: 64 GB of HBM per 910B
     )
@@ -59,6 +61,20 @@ def find_device(name: str | int) -> Device:
     if num_bytes < 1:
         raise ConfigError(f"device is {name!r}, must have at least one byte")
     return Device(_written(num_bytes), num_bytes)
+
+
+def compile_target(device: Device):
+    """The `aot.Target` that steps for a device can be compiled for from here; None where they can't, or are at home."""
+    import jax
+
+    from pallas_kernels import aot
+
+    if device.target is None or aot.missing():
+        return None
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else XLA warns that it has no GPU to measure on
+    if jax.default_backend() != "cpu":
+        return None
+    return aot.target(device.target)
 
 
 def _written(num_bytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,10 +13,11 @@ from rich.table import Table
 
 from ksana_jax.batch import Buckets
 from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.planner.devices import compile_target, find_device
 from ksana_jax.planner.engine import gib
 from ksana_jax.planner.formula import MAX_CONTEXT
 from ksana_jax.planner.solve import Plan, plan, read_model
-from ksana_jax.planner.step_memory import compile_target, step_bytes
+from ksana_jax.planner.step_memory import step_bytes
 
 
 def main(model: str, device: str, *, buckets: bool = False, as_json: bool = False, **request) -> None:
@@ -28,12 +30,14 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
     Raises:
       ConfigError: what was asked for cannot be, or, after the plan was printed, leaves no room for keys and values.
     """
+    if target := compile_target(find_device(device)):
+        print(f"compiling steps for {target.device}: about a minute", file=sys.stderr, flush=True)
     found = plan(model, device, **request)
     console = Console(highlight=False)
     show(found, console)
     listed = bucket_costs(model, found) if buckets else []
     if buckets:
-        show_buckets(listed, console)
+        show_buckets(listed, found.alpha_from, console)
     if as_json:
         values = dataclasses.asdict(found) | ({"buckets": listed} if buckets else {})
         print(json.dumps(values), flush=True)
@@ -128,8 +132,10 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
         query_tile=asked.query_tile,
     )
     shapes = Buckets.of_engine(engine, found.context).all_shapes()
-    measured = step_bytes(config, shapes, dtype=asked.dtype, block_size=asked.block_size,
-                          embedding_device=asked.embedding_device)  # fmt: skip
+    measured = step_bytes(
+        config, shapes, dtype=asked.dtype, block_size=asked.block_size, embedding_device=asked.embedding_device,
+        target=compile_target(find_device(found.device)),
+    )  # fmt: skip
     return [
         {"num_singles": shape.num_singles, "num_tiles": shape.num_tiles, "query_tile": shape.query_tile,
          "table_width": shape.table_width, "network_bytes": cost.network, "sampling_bytes": cost.sampling}
@@ -137,11 +143,9 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
     ]  # fmt: skip
 
 
-def show_buckets(listed: list[dict[str, int]], console: Console) -> None:
-    """Prints what each bucket takes while it runs."""
-    console.print(
-        escape(f"\nWhat a step takes in each bucket beside weights and pool, compiled for {compile_target()}")
-    )
+def show_buckets(listed: list[dict[str, int]], target: str, console: Console) -> None:
+    """Prints what each bucket takes while it runs; target: what it was compiled for."""
+    console.print(escape(f"\nWhat a step takes in each bucket beside weights and pool, compiled for {target}"))
     table = _table(("singles", "tiles", "table width", "network", "sampling"))
     for b in listed:
         table.add_row(*(f"{b[name]:,}" for name in ("num_singles", "num_tiles", "table_width")),

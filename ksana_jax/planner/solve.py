@@ -11,7 +11,7 @@ import ksana_jax
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.loading.config_json import load_config
-from ksana_jax.planner.devices import Device, find_device
+from ksana_jax.planner.devices import Device, compile_target, find_device
 from ksana_jax.planner.formula import Memory, PlanRequest, largest
 from ksana_jax.planner.step_memory import NO_STEP, StepCost, measure_step
 from ksana_jax.planner.terms import embedding_bytes
@@ -99,7 +99,7 @@ def plan(
         step = measure_step(
             config, dtype=asked.dtype, block_size=asked.block_size, query_tile=asked.query_tile,
             max_num_batched_tokens=asked.max_num_batched_tokens, max_rotated_sinks=asked.num_sinks,
-            embedding_device=asked.embedding_device,
+            embedding_device=asked.embedding_device, target=compile_target(device),
         )  # fmt: skip
         memory = dataclasses.replace(memory, step=step)
     context = asked.context or config.max_position

@@ -6,12 +6,14 @@ layers are compiled: each further layer adds as much as the third did (on CPU; X
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.engine.runner import Runner
@@ -21,6 +23,7 @@ from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.transformer import Params
 from ksana_jax.request import SamplingParams
 from ksana_jax.step import StepShape
+from pallas_kernels import aot
 
 # Layers that are compiled of a deeper model.
 FEW, ONE_MORE = 2, 3
@@ -86,9 +89,9 @@ class StepCost:
 NO_STEP = StepCost((Line(0, 0, 0, 0),), "nothing")
 
 
-def compile_target() -> str:
-    """What this process compiles for, in words."""
-    device = jax.devices()[0]
+def described(target: aot.Target | None = None) -> str:
+    """What is compiled for, in words: a GPU that need not be here, or this process's device."""
+    device = aot.device(target) if target else jax.devices()[0]
     return f"{device.platform} ({device.device_kind}), jax {jax.__version__}"
 
 
@@ -110,14 +113,16 @@ def step_bytes(
     block_size: int,
     max_rotated_sinks: int = 0,
     embedding_device: str = "device",
+    target: aot.Target | None = None,
 ) -> list[StepBytes]:
-    """What each of some shapes of steps takes, compiled from shapes alone for the device of this process."""
+    """What each of some shapes of steps takes, compiled from shapes alone for a GPU or the device of this process."""
     settings = {"dtype": dtype, "block_size": block_size, "max_rotated_sinks": max_rotated_sinks,
                 "embedding_device": embedding_device}  # fmt: skip
     if config.num_layers <= ONE_MORE:
-        return _compiled(config, shapes, settings)
+        return _compiled(config, shapes, target, settings)
     few, more = (
-        _compiled(dataclasses.replace(config, num_layers=n, pattern=FULL), shapes, settings) for n in (FEW, ONE_MORE)
+        _compiled(dataclasses.replace(config, num_layers=n, pattern=FULL), shapes, target, settings)
+        for n in (FEW, ONE_MORE)
     )
     further = config.num_layers - FEW
     return [
@@ -125,18 +130,41 @@ def step_bytes(
     ]
 
 
-def _compiled(config: ModelConfig, shapes: Sequence[StepShape], settings: dict[str, Any]) -> list[StepBytes]:
-    params, patterns = abstract_params(config, settings["dtype"]), (FULL,) * config.num_layers
-    runner = Runner(
-        config, params, patterns, num_blocks=NUM_BLOCKS, max_model_len=config.max_position, **settings
-    )  # fmt: skip
+def _compiled(
+    config: ModelConfig, shapes: Sequence[StepShape], target: aot.Target | None, settings: dict[str, Any]
+) -> list[StepBytes]:
+    params = abstract_params(config, settings["dtype"])
     found = []
-    for shape in shapes:
-        runner.warm_up([shape], [SamplingParams(temperature=1.0)])
-        rows = shape.num_singles + shape.num_tiles
-        sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", shape.num_tokens, rows)]
-        found.append(StepBytes(program_bytes(runner.programs[shape]), max(map(program_bytes, sampling))))
+    with _compiling_for(target):
+        runner = Runner(
+            config, aot.placed(target, params) if target else params, (FULL,) * config.num_layers,
+            num_blocks=NUM_BLOCKS, max_model_len=config.max_position, device=aot.device(target) if target else None,
+            **settings,
+        )  # fmt: skip
+        for shape in shapes:
+            runner.warm_up([shape], [SamplingParams(temperature=1.0)])
+            rows = shape.num_singles + shape.num_tiles
+            sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", shape.num_tokens, rows)]
+            found.append(StepBytes(program_bytes(runner.programs[shape]), max(map(program_bytes, sampling))))
     return found
+
+
+@contextlib.contextmanager
+def _compiling_for(target: aot.Target | None):
+    """Where steps are compiled for a GPU that need not be here; None changes nothing."""
+    if target is None:
+        yield
+        return
+    kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        # A program for a device that is not here can be written to the cache, but not read from it.
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        with aot.described(target):
+            yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+        compilation_cache.reset_cache()
 
 
 def measure_step(
@@ -148,17 +176,18 @@ def measure_step(
     max_num_batched_tokens: int = 512,
     max_rotated_sinks: int = 0,
     embedding_device: str = "device",
+    target: aot.Target | None = None,
 ) -> StepCost:
     """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles."""
     tiles = -(-max_num_batched_tokens // query_tile)
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
     measured = step_bytes(
         config, [StepShape(rows, tiles, query_tile, width) for rows, width in points], dtype=dtype,
-        block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
+        block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device, target=target,
     )  # fmt: skip
     lines = []
     for a, b, c in ([m.network for m in measured], [m.sampling for m in measured]):
         per_entry = (c - b) / ((r2 + tiles) * (p2 - p1))
         per_row = (b - a) / (r2 - r1) - per_entry * p1
         lines.append(Line(a - per_row * r1 - per_entry * (r1 + tiles) * p1, per_row, per_entry, tiles))
-    return StepCost(tuple(lines), compile_target())
+    return StepCost(tuple(lines), described(target))

@@ -11,6 +11,7 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.planner import step_memory
 from ksana_jax.planner.step_memory import measure_step, program_bytes, step_bytes
 from ksana_jax.step import StepShape
+from pallas_kernels import aot
 from tests.engine.small import SMALL, Letters, make_llm, model
 
 WIDE = ModelConfig(vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256,
@@ -63,3 +64,12 @@ def test_of_a_deep_model_two_and_three_layers_are_compiled(monkeypatch):
     [compiled] = step_bytes(deep, [SHAPE], dtype="f32", block_size=16)
     assert extrapolated.network == pytest.approx(compiled.network, rel=0.05)
     assert extrapolated.sampling == compiled.sampling
+
+
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_steps_are_compiled_for_a_gpu_that_is_not_here():
+    [here] = step_bytes(WIDE, [SHAPE], dtype="bf16", block_size=16)
+    [there] = step_bytes(WIDE, [SHAPE], dtype="bf16", block_size=16, target=aot.target("a100"))
+    # What attention gathers on the CPU rests where it is on a GPU with kernels.
+    assert 0 < there.network < here.network
+    assert step_memory.described(aot.target("a100")).startswith("gpu (NVIDIA A100")
