@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import aot
+from pallas_kernels import aot, int4
 from pallas_kernels.check import Case
 from pallas_kernels.patterns import Pattern
 
@@ -29,15 +29,22 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"soft_cap": 30.0},
     {"sinks": 1},
     {"sinks": 4},
+    {"h": 256, "sinks": 4},
 )
 QUANTISED: tuple[dict[str, Any], ...] = (
     {"codes": "int8"},
     {"codes": "int8", "h": 64, "b": 16},
     {"codes": "int8", "h": 64, "sinks": 1},
-    # With a head dim of 128 the compiler that jax 0.10 brings spills 28 bytes.
-    *([{"codes": "int8", "b": 128, "sinks": 1}] if jax.__version_info__ >= (0, 11) else []),
+    {"codes": "int8", "b": 128, "sinks": 1},
+    {"codes": "int8", "sinks": 4},
+    {"codes": "int8", "h": 256, "b": 16},
     {"codes": "float8_e4m3fn"},
     {"codes": "float8_e4m3fn", "h": 96, "b": 32, "soft_cap": 30.0},
+    {"codes": "float8_e4m3fn", "h": 256, "b": 32, "soft_cap": 30.0, "sinks": 4},
+    {"codes": "int4"},
+    {"codes": "int4", "h": 64, "b": 128},
+    {"codes": "int4", "sinks": 4},
+    {"codes": "int4", "h": 256, "soft_cap": 30.0, "sinks": 4},
 )
 PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32},
@@ -45,6 +52,11 @@ PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32, "h": 96, "b": 32},
     {"q": 32, "b": 16, "soft_cap": 30.0},
     {"q": 32, "b": 128, "dtype": "float16"},
+    {"q": 32, "h": 256},
+    {"q": 32, "sinks": 1},
+    {"q": 32, "h": 256, "b": 16, "sinks": 4},
+    *({"q": 32, "h": h, "registers": True} for h in (64, 96, 128, 256)),
+    {"q": 32, "sinks": 4, "registers": True},
 )
 MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
 WRITES: tuple[dict[str, Any], ...] = ({}, {"h": 64}, {"norms": True}, {"sinks": 4}, {"quantised": True})
@@ -102,7 +114,7 @@ def attention_program(
 
     Args:
       s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
-      sinks: width of the second query; 0 for none. codes: 8-bit type of a quantised pool.
+      sinks: width of the second query; 0 for none. codes: 8-bit type, or int4, of a quantised pool.
       tuning: keywords of that implementation.
     """
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -110,6 +122,8 @@ def attention_program(
 
     pool = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or dtype))
     scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32) if codes else None
+    if codes == "int4":
+        scales = jax.ShapeDtypeStruct(int4.scales_shape(pool.shape), jnp.bfloat16)
 
     def run(queries, q_sink, pool, scales, tables, starts, positions, layer, pattern):
         more = {} if scales is None else {"scales": scales}

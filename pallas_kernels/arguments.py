@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import int4
 from pallas_kernels.patterns import FAR, FULL, Pattern
 
 WINDOW = Pattern(window=40)
@@ -30,7 +31,7 @@ class Spec:
     rows: of each row its length in tokens and how many of them, the last ones, are queries. (0, 0) is an empty row.
     q_tile: Q, queries of one tile; a row of more has several tiles, the last one padded.
     layer: the one of num_layers that is attended to; the others hold other data.
-    codes: int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
+    codes: int4, int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
     sink_queries: J of q_sink; 0 for no second query.
     evict_every: each so many-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
@@ -128,17 +129,7 @@ def make(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     query = (spec.num_heads, spec.head_dim)
     scale = 2 * spec.head_dim**-0.5
     q = normal(*positions.shape, *query, scale=scale)
-    shape = (len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
-    pool = np.empty(shape, jnp.dtype(spec.codes or dtype))
-    scales = np.empty(shape[:-1], np.float32)
-    for block, block_scales, mask in zip(pool, scales, readable):
-        if spec.codes:
-            block[...], block_scales[...] = _quantised(rng, block)
-            block_scales[..., ~mask] = np.nan
-        else:
-            block[...] = normal(*block.shape)
-        if spec.codes != "int8":
-            block[..., ~mask, :] = np.nan
+    pool, scales = _pool(rng, spec, readable)
     keywords: dict[str, Any] = dict(
         layer=spec.layer, pattern=spec.pattern, soft_cap=spec.soft_cap, return_lse=spec.return_lse
     )
@@ -151,6 +142,23 @@ def make(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     return tuple(jnp.asarray(x) for x in (q, pool, tables, starts, positions)), keywords
 
 
+def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
+    """Pool, and scales where there are codes; numbers where readable [M, B], else NaN."""
+    shape = (len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    if spec.codes == "int4":
+        return _four_bits(rng.standard_normal(shape, np.float32), readable)
+    pool, scales = np.empty(shape, jnp.dtype(spec.codes or spec.dtype)), np.empty(shape[:-1], np.float32)
+    for block, block_scales, mask in zip(pool, scales, readable):
+        if spec.codes:
+            block[...], block_scales[...] = _quantised(rng, block)
+            block_scales[..., ~mask] = np.nan
+        else:
+            block[...] = rng.standard_normal(block.shape, np.float32)
+        if spec.codes != "int8":
+            block[..., ~mask, :] = np.nan
+    return pool, scales
+
+
 def _quantised(rng: np.random.Generator, block: np.ndarray):
     """Random codes and scales of a block [L, 2, K, B, H]. Values are up to 2^6 times larger or smaller than keys."""
     x = rng.standard_normal(block.shape, np.float32)
@@ -159,6 +167,16 @@ def _quantised(rng: np.random.Generator, block: np.ndarray):
     codes = x / scale[..., None]
     scale[:, 1] *= 2 ** rng.uniform(-6, 6, scale[:, 1].shape).astype(np.float32)
     return (codes.round() if block.dtype == np.int8 else codes).astype(block.dtype), scale
+
+
+def _four_bits(x, readable: np.ndarray):
+    """Codes and scales of a pool [M, L, 2, K, B, H], NaN for groups and tokens without a readable [M, B] slot."""
+    codes, scales = map(np.array, jax.jit(int4.quantise)(x))
+    written = readable.reshape(len(readable), 1, 1, -1, 1, int4.GROUP)  # [M, L, K, G, 2, H] of scales
+    nan = jnp.bfloat16(jnp.nan)
+    np.copyto(scales[:, :, 0], nan, where=~written.any(axis=-1, keepdims=True))
+    np.copyto(scales[:, :, 1], nan, where=~np.tile(written, x.shape[-1] // int4.GROUP))
+    return codes, scales
 
 
 def _each(common: dict, *variations: dict) -> tuple[Spec, ...]:
@@ -189,6 +207,8 @@ TINY_QUANTISED = _each(
     dict(codes="float8_e4m3fn", pattern=SINKS, num_heads=8, head_dim=128, block_size=64, soft_cap=15.0),
     dict(codes="int8", pattern=SINKS_MOVED, sink_queries=1, block_size=32, head_dim=96),
     dict(codes="float8_e4m3fn", pattern=SINKS_AT_CEILING, sink_queries=6, rows=((75, 9), (1, 1)), q_tile=4),
+    dict(codes="int4", num_heads=2, block_size=64, head_dim=128, evict_every=2, soft_cap=15.0),
+    dict(codes="int4", num_heads=2, num_kv_heads=1, block_size=128, pattern=SINKS_MOVED, sink_queries=1, q_tile=4),
 )
 
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import int4
 from pallas_kernels.hopper_attention import attend
 from pallas_kernels.hopper_common import LOG2E, ROWS, Config
 from pallas_kernels.hopper_merge import merge
@@ -19,6 +20,7 @@ PRODUCTS = {
     for pool, product in (
         (jnp.bfloat16, jnp.bfloat16),
         (jnp.float16, jnp.float16),
+        (jnp.int4, jnp.bfloat16),
         (jnp.int8, jnp.bfloat16),
         (jnp.float8_e4m3fn, jnp.float16),
     )
@@ -72,7 +74,7 @@ def ragged_paged_attention(
     Args:
       work: from `plan_work` with the same num_workers; None makes it here.
       num_workers: blocks of threads; two for each multiprocessor.
-      stages: pieces of 64 keys and values that each of them holds at once; 2 by default, or 3 of 8 bits.
+      stages: pieces of 64 keys and values that each of them holds at once; 2 by default, or 3 of 8 or 4 bits.
       interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
 
     Raises:
@@ -86,12 +88,14 @@ def ragged_paged_attention(
     quantised = pool.dtype.itemsize == 1
     if quantised != (scales is not None):
         raise ValueError(f"a pool of {pool.dtype} {'without' if quantised else 'with'} scales")
-    if scales is not None and (scales.shape != pool.shape[:-1] or scales.dtype != jnp.float32):
-        raise ValueError(f"scales are {scales.dtype}{list(scales.shape)}, not float32{list(pool.shape[:-1])}")
+    if scales is not None:
+        dtype, shape = jnp.dtype("float32"), pool.shape[:-1]
+        if pool.dtype == jnp.int4:
+            dtype, shape = jnp.dtype("bfloat16"), int4.scales_shape(pool.shape)
+        if scales.dtype != dtype or scales.shape != shape:
+            raise ValueError(f"scales are {scales.dtype}{list(scales.shape)}, not {dtype}{list(shape)}")
     if h not in (64, 96, 128, 256):
         raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
-    if h == 256 and q_sink is not None:
-        raise NotImplementedError("second queries with a head dim of 256; this kernel takes them up to 128")
     if group > ROWS:
         raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
     if q_sink is None:
@@ -107,12 +111,6 @@ def ragged_paged_attention(
         kv_heads, h, block_size, rows, dtype, num_workers, stages or (3 if quantised else 2), soft_cap,
         0 if q_sink is None else q_sink.shape[2], pool.dtype if quantised else None,
     )  # fmt: skip
-
-    if quantised and config.warpgroups > 1:
-        raise NotImplementedError(
-            f"{pool.dtype} with a head dim of {h} and {config.num_sink_queries} second queries; this kernel takes "
-            "quantised keys and values with head dims up to 128, and one second query at 128"
-        )
 
     def packed(x, *more):  # [S, Q, ..., N, H] -> [S * tiles * K, ..., rows, H]
         x = jnp.pad(x.astype(dtype), ((0, 0), (0, tiles * per_tile - width), *((0, 0),) * (x.ndim - 2)))
@@ -131,14 +129,14 @@ def ragged_paged_attention(
         sinks = sink_logits.astype(jnp.float32).reshape(kv_heads, 1, group) * LOG2E
     sinks = jnp.broadcast_to(sinks, (kv_heads, per_tile, group)).reshape(kv_heads, -1)
     sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - per_tile * group)))
-    out, lse = merge(partial, partial_lse, work, sinks, config, out_dtype or q.dtype, interpret)
+    out, lse = merge(partial, partial_lse, work, sinks, config, per_tile * group, out_dtype or q.dtype, interpret)
 
-    def unpacked(x):  # [S * tiles * K, rows, ...] -> [S, Q, N, ...]
-        x = x[:, : per_tile * group].reshape(s, tiles, kv_heads, per_tile, group, *x.shape[2:])
-        x = jnp.moveaxis(x, 2, 3).reshape(s, tiles * per_tile, n, *x.shape[5:])
-        return x[:, :width]
+    def unpacked(x, nothing):  # [S * tiles * K, rows, ...] -> [S, Q, N, ...]
+        x = x.reshape(s, tiles, kv_heads, per_tile, group, *x.shape[2:])
+        x = jnp.moveaxis(x, 2, 3).reshape(s, tiles * per_tile, n, *x.shape[5:])[:, :width]
+        if width == 1:  # a tile without a query has no segment
+            return x
+        return jnp.where(positions.reshape(s, width, *(1,) * (x.ndim - 2)) >= 0, x, nothing)
 
-    out = jnp.where(positions[:, :, None, None] >= 0, unpacked(out), 0)
-    if not return_lse:
-        return out
-    return out, jnp.where(positions[:, :, None] >= 0, unpacked(lse), -jnp.inf)
+    out = unpacked(out, 0)
+    return (out, unpacked(lse, -jnp.inf)) if return_lse else out

@@ -2,14 +2,14 @@
 
 Each block of threads is one warpgroup that walks its stretch of `work.plan`. Two of them fit a multiprocessor, so that
 one computes while the other waits. Where the output is too wide for one warpgroup's registers, two of them score the
-same keys and sum half of the values' columns each. Per piece of 64 tokens:
+same keys and sum half of the values' columns each; both K and V lie in memory as two halves. Per piece of 64 tokens:
 
     TMA, one box per unit     K [64, H], V [64, H] into one of `stages` buffers, asked for `stages` pieces ahead
     wgmma 64 x 64 x H         scores: rows are queries x query heads of the group, padded to 64
     registers                 soft cap, mask (pieces that need one), online softmax in base 2
     wgmma 64 x H x 64         weights as bf16 or f16, times V; pieces are summed in float32 outside of the wgmma
 
-Keys and values in 8 bits are widened, K and then V, into one tile that the wgmmas read: see `hopper_quantised`.
+Keys and values in 8 or 4 bits are widened, K and then V, into one tile that the wgmmas read: see `hopper_quantised`.
 
 The whole pool comes in with the index of the layer: a slice of it would be a copy. A stretch that begins or ends inside
 a (query tile, kv head) pair leaves a partial result; `hopper_merge` joins those of a pair by their log-sum-exp.
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper_mask as mask
-from pallas_kernels import hopper_quantised as eight_bits
+from pallas_kernels import hopper_quantised as narrow
 from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
@@ -39,13 +39,13 @@ from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TIL
 # arrive when they have read what may be overwritten.
 def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, positions_g, newest_g, segments_g, first_g,
             numbers_g, out_g, lse_g, q_s, q_sink_s, k_s, v_s, scales_s, wide_s, p_s, out_s, q_bar, sink_bar, k_bar,
-            v_bar, sink_read, k_read, v_read, *, config: Config, plain: bool):  # fmt: skip
+            v_bar, wide_bar, sink_read, k_read, v_read, *, config: Config, plain: bool):  # fmt: skip
     size = unit_tokens(config.block_size)
-    per_piece, parts, h = TILE_KV // size, config.block_size // size, config.head_dim
-    stages, kv_heads, columns = config.stages, config.num_kv_heads, config.columns
-    width = h // config.warpgroups  # columns of the output of one warpgroup
+    per_piece, parts = TILE_KV // size, config.block_size // size
+    stages, kv_heads, columns, width = config.stages, config.num_kv_heads, config.columns, config.width
     together = config.warpgroups > 1
     quantised = config.codes is not None
+    by_token = quantised and config.codes != jnp.int4  # scales multiply scores and weights
     group = lax.axis_index("group") if together else 0
     leads = group == 0
     worker = lax.axis_index("index")
@@ -62,14 +62,11 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
         for i in range(per_piece):
             unit, slots = units_g[tile, piece * per_piece + i] + row, pl.ds(i * size, size)
             if quantised:
-                part = scales_s.at[which, stage, pl.ds(i * eight_bits.apart(size), size)]
+                part = narrow.place(scales_s.at[which, stage], i, size)
                 plgpu.copy_gmem_to_smem(scales_g.at[unit], part, (k_bar, v_bar)[which].at[stage])
-            if which == 0:
-                plgpu.copy_gmem_to_smem(pool_g.at[unit], k_s.at[stage, slots], k_bar.at[stage])
-                continue
             for j in range(config.warpgroups):
                 part = pool_g.at[unit, :, pl.ds(j * width, width)]
-                plgpu.copy_gmem_to_smem(part, v_s.at[stage, j, slots], v_bar.at[stage])
+                plgpu.copy_gmem_to_smem(part, (k_s, v_s)[which].at[stage, j, slots], (k_bar, v_bar)[which].at[stage])
 
     def after(segment, piece):
         """The piece after one, perhaps the first of the next segment."""
@@ -79,7 +76,7 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
 
     def fetch_queries(segment):
         pair = segments_g[segment, TILE] * kv_heads + segments_g[segment, HEAD]
-        plgpu.copy_gmem_to_smem(q_g.at[pair], q_s.at[pl.ds(0, config.rows)], q_bar)
+        plgpu.copy_gmem_to_smem(q_g.at[pair], q_s.at[0, pl.ds(0, config.rows)], q_bar)
 
     def all_have_read(barrier):
         """Waits, where this warpgroup leads, until all of them are here."""
@@ -87,12 +84,24 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
             plgpu.barrier_arrive(barrier)
             pl.when(leads)(lambda: plgpu.barrier_wait(barrier))
 
+    def widen(which, stage):
+        """Writes this warpgroup's columns of keys (0) or values (1) in 16 bits."""
+        x = narrow.widened((k_s, v_s)[which][stage, group], config.dtype, plain)
+        narrow.write(wide_s.at[group], x, scales_s.at[which, stage], which, group * width)
+        plgpu.commit_smem()
+
+    def wide_written_or_read():
+        """Waits until all warpgroups are here: their parts of the widened keys are read by all of them."""
+        if together:
+            plgpu.barrier_arrive(wide_bar)
+            plgpu.barrier_wait(wide_bar)
+
     @pl.when(leads & (first < until))
     def _():
         if config.rows < ROWS:
-            q_s[...] = jnp.zeros(q_s.shape, q_s.dtype)
+            q_s[0] = jnp.zeros(q_s.shape[1:], q_s.dtype)
             if config.num_sink_queries:
-                q_sink_s[...] = jnp.zeros(q_sink_s.shape, q_sink_s.dtype)
+                q_sink_s[0] = jnp.zeros(q_sink_s.shape[1:], q_sink_s.dtype)
             plgpu.commit_smem()
         fetch_queries(first)
 
@@ -114,17 +123,22 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
             acc, top, total, n, ahead_segment, ahead_piece = carry
             stage = lax.rem(n, int32(stages))
             care = care_g[tile, begin + i]
+            # Its three bits shifted out: 0, which no compiler knows. So it computes where a wgmma's operands lie just
+            # before, instead of keeping all these numbers in 50 registers.
+            zero = care >> 3
             more = leads & (ahead_segment < until)
             plgpu.barrier_wait(k_bar.at[stage])
 
             if quantised:
                 plgpu.commit_smem()  # a barrier: all warps have read the last piece's values
-                wide_s[...] = eight_bits.widened(k_s[stage], config.dtype, plain)
-                plgpu.commit_smem()
+                widen(0, stage)
+                wide_written_or_read()
 
-            def scores_of(acc_ref, queries=q_s):
+            def scores_of(acc_ref, queries=q_s, zero=zero):
                 keys = wide_s if quantised else k_s.at[stage]
-                plgpu.wgmma(acc_ref, queries, keys.transpose((1, 0)))
+                for j in range(config.warpgroups):
+                    part = queries.at[zero, :, pl.ds(j * width, width)]
+                    plgpu.wgmma(acc_ref, part, keys.at[zero + j].transpose((1, 0)))
                 return acc_ref[...]
 
             scores = plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32)
@@ -141,10 +155,12 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
 
                 @pl.when(leads)
                 def _():
-                    plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s.at[pl.ds(0, config.rows)], sink_bar)
+                    plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s.at[0, pl.ds(0, config.rows)], sink_bar)
 
                 plgpu.barrier_wait(sink_bar)
-                other = pl.run_scoped(functools.partial(scores_of, queries=q_sink_s), scores)
+                # care is read anew, lest numbers be kept through this loop.
+                other_scores = functools.partial(scores_of, queries=q_sink_s, zero=care_g[tile, begin + i] >> 3)
+                other = pl.run_scoped(other_scores, scores)
                 all_have_read(sink_read)
                 q_pos, kv_pos = positions()
                 # Only the columns of this query's sinks; FAR is never moved.
@@ -158,8 +174,8 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
 
             def capped(s):  # and in base 2
                 factor = LOG2E if config.soft_cap is None else 1 / config.soft_cap
-                if quantised:
-                    factor = lax.broadcast_in_dim(eight_bits.scales(scales_s.at[0, stage], size) * factor, s.shape, [1])
+                if by_token:
+                    factor = lax.broadcast_in_dim(narrow.scales(scales_s.at[0, stage], size) * factor, s.shape, [1])
                 s = s * factor
                 return s if config.soft_cap is None else jnp.tanh(s) * (config.soft_cap * LOG2E)
 
@@ -193,15 +209,16 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
             unit_weight = None
             if quantised:
                 plgpu.barrier_wait(v_bar.at[stage])
-                value_scales = eight_bits.scales(scales_s.at[1, stage], size)
+            if by_token:
+                value_scales = narrow.scales(scales_s.at[1, stage], size)
                 value_scales = lax.cond(dirty, lambda x: jnp.where(written(x.shape), x, 0.0), lambda x: x, value_scales)
-                p, unit_weight = eight_bits.weighted(p, value_scales, config.dtype)
-            values_s = wide_s if quantised else v_s.at[stage, group]
+                p, unit_weight = narrow.weighted(p, value_scales, config.dtype)
+            values_s = wide_s.at[zero + group] if quantised else v_s.at[stage, group]
             p_s[group] = p.astype(config.dtype)
             plgpu.commit_smem()
             if quantised:  # and all warps have read the keys
-                wide_s[...] = eight_bits.widened(v_s[stage, group], config.dtype, plain)
-                plgpu.commit_smem()
+                wide_written_or_read()
+                widen(1, stage)
             else:
                 plgpu.barrier_wait(v_bar.at[stage])
 
@@ -216,7 +233,7 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
 
             def values_of(*refs):
                 for i, ref in enumerate(refs):
-                    plgpu.wgmma(ref, p_s.at[group], values_s.at[:, pl.ds(i * columns, columns)])
+                    plgpu.wgmma(ref, p_s.at[zero + group], values_s.at[:, pl.ds(i * columns, columns)])
                 return tuple(ref[...] for ref in refs)
 
             sums = [plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * len(acc)
@@ -269,10 +286,15 @@ def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, lay
     """
     size, h, n = unit_tokens(config.block_size), config.head_dim, work.segments.shape[0]
     numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
-    tiles, codes = layout(h, 2), layout(h, pool.dtype.itemsize)
-    matrix = plgpu.SMEM((ROWS, h), config.dtype, transforms=tiles)
-    groups, stages, width = config.warpgroups, config.stages, config.head_dim // config.warpgroups
-    arrivals = TILE_KV // size * (2 if config.codes else 1)
+    groups, stages, width = config.warpgroups, config.stages, config.width
+    tiles = layout(width, 2)  # the same of all that is multiplied
+    matrix = plgpu.SMEM((1, ROWS, h), config.dtype, transforms=tiles)
+    codes = layout(width, 0.5 if pool.dtype == jnp.int4 else pool.dtype.itemsize)
+    buffers = plgpu.SMEM((stages, groups, TILE_KV, width), pool.dtype, transforms=codes)
+    arrivals = TILE_KV // size * (groups + (config.codes is not None))
+    arrived = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    pool = pool.reshape(-1, size, h)
+    scales = None if scales is None else scales.reshape(len(pool), *narrow.scales_shape(pool))
     kernel = call(
         "hopper_attention",
         functools.partial(_attend, config=config, plain=interpret is not None),
@@ -284,16 +306,17 @@ def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, lay
         scratch_types=(
             matrix,
             matrix if config.num_sink_queries else None,
-            plgpu.SMEM((stages, TILE_KV, h), pool.dtype, transforms=codes),
-            plgpu.SMEM((stages, groups, TILE_KV, width), pool.dtype, transforms=codes),
-            plgpu.SMEM((2, stages, TILE_KV // size * eight_bits.apart(size)), jnp.float32) if config.codes else None,
-            plgpu.SMEM((TILE_KV, h), config.dtype, transforms=tiles) if config.codes else None,
+            buffers,
+            buffers,
+            None if scales is None else plgpu.SMEM((2, stages, *narrow.held(scales.shape[1:])), scales.dtype),
+            plgpu.SMEM((groups, TILE_KV, width), config.dtype, transforms=tiles) if config.codes else None,
             plgpu.SMEM((groups, ROWS, TILE_KV), config.dtype, transforms=tiles),
             plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
             plgpu.Barrier(),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=arrivals * groups, num_barriers=stages),
+            arrived,
+            arrived,
+            plgpu.Barrier(num_arrivals=groups),
             plgpu.Barrier(num_arrivals=groups),
             plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
@@ -302,6 +325,6 @@ def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, lay
         warpgroups=groups,
     )
     return kernel(
-        q, q_sink, pool.reshape(-1, size, h), None if scales is None else scales.reshape(-1, size), work.units,
-        work.starts, work.care, positions, work.newest, work.segments, work.first, numbers,
+        q, q_sink, pool, scales, work.units, work.starts, work.care, positions, work.newest, work.segments, work.first,
+        numbers,
     )  # fmt: skip

@@ -18,7 +18,7 @@ class Config:
     """What a kernel is compiled for.
 
     rows: queries x query heads of a group, a multiple of 8, at most 64. num_workers: blocks of threads.
-    stages: pieces of keys and values that each of them holds at once. codes: 8-bit dtype of a quantised pool; dtype is
+    stages: pieces of keys and values that each of them holds at once. codes: dtype of a quantised pool; dtype is
     that of what is multiplied, 16 bits.
     """
 
@@ -35,8 +35,13 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a block of threads: as many as have registers for the output and the second query's scores."""
-        return 2 if self.head_dim > 128 or (self.head_dim == 128 and self.num_sink_queries > 1) else 1
+        """Warpgroups of a block of threads: as many as have registers for the output."""
+        return 2 if self.head_dim > 128 else 1
+
+    @property
+    def width(self) -> int:
+        """Columns of the output, and of keys and values in shared memory, of one warpgroup."""
+        return self.head_dim // self.warpgroups
 
     @property
     def columns(self) -> int:
@@ -50,10 +55,14 @@ class Config:
         return (16 if self.codes else 32) if self.num_sink_queries else self.columns
 
 
-def layout(width: int, itemsize: int):
-    """Layout in shared memory of matrices [..., width]: what wgmma and TMA want, free of bank conflicts."""
-    swizzle = next(x for x in (128, 64, 32) if width * itemsize % x == 0)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+def layout(width: int, num_bytes: int | float):
+    """Layout in shared memory of matrices [..., width]: what wgmma and TMA want, free of bank conflicts.
+
+    Args:
+      num_bytes: of a number; a half where it has 4 bits.
+    """
+    swizzle = next(x for x in (128, 64, 32) if width * num_bytes % x == 0)
+    return plgpu.TilingTransform((8, int(swizzle / num_bytes))), plgpu.SwizzleTransform(swizzle)
 
 
 def int32(x) -> jax.Array:

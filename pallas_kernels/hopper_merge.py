@@ -68,17 +68,19 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
     scale = lax.broadcast_in_dim(fade / jnp.where(nothing, 1.0, total), (ROWS, columns), [0])
     for i, a in enumerate(acc):
         result_s[:, i * columns : (i + 1) * columns] = (a * scale).astype(result_s.dtype)
-    l_s[0] = jnp.where(nothing, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
+    l_s[0] = jnp.where(top == -jnp.inf, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, rows)], out_g.at[pair, part])
+    part_g = out_g.at[pair, :, pl.ds(part * width, width)]
+    plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, out_g.shape[1])], part_g)
     pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(l_s.at[0, pl.ds(0, rows)], lse_g.at[pair]))
     plgpu.wait_smem_to_gmem(0)
 
 
-def merge(partial, partial_lse, work: Work, sinks, config: Config, out_dtype, interpret):
-    """Joins segments: out [S*K, rows, H] in out_dtype and natural log-sum-exp [S*K, rows] float32.
+def merge(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int, out_dtype, interpret):
+    """Joins segments: out [S*K, num_rows, H] in out_dtype and natural log-sum-exp [S*K, num_rows] float32.
 
     Args:
+      num_rows: those that are not padding.
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
     """
     pairs, depth, parts = work.of_pair.shape[0] - 1, 2, config.warpgroups
@@ -88,18 +90,18 @@ def merge(partial, partial_lse, work: Work, sinks, config: Config, out_dtype, in
         functools.partial(_merge, config=config, depth=depth),
         (pairs * parts,),
         out_type=(
-            jax.ShapeDtypeStruct((pairs, parts, config.rows, width), out_dtype),
+            jax.ShapeDtypeStruct((pairs, num_rows, config.head_dim), out_dtype),
             jax.ShapeDtypeStruct((pairs, config.rows), jnp.float32),
         ),
         scratch_types=(
             plgpu.SMEM((depth, ROWS, width), jnp.float32, transforms=layout(width, 4)),
             plgpu.SMEM((depth, ROWS), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.SMEM((ROWS, width), out_dtype, transforms=layout(width, jnp.dtype(out_dtype).itemsize)),
+            plgpu.SMEM((ROWS, width), out_dtype),  # swizzled ones are copied by eight rows
             plgpu.Barrier(num_arrivals=2, num_barriers=depth),
             plgpu.Barrier(num_arrivals=1),
         ),
         interpret=interpret,
     )
     out, lse = kernel(partial, partial_lse, work.of_pair, sinks)
-    return jnp.moveaxis(out, 1, 2).reshape(pairs, config.rows, config.head_dim), lse
+    return out, lse[:, :num_rows]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper_common import LOG2E, ROWS
+from pallas_kernels.hopper_common import LOG2E, ROWS, call, int32, layout
 from pallas_kernels.hopper_prefill_kernel import CONSUMERS, Config, attend
-from pallas_kernels.hopper_prefill_plan import Plan, plan
+from pallas_kernels.hopper_prefill_plan import TILE, Plan, piece_tokens, plan
 from pallas_kernels.patterns import FULL, Pattern
-from pallas_kernels.work import split_tiles
+from pallas_kernels.work import split_tiles, unit_tokens
 
 
 def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int) -> Plan:
@@ -20,12 +22,13 @@ def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_he
     Args:
       tables, starts, positions, pool, pattern: as of `ragged_paged_attention`.
     """
-    _, num_layers, _, kv_heads, block_size, _ = pool.shape
+    _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
     tables, starts, positions = split_tiles(
         tables, starts, positions, CONSUMERS * (ROWS // (num_query_heads // kv_heads))
     )
     return plan(
-        tables, starts, positions, pattern, block_size=block_size, rows_per_block_id=num_layers * 2 * kv_heads
+        tables, starts, positions, pattern, block_size=block_size, head_dim=head_dim,
+        units_per_block_id=num_layers * 2 * kv_heads * (block_size // unit_tokens(block_size)),
     )  # fmt: skip
 
 
@@ -51,7 +54,7 @@ def ragged_paged_attention(
     work: Plan | None = None,
     stages: int = 2,
     take_turns: bool = True,
-    registers: bool | None = None,
+    registers: bool = False,
     interpret=None,
 ):
     """Attends tiles of many queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
@@ -60,38 +63,42 @@ def ragged_paged_attention(
       work: from `plan_work`; None makes it here.
       stages: pieces of keys and values held at once.
       take_turns: one consumer has the tensor cores while the other computes its softmax.
-      registers: weights stay in registers; by default wherever the kernel is compiled.
+      registers: weights stay in registers and the output is summed in place, which jax's interpreter cannot follow: not
+        the default until a GPU has said that it is right. With a head dim of 256 a compiled kernel sums in place
+        anyway: separate sums would not fit the registers.
       interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
 
     Raises:
-      NotImplementedError: a second query, or a dtype, head dim, block size or group that the kernel lacks.
+      NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.
     """
     s, width, n, h = q.shape
     kv_heads, block_size = pool.shape[3:5]
     group = n // kv_heads
-    if q_sink is not None:
-        raise NotImplementedError("second queries; the kernel for few queries to a row takes them")
     if pool.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes bfloat16 and float16")
-    if h not in (64, 96, 128):
-        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96 and 128")
+    if h not in (64, 96, 128, 256):
+        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
     if group > ROWS:
         raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
-    pattern = pattern._replace(sink_moved=0)
+    if q_sink is None:
+        pattern = pattern._replace(sink_moved=0)
     if work is None:
         work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n)
-    _, _, split = split_tiles(tables, starts, positions, CONSUMERS * (ROWS // group))
     per_half = ROWS // group
+    _, _, split = split_tiles(tables, starts, positions, CONSUMERS * per_half)
+    split = jnp.pad(split, ((0, 0), (0, CONSUMERS * per_half - split.shape[1])), constant_values=-1)
     tiles, rows = split.shape[0] // s, per_half * group
     config = Config(
         kv_heads, h, block_size, pool.dtype, jnp.dtype(out_dtype or q.dtype), stages, soft_cap, take_turns,
-        interpret is None if registers is None else registers,
+        registers, registers or (interpret is None and h > 128), 0 if q_sink is None else q_sink.shape[2],
     )  # fmt: skip
 
-    q = jnp.pad(q.astype(pool.dtype), ((0, 0), (0, tiles * CONSUMERS * per_half - width), (0, 0), (0, 0)))
-    q = q.reshape(s * tiles, CONSUMERS, per_half, kv_heads, group, h)
-    q = jnp.moveaxis(q, 3, 1).reshape(-1, rows, h)  # [S * tiles * K * 2, rows, H]
-    q = jnp.pad(q, ((0, 0), (0, ROWS - rows), (0, 0)))
+    def packed(x):  # [S, Q, J, N, H] -> [S * tiles * K * 2, J, 64, H]
+        x = jnp.pad(x.astype(pool.dtype), ((0, 0), (0, tiles * CONSUMERS * per_half - width), *((0, 0),) * 3))
+        x = x.reshape(s * tiles, CONSUMERS, per_half, -1, kv_heads, group, h)
+        x = x.transpose(0, 4, 1, 3, 2, 5, 6).reshape(-1, x.shape[3], rows, h)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, ROWS - rows), (0, 0)))
+
     row_positions = jnp.repeat(split, group, axis=1).reshape(-1, CONSUMERS, rows)
     row_positions = jnp.pad(row_positions, ((0, 0), (0, 0), (0, ROWS - rows)), constant_values=-1)
     sinks = jnp.full((kv_heads, 1, group), -jnp.inf, jnp.float32)
@@ -99,7 +106,9 @@ def ragged_paged_attention(
         sinks = sink_logits.astype(jnp.float32).reshape(kv_heads, 1, group) * LOG2E
     sinks = jnp.broadcast_to(sinks, (kv_heads, per_half, group)).reshape(kv_heads, rows)
     sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - rows)))
-    out, lse = attend(q, row_positions, pool, sinks, work, pattern, layer, config, interpret)
+    second = None if q_sink is None else packed(q_sink)
+    q = packed(q[:, :, None])[:, 0]
+    out, lse = _attend(q, second, row_positions, pool, sinks, work, pattern, layer, config, interpret)
 
     def unpacked(x):  # [S * tiles * K * 2, 64, ...] -> [S, Q, N, ...]
         x = x[:, :rows].reshape(s * tiles, kv_heads, CONSUMERS, per_half, group, *x.shape[2:])
@@ -109,3 +118,49 @@ def ragged_paged_attention(
     if not return_lse:
         return out
     return out, jnp.where(positions[:, :, None] >= 0, unpacked(lse), -jnp.inf)
+
+
+def _attend(q, q_sink, positions, pool, sinks, work: Plan, pattern: Pattern, layer, config: Config, interpret):
+    """Output [S*K*2, 64, H] in out_dtype and natural log-sum-exp [S*K*2, 64] float32 of S tiles of 2 x 64 rows.
+
+    Args:
+      q: [S*K*2, 64, H]; q_sink: [S*K*2, J, 64, H] or None. positions: [S, 2, 64] of the rows.
+      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
+    """
+    size, h, piece = unit_tokens(config.block_size), config.head_dim, piece_tokens(config.head_dim)
+    numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
+    tiles, part_tiles = layout(h, 2), layout(math.gcd(h, config.part), 2)  # wgmma reads whole tiles
+    buffers = functools.partial(plgpu.SMEM, (config.stages, piece, h), config.dtype)
+    arrived = plgpu.Barrier(num_arrivals=piece // size, num_barriers=config.stages)
+    read = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
+    weights = plgpu.SMEM((CONSUMERS, ROWS, piece), config.dtype, transforms=part_tiles)
+    kernel = call(
+        "hopper_prefill",
+        functools.partial(attend, config=config),
+        (len(work.tiles) * config.num_kv_heads,),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, config.out_dtype),
+            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+        ),
+        scratch_types=(
+            plgpu.SMEM((CONSUMERS, ROWS, h), config.dtype, transforms=tiles),
+            buffers(transforms=tiles),
+            buffers(transforms=part_tiles),
+            None if config.registers else weights,
+            plgpu.SMEM(
+                (CONSUMERS, ROWS, config.staged), config.out_dtype,
+                transforms=layout(config.staged, config.out_dtype.itemsize),
+            ),
+            plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=CONSUMERS),
+            arrived,
+            arrived,
+            read,
+            read,
+            plgpu.Barrier(num_arrivals=CONSUMERS),
+        ),
+        interpret=interpret,
+        warpgroups=CONSUMERS + 1,
+    )  # fmt: skip
+    positions = positions[work.tiles[:, TILE]]
+    return kernel(q, q_sink, pool.reshape(-1, size, h), work.units, work.starts, work.tiles, positions, sinks, numbers)

@@ -3,15 +3,17 @@
 A block of threads attends one query tile of 128 rows (queries x query heads of the group) of one kv head, the tiles
 with most keys first. Its three warpgroups:
 
-    producer      per piece of 128 keys one TMA box per block: K [128, H], V [128, H] into one of `stages` buffers each
+    producer      per piece of 128 keys one TMA box per unit: K [128, H], V [128, H] into one of `stages` buffers each
     consumers     two, of 64 rows each; per piece
                     wgmma 64 x 128 x H    scores
-                    registers             soft cap, mask (first pieces only), online softmax in base 2
+                    registers             soft cap, online softmax in base 2
                     wgmma 64 x H x 128    weights as bf16 or f16 from registers, times V; summed in place
 
-The consumers take turns: while one has the tensor cores, the other computes its softmax. Pieces that need a mask come
-first and have a loop of their own, so the loop over the others has none; see `hopper_prefill_plan`. The whole pool
-comes in with the index of the layer: a slice of it would be a copy.
+With a head dim of 256 a piece is 64 keys. The consumers take turns: while one has the tensor cores, the other computes
+its softmax. Pieces that need a mask come first, part by part, in a loop of their own, so the loop over the others has
+none; see `hopper_prefill_plan`. Pieces with sinks that second queries score are visited by each of them: it is fetched
+over the first query and attends to its own sinks only; the softmax joins what they find. The whole pool comes in with
+the index of the layer: a slice of it would be a copy.
 
 Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2 (warp specialisation, ping-pong).
 """
@@ -20,17 +22,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_common import LOG2E, ROWS, call, int32, layout, load
-from pallas_kernels.hopper_prefill_mask import masked_scores
-from pallas_kernels.hopper_prefill_plan import DIRTY, NEWEST, NUM_MASKED, NUM_PIECES, PIECE, Plan
+from pallas_kernels.hopper_common import LOG2E, ROWS, int32, load
+from pallas_kernels.hopper_prefill_mask import key_positions, masked_scores, scored_by
+from pallas_kernels.hopper_prefill_plan import DIRTY, FIRST_MOVED, NEWEST, NUM_MASKED, NUM_PIECES, TILE, piece_tokens
 from pallas_kernels.patterns import Pattern
+from pallas_kernels.work import unit_tokens
 
 CONSUMERS = 2
 
@@ -39,8 +42,9 @@ CONSUMERS = 2
 class Config:
     """What the kernel is compiled for.
 
-    stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, which
-    adds to the output in place; else both go another way, which jax's interpreter of GPU programs can follow.
+    stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
+    through shared memory. in_place: it adds to the output, else its sums are added afterwards. jax's interpreter of GPU
+    programs can follow neither of the two. num_sink_queries: second queries, J.
     """
 
     num_kv_heads: int
@@ -52,6 +56,18 @@ class Config:
     soft_cap: float | None
     take_turns: bool
     registers: bool
+    in_place: bool
+    num_sink_queries: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output that are summed together: 64 where the sums need registers of their own."""
+        return self.head_dim if self.in_place or self.head_dim % 64 else 64
+
+    @property
+    def part(self) -> int:
+        """Keys that are masked together: masks of a whole piece would not fit the registers."""
+        return 64 if self.head_dim <= 128 else 32
 
     @property
     def staged(self) -> int:
@@ -61,22 +77,21 @@ class Config:
 
 # _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which the consumers
 # arrive when they have read what may be overwritten.
-def _attend(q_g, pool_g, blocks_g, starts_g, tiles_g, order_g, positions_g, sinks_g, numbers_g, out_g, lse_g, q_s,
-            k_s, v_s, p_s, out_s, lse_s, q_bar, k_bar, v_bar, k_read, v_read, turn, *, config: Config):  # fmt: skip
-    size, h, stages, kv_heads = config.block_size, config.head_dim, config.stages, config.num_kv_heads
-    per_piece = PIECE // size
+def attend(q_g, q_sink_g, pool_g, units_g, starts_g, tiles_g, positions_g, sinks_g, numbers_g, out_g, lse_g, q_s,
+           k_s, v_s, p_s, out_s, lse_s, q_bar, k_bar, v_bar, k_read, v_read, turn, *, config: Config):  # fmt: skip
+    """The kernel, for one query tile of one kv head; arguments as `hopper_prefill` makes them."""
+    size, h, stages, kv_heads = unit_tokens(config.block_size), config.head_dim, config.stages, config.num_kv_heads
+    piece, parts, width = piece_tokens(h), config.block_size // size, config.columns
+    per_piece, num_second = piece // size, config.num_sink_queries
     group, index = lax.axis_index("group"), lax.axis_index("index")
-    head = lax.rem(index, int32(kv_heads))
+    row, head = index // kv_heads, lax.rem(index, int32(kv_heads))
 
     # Numbers are read where they are used, and not kept: registers are scarce.
-    def tile():
-        return order_g[index // kv_heads]
-
     def number(which):
-        return tiles_g[tile(), which]
+        return tiles_g[row, which]
 
     def half():
-        return (tile() * kv_heads + head) * CONSUMERS + group
+        return (number(TILE) * kv_heads + head) * CONSUMERS + group
 
     def pattern():
         return Pattern(*(numbers_g[i] for i in range(len(Pattern._fields))))
@@ -85,25 +100,18 @@ def _attend(q_g, pool_g, blocks_g, starts_g, tiles_g, order_g, positions_g, sink
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
 
-    def my_turn_ends():
-        if config.take_turns:
-            rendezvous()
-
     @pl.when(group == CONSUMERS)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
-        row = tile()
-        keys = numbers_g[len(Pattern._fields)] * 2 * kv_heads + head
+        plgpu.set_max_registers(24, action="decrease")
+        keys = (numbers_g[len(Pattern._fields)] * 2 * kv_heads + head) * parts
 
         def fetch(i, _):
             stage = lax.rem(i, int32(stages))
-            blocks = [blocks_g[row, i * per_piece + j] + keys for j in range(per_piece)]
             for which, to, arrived, read in ((0, k_s, k_bar, k_read), (1, v_s, v_bar, v_read)):
                 pl.when(i >= stages)(lambda read=read: plgpu.barrier_wait(read.at[stage]))
-                for j, block in enumerate(blocks):
-                    slots = pl.ds(j * size, size)
-                    source = pool_g.at[block + which * kv_heads]
-                    plgpu.copy_gmem_to_smem(source, to.at[stage, slots], arrived.at[stage])
+                for j in range(per_piece):
+                    source = pool_g.at[units_g[row, i * per_piece + j] + keys + which * kv_heads * parts]
+                    plgpu.copy_gmem_to_smem(source, to.at[stage, pl.ds(j * size, size)], arrived.at[stage])
 
         lax.fori_loop(0, number(NUM_PIECES), fetch, None)
         # Each completion of a barrier is waited for: also of those that nothing will be fetched after.
@@ -116,18 +124,18 @@ def _attend(q_g, pool_g, blocks_g, starts_g, tiles_g, order_g, positions_g, sink
 
     @pl.when(group < CONSUMERS)
     def _():
-        plgpu.set_max_registers(232, action="increase")
-        plgpu.copy_gmem_to_smem(q_g.at[half()], q_s.at[group], q_bar.at[group])
-        plgpu.barrier_wait(q_bar.at[group])
+        plgpu.set_max_registers(240, action="increase")
 
-        def key_positions(i, part):
-            """Text positions [64] of one part of a piece."""
-            slot = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-            block = i * per_piece + part * ROWS // size
-            kv_pos = slot + (starts_g[tile(), block] + part * ROWS % size)
-            for j in range(1, ROWS // size):
-                kv_pos = jnp.where(slot >= j * size, slot + (starts_g[tile(), block + j] - j * size), kv_pos)
-            return kv_pos
+        def fetch_queries(queries):
+            plgpu.copy_gmem_to_smem(queries, q_s.at[group], q_bar.at[group])
+            plgpu.barrier_wait(q_bar.at[group])
+
+        fetch_queries(q_g.at[half()])
+
+        def part_positions(i, part, columns):
+            unit, offset = i * per_piece + part * columns // size, lax.rem(int32(part * columns), int32(size))
+            starts = [starts_g[row, unit + j] for j in range(-(-columns // size))]
+            return key_positions([starts[0] + offset, *starts[1:]], size, columns)
 
         @pl.when(number(NUM_PIECES) > 0)
         def _():
@@ -136,13 +144,13 @@ def _attend(q_g, pool_g, blocks_g, starts_g, tiles_g, order_g, positions_g, sink
         @pl.when((number(NUM_PIECES) > 0) & (number(DIRTY) != 0))
         def _():
             # A weight of 0 does not silence a NaN in a slot that nobody has written. Each consumer sees to 64 slots.
-            for part in range(PIECE // ROWS):
+            for part in range(piece // ROWS):
 
                 @pl.when(group == part)
                 def _(part=part):
                     slots = pl.ds(part * ROWS, ROWS)
                     v = v_s[0, slots]
-                    kv_pos = lax.broadcast_in_dim(key_positions(0, part), v.shape, [0])
+                    kv_pos = lax.broadcast_in_dim(part_positions(0, part, ROWS), v.shape, [0])
                     v_s[0, slots] = jnp.where(kv_pos <= number(NEWEST), v, jnp.zeros_like(v))
 
             plgpu.commit_smem()
@@ -151,80 +159,99 @@ def _attend(q_g, pool_g, blocks_g, starts_g, tiles_g, order_g, positions_g, sink
         if config.take_turns:
             pl.when(group == 1)(rendezvous)
 
-        def attend_piece(i, carry, masked):
+        def attend_part(i, carry, part: Any = 0, masked=False, first: Any = True, last: Any = True, visit: Any = -1):
             acc, top, total = carry
             stage = lax.rem(i, int32(stages))
-            plgpu.barrier_wait(k_bar.at[stage])
+            columns = config.part if masked else piece
+            own = pl.ds(0, columns)
+            slots = pl.ds(pl.multiple_of(part * columns, columns), columns) if masked else own
+            pl.when(first)(lambda: plgpu.barrier_wait(k_bar.at[stage]))
 
-            # Masks of all columns at once would not fit the registers.
-            parts = PIECE // ROWS if masked else 1
-            columns = PIECE // parts
+            def scores_of(ref):
+                plgpu.wgmma(ref, q_s.at[group], k_s.at[stage, slots].transpose((1, 0)))
+                if config.take_turns:
+                    rendezvous()
+                return ref[...]
 
-            def scores_of(*refs):
-                for j, ref in enumerate(refs):
-                    keys = k_s.at[stage, pl.ds(j * columns, columns)]
-                    plgpu.wgmma(ref, q_s.at[group], keys.transpose((1, 0)))
-                my_turn_ends()
-                return tuple(ref[...] for ref in refs)
-
-            scores = pl.run_scoped(scores_of, *[plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * parts)
-            plgpu.barrier_arrive(k_read.at[stage])
+            s = pl.run_scoped(scores_of, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
+            pl.when(last)(lambda: plgpu.barrier_arrive(k_read.at[stage]))
 
             scale = LOG2E
             if config.soft_cap is not None:
-                scores = tuple(jnp.tanh(s * (1 / config.soft_cap)) for s in scores)
+                s = jnp.tanh(s * (1 / config.soft_cap))
                 scale = config.soft_cap * LOG2E
             if masked:
 
-                def positions(part):
-                    return load(positions_g, (tile(), group)), key_positions(i, part)
+                def positions():
+                    return load(positions_g, (row, group)), part_positions(i, part, columns)
 
-                scores = tuple(masked_scores(s, pattern, functools.partial(positions, j)) for j, s in enumerate(scores))
+                s = masked_scores(s, pattern, positions)
+                if num_second:
+                    own_keys = functools.partial(scored_by, visit, num_second, pattern, positions)
+                    s = lax.cond(visit < 0, lambda s: s, own_keys, s)
 
-            new_top = functools.reduce(jnp.maximum, (s.max(axis=1) * scale for s in scores), top)
+            new_top = jnp.maximum(top, s.max(axis=1) * scale)
             # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
             fade = jnp.exp2(top - base)
-            weights = tuple(jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0])) for s in scores)
-            total = total * fade + sum(w.sum(axis=1) for w in weights)
-            weights = tuple(w.astype(config.dtype) for w in weights)
-            acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+            weights = jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0]))
+            total = total * fade + weights.sum(axis=1)
+            weights = weights.astype(config.dtype)
+            acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) for a in acc)
             if config.registers:
                 acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
             else:
-                for j, w in enumerate(weights):
-                    p_s[group, :, pl.ds(j * columns, columns)] = w
+                p_s[group, :, own] = weights
                 plgpu.commit_smem()
             if config.take_turns:
                 plgpu.barrier_arrive(turn)
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(v_bar.at[stage]))
+            pl.when(first & (i > 0))(lambda: plgpu.barrier_wait(v_bar.at[stage]))
             if config.take_turns:
                 plgpu.barrier_wait(turn)
 
-            def add_values(acc_ref):
-                for j, w in enumerate(weights):
-                    slots = pl.ds(j * columns, columns)
-                    plgpu.wgmma(acc_ref, w if config.registers else p_s.at[group, :, slots], v_s.at[stage, slots])
+            def add_values(ref, which=0):
+                values = v_s.at[stage, slots, pl.ds(which * width, width)]
+                plgpu.wgmma(ref, weights if config.registers else p_s.at[group, :, own], values)
 
-            def values_of(acc_ref):
-                add_values(acc_ref)
-                return acc_ref[...]
+            def with_values(ref, which):
+                add_values(ref, which)
+                return acc[which] + ref[...]
 
-            if config.registers:
-                acc = pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc))
+            if config.in_place:
+                acc = (pl.run_state(add_values)(plgpu.WGMMAAccumulatorRef.init(acc[0])),)
             else:
-                acc += pl.run_scoped(values_of, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
-            plgpu.barrier_arrive(v_read.at[stage])
+                ref = plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32)
+                acc = tuple(pl.run_scoped(functools.partial(with_values, which=j), ref) for j in range(len(acc)))
+            pl.when(last)(lambda: plgpu.barrier_arrive(v_read.at[stage]))
             return acc, new_top, total
 
+        num_parts = piece // config.part
+
+        def masked_part(j, carry):
+            i, part = j // num_parts, lax.rem(j, int32(num_parts))
+            first, last = part == 0, part == num_parts - 1
+            if not num_second:
+                return attend_part(i, carry, part, True, first, last)
+            beyond = i - number(FIRST_MOVED)
+            # The first query, and after it each second query; -1 where there is nothing for them.
+            visit = jnp.where(beyond < 0, -1, lax.rem(beyond, int32(1 + num_second)))
+            i = jnp.where(beyond < 0, i, number(FIRST_MOVED) + beyond // (1 + num_second))
+            pl.when(first & (visit > 0))(lambda: fetch_queries(q_sink_g.at[half(), visit - 1]))
+            leaves = (visit < 0) | (visit == num_second)
+            carry = attend_part(i, carry, part, True, first & (visit <= 0), last & leaves, visit)
+            pl.when(last & (visit == num_second))(lambda: fetch_queries(q_g.at[half()]))
+            return carry
+
         state = (
-            jnp.zeros((ROWS, h), jnp.float32),
+            (jnp.zeros((ROWS, width), jnp.float32),) * (h // width),
             jnp.full((ROWS,), -jnp.inf, jnp.float32),
             jnp.zeros((ROWS,), jnp.float32),
         )
-        state = lax.fori_loop(0, number(NUM_MASKED), functools.partial(attend_piece, masked=True), state)
-        others = functools.partial(attend_piece, masked=False)
-        acc, top, total = lax.fori_loop(number(NUM_MASKED), number(NUM_PIECES), others, state)
+        num_visits = number(NUM_MASKED)
+        if num_second:
+            num_visits += (number(NUM_MASKED) - number(FIRST_MOVED)) * num_second
+        state = lax.fori_loop(0, num_visits * num_parts, masked_part, state)
+        acc, top, total = lax.fori_loop(number(NUM_MASKED), number(NUM_PIECES), attend_part, state)
         if config.take_turns:
             pl.when(group == 0)(rendezvous)
 
@@ -235,60 +262,12 @@ def _attend(q_g, pool_g, blocks_g, starts_g, tiles_g, order_g, positions_g, sink
         fade = jnp.exp2(top - new_top)
         total = jnp.where(nothing, 1.0, total * fade + jnp.exp2(sink - new_top))
         lse_s[group] = jnp.where(nothing, -jnp.inf, new_top * (1 / LOG2E) + jnp.log(total))
-        acc = acc * lax.broadcast_in_dim(fade / total, acc.shape, [0])
+        scale = lax.broadcast_in_dim(fade / total, acc[0].shape, [0])
         for i in range(0, h, config.staged):
-            out_s[group] = acc[:, i : i + config.staged].astype(config.out_dtype)
+            part = (acc[i // width] * scale)[:, i % width : i % width + config.staged]
+            out_s[group] = part.astype(config.out_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[group], out_g.at[half(), :, pl.ds(i, config.staged)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.copy_smem_to_gmem(lse_s.at[group], lse_g.at[half()])
         plgpu.wait_smem_to_gmem(0)
-
-
-def attend(q, positions, pool, sinks, work: Plan, pattern: Pattern, layer, config: Config, interpret):
-    """Output [S*K*2, 64, H] in out_dtype and natural log-sum-exp [S*K*2, 64] float32 of S tiles of 2 x 64 rows.
-
-    Args:
-      q: [S*K*2, 64, H]. positions: [S, 2, 64] of the rows.
-      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
-    """
-    size, h = config.block_size, config.head_dim
-    numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
-    tiles = layout(h, 2)
-    arrivals = PIECE // size
-    buffers = plgpu.SMEM((config.stages, PIECE, h), config.dtype, transforms=tiles)
-    arrived = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    read = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
-    weights = plgpu.SMEM((CONSUMERS, ROWS, PIECE), config.dtype, transforms=tiles)
-    none = plgpu.SMEM((8, 64), config.dtype)  # there is no way to leave an argument out
-    kernel = call(
-        "hopper_prefill",
-        functools.partial(_attend, config=config),
-        (work.order.shape[0] * config.num_kv_heads,),
-        out_type=(
-            jax.ShapeDtypeStruct(q.shape, config.out_dtype),
-            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
-        ),
-        scratch_types=(
-            plgpu.SMEM((CONSUMERS, ROWS, h), config.dtype, transforms=tiles),
-            buffers,
-            buffers,
-            none if config.registers else weights,
-            plgpu.SMEM(
-                (CONSUMERS, ROWS, config.staged), config.out_dtype,
-                transforms=layout(config.staged, config.out_dtype.itemsize),
-            ),
-            plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=CONSUMERS),
-            arrived,
-            arrived,
-            read,
-            read,
-            plgpu.Barrier(num_arrivals=CONSUMERS),
-        ),
-        interpret=interpret,
-        warpgroups=CONSUMERS + 1,
-    )  # fmt: skip
-    return kernel(
-        q, pool.reshape(-1, size, h), work.blocks, work.starts, work.tiles, work.order, positions, sinks, numbers
-    )

@@ -12,6 +12,15 @@ from jax import lax
 from pallas_kernels.patterns import FAR
 
 
+def key_positions(unit_starts, size: int, columns: int):
+    """Text positions [columns] of slots, from those where their units of `size` slots begin."""
+    slot = lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    positions = slot + unit_starts[0]
+    for i, start in enumerate(unit_starts[1:], 1):
+        positions = jnp.where(slot >= i * size, slot + (start - i * size), positions)
+    return positions
+
+
 def masked_scores(s, pattern, positions):
     """Scores [R, C] with -inf where a query does not see a key, by `Pattern.visible`.
 
@@ -52,3 +61,30 @@ def masked_scores(s, pattern, positions):
     s = lax.cond(pattern().window < FAR, near, lambda x: x, s)
     q_pos, kv_pos = positions()
     return jnp.where(columns(kv_pos) <= rows(q_pos), s, -jnp.inf)
+
+
+def scored_by(visit, num_second, pattern, positions, s):
+    """Scores s [R, C] with -inf where another query scores a key, by `Pattern.moved`.
+
+    Args:
+      visit: 0 for the first query; j for second query j - 1, the last of which is for all later sinks too.
+      num_second: second queries.
+      pattern, positions: as of `masked_scores`.
+    """
+
+    def moved(first, until):
+        q_pos, kv_pos = positions()
+        # Only the columns of these sinks; FAR is never moved.
+        sink = jnp.where((kv_pos >= first) & (kv_pos < jnp.minimum(until, pattern().num_sinks)), kv_pos, FAR)
+        # Where sink_moved is 1 all sinks are moved (no text is half as long as FAR), else those beyond both.
+        beyond = jnp.maximum(pattern().window - 1, pattern().sink_ceiling)
+        reach = q_pos - jnp.where(pattern().sink_moved == 1, -FAR // 2, beyond)
+        return lax.broadcast_in_dim(sink, s.shape, [1]) < lax.broadcast_in_dim(reach, s.shape, [0])
+
+    def first_query(s):
+        return jnp.where(moved(0, FAR), -jnp.inf, s)
+
+    def second_query(s):
+        return jnp.where(moved(visit - 1, jnp.where(visit == num_second, FAR, visit)), s, -jnp.inf)
+
+    return lax.cond(visit == 0, first_query, second_query, s)

@@ -1,8 +1,12 @@
-"""Keys and values in 8 bits inside a Hopper kernel, with a float32 scale for each token and kv head.
+"""Keys and values in 8 or 4 bits inside a Hopper kernel.
 
 Codes are widened by way of the registers into a tile in shared memory that wgmma reads. That is exact: bfloat16 holds
-every int8, at four instructions for two of them, float16 every e4m3, at one. The scales come with their units; that of
-a key multiplies its column of the scores, that of a value its column of the weights before rounding them to 16 bits.
+every int8, at four instructions for two of them, float16 every e4m3, at one.
+
+    8 bits    a float32 scale for each token and kv head comes with each unit. That of a key multiplies its column of
+              the scores, that of a value its column of the weights before rounding them to 16 bits
+    4 bits    scales and zeros of `int4` come with each 64 tokens, and turn codes into numbers while they are widened,
+              two at a time
 """
 
 from __future__ import annotations
@@ -13,24 +17,63 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.int4 import GROUP
 from pallas_kernels.work import TILE_KV
 
 
 def widened(codes, dtype, plain: bool) -> jax.Array:
-    """8-bit numbers [64, H] in 16 bits, exactly. plain: leave out what the interpreter of jax 0.10 lacks."""
-    if not plain:  # 8 neighbours a thread: read in 8 bytes, written in 16
+    """Codes [64, W] in 16 bits, exactly. plain: leave out what the interpreter of jax 0.10 lacks."""
+    if not plain:  # 8 neighbours a thread: read in 8 or 4 bytes, written in 16
         codes = plgpu.layout_cast(codes, plgpu.Layout.WGMMA_UPCAST_4X)
     return codes.astype(dtype)
 
 
-def apart(size: int) -> int:
+def write(to, x, scales_ref, which: int, first) -> None:
+    """Writes keys (which 0) or values (1) [64, W], of widened codes x, where wgmma reads them.
+
+    Args:
+      scales_ref: of a piece. Those of int4 codes are [2, H], scales and zeros; those of x begin at number `first`.
+    """
+    if _by_token(scales_ref.shape):
+        to[...] = x
+        return
+    for i in range(0, x.shape[1], GROUP):
+        part = x[:, i : i + GROUP]
+        # Keys have one for each column, values for each row.
+        scale, zero = (
+            lax.broadcast_in_dim(scales_ref[j, pl.ds(first + i, GROUP)], part.shape, [1 - which]) for j in range(2)
+        )
+        to[:, pl.ds(i, GROUP)] = part * scale + zero
+
+
+def scales_shape(units) -> tuple[int, ...]:
+    """Shape of the scales of one unit, of units [..., tokens, H] of codes."""
+    _, size, h = units.shape
+    return (2, h) if units.dtype == jnp.int4 else (size,)
+
+
+def _by_token(shape) -> bool:
+    return len(shape) == 1
+
+
+def held(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in shared memory of the scales of a piece; shape: of those of a unit."""
+    return (TILE_KV // shape[0] * _apart(shape[0]),) if _by_token(shape) else shape
+
+
+def place(ref, i: int, size: int):
+    """Where in the scales of a piece those of its unit i, of `size` tokens, belong."""
+    return ref.at[pl.ds(i * _apart(size), size)] if _by_token(ref.shape) else ref
+
+
+def _apart(size: int) -> int:
     """Scales of units of `size` tokens lie so far apart in shared memory: TMA writes to multiples of 128 bytes."""
     return max(size, 32)
 
 
 def scales(ref, size: int) -> jax.Array:
-    """Scales [64] of a piece of units of `size` tokens, from where `apart` has them."""
-    gap = apart(size) - size
+    """Scales [64] of a piece of units of `size` tokens, from where `place` has them."""
+    gap = _apart(size) - size
     found = ref[pl.ds(0, TILE_KV)]
     for i in range(1, TILE_KV // size if gap else 1):
         # Unit i begins i * gap further than in an array without gaps.

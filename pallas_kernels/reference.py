@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import int4
 from pallas_kernels.patterns import FULL, Pattern
 
 
@@ -43,7 +44,7 @@ def ragged_paged_attention(
       soft_cap: scores become cap * tanh(score / cap).
       sink_logits: [N] float32, one logit per head that joins the softmax's denominator and has no value.
       scales: [M, L, 2, K, B] float32 or None. With them the pool holds codes, int8 or float8_e4m3fn: a key or value is
-        its code times its scale.
+        its code times its scale. For codes in int4 scales are bfloat16, laid out and applied as `int4` says.
       return_lse: also give the natural logarithm of the softmax's denominator, for merging.
       out_dtype: of the result; q's dtype by default.
 
@@ -118,7 +119,9 @@ def _gather(pool, scales, table, start, position, layer, pattern: Pattern):
     kv_pos = (start[:, None] + jnp.arange(pool.shape[4])).reshape(-1)
     seen = pattern.visible(position[:, None], kv_pos)
     blocks = pool[table, layer].astype(jnp.float32)  # [P, 2, K, B, H]
-    if scales is not None:
+    if pool.dtype == jnp.int4:
+        blocks = int4.dequantise(pool[table, layer], scales[table, layer])
+    elif scales is not None:
         blocks *= scales[table, layer][..., None]
     slots = blocks.transpose(1, 0, 3, 2, 4).reshape(2, kv_pos.shape[0], pool.shape[3], pool.shape[5])
     # A weight of 0 does not silence a NaN in a slot that nobody has written.

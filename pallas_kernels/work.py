@@ -77,6 +77,19 @@ def split_tiles(tables, starts, positions, queries: int):
     return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
 
 
+def units_of(tables, starts, block_size: int, units_per_block_id: int):
+    """Blocks [S, P] cut into units [S, P * parts]: their index in the pool seen as units, and their first positions.
+
+    Args:
+      units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
+    """
+    size = unit_tokens(block_size)
+    parts = jnp.arange(block_size // size)
+    units = (tables * units_per_block_id)[:, :, None] + parts
+    starts = jnp.where(starts[:, :, None] < FAR, starts[:, :, None] + size * parts, FAR)
+    return units.reshape(len(units), -1), starts.reshape(len(units), -1)
+
+
 def oldest_and_newest(positions):
     """Smallest and largest position [S, 1] of each tile's queries [S, Q]; FAR and -1 where there are none."""
     oldest = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
@@ -113,10 +126,8 @@ def plan(
     """
     s = tables.shape[0]
     size = unit_tokens(block_size)
-    parts, per_piece = block_size // size, TILE_KV // size
-    units = (tables * units_per_block_id)[:, :, None] + jnp.arange(parts)
-    unit_starts = jnp.where(starts[:, :, None] < FAR, starts[:, :, None] + size * jnp.arange(parts), FAR)
-    units, unit_starts = units.reshape(s, -1), unit_starts.reshape(s, -1)
+    per_piece = TILE_KV // size
+    units, unit_starts = units_of(tables, starts, block_size, units_per_block_id)
     first, last = oldest_and_newest(positions)
     live = pattern.sees_some(first, last, unit_starts, size) & (unit_starts < FAR)
     count = live.sum(axis=1)

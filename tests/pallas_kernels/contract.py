@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels import int4, reference
 from pallas_kernels.arguments import Spec, make
 
 # Kernels round each weight of the softmax to the pool's 16 bits, and the result once more: each by at most half a unit
@@ -37,6 +37,8 @@ def expected(spec: Spec):
     attend = _jitted(reference.ragged_paged_attention, STATIC)
     keywords = {**keywords, "return_lse": True, "out_dtype": jnp.dtype("float32")}
     out, lse = attend(q, pool, *rest, **keywords)
+    if pool.dtype == jnp.int4:
+        pool = int4.dequantise(pool, keywords.pop("scales"))
     absolute_values = np.array(pool)
     absolute_values[:, :, 1] = np.abs(absolute_values[:, :, 1])
     absolute, _ = attend(q, jnp.asarray(absolute_values), *rest, **keywords)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper
-from pallas_kernels.arguments import SINKS_AT_CEILING, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.arguments import SINKS_AT_CEILING, SINKS_MOVED, TINY, TINY_QUANTISED, Spec, make
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 
@@ -16,9 +16,10 @@ WORKERS = (7, 3, 1)
 
 # Two warpgroups to a block of threads.
 TWO_GROUPS = (
-    Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, head_dim=256, block_size=64),
-    Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=128, block_size=32, sink_queries=6,
+    Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=256, block_size=32, sink_queries=6,
          pattern=SINKS_AT_CEILING),
+    Spec(rows=((140, 1), (75, 1)), num_heads=2, head_dim=256, codes="float8_e4m3fn", evict_every=3, sink_queries=1,
+         pattern=SINKS_MOVED),
 )  # fmt: skip
 SPECS = (*TINY, *TINY_QUANTISED)
 
@@ -62,7 +63,6 @@ def test_what_the_kernel_lacks_is_named():
         (dict(block_size=8), "blocks of 8 tokens"),
         (dict(num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
         (dict(dtype="float32"), "keys and values in float32"),
-        (dict(codes="int8", head_dim=256), "int8 with a head dim of 256"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             attempt(**changes)

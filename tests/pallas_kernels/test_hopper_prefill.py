@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper_prefill
-from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_MOVED, WINDOW, Spec, layout, make
-from pallas_kernels.hopper_prefill_plan import DIRTY, NEWEST, NUM_MASKED, NUM_PIECES, PIECE, plan
+from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout, make
+from pallas_kernels.hopper_prefill_plan import NEWEST, NUM_PIECES, TILE, piece_tokens, plan
 from pallas_kernels.patterns import FAR, Pattern
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
@@ -16,11 +16,16 @@ from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpg
 # Each compiles anew: the interpreter of jax 0.10 cannot run the same program twice.
 SPECS = (
     # 128 rows to a tile; the chunk's second tile is partly padded; one row is empty.
-    Spec(rows=((300, 40), (0, 0)), q_tile=32, num_kv_heads=1, sink_logits=True, return_lse=True),
+    Spec(rows=((290, 36), (0, 0)), q_tile=32, num_kv_heads=1, block_size=32, sink_logits=True, return_lse=True),
     Spec(rows=((290, 31),), q_tile=32, num_heads=8, head_dim=128, block_size=64, soft_cap=15.0, pattern=SINKS),
     # Tiles of more queries than 128 rows hold, a group of 3 whose 63 rows are padded, blocks as long as a piece.
     Spec(rows=((290, 45),), q_tile=45, num_heads=3, num_kv_heads=1, head_dim=96, block_size=128, dtype="float16",
          pattern=DILATED),
+    # A second query for all sinks, after which the first one attends to a piece without a mask; pieces of half a block.
+    Spec(rows=((150, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=128, return_lse=True,
+         pattern=Pattern(num_sinks=4, sink_moved=1), sink_queries=1),
+    # Three second queries for six sinks, which some of the queries score with them.
+    Spec(rows=((80, 40),), q_tile=40, num_heads=2, num_kv_heads=1, pattern=SINKS_AT_CEILING, sink_queries=3),
 )  # fmt: skip
 
 
@@ -41,38 +46,46 @@ def test_layers_can_share_a_plan_made_before():
             interpret=PARAMS, **keywords,
         )  # fmt: skip
 
-    spec = Spec(rows=((300, 40),), q_tile=32, num_kv_heads=1, block_size=32, evict_every=3, pattern=GLOBAL)
+    spec = Spec(rows=((150, 20),), q_tile=20, num_kv_heads=1, evict_every=3, pattern=GLOBAL)
     with interpreting():
         check(attend, dataclasses.replace(spec, return_lse=True))
 
 
-@pytest.mark.parametrize("pattern", [Pattern(), WINDOW, SINKS, DILATED, GLOBAL], ids=str)
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_the_plan_has_what_is_seen_and_masks_what_is_not_seen_by_all(pattern, block_size):
+@pytest.mark.parametrize("pattern", [Pattern(), WINDOW, SINKS, SINKS_AT_CEILING, DILATED, GLOBAL], ids=str)
+@pytest.mark.parametrize("block_size, head_dim", [(16, 64), (128, 128), (128, 256)])
+def test_the_plan_has_what_is_seen_and_masks_what_is_not_seen_by_all(pattern, block_size, head_dim):
     spec = Spec(rows=((700, 70), (0, 0), (3, 3)), q_tile=32, block_size=block_size, evict_every=4, pattern=pattern)
     tables, starts, positions, _ = layout(spec)
     arrays = (jnp.asarray(tables), jnp.asarray(starts), jnp.asarray(positions))
-    work = plan(*arrays, pattern, block_size=block_size, rows_per_block_id=10)
-    blocks, begin, tiles = (np.asarray(x).tolist() for x in (work.blocks, work.starts, work.tiles))
-    per_piece = PIECE // block_size
-    for i, (num_pieces, num_masked, dirty, newest) in enumerate(tiles):
-        queries = positions[i][positions[i] >= 0]
+    work = plan(*arrays, pattern, block_size=block_size, head_dim=head_dim, units_per_block_id=10)
+    size = min(block_size, 64)
+    per_piece = piece_tokens(head_dim) // size
+    for units, begin, numbers in zip(*(np.asarray(x).tolist() for x in work)):
+        tile, num_pieces, num_masked, first_moved, dirty, newest = numbers
+        queries = positions[tile][positions[tile] >= 0]
 
-        def seen(start, queries=queries):
-            return np.asarray(pattern.visible(queries[:, None], start + np.arange(block_size)))
+        def marked(start, by, queries=queries):
+            return np.asarray(by(queries[:, None], start + np.arange(size)))
 
-        live = {(t * 10, s) for t, s in zip(tables[i].tolist(), starts[i].tolist()) if s < FAR and seen(s).any()}
+        table = [(t * 10 + i, s + i * size) for t, s in zip(tables[tile].tolist(), starts[tile].tolist()) if s < FAR
+                 for i in range(block_size // size)]  # fmt: skip
+        live = {(unit, s) for unit, s in table if marked(s, pattern.visible).any()}
         count = num_pieces * per_piece
-        assert {x for x in zip(blocks[i][:count], begin[i]) if x[1] < FAR} == live
+        assert {x for x in zip(units[:count], begin) if x[1] < FAR} == live
         assert newest == (queries.max() if len(queries) else -1)
-        assert set(blocks[i][:count]) <= {block for block, _ in live}
+        assert set(units[:count]) <= {unit for unit, _ in live}
+        assert first_moved <= num_masked <= num_pieces
         for piece in range(num_pieces):
-            part = begin[i][piece * per_piece : (piece + 1) * per_piece]
-            assert piece < num_masked or all(seen(s).all() for s in part)
-            unwritten = any(s + block_size - 1 > newest for s in part if s < FAR)
+            part = [s for s in begin[piece * per_piece : (piece + 1) * per_piece] if s < FAR]
+            full = len(part) == per_piece and all(marked(s, pattern.visible).all() for s in part)
+            moved = any(marked(s, pattern.moved).any() for s in part)
+            assert piece < num_masked or (full and not moved)
+            assert moved == (first_moved <= piece < num_masked)
+            unwritten = any(s + size - 1 > newest for s in part)
             assert not unwritten or (piece == 0 and dirty)
-    assert [tiles[i][NUM_PIECES] for i in work.order] == sorted((t[NUM_PIECES] for t in tiles), reverse=True)
-    assert all(t[NUM_MASKED] <= t[NUM_PIECES] for t in tiles) and tiles[0][DIRTY] in (0, 1) and tiles[0][NEWEST] == 661
+    tiles = np.asarray(work.tiles)
+    assert sorted(tiles[:, TILE]) == list(range(len(positions)))
+    assert (np.diff(tiles[:, NUM_PIECES]) <= 0).all() and tiles[:, NEWEST].max() == 699
 
 
 def test_what_the_kernel_lacks_is_named():
@@ -82,11 +95,10 @@ def test_what_the_kernel_lacks_is_named():
         hopper_prefill.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
 
     for changes, message in (
-        (dict(head_dim=256), "head dim of 256"),
+        (dict(head_dim=80), "head dim of 80"),
         (dict(block_size=8), "blocks of 8 tokens"),
         (dict(num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
         (dict(dtype="float32"), "keys and values in float32"),
-        (dict(sink_queries=1, pattern=SINKS_MOVED), "second queries"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             attempt(**changes)
