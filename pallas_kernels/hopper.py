@@ -25,18 +25,19 @@ PRODUCTS = {
         (jnp.float8_e4m3fn, jnp.float16),
     )
 }
-NUM_WORKERS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+NUM_PROCESSORS = 132  # of an H100 or H200
 
 
 def plan_work(
-    tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int, num_workers: int = NUM_WORKERS
+    tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int, num_workers: int | None = None
 ) -> Work:
     """The work list that `ragged_paged_attention` makes for itself; give it to layers that share a pattern.
 
     Args:
-      tables, starts, positions, pool, pattern: as of `ragged_paged_attention`.
+      tables, starts, positions, pool, pattern, num_workers: as of `ragged_paged_attention`.
     """
-    _, num_layers, _, kv_heads, block_size, _ = pool.shape
+    _, num_layers, _, kv_heads, block_size, h = pool.shape
+    num_workers = num_workers or NUM_PROCESSORS * (1 if h > 128 else 2)
     tables, starts, positions = split_tiles(tables, starts, positions, ROWS // (num_query_heads // kv_heads))
     return plan(
         tables, starts, positions, pattern, block_size=block_size, num_kv_heads=kv_heads,
@@ -65,15 +66,16 @@ def ragged_paged_attention(
     return_lse: bool = False,
     out_dtype=None,
     work: Work | None = None,
-    num_workers: int = NUM_WORKERS,
+    num_workers: int | None = None,
     stages: int | None = None,
     interpret=None,
 ):
     """Attends tiles of queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
 
     Args:
-      work: from `plan_work` with the same num_workers; None makes it here.
-      num_workers: blocks of threads; two for each multiprocessor.
+      work: from `plan_work`; None makes it here.
+      num_workers: blocks of threads that the work is cut for; by default as many as run at once: two for each
+        multiprocessor, with a head dim of 256 one.
       stages: pieces of 64 keys and values that each of them holds at once; 2 by default, or 3 of 8 or 4 bits.
       interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
 
@@ -108,7 +110,7 @@ def ragged_paged_attention(
     rows = -(-per_tile * group // 8) * 8
     dtype = jnp.dtype(PRODUCTS[pool.dtype])
     config = Config(
-        kv_heads, h, block_size, rows, dtype, num_workers, stages or (3 if quantised else 2), soft_cap,
+        kv_heads, h, block_size, rows, dtype, work.first.shape[0] - 1, stages or (3 if quantised else 2), soft_cap,
         0 if q_sink is None else q_sink.shape[2], pool.dtype if quantised else None,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import NUM_WORKERS, plan_work
+from pallas_kernels.hopper import plan_work
 from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
 from pallas_kernels.hopper_mask import key_positions
 from pallas_kernels.patterns import FULL, Pattern
@@ -134,15 +134,15 @@ def probability_mass(
     q_sink: jax.Array | None = None,
     soft_cap: float | None = None,
     work: Work | None = None,
-    num_workers: int = NUM_WORKERS,
+    num_workers: int | None = None,
     stages: int | None = None,
     interpret=None,
 ) -> jax.Array:
     """The attention weight that each slot got: [S, K, P * B] float32; see `reference.probability_mass`.
 
     Args:
-      work: from `hopper.plan_work` with the same num_workers, as the attention takes it; None makes it here.
-      num_workers: blocks of threads; two for each multiprocessor.
+      work: from `hopper.plan_work`, as the attention takes it; None makes it here.
+      num_workers: blocks of threads that the work is cut for, as of the attention.
       stages: pieces of 64 keys that each of them holds at once; 64 KB of them by default.
       interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
 
@@ -167,8 +167,9 @@ def probability_mass(
     rows = -(-per_tile * group // 8) * 8
     num_sink_queries = 0 if q_sink is None else q_sink.shape[2]
     config = Config(
-        kv_heads, h, block_size, rows, pool.dtype, num_workers, stages or 512 // h, soft_cap, num_sink_queries
-    )
+        kv_heads, h, block_size, rows, pool.dtype, work.first.shape[0] - 1, stages or 512 // h, soft_cap,
+        num_sink_queries,
+    )  # fmt: skip
 
     def packed(x, fill):  # [S, Q, N, ...] -> [S * tiles * K, rows, ...]
         more = x.shape[3:]
@@ -188,7 +189,7 @@ def probability_mass(
     kernel = call(
         "hopper_mass",
         functools.partial(_weigh, config=config),
-        (num_workers,),
+        (config.num_workers,),
         out_type=jax.ShapeDtypeStruct((s * tiles * kv_heads, work.care.shape[1], TILE_KV), jnp.float32),
         scratch_types=(
             queries,

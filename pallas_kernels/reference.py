@@ -40,7 +40,8 @@ def ragged_paged_attention(
       layer: index in [0, L); may be traced.
       pattern: which text positions a query sees; numbers may be traced.
       q_sink: [S, Q, J, N, H] or None. Where `pattern.moved`, the sink at text position j is scored with the query
-        [:, :, min(j, J - 1)] of these instead of q. None moves nothing.
+        [:, :, min(j, J - 1)] of these instead of q. None moves nothing. Where `pattern.sink_moved` is 1, all J are the
+        same.
       soft_cap: scores become cap * tanh(score / cap).
       sink_logits: [N] float32, one logit per head that joins the softmax's denominator and has no value.
       scales: [M, L, 2, K, B] float32 or None. With them the pool holds codes, int8 or float8_e4m3fn: a key or value is

@@ -1,6 +1,7 @@
-"""Decode over keys and values of 8 bits against the same in bfloat16, for implementations that take `scales`.
+"""Decode over keys and values of 8 and 4 bits against the same in bfloat16, for implementations that take `scales`.
 
-`scales` is [M, L, 2, K, B] float32 beside a pool of codes, int8 or float8_e4m3fn: one for each token and kv head.
+`scales` is [M, L, 2, K, B] float32 beside a pool of codes, int8 or float8_e4m3fn: one for each token and kv head. Those
+of int4 are `pallas_kernels.int4`'s.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from experiments.gpu.candidates import Candidate, implementations, jax_bundled, 
 from experiments.gpu.cases import Arguments, Case, decode_cases
 from experiments.gpu.context import Context
 from experiments.gpu.race import Entry, race
+from pallas_kernels import int4
 
 BAR = 0.6  # of the time with bfloat16, for int8
-INT8 = "int8"
-KINDS = {INT8: jnp.int8, "e4m3": jnp.float8_e4m3fn}
+INT8, INT4 = "int8", "int4"
+KINDS = {INT8: jnp.int8, "e4m3": jnp.float8_e4m3fn, INT4: jnp.int4}
 
 
 def quantised(pool: jax.Array, kind: str = INT8) -> tuple[jax.Array, jax.Array]:
-    """Codes like the pool, and scales [M, L, 2, K, B]."""
+    """Codes like the pool, and scales."""
+    if kind == INT4:
+        return int4.quantise(pool)
     dtype = KINDS[kind]
     largest = 127.0 if kind == INT8 else float(jnp.finfo(dtype).max)
     top = jnp.max(jnp.abs(pool), axis=-1).astype(jnp.float32)
@@ -35,8 +39,13 @@ def quantised(pool: jax.Array, kind: str = INT8) -> tuple[jax.Array, jax.Array]:
 
 def restored(a: Arguments, kind: str = INT8) -> Arguments:
     """What the codes stand for, in bfloat16: kernels are held to that, not to what was lost before."""
-    pool, scales = quantised(a.pool, kind)
-    return a._replace(pool=(pool.astype(jnp.float32) * scales[..., None]).astype(a.pool.dtype))
+    return a._replace(pool=_numbers(*quantised(a.pool, kind)).astype(a.pool.dtype))
+
+
+def _numbers(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    if codes.dtype == jnp.int4:
+        return int4.dequantise(codes, scales)
+    return codes.astype(jnp.float32) * scales[..., None]
 
 
 def _with_scales(name: str, attend: Callable[..., Any], case: Case, kind: str) -> Candidate:
@@ -48,7 +57,8 @@ def _with_scales(name: str, attend: Callable[..., Any], case: Case, kind: str) -
         pool, scales, *rest = shared
         return attend(q, pool, *rest, layer=layer, scales=scales)
 
-    num_bytes = 2 * case.num_kv_heads * (case.head_dim + 4) * case.visible()  # and a scale each
+    of_token = case.head_dim * 9 // 16 if kind == INT4 else case.head_dim + 4  # with scales
+    num_bytes = 2 * case.num_kv_heads * of_token * case.visible()
     return Candidate(
         f"{name}, {kind}", prepare, step, ours=True, layout=kind, seen=functools.partial(restored, kind=kind),
         bytes=num_bytes,
@@ -57,7 +67,7 @@ def _with_scales(name: str, attend: Callable[..., Any], case: Case, kind: str) -
 
 def _stand_in(q, pool, *rest, scales, **keywords):
     """On a machine without a GPU: the reference on what codes stand for."""
-    return reference()(q, (pool.astype(jnp.float32) * scales[..., None]).astype(jnp.bfloat16), *rest, **keywords)
+    return reference()(q, _numbers(pool, scales).astype(jnp.bfloat16), *rest, **keywords)
 
 
 def _bundled(case: Case) -> Candidate:
@@ -96,7 +106,7 @@ def run(context: Context) -> None:
     for case in decode_cases(64, context.tiny)[: 1 if context.tiny else 2]:
         coded = [_with_scales(n, f, case, kind) for n, f in able.items() for kind in KINDS]
         entries.append(Entry(case, [*ours(case), *coded, *([_bundled(case)] if on_gpu else [])]))
-    measured = race(context, "8 bits", entries, compile_s=context.left() * 0.5)
+    measured = race(context, "quantised", entries, compile_s=context.left() * 0.5)
     for case, who, mode in list(measured):
         plain, _, kind = who.rpartition(", ")
         if kind in KINDS and mode == "chained" and (case, plain, mode) in measured:
