@@ -121,7 +121,8 @@ class EngineConfig:
       max_model_len: most tokens of a sequence, prompt and output; None takes the model's max_position.
       max_num_seqs: most sequences running at once.
       max_num_batched_tokens: most tokens computed in a step.
-      query_tile: tokens of one sequence that share a tile of attention in a step.
+      query_tile: tokens of one sequence that share a tile of attention in a step. On a Hopper GPU tiles of 128 and more
+        queries x query heads of a group have a kernel of their own: 32 with groups of four, 128 with MHA.
       policy: order of the waiting requests, a key of `scheduler.policies.POLICIES`.
       max_rotated_sinks: most sink tokens that a pattern may place at "cache" or "ceiling" positions; None takes what
         the pattern needs. A sweep that changes patterns on one engine gives its largest.
