@@ -59,7 +59,14 @@ PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32, "sinks": 4, "registers": True},
 )
 MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
-WRITES: tuple[dict[str, Any], ...] = ({}, {"h": 64}, {"norms": True}, {"sinks": 4}, {"quantised": True})
+WRITES: tuple[dict[str, Any], ...] = (
+    {},
+    {"h": 64},
+    {"norms": True},
+    {"sinks": 4},
+    {"codes": "int8"},
+    {"codes": "float8_e4m3fn"},
+)
 
 
 def cases(target: aot.Target) -> list[Case]:
@@ -148,19 +155,17 @@ def mass_program(target: aot.Target, *, mass, **shape):
     return attention_program(target, attend=attend, **shape)
 
 
-def kv_write_program(
-    target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, quantised=False
-):
-    """One write to a pool that is taken over from the caller, and its scales where it is of int8.
+def kv_write_program(target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None):
+    """One write to a pool that is taken over from the caller, and its scales where it is quantised.
 
     Args:
       t, n, k, h, b: tokens, query heads, kv heads, head dim, tokens of a block.
       sinks: width of the second query; 0 for none.
-      norms: queries and keys are normed.
+      norms: queries and keys are normed. codes: 8-bit type of a quantised pool.
     """
     array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
-    pool = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.int8 if quantised else bf16)
-    scales = array(pool.shape[:-1], f32) if quantised else None
+    pool = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or bf16))
+    scales = array(pool.shape[:-1], f32) if codes else None
 
     norm = array((h,), bf16) if norms else None
     sink_rope = (array((t, sinks, h // 2), f32),) * 2 if sinks else None

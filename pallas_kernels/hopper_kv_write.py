@@ -26,10 +26,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_write_reference import INT8_MAX, SMALLEST, Written, check
+from pallas_kernels.kv_write_reference import LARGEST, SMALLEST, Written, check
 
 HEAD_DIMS = (64, 96, 128, 256)
-POOL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8)
+POOL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.float8_e4m3fn)
 MAX_HELD = 256  # numbers of a token in a thread, in 16 bits; 384 spill (128 heads of 128 and as many of keys, jax 0.12)
 JAX_0_10 = jax.__version_info__ < (0, 11)
 
@@ -130,13 +130,16 @@ def _rotated(halves, cos, sin):
     return a * cos - b * sin, b * cos + a * sin
 
 
-def _quantised(halves):
-    """Symmetric int8 with one scale per row: its largest magnitude / 127. Tiny rows become zeros."""
+def _quantised(halves, dtype):
+    """Symmetric codes with one scale per row: its largest magnitude over the largest code. Tiny rows become zeros."""
     a, b = halves
     top = jnp.maximum(jnp.abs(a), jnp.abs(b)).max(axis=1)
-    scale = top * (1 / INT8_MAX)
-    inverse = _rows(jnp.where(top < SMALLEST, 0.0, INT8_MAX / top), a.shape)
-    return tuple(lax.round(x * inverse, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8) for x in halves), scale
+    largest = LARGEST[jnp.dtype(dtype)]
+    inverse = _rows(jnp.where(top < SMALLEST, 0.0, largest / top), a.shape)
+    codes = tuple(x * inverse for x in halves)
+    if dtype == jnp.int8:
+        codes = tuple(lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN) for x in codes)
+    return tuple(x.astype(dtype) for x in codes), top * (1 / largest)
 
 
 def _write(*refs, names: tuple[str, ...], config: Config):
@@ -173,7 +176,7 @@ def _write(*refs, names: tuple[str, ...], config: Config):
             k = _rotated(_normed(k, weights.get("k_norm"), config.eps), cos, sin)
             for which, halves in enumerate((k, v)):
                 if "scales" in g:
-                    halves, scale = _quantised(halves)
+                    halves, scale = _quantised(halves, g["pool"].dtype)
                     _put(g["scales"], block, layer, which, slice(None), offset, value=scale)
                 _store(g["pool"], block, layer, which, slice(None), offset, halves=halves)
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-INT8_MAX = 127.0
-SMALLEST = 1e-30  # largest magnitude of a vector below which 127 / magnitude could overflow
+# Codes of quantised pools, and the largest of each.
+LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+SMALLEST = 1e-30  # largest magnitude of a vector below which a largest code / magnitude could overflow
 
 
 class Written(NamedTuple):
@@ -38,8 +39,9 @@ def check(q, k, v, pool, slots, rope, scales, q_norm, k_norm, sink_rope) -> None
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and weight.shape != (h,):
             raise ValueError(f"{name} has shape {weight.shape}, not ({h},)")
-    if (pool.dtype == jnp.int8) != (scales is not None):
-        raise ValueError(f"a pool of {pool.dtype} {'without' if scales is None else 'with'} scales: int8 needs them")
+    if (pool.dtype in LARGEST) != (scales is not None):
+        coded = " and ".join(map(str, LARGEST))
+        raise ValueError(f"a pool of {pool.dtype} {'without' if scales is None else 'with'} scales: {coded} need them")
     if scales is not None and (scales.shape != pool.shape[:-1] or scales.dtype != jnp.float32):
         raise ValueError(f"scales are {scales.dtype}{scales.shape}, not float32{pool.shape[:-1]}")
 
@@ -57,14 +59,15 @@ def _rotated(x, tables):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def quantised(x):
-    """int8 [..., H] and float32 scales [...] of vectors x [..., H], symmetric: x is about int8 * scale.
+def quantised(x, dtype=jnp.int8):
+    """Codes [..., H] and float32 scales [...] of vectors x [..., H], symmetric: x is about code * scale.
 
-    A scale is the largest magnitude of its vector / 127. Vectors below 1e-30 become zeros.
+    A scale is the largest magnitude of its vector over the largest code. Vectors below 1e-30 become zeros.
     """
+    largest = LARGEST[jnp.dtype(dtype)]
     top = jnp.max(jnp.abs(x), axis=-1)
-    inverse = jnp.where(top < SMALLEST, 0.0, INT8_MAX / top)
-    return jnp.round(x * inverse[..., None]).astype(jnp.int8), top * (1 / INT8_MAX)
+    codes = x * jnp.where(top < SMALLEST, 0.0, largest / top)[..., None]
+    return (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), top * (1 / largest)
 
 
 def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_norm=None, eps=1e-6, q_scale=1.0,
@@ -76,11 +79,11 @@ def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_n
 
     Args:
       q: [T, N, H], and k, v: [T, K, H]; as the projections give them.
-      pool: [M, L, 2, K, B, H] all layers, keys at [:, :, 0], values at [:, :, 1]; int8 if with scales.
+      pool: [M, L, 2, K, B, H] all layers, keys at [:, :, 0], values at [:, :, 1]; int8 or float8_e4m3fn if with scales.
       slots: [T] int32, block * B + offset, each at most once; those outside of [0, M * B) are not written.
       rope: cosines and sines [T, H / 2] float32 of the tokens' positions, with the model's factor (yarn) in them.
       layer: int or int32 scalar.
-      scales: None, or [M, L, 2, K, B] float32: then k and v are stored as int8, one scale per token and head.
+      scales: None, or [M, L, 2, K, B] float32: then k and v are stored as codes, one scale per token and head.
       q_norm, k_norm: None, or weights [H] of an RMS norm before the rotation, with eps.
       q_scale: factor of the returned queries, such as H**-0.5.
       sink_rope: None, or tables [T, J, H / 2] by which the queries are rotated a second time, for keys seen as if
@@ -101,7 +104,7 @@ def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_n
     slots = jnp.where(slots < 0, num_blocks * block_size, slots)  # jax counts negative indices from the end
     at = (slots // block_size, layer, slice(None), slice(None), slots % block_size)
     if scales is not None:
-        kv, new_scales = quantised(kv)
+        kv, new_scales = quantised(kv, pool.dtype)
         scales = scales.at[at].set(new_scales, mode="drop")
     pool = pool.at[at].set(kv.astype(pool.dtype), mode="drop")
     q_sink = None if sink_rope is None else _rotated(q32[:, None], sink_rope).astype(q.dtype)
