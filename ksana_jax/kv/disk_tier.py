@@ -205,7 +205,7 @@ class DiskTier:
                 return
             self._files.remove(file)
             self.counters.removed += 1
-        self._submit(self._remove, key)
+        self._submit(self._remove_discarded, key)
 
     def flush(self) -> None:
         """Waits until all that was asked for so far has been done."""
@@ -256,6 +256,7 @@ class DiskTier:
         assert file.facts is not None
         try:
             size = file_bytes(self.format, file.facts)
+            self._path(file.key).unlink(missing_ok=True)  # one that was discarded, and is in no book any more
             if not (self._is_known(file) and self._make_room(size)):
                 with self._lock:
                     self.counters.dropped += 1
@@ -336,6 +337,12 @@ class DiskTier:
         failpoint("disk.before_remove")
         self._path(key).unlink(missing_ok=True)
         return True
+
+    def _remove_discarded(self, key: bytes) -> bool:
+        with self._lock:
+            if key in self._files.by_key:  # written again since, perhaps already
+                return False
+        return self._remove(key)
 
     def _is_known(self, file: BlockFile) -> bool:
         with self._lock:

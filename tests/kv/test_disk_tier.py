@@ -132,6 +132,27 @@ def test_discarded_blocks_are_gone_and_can_be_written_again(open_tier):
     assert_books(tier)
 
 
+def test_a_block_that_is_written_while_another_thread_discards_it_stays(open_tier):
+    class Overtaken(AtOnce):
+        """Another thread is faster than the next task."""
+
+        other = None
+
+        def submit(self, *args, **kwargs):
+            other, self.other = self.other, None
+            if other:
+                other()
+            return super().submit(*args, **kwargs)
+
+    tier = open_tier(executor=Overtaken())
+    (facts,) = chain(1)
+    write(tier, facts)
+    tier._executor.other = lambda: write(tier, facts)
+    tier.discard(facts.key)
+    assert read(tier, facts) and not open_tier.told
+    assert_books(tier)
+
+
 def test_facts_are_known_before_and_after_a_restart(open_tier):
     blocks = chain(2)
     with contextlib.closing(open_tier()) as tier:
