@@ -61,7 +61,8 @@ def main(target: str, *, only: str, as_json: bool) -> int:
     """
     if target in tpu_check.TARGETS:
         return tpu_check.main(target, only=only, as_json=as_json)
-    aot.target(target)  # a mistyped one is said first
+    if target not in (known := aot.targets()):  # said before anything that is not installed
+        raise ValueError(f"unknown target {target!r}; there are {', '.join(sorted([*known, *tpu_check.TARGETS]))}")
     if line := aot.missing():
         print(f"ksana: error: {line}", file=sys.stderr)
         return 2
