@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -30,9 +31,7 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
     Raises:
       ConfigError: what was asked for cannot be, or, after the plan was printed, leaves no room for keys and values.
     """
-    if target := compile_target(find_device(device)):
-        print(f"compiling steps for {target.device}: about a minute", file=sys.stderr, flush=True)
-    found = plan(model, device, **request)
+    found = plan(model, device, say=functools.partial(print, file=sys.stderr, flush=True), **request)
     console = Console(highlight=False)
     show(found, console)
     listed = bucket_costs(model, found) if buckets else []

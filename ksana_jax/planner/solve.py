@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ksana_jax
 from ksana_jax.config import ConfigError, ModelConfig
@@ -74,6 +75,7 @@ def plan(
     device: Device | str | int,
     *,
     step: StepCost | None = None,
+    say: Callable[[str], Any] | None = None,
     **request,
 ) -> Plan:
     """Plans memory.
@@ -81,7 +83,8 @@ def plan(
     Args:
       model: a config, a directory with a config.json, the path of one, or "ksana-tiny". No weights are read.
       device: see `find_device`.
-      step: of this model, measured before; None compiles some steps for this machine.
+      step: of this model, measured before; None compiles some steps, for the device if that can be done here.
+      say: told of what takes long.
       request: fields of `PlanRequest`.
 
     Raises:
@@ -96,10 +99,13 @@ def plan(
     budget = int(device.memory_bytes * asked.memory_fraction)
     memory = Memory.of(config, asked, budget, step or NO_STEP)  # what cannot be is said before anything is compiled
     if step is None:
+        target = compile_target(device)
+        if target and say:
+            say(f"compiling steps for {target.device}: about a minute")
         step = measure_step(
             config, dtype=asked.dtype, block_size=asked.block_size, query_tile=asked.query_tile,
             max_num_batched_tokens=asked.max_num_batched_tokens, max_rotated_sinks=asked.num_sinks,
-            embedding_device=asked.embedding_device, target=compile_target(device),
+            embedding_device=asked.embedding_device, target=target,
         )  # fmt: skip
         memory = dataclasses.replace(memory, step=step)
     context = asked.context or config.max_position
