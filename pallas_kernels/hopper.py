@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import int4
 from pallas_kernels.hopper_attention import attend
-from pallas_kernels.hopper_common import LOG2E, ROWS, Config
+from pallas_kernels.hopper_common import ROWS, Config, check_heads, sinks_of_rows
 from pallas_kernels.hopper_merge import merge
 from pallas_kernels.patterns import FULL, Pattern
 from pallas_kernels.work import Work, plan, split_tiles, unit_tokens
@@ -85,8 +85,7 @@ def ragged_paged_attention(
     s, width, n, h = q.shape
     kv_heads, block_size = pool.shape[3:5]
     group = n // kv_heads
-    if pool.dtype not in PRODUCTS:
-        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes {', '.join(map(str, PRODUCTS))}")
+    check_heads(q, pool, PRODUCTS)
     quantised = pool.dtype.itemsize == 1
     if quantised != (scales is not None):
         raise ValueError(f"a pool of {pool.dtype} {'without' if quantised else 'with'} scales")
@@ -96,10 +95,6 @@ def ragged_paged_attention(
             dtype, shape = jnp.dtype("bfloat16"), int4.scales_shape(pool.shape)
         if scales.dtype != dtype or scales.shape != shape:
             raise ValueError(f"scales are {scales.dtype}{list(scales.shape)}, not {dtype}{list(shape)}")
-    if h not in (64, 96, 128, 256):
-        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
-    if group > ROWS:
-        raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
     if q_sink is None:
         pattern = pattern._replace(sink_moved=0)
     if work is None:
@@ -126,11 +121,7 @@ def ragged_paged_attention(
         packed(q), None if q_sink is None else packed(q_sink, config.num_sink_queries), row_positions, pool,
         scales, work, pattern, layer, config, interpret,
     )  # fmt: skip
-    sinks = jnp.full((kv_heads, 1, group), -jnp.inf, jnp.float32)
-    if sink_logits is not None:
-        sinks = sink_logits.astype(jnp.float32).reshape(kv_heads, 1, group) * LOG2E
-    sinks = jnp.broadcast_to(sinks, (kv_heads, per_tile, group)).reshape(kv_heads, -1)
-    sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - per_tile * group)))
+    sinks = sinks_of_rows(sink_logits, kv_heads, group, per_tile)
     out, lse = merge(partial, partial_lse, work, sinks, config, per_tile * group, out_dtype or q.dtype, interpret)
 
     def unpacked(x, nothing):  # [S * tiles * K, rows, ...] -> [S, Q, N, ...]

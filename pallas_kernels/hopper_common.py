@@ -65,6 +65,27 @@ def layout(width: int, num_bytes: int | float):
     return plgpu.TilingTransform((8, int(swizzle / num_bytes))), plgpu.SwizzleTransform(swizzle)
 
 
+def check_heads(q, pool, dtypes) -> None:
+    """Raises NotImplementedError where kernels of attention lack the dtype, head dim or group of q [S, Q, N, H]."""
+    num_heads, h = q.shape[2:]
+    if pool.dtype not in dtypes:
+        taken = ", ".join(str(jnp.dtype(x)) for x in dtypes)
+        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes {taken}")
+    if h not in (64, 96, 128, 256):
+        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
+    if (group := num_heads // pool.shape[3]) > ROWS:
+        raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
+
+
+def sinks_of_rows(sink_logits, num_kv_heads: int, group: int, queries: int) -> jax.Array:
+    """Learned sink logits in base 2 of the rows of each kv head, queries x query heads: [K, 64]; -inf without any."""
+    sinks = jnp.full((num_kv_heads, 1, group), -jnp.inf, jnp.float32)
+    if sink_logits is not None:
+        sinks = sink_logits.astype(jnp.float32).reshape(num_kv_heads, 1, group) * LOG2E
+    sinks = jnp.broadcast_to(sinks, (num_kv_heads, queries, group)).reshape(num_kv_heads, -1)
+    return jnp.pad(sinks, ((0, 0), (0, ROWS - queries * group)))
+
+
 def int32(x) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import plan_work
-from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
+from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, check_heads, int32, layout, load
 from pallas_kernels.hopper_mask import key_positions
 from pallas_kernels.patterns import FULL, Pattern
 from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, split_tiles, unit_tokens
@@ -152,12 +152,7 @@ def probability_mass(
     s, width, n, h = q.shape
     kv_heads, block_size = pool.shape[3:5]
     group = n // kv_heads
-    if pool.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"keys in {pool.dtype}; this kernel takes bfloat16 and float16")
-    if h not in (64, 96, 128, 256):
-        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
-    if group > 64:
-        raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to 64")
+    check_heads(q, pool, (jnp.bfloat16, jnp.float16))
     if q_sink is None:
         pattern = pattern._replace(sink_moved=0)
     if work is None:

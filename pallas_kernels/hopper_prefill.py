@@ -9,7 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper_common import LOG2E, ROWS, call, int32, layout
+from pallas_kernels.hopper_common import ROWS, call, check_heads, int32, layout, sinks_of_rows
 from pallas_kernels.hopper_prefill_kernel import CONSUMERS, Config, attend
 from pallas_kernels.hopper_prefill_plan import TILE, Plan, piece_tokens, plan
 from pallas_kernels.patterns import FULL, Pattern
@@ -74,12 +74,7 @@ def ragged_paged_attention(
     s, width, n, h = q.shape
     kv_heads, block_size = pool.shape[3:5]
     group = n // kv_heads
-    if pool.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes bfloat16 and float16")
-    if h not in (64, 96, 128, 256):
-        raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
-    if group > ROWS:
-        raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
+    check_heads(q, pool, (jnp.bfloat16, jnp.float16))
     if q_sink is None:
         pattern = pattern._replace(sink_moved=0)
     if work is None:
@@ -101,11 +96,7 @@ def ragged_paged_attention(
 
     row_positions = jnp.repeat(split, group, axis=1).reshape(-1, CONSUMERS, rows)
     row_positions = jnp.pad(row_positions, ((0, 0), (0, 0), (0, ROWS - rows)), constant_values=-1)
-    sinks = jnp.full((kv_heads, 1, group), -jnp.inf, jnp.float32)
-    if sink_logits is not None:
-        sinks = sink_logits.astype(jnp.float32).reshape(kv_heads, 1, group) * LOG2E
-    sinks = jnp.broadcast_to(sinks, (kv_heads, per_half, group)).reshape(kv_heads, rows)
-    sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - rows)))
+    sinks = sinks_of_rows(sink_logits, kv_heads, group, per_half)
     second = None if q_sink is None else packed(q_sink)
     q = packed(q[:, :, None])[:, 0]
     out, lse = _attend(q, second, row_positions, pool, sinks, work, pattern, layer, config, interpret)

@@ -77,7 +77,7 @@ def test_queries_without_a_log_sum_exp_give_no_mass():
         (Spec(rows=((5, 1),), head_dim=80), "head dim of 80"),
         (Spec(rows=((5, 1),), block_size=8), "blocks of 8 tokens"),
         (Spec(rows=((5, 1),), num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
-        (Spec(rows=((5, 1),), dtype="float32"), "keys in float32"),
+        (Spec(rows=((5, 1),), dtype="float32"), "keys and values in float32"),
     ],
 )
 def test_what_the_kernel_lacks_is_named(spec, message):
