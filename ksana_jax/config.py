@@ -6,11 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from ksana_jax.errors import ConfigError
 from ksana_jax.kv.patterns import FULL, AttentionPattern
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be: the message lists every problem found."""
 
 
 @dataclasses.dataclass(frozen=True)

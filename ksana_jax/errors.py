@@ -1,0 +1,7 @@
+"""Errors that a user can act on. A leaf that every module may import."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be: the message lists every problem found."""
