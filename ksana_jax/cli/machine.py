@@ -1,0 +1,99 @@
+"""`ksana plan`, `doctor`, `bench`, `kernels`: what a machine has, holds and does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ksana_jax.cli.options import AsJson
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
+    device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
+    dtype: Annotated[str, typer.Option(help="of the weights: f32 or bf16")] = "bf16",
+    batch: Annotated[int | None, typer.Option(help="requests at once  [default: the most]", show_default=False)] = None,
+    context: Annotated[
+        int | None, typer.Option(help="tokens of each request  [default: the model's]", show_default=False)
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
+    num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="of keys and values: f32, bf16, int8  [default: --dtype]", show_default=False)
+    ] = None,
+    embedding_device: Annotated[str, typer.Option(help="device or host, where the embedding rests")] = "device",
+    prefix_share: Annotated[float, typer.Option(help="part of each text that all requests have in common")] = 0.0,
+    memory_fraction: Annotated[float, typer.Option(help="part of the device to fill")] = 0.9,
+    buckets: Annotated[bool, typer.Option("--buckets", help="list what each bucket takes; compiles them all")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Says where a device's memory goes for a model, and the largest batch, context and window that fit."""
+    from ksana_jax.planner.report import main as show
+
+    show(
+        model, device, buckets=buckets, as_json=as_json, dtype=dtype, batch=batch, context=context, window=window,
+        num_sinks=num_sinks, kv_dtype=kv_dtype, embedding_device=embedding_device, prefix_share=prefix_share,
+        memory_fraction=memory_fraction,
+    )  # fmt: skip
+
+
+def doctor() -> None:
+    """Says what this machine has, which implementations would be used, and why not the others."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from experiments.environment import environment
+    from ksana_jax.ops.implementations import explain
+
+    console, found = Console(highlight=False), environment()
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    console.print(
+        f"device     {found['num_devices']} x {escape(found['device'])} ({found['backend']}), {found['cores']} cores"
+    )
+    console.print(f"system     {found['platform']}")
+    console.print(f"python     {found['python']}")
+    console.print(f"packages   {packages}")
+    console.print(f"XLA_FLAGS  {escape(found['xla_flags']) or '(none)'}")
+    console.print("ragged paged attention:")
+    for name, chosen, reason in explain():
+        console.print(f"  {'[green]used[/green]    ' if chosen else 'not used'}  {escape(name)}: {escape(reason)}")
+
+
+def bench_host(
+    rows: Annotated[str, typer.Option(help="running sequences, a list of numbers")] = "256,1024",
+    steps: Annotated[int, typer.Option(help="steps, of which the median is taken")] = 200,
+    context: Annotated[int, typer.Option(help="tokens of each sequence")] = 1024,
+    as_json: AsJson = False,
+) -> None:
+    """CPU time of the host loop for a decode step, with a device that takes none."""
+    counts = [part.strip() for part in rows.split(",")]
+    if not all(part.isdecimal() for part in counts):
+        raise ValueError(f"--rows {rows!r} is not a list of numbers such as 256,1024")
+    from ksana_jax.bench.host import main as measure
+
+    measure([int(part) for part in counts], steps=steps, context=context, as_json=as_json)
+
+
+def bench_throughput(
+    model: Annotated[str, typer.Option(help="a Hugging Face directory, or ksana-tiny")] = "ksana-tiny",
+    dtype: Annotated[str, typer.Option(help="f32 or bf16")] = "f32",
+    requests: Annotated[int, typer.Option(help="requests, all there from the beginning")] = 32,
+    seed: Annotated[int, typer.Option(help="draws lengths and prompts")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Output tokens a second: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy."""
+    from ksana_jax.bench.throughput import main as measure
+
+    measure(model, dtype=dtype, num_requests=requests, seed=seed, as_json=as_json)
+
+
+def kernels_check(
+    target: Annotated[str, typer.Option(help="h200, h100, a100 (Triton kernels only) or v5e, a TPU")] = "h200",
+    only: Annotated[str, typer.Option(help="regular expression: of cases with it in their line", metavar="REGEX")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compiles kernels and whole steps for a GPU, on a machine without one: registers, spills, memory, pool copies."""
+    from ksana_jax.kernel_check import main as check
+
+    raise typer.Exit(check(target, only=only, as_json=as_json))

@@ -1,0 +1,48 @@
+"""`ksana run`, `report`, `inspect`: experiments and what they leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides
+
+
+def run(
+    context: typer.Context,
+    file: Experiment,
+    overrides: Overrides = None,
+    out: Out = None,
+    shard: Annotated[str, typer.Option(help="k/n: the k-th of n parts, for job arrays")] = "1/1",
+) -> None:
+    """Runs an experiment, or goes on with one that was interrupted; prints its table and writes its figure."""
+    from experiments.command import run_and_report
+
+    debug = context.find_root().params["debug"]
+    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug))
+
+
+def report(folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)]) -> None:
+    """Makes table and figure of a run again from its records."""
+    from experiments.command import show
+    from experiments.report import report as make
+
+    show(make(folder), folder)
+
+
+def inspect(
+    file: Experiment,
+    overrides: Overrides = None,
+    out: Out = None,
+    row: Annotated[int, typer.Option(help="which row of the experiment's table, from 1; its first seed is run")] = 1,
+    step: Annotated[
+        int | None, typer.Option(help="list the blocks after this step  [default: a fullest]", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows where KV blocks are and whose they are: a picture of the pool over one trial, numbers, a list of blocks."""
+    from experiments.inspection import inspect_and_show
+
+    inspect_and_show(file, overrides or [], out, row, step, as_json)
