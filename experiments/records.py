@@ -5,8 +5,13 @@ Kinds of line, each with "schema_version" and "kind":
   plan         name, title, task and rows of the experiment, whenever it differs from the last one written
   start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
   measurement  one number or curve of the trial that began last
-  done         the trial is complete; lines of a trial without it count for nothing
+  done         the trial is complete, with num_measurements lines; lines of a trial without it count for nothing
   failed       the trial raised: "error" says what
+
+Reading tolerates what leaves no doubt about the results: a `start` without an end (a run was killed), a second `done`
+or `failed` (the first `done` of a trial counts), a `failed` without a `start`. All else is refused with its line: a
+measurement or a first `done` outside a `start` (of which attempt?), a count that differs (lines were lost or doubled),
+a field that is missing or of another type. Deleting the `done` line of such a trial has `ksana run` measure it again.
 """
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ def read(folder: Path) -> Records:
 
     Raises:
       FileNotFoundError: the folder has none.
-      ConfigError: a line in the middle is not a record, with file and line number.
+      ConfigError: a line is not a record, or is out of place; with file and line number. See the module.
     """
     files = sorted(folder.glob("records*.jsonl"))
     if not files:
@@ -85,7 +90,7 @@ def read(folder: Path) -> Records:
 
 def _read_file(path: Path, records: Records) -> None:
     opened: dict[str, list[dict[str, Any]]] = {}
-    for record in _lines(path):
+    for where, record in _lines(path):
         kind, trial = record["kind"], record.get("trial", "")
         if kind == "plan":
             if records.plan is None or record["time"] >= records.plan["time"]:
@@ -93,16 +98,46 @@ def _read_file(path: Path, records: Records) -> None:
         elif kind == "start":
             opened[trial] = []
         elif kind == "measurement":
+            if trial not in opened:
+                raise ConfigError(f"{where} measures trial {trial}, which is not running there: no start before it")
             opened[trial].append(record)
         elif kind == "done":
-            records.done.setdefault(trial, opened.pop(trial))
-            records.failed.pop(trial, None)
-        elif kind == "failed" and trial not in records.done:
-            records.failed[trial] = record["error"]
+            if trial in opened:
+                measured = opened.pop(trial)
+                _check_count(where, record, len(measured))
+                records.done.setdefault(trial, measured)
+                records.failed.pop(trial, None)
+            elif trial not in records.done:
+                raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
+        elif kind == "failed":
+            opened.pop(trial, None)
+            if trial not in records.done:
+                records.failed[trial] = record["error"]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _check_count(where: str, done: dict[str, Any], count: int) -> None:
+    if done.get("num_measurements", count) != count:
+        raise ConfigError(
+            f"{where} ends trial {done['trial']} after {done['num_measurements']} measurements, the file has {count} "
+            "of it; without this line `ksana run` measures the trial again"
+        )
+
+
+_NUMBER = (int, float)
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "plan": {"name": str, "title": str, "task": str, "rows": list, "time": _NUMBER},
+    "start": {"trial": str},
+    "measurement": {"trial": str, "metric": str},
+    "done": {"trial": str},
+    "failed": {"trial": str, "error": str},
+}
+_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, "trials": list}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE line N", record) of each line, its kind known and its fields of the right types."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        where = f"{path} line {number}"
         if not line.endswith(b"\n"):
             # A run was killed within this line, or is writing it now.
             warnings.warn(f"{path}: the last line is torn and left out ({len(line)} bytes)", stacklevel=4)
@@ -110,11 +145,36 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
             version = record["schema_version"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} line {number} is not a record: {line[:60]!r}") from error
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(f"{where} is not a record: {line[:60]!r}") from error
         if version != SCHEMA_VERSION:
-            raise ConfigError(f"{path} line {number} has schema_version {version}, this version reads {SCHEMA_VERSION}")
-        yield record
+            raise ConfigError(f"{where} has schema_version {version!r:.20}, this version reads {SCHEMA_VERSION}")
+        _check_fields(where, record)
+        yield where, record
+
+
+def _check_fields(where: str, record: dict[str, Any]) -> None:
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ConfigError(f"{where} is of kind {kind!r:.20}, must be one of {', '.join(_FIELDS)}")
+    _check_types(f"{where}, a {kind} line", record, _FIELDS[kind])
+    if kind == "plan":
+        for row in record["rows"]:
+            _check_types(f"{where}, a row of the plan", row, _ROW_FIELDS)
+            if not all(isinstance(trial, str) for trial in row["trials"]):
+                raise ConfigError(f"{where}, a row of the plan: trials is {row['trials']!r:.60}, must be a list of ids")
+            if row["point"].keys() != record["rows"][0]["point"].keys():
+                raise ConfigError(f"{where}: the rows of the plan have different points")
+
+
+def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ...]]) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what}: {values!r:.60} is not an object")
+    for name, wanted in fields.items():
+        if name not in values:
+            raise ConfigError(f"{what}: it has no {name!r}")
+        if not isinstance(values[name], wanted):
+            raise ConfigError(f"{what}: {name!r} is {values[name]!r:.60}")
 
 
 class RecordFile:

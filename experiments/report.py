@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 from experiments import figures, tables
 from experiments.records import Records, read, write_atomic
@@ -32,7 +33,7 @@ def report(folder: Path) -> Report:
 
     Raises:
       FileNotFoundError: the folder has no records.
-      ConfigError: the records name no plan, or are not records.
+      ConfigError: the records name no plan, are not records, or are not those of the plan's task.
     """
     records = read(folder)
     if records.plan is None:
@@ -61,12 +62,24 @@ def result_rows(records: Records, task: Task) -> list[ResultRow]:
     assert records.plan is not None
     rows = []
     for row in records.plan["rows"]:
-        trials = [records.done[t] for t in row["trials"] if t in records.done]
-        summaries = [task.summarise(measurements) for measurements in trials]
+        done = {t: records.done[t] for t in row["trials"] if t in records.done}
+        trials = list(done.values())
+        summaries = [_summary(task, records.plan["task"], *item) for item in done.items()]
         keys = dict.fromkeys(k for s in summaries for k in s)
         values = {k: [s[k] for s in summaries if k in s and math.isfinite(s[k])] for k in keys}
         rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), trials, values))
     return rows
+
+
+def _summary(task: Task, name: str, trial: str, measurements: list[dict[str, Any]]) -> dict[str, float]:
+    try:
+        return task.summarise(measurements)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        # Measurements are what a file holds: what a task cannot read of them, it did not write.
+        raise ConfigError(
+            f"the measurements of trial {trial} are not what task {name!r} writes: {type(error).__name__}: {error}; "
+            "without its `done` line in the records `ksana run` measures it again"
+        ) from error
 
 
 def _progress_note(rows: list[ResultRow]) -> list[str]:

@@ -148,9 +148,12 @@ def _run_trial(trial: Trial, context: Context, file: RecordFile) -> None:
     file.append("start", trial=trial.id, label=trial.label, seed=trial.seed, config=trial.config, time=time.time(),
                 environment=environment())  # fmt: skip
     began = time.perf_counter()
+    count = 0
     for measurement in task_named(trial.config["task"]).run(context):
         file.append("measurement", trial=trial.id, **measurement)
-    file.append("done", trial=trial.id, seconds=time.perf_counter() - began, time=time.time())
+        count += 1
+    seconds = time.perf_counter() - began
+    file.append("done", trial=trial.id, num_measurements=count, seconds=seconds, time=time.time())
 
 
 def _by_engine(trials: list[Trial]) -> Iterator[Trial]:

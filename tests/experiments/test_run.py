@@ -193,7 +193,7 @@ def test_the_environment_names_commit_versions_and_device():
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):
-    (tmp_path / "records.jsonl").write_text('{"schema_version": 1, "kind": "plan", "time": 0}\nnot json\n')
+    (tmp_path / "records.jsonl").write_text('{"schema_version": 1, "kind": "start", "trial": "a"}\nnot json\n')
     with pytest.raises(ConfigError, match=r"records.jsonl line 2 is not a record: b'not json"):
         read(tmp_path)
     (tmp_path / "records.jsonl").write_text('{"schema_version": 99, "kind": "plan"}\n')
