@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from ksana_jax.errors import ConfigError
+from ksana_jax.kv import replacement
 from ksana_jax.kv.patterns import FULL, AttentionPattern
+from ksana_jax.plugins import name_of
+from ksana_jax.scheduler import policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,8 @@ class EngineConfig:
       max_num_batched_tokens: most tokens computed in a step.
       query_tile: tokens of one sequence that share a tile of attention in a step. On a Hopper GPU tiles of 128 and more
         queries x query heads of a group have a kernel of their own: 32 with groups of four, 128 with MHA.
-      policy: order of the waiting requests, a key of `scheduler.policies.POLICIES`.
+      policy: order of the waiting requests: a key of `scheduler.policies.POLICIES`, "package.module:name" of your own,
+        or the function itself.
       max_rotated_sinks: most sink tokens that a pattern may place at "cache" or "ceiling" positions; None takes what
         the pattern needs. A sweep that changes patterns on one engine gives its largest.
       memory_bytes: budget of the pool when num_blocks is None and memory_fraction is too.
@@ -128,7 +132,8 @@ class EngineConfig:
         when num_blocks is None; see `planner`.
       enable_prefix_caching: keep full blocks after use and find them again by what they hold. Off by default: a
         measurement that repeats its prompts would otherwise measure the cache.
-      prefix_eviction: which cached blocks go first, a key of `kv.replacement.POLICIES`.
+      prefix_eviction: which cached blocks go first: a key of `kv.replacement.POLICIES`, "package.module:name" of your
+        own, or the function itself.
       shared_prefix_attention: attend once to blocks that rows of a step share, and merge.
       preempt: what becomes of the keys and values of a row that makes room: "swap" moves them to the host, "recompute"
         drops them, "auto" takes what measured copies and steps say is cheaper. Without host memory it is "recompute".
@@ -150,12 +155,12 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     query_tile: int = 32
-    policy: str = "fcfs"
+    policy: Any = "fcfs"
     max_rotated_sinks: int | None = None
     memory_bytes: int = 2 * 2**30
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
-    prefix_eviction: str = "lru"
+    prefix_eviction: Any = "lru"
     shared_prefix_attention: bool = False
     preempt: Literal["swap", "recompute", "auto"] = "auto"
     host_cache_bytes: int = 0
@@ -199,3 +204,9 @@ class EngineConfig:
             raise ConfigError(f"max_rotated_sinks is {rotated!r}, must be an integer from 0 or None")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}, must be an integer")
+        policies.find_policy(self.policy)
+        replacement.find_policy(self.prefix_eviction)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the fields as values that JSON can hold, for records: a policy of your own goes by its name."""
+        return {f.name: name_of(getattr(self, f.name)) for f in dataclasses.fields(self)}

@@ -19,7 +19,7 @@ from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_index import Scope, sha256
 from ksana_jax.kv.replacement import POLICIES as EVICTIONS
 from ksana_jax.request import FinishReason, SamplingParams
-from ksana_jax.scheduler.policies import NAMES
+from ksana_jax.scheduler.policies import POLICIES
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
 from tests.kv.disk_double import TroubledDisk
@@ -62,7 +62,7 @@ class Simulation:
             "max_num_seqs": rng.randint(1, 6),
             "max_num_batched_tokens": rng.randint(1, 24),
             "query_tile": rng.choice([1, 2, 4, 8]),
-            "policy": rng.choice(NAMES),
+            "policy": rng.choice(list(POLICIES)),
             "caching": self.disk is not None or rng.random() < 0.6,
             "shared_rows": rng.choice([0, 2, 3]),
             "eviction": rng.choice(sorted(EVICTIONS)),

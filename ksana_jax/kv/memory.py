@@ -26,7 +26,7 @@ from ksana_jax.kv.loads import Loads
 from ksana_jax.kv.patterns import FULL, LiveRange
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
-from ksana_jax.kv.replacement import POLICIES
+from ksana_jax.kv.replacement import Policy, find_policy
 from ksana_jax.kv.snapshot import Owner, Snapshot, take
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 from ksana_jax.step import Moves
@@ -42,7 +42,7 @@ class KVMemory:
     Args:
       num_blocks, block_size: of the device's pool.
       caching: whether full blocks are kept after use.
-      eviction: a key of `replacement.POLICIES`.
+      eviction: a key of `replacement.POLICIES`, or see `replacement.find_policy`.
       preempt: see `config.EngineConfig`.
       host_data: [slots, ...] the host's blocks, preallocated; None has no host tier.
       disk: None has no disk tier.
@@ -59,7 +59,7 @@ class KVMemory:
         block_size: int,
         *,
         caching: bool = False,
-        eviction: str = "lru",
+        eviction: str | Policy = "lru",
         preempt: str = "auto",
         host_data: np.ndarray | None = None,
         disk: DiskTier | None = None,
@@ -71,14 +71,13 @@ class KVMemory:
         clock: Callable[[], float] = time.perf_counter,
         load_timeout_s: float = 1.0,
     ):
-        if eviction not in POLICIES:
-            raise ValueError(f"prefix_eviction is {eviction!r}, must be one of {', '.join(POLICIES)}")
+        replacement = find_policy(eviction)
         self.preempt, self.write = preempt, write
         self.block_size, self.block_bytes = block_size, block_bytes
-        self.device = Tier(DEVICE, num_blocks, block_size, POLICIES[eviction])
+        self.device = Tier(DEVICE, num_blocks, block_size, replacement)
         self.host: Tier | None = None
         if host_data is not None and len(host_data):
-            self.host = Tier(HOST, len(host_data), block_size, POLICIES[eviction])
+            self.host = Tier(HOST, len(host_data), block_size, replacement)
         self.host_data, self.disk = host_data, disk
         self.index = PrefixIndex(block_size, scope or Scope(), digest, cost)
         self.prefixes = PrefixCache(self, caching)

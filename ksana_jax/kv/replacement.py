@@ -3,12 +3,16 @@
 A policy is one function from a cached block to its priority; the block of the smallest priority goes first. It is
 called when a block becomes evictable (nobody owns it, and no cached block continues it), and again after each use,
 never in between: a priority may depend on what happened to the block and on `age`, not on the current time.
+
+A policy of your own needs no entry here: `LLM(prefix_eviction="my_package.module:mine")`, or the function itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+
+from ksana_jax.plugins import resolve
 
 
 class Cached(Protocol):
@@ -66,3 +70,12 @@ POLICIES: dict[str, Policy] = {
     "newest_subtree_first": newest_subtree_first,
     "cost_aware": cost_aware,
 }
+
+
+def find_policy(spec: str | Policy) -> Policy:
+    """Returns what `EngineConfig.prefix_eviction` names: a key of POLICIES, "package.module:name", or a function.
+
+    Raises:
+      ConfigError: there is none of that name.
+    """
+    return resolve(spec, POLICIES, "prefix_eviction")

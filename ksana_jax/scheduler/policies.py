@@ -1,15 +1,21 @@
 """Orders in which requests are served. A policy is one function: the smaller its value, the earlier a sequence runs,
-and the later it is preempted."""
+and the later it is preempted.
+
+A policy of your own needs no entry here: `LLM(policy="my_package.module:mine")`, or the function itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from ksana_jax.plugins import resolve
 from ksana_jax.sequence import Sequence
 
 # Any value that sorts; asked once, when a sequence arrives.
 Policy = Callable[[Sequence], Any]
+# A policy that remembers something is a class: each scheduler calls it with max_num_seqs for a policy of its own.
+Stateful = Callable[[int], Policy]
 
 
 def fcfs(seq: Sequence) -> float:
@@ -32,12 +38,14 @@ class LongestPrefix:
 
     Within a group prompts are in lexicographic order, which puts the longest common prefixes next to each other. A
     group takes in no more than `patience` requests after its first one: nobody is overtaken by more than that many.
+    Its default is four times the rows.
 
     Source: KsanaLLM's scheduling by longest common prefix; SGLang's depth-first order, arXiv:2312.07104.
     """
 
-    def __init__(self, patience: int, prefix: int = 32):
-        self._patience, self._prefix = patience, prefix
+    def __init__(self, max_num_seqs: int, *, patience: int | None = None, prefix: int = 32):
+        self._patience = 4 * max_num_seqs if patience is None else patience
+        self._prefix = prefix
         self._first: dict[tuple[str, bytes], int] = {}
 
     def __call__(self, seq: Sequence) -> tuple[int, bytes]:
@@ -52,24 +60,24 @@ class LongestPrefix:
         return (first, tokens)
 
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, Policy | type[LongestPrefix]] = {
     "fcfs": fcfs,
     "shortest_first": shortest_first,
     "fewest_tokens_left": fewest_tokens_left,
+    "longest_prefix": LongestPrefix,
 }
 
 
-def policy_named(name: str, max_num_seqs: int) -> Policy:
-    """A policy by its name in `NAMES`; longest_prefix remembers the groups of one scheduler.
+def find_policy(spec: str | Policy) -> Policy | Stateful:
+    """Returns what `EngineConfig.policy` names: a key of POLICIES, "package.module:name", or a function or class.
 
     Raises:
-      ValueError: there is none of that name.
+      ConfigError: there is none of that name.
     """
-    if name == "longest_prefix":
-        return LongestPrefix(patience=4 * max_num_seqs)
-    if name not in POLICIES:
-        raise ValueError(f"policy is {name!r}, must be one of {', '.join(NAMES)}")
-    return POLICIES[name]
+    return resolve(spec, POLICIES, "policy")
 
 
-NAMES = (*POLICIES, "longest_prefix")
+def make_policy(spec: str | Policy, max_num_seqs: int) -> Policy:
+    """Returns the policy of one scheduler; see `find_policy`."""
+    found: Any = find_policy(spec)
+    return found(max_num_seqs) if isinstance(found, type) else found

@@ -23,7 +23,7 @@ from ksana_jax.kv.snapshot import Owner
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission, Room
-from ksana_jax.scheduler.policies import policy_named
+from ksana_jax.scheduler.policies import Policy, make_policy
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
@@ -62,7 +62,7 @@ class Scheduler:
         ceil(max_num_batched_tokens / query_tile) tiles.
       max_model_len: most tokens of a sequence.
       live: which positions stay visible to later tokens.
-      policy: a key of POLICIES.
+      policy: a key of POLICIES, or see `find_policy`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Scheduler:
         query_tile: int,
         max_model_len: int,
         live: LiveRange,
-        policy: str = "fcfs",
+        policy: str | Policy = "fcfs",
     ):
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -83,7 +83,7 @@ class Scheduler:
         self.max_num_tiles = -(-max_num_batched_tokens // query_tile)
         self.max_model_len = max_model_len
         self.num_preemptions = 0
-        self.queue = WaitingQueue(memory, policy_named(policy, max_num_seqs))
+        self.queue = WaitingQueue(memory, make_policy(policy, max_num_seqs))
         self.running = Running(max_num_seqs)
         self.set_live_range(live)
         memory.owners = self.owners

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.replacement import POLICIES, cost_aware
 
 
@@ -72,3 +74,14 @@ def test_what_was_once_popular_ages():
         age = newcomer[0]
         outlived += newcomer > popular
     assert age == 18 and outlived == 9
+
+
+def shallowest_first(block, age):
+    return (block.depth,)
+
+
+@pytest.mark.parametrize("spec", [shallowest_first, "tests.kv.test_replacement:shallowest_first"])
+def test_a_policy_of_the_users_own_is_what_the_tiers_of_an_engine_ask(spec):
+    memory = KVMemory(8, 4, caching=True, eviction=spec, host_data=np.zeros((4, 1)))
+    assert memory.device.policy is shallowest_first
+    assert memory.host is not None and memory.host.policy is shallowest_first

@@ -1,12 +1,14 @@
 """Orders of service: the value of each policy, and what longest_prefix does to requests that share a prefix."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from ksana_jax import EngineConfig
-from ksana_jax.scheduler.policies import NAMES, LongestPrefix, policy_named
+from ksana_jax.config import ConfigError
+from ksana_jax.scheduler.policies import POLICIES, LongestPrefix, make_policy
 from ksana_jax.sequence import Sequence
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
 
@@ -22,21 +24,64 @@ def order(policy, seqs) -> list[int]:
 
 
 def test_first_come_first_served_is_the_default():
-    assert EngineConfig().policy == "fcfs" == NAMES[0]
+    assert EngineConfig().policy == "fcfs" == next(iter(POLICIES))
     seqs = [sequence(i, prompt_of(9 - i)) for i in range(4)]
-    assert order(policy_named("fcfs", 4), seqs) == [0, 1, 2, 3]
+    assert order(make_policy("fcfs", 4), seqs) == [0, 1, 2, 3]
 
 
 def test_simple_policies_rank_by_what_they_say():
     seqs = [sequence(0, prompt_of(5), max_tokens=9), sequence(1, prompt_of(3), max_tokens=20),
             sequence(2, prompt_of(8), max_tokens=1)]  # fmt: skip
-    assert order(policy_named("shortest_first", 4), seqs) == [1, 0, 2]
-    assert order(policy_named("fewest_tokens_left", 4), seqs) == [2, 0, 1]
+    assert order(make_policy("shortest_first", 4), seqs) == [1, 0, 2]
+    assert order(make_policy("fewest_tokens_left", 4), seqs) == [2, 0, 1]
 
 
 def test_an_unknown_policy_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'lifo', must be one of fcfs, .*, longest_prefix"):
-        policy_named("lifo", 4)
+        make_policy("lifo", 4)
+
+
+def longest_first(seq: Sequence) -> float:
+    return -seq.num_prompt
+
+
+class EveryOther:
+    """A policy with a memory: every second sequence goes before all others."""
+
+    def __init__(self, max_num_seqs: int):
+        self.max_num_seqs, self.count = max_num_seqs, 0
+
+    def __call__(self, seq: Sequence) -> int:
+        self.count += 1
+        return self.count % 2
+
+
+@pytest.mark.parametrize("policy", [longest_first, "tests.scheduler.test_policies:longest_first"])
+def test_a_policy_of_the_users_own_decides_who_is_served_first(policy):
+    engine = make_engine(policy=policy, max_num_seqs=1)
+    requests = [engine.add_request(prompt_of(length), asking(1)) for length in (3, 9, 5)]
+    run(engine)
+    finished = [request.metrics.finished_s or 0 for request in requests]
+    assert finished[1] < finished[2] < finished[0]
+
+
+def test_a_policy_that_is_a_class_is_made_for_each_scheduler_with_its_number_of_rows():
+    one, other = make_policy(EveryOther, 7), make_policy("tests.scheduler.test_policies:EveryOther", 7)
+    assert isinstance(one, EveryOther) and one is not other and one.max_num_seqs == 7
+    assert order(one, [sequence(i, prompt_of(3)) for i in range(4)]) == [1, 3, 0, 2]
+
+
+def test_settings_with_a_policy_of_the_users_own_are_checked_at_once_and_recorded_by_name():
+    config = EngineConfig(policy=longest_first, prefix_eviction="fifo")
+    assert config.policy is longest_first
+    recorded = json.loads(json.dumps(config.plain()))
+    assert recorded["policy"] == "tests.scheduler.test_policies:longest_first"
+    assert EngineConfig(**recorded).plain() == recorded
+    for wrong in ([], None, 5, "lifo", "tests.scheduler.test_policies:POLICIES"):
+        with pytest.raises(ConfigError, match=r"^policy is "):
+            EngineConfig(policy=wrong)
+        with pytest.raises(ConfigError, match=r"^prefix_eviction is "):
+            EngineConfig(prefix_eviction=wrong)
 
 
 def texts_of(groups: int, length: int = 40) -> list[np.ndarray]:
@@ -48,7 +93,7 @@ def test_requests_of_a_group_stand_together_in_order_of_the_first_request():
     a, b = texts_of(2)
     seqs = [sequence(i, np.append(text, tail)) for i, (text, tail) in
             enumerate([(b, 5), (a, 9), (b, 3), (a, 1), (b, 4), (a, 5)])]  # fmt: skip
-    assert order(LongestPrefix(patience=100), seqs) == [2, 4, 0, 3, 5, 1]
+    assert order(LongestPrefix(4, patience=100), seqs) == [2, 4, 0, 3, 5, 1]
 
 
 def test_within_a_group_the_longest_common_prefixes_are_neighbours():
@@ -56,25 +101,25 @@ def test_within_a_group_the_longest_common_prefixes_are_neighbours():
     rng = np.random.default_rng(0)
     branches = [np.concatenate([base, prompt_of(8, seed=s)]) for s in range(4)]
     seqs = [sequence(i, np.concatenate([branches[i % 4], rng.integers(0, 300, 3)])) for i in range(20)]
-    served = order(LongestPrefix(patience=100), seqs)
+    served = order(LongestPrefix(4, patience=100), seqs)
     changes = sum(a % 4 != b % 4 for a, b in itertools.pairwise(served))
     assert changes == 3
     # In the order of the numbers, not of their bytes: 256 comes after 3.
     pair = [sequence(0, [*base, 256]), sequence(1, [*base, 3])]
-    assert order(LongestPrefix(patience=100), pair) == [1, 0]
+    assert order(LongestPrefix(4, patience=100), pair) == [1, 0]
 
 
 def test_salts_do_not_share_a_group():
     [text] = texts_of(1)
     seqs = [sequence(0, np.append(text, 9), "a"), sequence(1, np.append(text, 1), "b"),
             sequence(2, np.append(text, 2), "a")]  # fmt: skip
-    assert order(LongestPrefix(patience=100), seqs) == [2, 0, 1]
+    assert order(LongestPrefix(4, patience=100), seqs) == [2, 0, 1]
 
 
 def test_nobody_is_overtaken_by_more_than_patience_requests():
     patience, lonely = 8, 3
     popular, other = texts_of(2)
-    policy = LongestPrefix(patience)
+    policy = LongestPrefix(4, patience=patience)
     seqs = [sequence(i, np.append(popular, 100 - i) if i != lonely else other) for i in range(60)]
     served = order(policy, seqs)
     before = served.index(lonely) - sum(i < lonely for i in served[: served.index(lonely)])
@@ -84,14 +129,14 @@ def test_nobody_is_overtaken_by_more_than_patience_requests():
 
 
 def test_groups_that_take_in_nobody_any_more_are_forgotten():
-    policy = LongestPrefix(patience=4)
+    policy = LongestPrefix(4, patience=4)
     for i in range(10_000):
         policy(sequence(i, [i // 100, i % 100]))
     assert len(policy._first) <= 4098
 
 
 def test_two_schedulers_do_not_share_groups():
-    one, other = policy_named("longest_prefix", 4), policy_named("longest_prefix", 4)
+    one, other = make_policy("longest_prefix", 4), make_policy("longest_prefix", 4)
     text = prompt_of(40)
     one(sequence(0, text))
     assert other(sequence(7, text))[0] == 7
