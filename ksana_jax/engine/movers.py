@@ -19,27 +19,41 @@ SIZES = (1, 8, 64)
 NUM_TIMED = 4
 
 
+def staging_memory(device: Any) -> str:
+    """Returns the memory that copies between a device and NumPy arrays should cross: "pinned_host" or "none".
+
+    A CPU device computes on the host's memory: a detour would be one more copy.
+    """
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return "pinned_host" if device.platform != "cpu" and "pinned_host" in kinds else "none"
+
+
 class BlockMover:
     """Makes `step.Moves` on a pool.
 
     Args:
       num_slots: blocks of the host, preallocated.
+      staging: memory that blocks cross on their way between device and host: "pinned_host", from where a device copies
+        without the processor, "none", or "auto" (`staging_memory`).
 
     Attributes:
       host_blocks: [num_slots, L, 2, K, B, H] in the pool's type.
+
+    Raises:
+      ValueError: the device has no such memory.
     """
 
-    def __init__(self, cache: KVCache, num_slots: int):
+    def __init__(self, cache: KVCache, num_slots: int, staging: str = "auto"):
         blocks = cache.blocks
         self.host_blocks = np.zeros((num_slots, *blocks.shape[1:]), blocks.dtype)
         self._compiled: dict[Any, Callable] = {}
         self._num_timed = 0
         self._piece = jax.ShapeDtypeStruct(blocks.shape, blocks.dtype)
-        self._pinned = None
-        kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-        if jax.default_backend() != "cpu" and "pinned_host" in kinds:
-            # What passes through pinned memory is copied without the processor.
-            self._pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        device = jax.devices()[0]
+        self._on_device = jax.sharding.SingleDeviceSharding(device)
+        self._staged = None
+        if (kind := staging_memory(device) if staging == "auto" else staging) != "none":
+            self._staged = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
     @property
     def num_compilations(self) -> int:
@@ -65,7 +79,7 @@ class BlockMover:
         saved = []
         for ids, slots in _pieces(moves.saves):
             out = self._gather(len(ids))(cache.blocks, ids)
-            saved.append((slots, out if self._pinned is None else jax.device_put(out, self._pinned)))
+            saved.append((slots, out if self._staged is None else jax.device_put(out, self._staged)))
         blocks = cache.blocks
         copies = _pieces(moves.copies)
         # Of several pieces all are read before one is written.
@@ -79,9 +93,11 @@ class BlockMover:
             saved = []
         for slots, ids in _pieces(moves.loads):
             data = self.host_blocks[slots]
-            if self._pinned is not None:
-                data = jax.device_put(data, self._pinned)
-            blocks = self._scatter(len(data))(blocks, _padded(ids, len(data), len(blocks)), jax.device_put(data))
+            if self._staged is not None:
+                data = jax.device_put(data, self._staged)
+            # Without a target device_put leaves an array where it is, and the compiled scatter refuses pinned memory.
+            data = jax.device_put(data, self._on_device)
+            blocks = self._scatter(len(data))(blocks, _padded(ids, len(data), len(blocks)), data)
         cache = KVCache(blocks)
         if timed:
             jax.block_until_ready([cache.blocks, saved])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
+from ksana_jax.engine import movers
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 
@@ -95,6 +96,14 @@ def test_prefixes_found_within_chunks_of_any_size(pattern):
     assert llm.engine.memory.counters.hit_tokens > 0
 
 
+@pytest.fixture(params=["none", "pinned_host"])
+def staging(request, monkeypatch) -> str:
+    """What blocks cross between device and host; "auto" would choose "none" on a CPU, "pinned_host" on CUDA and TPU."""
+    monkeypatch.setattr(movers, "staging_memory", lambda device: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("staging")
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize("preempt", ["swap", "recompute", "auto"])
 def test_preempted_rows_swapped_or_computed_again(preempt, caching):
@@ -105,6 +114,7 @@ def test_preempted_rows_swapped_or_computed_again(preempt, caching):
     assert preempt == "auto" or (counters.swapped_in > 0) == (preempt == "swap")
 
 
+@pytest.mark.usefixtures("staging")
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("write", ["back", "through"])
 def test_prefixes_that_have_been_on_the_host(write, pattern):

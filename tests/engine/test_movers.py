@@ -1,10 +1,13 @@
 """Copies of whole blocks, in every size of a group and in the order that `step.Moves` promises."""
 
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.engine.movers import NUM_TIMED, SIZES, BlockMover
+from ksana_jax.engine.movers import NUM_TIMED, SIZES, BlockMover, staging_memory
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.step import Moves
 
@@ -13,9 +16,10 @@ NUM_BLOCKS, NUM_SLOTS = 150, 140
 COUNTS = sorted({0, 1, 2, *(s + d for s in SIZES for d in (-1, 0, 1)), 2 * SIZES[-1], 2 * SIZES[-1] + 3})
 
 
-@pytest.fixture(scope="module")
-def mover() -> BlockMover:
-    return BlockMover(pool(), NUM_SLOTS)
+@pytest.fixture(scope="module", params=["none", "pinned_host"])
+def mover(request) -> BlockMover:
+    """Straight to NumPy, as on a CPU, and through pinned memory, as on CUDA and TPU; the CPU has that memory too."""
+    return BlockMover(pool(), NUM_SLOTS, staging=request.param)
 
 
 def pool() -> KVCache:
@@ -140,6 +144,7 @@ def test_a_save_is_what_the_block_held_then_though_the_pool_is_written_before_it
         make(mover, pool(), saves=pairs((0, 0)))
     cache, saved, move_s = mover.start(pool(), Moves(pairs((3, 9)), pairs(), pairs()))
     assert len(saved) == 1 and move_s == 0
+    assert saved[0][1].sharding.memory_kind == ("pinned_host" if mover._staged else "device")
     cache = make(mover, cache, copies=pairs((5, 3)))
     mover.finish(saved)
     assert numbers(mover.host_blocks)[9] == 3 and numbers(cache.blocks)[3] == 5
@@ -173,3 +178,24 @@ def test_the_first_moves_are_timed_once_they_are_compiled():
         mover.finish(saved)
         seconds.append(move_s)
     assert [s > 0 for s in seconds] == [False] + [True] * NUM_TIMED + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "kinds", "expected"),
+    [
+        ("gpu", ["device", "pinned_host"], "pinned_host"),
+        ("tpu", ["device", "pinned_host", "unpinned_host"], "pinned_host"),
+        ("npu", ["device"], "none"),
+        ("cpu", ["device", "pinned_host"], "none"),
+    ],
+)
+def test_blocks_cross_pinned_memory_where_a_device_apart_from_the_host_has_it(platform, kinds, expected):
+    memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+    device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+    assert staging_memory(device) == expected
+
+
+def test_a_memory_that_the_device_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="drum"):
+        BlockMover(pool(), NUM_SLOTS, staging="drum")
+    assert BlockMover(pool(), NUM_SLOTS)._staged is None and jax.default_backend() == "cpu"
