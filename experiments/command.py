@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from experiments import tables
 from experiments.config import load
 from experiments.records import Shard
-from experiments.report import Report, report
+from experiments.report import draw, tabulate
 from experiments.run import run
 
 _WIDEST = 1000  # characters
@@ -42,7 +42,7 @@ def run_and_report(
             progress.update(shown, completed=done + fraction, total=total, description=escape(label))
 
         outcome = run(plan, folder, part, on_progress=on_progress, debug=debug)
-    show(report(folder), folder)
+    report_and_show(folder)
     if outcome.num_skipped:
         errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were done already")
     for label, error in outcome.failed.items():
@@ -50,8 +50,12 @@ def run_and_report(
     return 1 if outcome.failed else 0
 
 
-def show(made: Report, folder: Path) -> None:
-    """Prints table, notes and reading, and where the files are."""
+def report_and_show(folder: Path) -> None:
+    """Makes the report of a folder and prints it: table, reading and notes, then the files that there are.
+
+    The figure is drawn when the table has been printed.
+    """
+    made = tabulate(folder)
     table = tables.terminal(made.title, made.rows, made.columns)
     # Squeezed numbers cannot be read: a narrow terminal wraps the table's lines instead.
     console = Console(highlight=False)
@@ -63,6 +67,5 @@ def show(made: Report, folder: Path) -> None:
         console.print(f"[bold]{escape(made.reading)}[/bold]")
     for note in made.notes:
         console.print(f"[dim]{escape(note)}[/dim]")
-    console.print(
-        f"{escape(str(folder))}: table.md, table.csv, table.tex, figure.png, figure.pdf, records.jsonl, run.json"
-    )
+    files = ["table.md", "table.csv", "table.tex", *draw(made, folder), "records.jsonl", "run.json"]
+    console.print(f"{escape(str(folder))}: {', '.join(files)}")

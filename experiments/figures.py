@@ -13,6 +13,7 @@ COLUMN_INCHES = 3.25
 
 # Okabe and Ito's palette, "Color Universal Design" (2008), its yellow left out: too pale for a line on white.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+KINDS = ("png", "pdf")
 DASHES = ("-", "--", ":", "-.")
 
 _STYLE: dict[Any, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class Report:
     """What a folder's records say. failed: {trial id: error}."""
 
     title: str
+    task: Task
     rows: list[ResultRow]
     columns: list[Column]
     notes: list[str]
@@ -29,12 +31,19 @@ class Report:
 
 
 def report(folder: Path) -> Report:
-    """Writes table.md, table.csv, table.tex, figure.png and figure.pdf of a folder; equal records give equal bytes.
+    """Writes table.md, table.csv and table.tex, then figure.png and figure.pdf; equal records give equal bytes.
 
     Raises:
       FileNotFoundError: the folder has no records.
       ConfigError: the records name no plan, are not records, or are not those of the plan's task.
     """
+    made = tabulate(folder)
+    draw(made, folder)
+    return made
+
+
+def tabulate(folder: Path) -> Report:
+    """The first half of `report`: its tables."""
     records = read(folder)
     if records.plan is None:
         raise ConfigError(f"{folder}: the records name no experiment")
@@ -42,6 +51,7 @@ def report(folder: Path) -> Report:
     rows = result_rows(records, task)
     made = Report(
         title=records.plan["title"] or records.plan["name"],
+        task=task,
         rows=rows,
         columns=task.columns(rows),
         notes=_progress_note(rows) + task.notes(rows),
@@ -52,9 +62,26 @@ def report(folder: Path) -> Report:
     write_atomic(folder / "table.md", tables.markdown(made.title, rows, made.columns, notes))
     write_atomic(folder / "table.csv", tables.comma_separated(rows, made.columns))
     write_atomic(folder / "table.tex", tables.latex(made.title, rows, made.columns, made.notes))
-    for kind, content in figures.render(lambda figure: task.draw(figure, rows), FIGURE_INCHES).items():
-        write_atomic(folder / f"figure.{kind}", content)
     return made
+
+
+def draw(made: Report, folder: Path) -> list[str]:
+    """The second half of `report`: its figure. Whatever goes wrong with it is a warning, and an older figure goes.
+
+    Returns:
+      The names of the files written.
+    """
+    try:
+        files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
+    except Exception as error:
+        # A figure of other numbers would stand beside the new table.
+        for kind in figures.KINDS:
+            (folder / f"figure.{kind}").unlink(missing_ok=True)
+        warnings.warn(f"figure not drawn: {type(error).__name__}: {' '.join(str(error).split())}", stacklevel=2)
+        return []
+    for kind, content in files.items():
+        write_atomic(folder / f"figure.{kind}", content)
+    return [f"figure.{kind}" for kind in files]
 
 
 def result_rows(records: Records, task: Task) -> list[ResultRow]:

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from experiments.figures import line_style
 from experiments.tasks.base import ResultRow
-from experiments.tasks.perplexity_report import method, spans
+from experiments.tasks.perplexity_report import live_blocks, method, spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +30,9 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
         _against_position(above, below, measured)
         above.set_yscale("log")
         above.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    below.set_yscale("log", base=2)
+    # A window of one token holds nothing between steps: zeros alone have no logarithm.
+    if any(np.any(np.asarray(line.get_ydata()) > 0) for line in below.lines):
+        below.set_yscale("log", base=2)
     below.set_ylabel("live KV (KiB)")
     for axis in (above.yaxis, below.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -74,7 +78,10 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
             below.axhline(curve["peak_blocks"] * scale, **style)
         else:
             nll = bucket_nll(row, "all")
-            below.plot(curve["position"], [b * scale for b in curve["live_blocks"]], **style)
+            # A text that fits one step is a point at its end.
+            end = next(m["text_tokens"] for m in row.trials[0] if m["metric"] == "nll")
+            held = [b * scale for b in live_blocks(curve)]
+            below.plot(curve["position"] or [end], held, marker="" if curve["position"] else "o", **style)
         buckets = sorted(nll)
         label = row.name + (" (sampled)" if method(row) == "recompute" else "")
         above.plot(

@@ -46,8 +46,16 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
         result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
     # Recomputation holds nothing between two tokens; its peak is what it costs.
     if streamed := [m for m in kv if m["method"] == "stream"]:
-        result["live_kv_bytes"] = max(max(m["live_blocks"], default=0) * m["block_bytes"] for m in streamed)
+        result["live_kv_bytes"] = max(max(live_blocks(m)) * m["block_bytes"] for m in streamed)
     return result
+
+
+def live_blocks(kv: Measurement) -> list[int]:
+    """Blocks held after each step of a streamed text but the last, which releases everything.
+
+    A text that fits one step has no other: what that step held stands for it.
+    """
+    return kv["live_blocks"] or [kv["peak_blocks"]]
 
 
 def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
@@ -88,6 +96,11 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
             f"Mean ± standard deviation over up to {seeds} seeds, which draw the texts; counts are of one seed."
         )
     said.append("Live KV: most held between steps; peak KV: most held within a step, its chunk included.")
+    if any(m["metric"] == "kv" and m.get("live_blocks") == [] for r in rows for trial in r.trials for m in trial):
+        said.append(
+            "Texts that fit one step are held whole: their live KV is peak KV, whatever the pattern. A smaller "
+            "engine.max_num_batched_tokens cuts them into chunks."
+        )
     for subset in ("all", "sampled"):
         by_seed = zip(
             *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False

@@ -26,10 +26,9 @@ def run(
 
 def report(folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)]) -> None:
     """Makes table and figure of a run again from its records."""
-    from experiments.command import show
-    from experiments.report import report as make
+    from experiments.command import report_and_show
 
-    show(make(folder), folder)
+    report_and_show(folder)
 
 
 def inspect(

@@ -86,6 +86,31 @@ def test_kv_bytes_are_those_of_the_blocks_in_use(measured):
     assert row(made, "recompute").mean("peak_kv_bytes") == 3 * 1024
 
 
+@pytest.mark.parametrize("given", [{}, {"grid": {"pattern.window": [4, 8], "pattern.num_sinks": [0, 1]}}])
+def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experiment, make_llm, tmp_path, text, given):
+    from matplotlib.figure import Figure
+
+    settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
+    outcome = run(experiment(settings=settings, **given), tmp_path / "out", make_llm=make_llm)
+    assert not outcome.failed
+    made = report(tmp_path / "out")
+    # 15 tokens in blocks of 4.
+    assert {r.mean("live_kv_bytes") for r in made.rows} == {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
+    assert any("Texts that fit one step are held whole" in note for note in made.notes)
+    figure = Figure()
+    Perplexity().draw(figure, made.rows)
+    drawn = {float(y) for line in figure.axes[1].lines for y in line.get_ydata()}
+    assert drawn == {4.0}
+    assert (tmp_path / "out/figure.pdf").stat().st_size > 0
+
+
+def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):
+    outcome = run(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm)
+    assert not outcome.failed
+    (row,) = report(tmp_path / "out").rows
+    assert row.mean("live_kv_bytes") == 0
+
+
 def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
     _, made, engines = measured
     (engine,) = engines

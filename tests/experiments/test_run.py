@@ -171,6 +171,28 @@ def test_a_failing_trial_is_recorded_and_the_others_go_on(model, tmp_path):
         run(plan(failing), tmp_path / "out", debug=True)
 
 
+def test_a_table_is_not_lost_to_its_figure(model, tmp_path, monkeypatch, capsys):
+    import fake_task
+
+    from experiments.command import report_and_show
+
+    def fails(self, figure, rows):
+        # What a user reads is printed by now.
+        assert "mean" in capsys.readouterr().out
+        assert (tmp_path / "table.md").exists()
+        raise ZeroDivisionError("no\naxis")
+
+    run(plan(small(model)), tmp_path)
+    report(tmp_path)
+    (tmp_path / "table.md").unlink()
+    monkeypatch.setattr(fake_task.Fake, "draw", fails)
+    with pytest.warns(UserWarning, match="figure not drawn: ZeroDivisionError: no axis"):
+        report_and_show(tmp_path)
+    assert "table.tex, records.jsonl" in capsys.readouterr().out
+    # A figure of other records would be believed.
+    assert not list(tmp_path.glob("figure.*"))
+
+
 def test_records_say_what_made_them(model, tmp_path):
     run(plan(small(model)), tmp_path)
     start = lines(tmp_path, "start")[0]
