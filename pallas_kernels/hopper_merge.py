@@ -66,12 +66,16 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
     total = total * fade + jnp.exp2(sink - base)
     nothing = total == 0.0
     scale = lax.broadcast_in_dim(fade / jnp.where(nothing, 1.0, total), (ROWS, columns), [0])
-    for i, a in enumerate(acc):
-        result_s[:, i * columns : (i + 1) * columns] = (a * scale).astype(result_s.dtype)
+    boxes, _, box = result_s.shape
+    starts = [i * box for i in range(boxes)]
+    for i, start in enumerate(starts):
+        a = acc[start // columns] * scale
+        result_s[i] = a[:, start % columns : start % columns + box].astype(result_s.dtype)
     l_s[0] = jnp.where(top == -jnp.inf, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
     plgpu.commit_smem()
-    part_g = out_g.at[pair, :, pl.ds(part * width, width)]
-    plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, out_g.shape[1])], part_g)
+    for i, start in enumerate(starts):
+        box_g = out_g.at[pair, :, pl.ds(part * width + start, box)]
+        plgpu.copy_smem_to_gmem(result_s.at[i, pl.ds(0, out_g.shape[1])], box_g)
     pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(l_s.at[0, pl.ds(0, rows)], lse_g.at[pair]))
     plgpu.wait_smem_to_gmem(0)
 
@@ -85,6 +89,10 @@ def merge(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int
     """
     pairs, depth, parts = work.of_pair.shape[0] - 1, 2, config.warpgroups
     width = config.head_dim // parts
+    # A TMA box of the result is at most as wide as a swizzle atom, 128 bytes. Where fewer than 8 rows are copied,
+    # Mosaic GPU tiles by that many rows; a second tile of columns would begin inside an atom, and its stores, which
+    # swizzle relative to the tile, would disagree with the TMA engine, which swizzles by absolute address.
+    box = min(config.columns, 128 // jnp.dtype(out_dtype).itemsize)
     kernel = call(
         "hopper_merge",
         functools.partial(_merge, config=config, depth=depth),
@@ -97,7 +105,7 @@ def merge(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int
             plgpu.SMEM((depth, ROWS, width), jnp.float32, transforms=layout(width, 4)),
             plgpu.SMEM((depth, ROWS), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.SMEM((ROWS, width), out_dtype),  # swizzled ones are copied by eight rows
+            plgpu.SMEM((width // box, ROWS, box), out_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=depth),
             plgpu.Barrier(num_arrivals=1),
         ),
