@@ -16,6 +16,14 @@ Array names carry their dimensions where more than one shape is in play:
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ksana_jax.config import EngineConfig, ModelConfig
+    from ksana_jax.engine.llm import LLM
+    from ksana_jax.kv.patterns import AttentionPattern
+    from ksana_jax.loading.load import load_model
+    from ksana_jax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -29,8 +37,10 @@ _PUBLIC = {
     "AttentionPattern": "ksana_jax.kv.patterns",
     "ModelConfig": "ksana_jax.config",
     "EngineConfig": "ksana_jax.config",
+    "load_model": "ksana_jax.loading.load",
 }
-__all__ = list(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]  the names below resolve them
+__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern", "ModelConfig",
+           "EngineConfig", "load_model"]  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -10,21 +11,36 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax.cli import machine, studies, text, training
+from ksana_jax import __version__
+from ksana_jax.cli import groups, machine, studies, text, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
-app = typer.Typer(
+app = groups.group(
+    "Quality, memory and speed of KV-cache techniques, measured on one engine.",
     name="ksana",
-    help="Quality, memory and speed of KV-cache techniques, measured on one engine.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"ksana {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
-    pass
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="say what is loaded, allocated and compiled, with seconds")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    if verbose:
+        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+        logging.getLogger("ksana_jax").setLevel(logging.INFO)
 
 
 COMMANDS = (
@@ -37,16 +53,19 @@ COMMANDS = (
     machine.doctor,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=groups.Command)(command)
 
-bench = typer.Typer(help="Times of the engine on this machine.", no_args_is_help=True)
-bench.command("host")(machine.bench_host)
-bench.command("throughput")(machine.bench_throughput)
+bench = groups.group("Times of the engine on this machine.")
+bench.command("host", cls=groups.Command)(machine.bench_host)
+bench.command("throughput", cls=groups.Command)(machine.bench_throughput)
 app.add_typer(bench, name="bench")
 
-kernels = typer.Typer(help="The kernels, proved on this machine.", no_args_is_help=True)
-kernels.command("check")(machine.kernels_check)
+kernels = groups.group("The kernels, proved on this machine.")
+kernels.command("check", cls=groups.Command)(machine.kernels_check)
 app.add_typer(kernels, name="kernels")
+
+# Options of `ksana` itself that may stand anywhere: `ksana run x.yaml --debug` is what one types after an error.
+ANYWHERE = ("--debug", "--verbose", "-v")
 
 
 def _warn(message, category, filename, lineno, file=None, line=None) -> None:
@@ -56,14 +75,14 @@ def _warn(message, category, filename, lineno, file=None, line=None) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Entry point: an error of the user is one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    # Wherever it stands: `ksana run x.yaml --debug` is what one types after an error.
     debug = "--debug" in argv
-    argv = [a for a in argv if a != "--debug"]
+    moved = [a for a in argv if a in ANYWHERE]
+    argv = [a for a in argv if a not in ANYWHERE]
     warnings.showwarning = _warn
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     keep_compiled_steps(Path(cache_home) / "ksana_jax" / "compiled")
     try:
-        app(["--debug"] * debug + argv, prog_name="ksana")
+        app(moved + argv, prog_name="ksana")
     except (ValueError, OSError, NotImplementedError) as error:
         if debug:
             raise

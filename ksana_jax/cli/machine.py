@@ -13,14 +13,12 @@ def plan(
     model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
     dtype: Annotated[str, typer.Option(help="of the weights: f32 or bf16")] = "bf16",
-    batch: Annotated[int | None, typer.Option(help="requests at once  [default: the most]", show_default=False)] = None,
-    context: Annotated[
-        int | None, typer.Option(help="tokens of each request  [default: the model's]", show_default=False)
-    ] = None,
+    batch: Annotated[int | None, typer.Option(help="requests at once", show_default="as many as fit")] = None,
+    context: Annotated[int | None, typer.Option(help="tokens of each request", show_default="the model's")] = None,
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
     num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="of keys and values: f32, bf16, int8  [default: --dtype]", show_default=False)
+        str | None, typer.Option(help="of keys and values: f32, bf16, int8", show_default="--dtype")
     ] = None,
     embedding_device: Annotated[str, typer.Option(help="device or host, where the embedding rests")] = "device",
     prefix_share: Annotated[float, typer.Option(help="part of each text that all requests have in common")] = 0.0,
@@ -38,15 +36,17 @@ def plan(
     )  # fmt: skip
 
 
-def doctor() -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Says what this machine has, which implementations would be used, and why not the others."""
+    import json
+
     from rich.console import Console
     from rich.markup import escape
 
     from experiments.environment import environment
     from ksana_jax.ops.implementations import explain
 
-    console, found = Console(highlight=False), environment()
+    console, found, attention = Console(highlight=False), environment(), explain()
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
     console.print(
         f"device     {found['num_devices']} x {escape(found['device'])} ({found['backend']}), {found['cores']} cores"
@@ -56,8 +56,11 @@ def doctor() -> None:
     console.print(f"packages   {packages}")
     console.print(f"XLA_FLAGS  {escape(found['xla_flags']) or '(none)'}")
     console.print("ragged paged attention:")
-    for name, chosen, reason in explain():
+    for name, chosen, reason in attention:
         console.print(f"  {'[green]used[/green]    ' if chosen else 'not used'}  {escape(name)}: {escape(reason)}")
+    if as_json:
+        implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
+        print(json.dumps({**found, "attention": implementations}))
 
 
 def bench_host(

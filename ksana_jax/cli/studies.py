@@ -37,7 +37,7 @@ def inspect(
     out: Out = None,
     row: Annotated[int, typer.Option(help="which row of the experiment's table, from 1; its first seed is run")] = 1,
     step: Annotated[
-        int | None, typer.Option(help="list the blocks after this step  [default: a fullest]", show_default=False)
+        int | None, typer.Option(help="list the blocks after this step", show_default="the fullest")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

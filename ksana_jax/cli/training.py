@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax.cli.options import Overrides
-
 
 def train(
     file: Annotated[Path, typer.Argument(help="the training configuration, a YAML file", show_default=False)],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, dotted: model.d_model=128", show_default=False)
+    ] = None,
 ) -> None:
     """Trains a model, or goes on with a training that was interrupted."""
     from ksana_jax.training import train as train_model
