@@ -1,7 +1,8 @@
 """What an experiment is: a YAML file, dotted overrides, and the list of trials they stand for. Knows no engine, no jax.
 
-A trial is one point: model, engine settings, attention pattern, task settings and a seed, all resolved. Its id is the
-hash of those and of its inputs (weights, texts), so that a changed value is another trial and a changed label is not.
+A trial is one point: model, engine settings, attention pattern, task settings and a seed, all resolved. Its id is a
+hash of those that are not defaults and of its inputs (weights, texts): a changed value is another trial, a changed
+label or a setting added by a later version is not.
 
 Numbers may be given in multiples of the model's training context: `window: ${context:1/4}`.
 """
@@ -10,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +22,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from experiments import dotted
+from experiments.identity import canonical, trial_id
 from experiments.models import fingerprint, training_context
 from experiments.tasks import task_named
 from ksana_jax.config import ConfigError, EngineConfig
@@ -110,11 +110,6 @@ class Plan:
         return max((p.num_sinks for p in patterns if p.sink_position != "absolute"), default=0)
 
 
-def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
     """The patterns that a trial's config names: none (the model's own), one for all layers, or one for each."""
     given = config["layer_patterns"] or ([config["pattern"]] if config["pattern"] is not None else [])
@@ -166,7 +161,7 @@ def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: 
 
 def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
     config = {**config, "seed": seed}
-    return Trial(hashlib.sha256(canonical(config).encode()).hexdigest()[:12], label or config["task"], seed, config)
+    return Trial(trial_id(config), label or config["task"], seed, config)
 
 
 def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:

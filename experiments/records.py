@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from experiments.identity import recorded_id
 from ksana_jax.config import ConfigError
 
 SCHEMA_VERSION = 1
@@ -61,7 +62,7 @@ WHOLE = Shard()
 
 @dataclasses.dataclass
 class Records:
-    """What an output folder holds.
+    """What an output folder holds, by today's trial ids; see `identity`.
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. failed: {trial id: error} of
     trials whose last attempt raised.
@@ -82,13 +83,17 @@ def read(folder: Path) -> Records:
     files = sorted(folder.glob("records*.jsonl"))
     if not files:
         raise FileNotFoundError(f"{folder}: no records.jsonl here; `ksana run` writes one")
-    records = Records()
+    records, ids = Records(), {}
     for path in files:
-        _read_file(path, records)
+        _read_file(path, records, ids)
+    if records.plan is not None:
+        rows = [{**row, "trials": [ids.get(t, t) for t in row["trials"]]} for row in records.plan["rows"]]
+        records.plan = {**records.plan, "rows": rows}
     return records
 
 
-def _read_file(path: Path, records: Records) -> None:
+def _read_file(path: Path, records: Records, ids: dict[str, str]) -> None:
+    """Adds what a file holds to the records, and to ids the trials it starts: {id in the file: today's id}."""
     opened: dict[str, list[dict[str, Any]]] = {}
     for where, record in _lines(path):
         kind, trial = record["kind"], record.get("trial", "")
@@ -97,6 +102,7 @@ def _read_file(path: Path, records: Records) -> None:
                 records.plan = record
         elif kind == "start":
             opened[trial] = []
+            ids[trial] = recorded_id(record)
         elif kind == "measurement":
             if trial not in opened:
                 raise ConfigError(f"{where} measures trial {trial}, which is not running there: no start before it")
@@ -105,14 +111,14 @@ def _read_file(path: Path, records: Records) -> None:
             if trial in opened:
                 measured = opened.pop(trial)
                 _check_count(where, record, len(measured))
-                records.done.setdefault(trial, measured)
-                records.failed.pop(trial, None)
-            elif trial not in records.done:
+                records.done.setdefault(ids[trial], measured)
+                records.failed.pop(ids[trial], None)
+            elif ids.get(trial) not in records.done:
                 raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
         elif kind == "failed":
             opened.pop(trial, None)
-            if trial not in records.done:
-                records.failed[trial] = record["error"]
+            if ids.get(trial, trial) not in records.done:
+                records.failed[ids.get(trial, trial)] = record["error"]
 
 
 def _check_count(where: str, done: dict[str, Any], count: int) -> None:
