@@ -12,18 +12,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseException
 from yaml import YAMLError
 
 from experiments import dotted
 from experiments.identity import canonical, trial_id
-from experiments.models import fingerprint, training_context
+from experiments.models import fingerprint, num_layers, training_context
 from experiments.tasks import task_named
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.kv.patterns import AttentionPattern
@@ -33,7 +34,7 @@ from ksana_jax.kv.patterns import AttentionPattern
 class Experiment:
     """The fields of an experiment's YAML file.
 
-    name: of the default output folder; the file's name when empty.
+    name: of the default output folder in runs/; the file's name when empty. One path component; --out takes any path.
     title: one line above the table.
     task: a key of `tasks.TASKS`.
     model: a Hugging Face directory, or the name of an embedded model.
@@ -43,7 +44,7 @@ class Experiment:
     layer_patterns: one pattern for each layer, instead of `pattern`.
     settings: the task's own fields.
     variants: named rows, each {name: ..., dotted.key: value}; empty for one row.
-    grid: {dotted.key: [values]}; every combination, for every variant.
+    grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most MAX_TRIALS.
     seeds: each row runs once for each; tables then give mean and standard deviation.
     """
 
@@ -60,6 +61,9 @@ class Experiment:
     grid: dict[str, Any] = dataclasses.field(default_factory=dict)
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
 
+
+# Resolving one takes about a millisecond, running it seconds at least.
+MAX_TRIALS = 10_000
 
 # What makes a trial what it is; the rest names, orders and multiplies trials.
 TRIAL_KEYS = ("task", "model", "load_format", "engine", "pattern", "layer_patterns", "settings")
@@ -127,13 +131,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such experiment file")
     try:
-        return plan(dotted.plain(OmegaConf.load(path)), overrides, default_name=path.stem)
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ConfigError(f"{path}: not a YAML file of keys and values: {' '.join(str(error).split())}") from error
+        return plan(_read(path), overrides, default_name=path.stem)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: keys or lists are nested too deeply to be read") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dotted.plain(OmegaConf.load(path))
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"not a YAML file of keys and values: {' '.join(str(error).split())}") from error
 
 
 def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: str = "experiment") -> Plan:
@@ -143,8 +154,11 @@ def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: 
     given = dotted.merge(given, pinned)
     experiment = _typed(given)
     source = dotted.plain(experiment)
+    name = _folder_name(source["name"] or default_name)
+    _check_seeds(source["seeds"])
     variants, grid = _variants(source["variants"]), _grid(source["grid"])
     _refuse_pinned(pinned, variants, grid)
+    _check_size(len(variants), grid, len(source["seeds"]))
     base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
     rows = []
     for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
@@ -154,9 +168,34 @@ def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: 
         full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
         trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
         rows.append(Row(label, point, trials))
-    if not source["seeds"]:
+    return Plan(name, source["title"], source["task"], tuple(rows), source)
+
+
+def _folder_name(name: str) -> str:
+    if name.startswith(".") or any(char in "/\\" or not char.isprintable() for char in name):
+        raise ConfigError(
+            f"name is {name!r:.80}, must be one path component that begins with no dot; --out takes any folder"
+        )
+    if (size := len(name.encode())) > 200:
+        raise ConfigError(f"name has {size:,} bytes, must have at most 200: it names a folder")
+    return name
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds:
         raise ConfigError("seeds is empty: give at least one")
-    return Plan(source["name"] or default_name, source["title"], source["task"], tuple(rows), source)
+    for seed in seeds:
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"seeds has {seed}, must be integers from 0 and below 2^63")
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds is {seeds!r:.80}: the same seed twice is one measurement, not two")
+
+
+def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds: int) -> None:
+    count = math.prod([num_variants, num_seeds, *map(len, grid.values())])
+    if count > MAX_TRIALS:
+        factors = [f"{num_variants} variants", *(f"{len(v):,} of {k}" for k, v in grid.items()), f"{num_seeds} seeds"]
+        raise ConfigError(f"{count:,} trials ({' x '.join(factors)}); supported: at most {MAX_TRIALS:,}")
 
 
 def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
@@ -172,16 +211,21 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise _explained(error) from error
     config = {k: config[k] for k in TRIAL_KEYS}
     task = task_named(config["task"])
+    if config["settings"] is None:
+        raise ConfigError("settings is null, must be a mapping; leave it out for the defaults")
     try:
         settings = task.Settings(**config["settings"])
         patterns_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    task.check(config)  # before a length that follows from its settings is somebody else's error
     if config["engine"]["max_model_len"] is None:
         config["engine"]["max_model_len"] = task.max_model_len(settings)
     EngineConfig(**config["engine"])
+    given, wanted = len(config["layer_patterns"]), num_layers(config["model"])
+    if given and wanted is not None and given != wanted:
+        raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")
     config["inputs"] = {**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)}
-    task.check(config)
     return config
 
 
@@ -196,9 +240,24 @@ def _typed(given: Mapping[str, Any]):
     try:
         task = str(given.get("task", schema.task))
         schema.settings = OmegaConf.structured(task_named(task).Settings)
+        _check_containers(given, dotted.plain(schema))
         return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
     except OmegaConfBaseException as error:
         raise _explained(error) from error
+
+
+def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses a mapping in place of a list, which an override such as `seeds[0]=1` makes, and the reverse."""
+    for key, value in given.items():
+        default, name = defaults.get(key), f"{prefix}{key}"
+        if isinstance(default, list) and isinstance(value, Mapping):
+            raise ConfigError(
+                f"{name} is a list, of which an item cannot be set by itself: give all of it, {name}=[...]"
+            )
+        if isinstance(default, Mapping) and isinstance(value, list):
+            raise ConfigError(f"{name} is {value!r:.60}, must be a mapping of keys to values")
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            _check_containers(value, default, f"{name}.")
 
 
 def _context(multiple: int | float | str, *, _root_) -> int:
@@ -222,6 +281,8 @@ def _explained(error: OmegaConfBaseException) -> ConfigError:
         nearest = difflib.get_close_matches(str(error.key), names, n=1, cutoff=0.0)
         return ConfigError(f"unknown key {key!r}; the nearest is {nearest[0]!r}")
     message = str(error).splitlines()[0]
+    if isinstance(error, KeyValidationError):
+        message += ": a key is text, in quotes where YAML takes it for null or a number"
     return ConfigError(f"{key}: {message}" if key else message)
 
 

@@ -37,6 +37,8 @@ def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
         return plain(OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
+    except RecursionError:
+        raise ConfigError(f"overrides {' '.join(overrides):.80}...: nested too deeply to be read") from None
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "pdf.fonttype": 42,
     "text.usetex": False,
+    # Labels are text of the user's, in which $ begins no formula.
+    "text.parse_math": False,
     "savefig.dpi": 200,
 }
 

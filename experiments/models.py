@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import ksana_jax
 from ksana_jax.config import ConfigError
@@ -31,14 +32,29 @@ def model_dir(model: str) -> Path:
 @functools.cache
 def training_context(model: str) -> int:
     """Tokens of the context that the model was trained for, from its config.json."""
-    path = model_dir(model) / "config.json"
-    try:
-        context = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    path, config = _config(model)
+    context = config.get("max_position_embeddings")
     if isinstance(context, bool) or not isinstance(context, int) or context < 1:
         raise ConfigError(f"{path}: max_position_embeddings is {context!r}, needed for ${{context:...}}")
     return context
+
+
+@functools.cache
+def num_layers(model: str) -> int | None:
+    """Layers of the model, from its config.json; None where that does not say."""
+    count = _config(model)[1].get("num_hidden_layers")
+    return count if isinstance(count, int) else None
+
+
+def _config(model: str) -> tuple[Path, dict[str, Any]]:
+    path = model_dir(model) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: holds {type(config).__name__}, must be a JSON object")
+    return path, config
 
 
 @functools.cache

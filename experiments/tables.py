@@ -1,10 +1,14 @@
-"""Result rows as Markdown, CSV, LaTeX (booktabs) and terminal tables. Knows columns and numbers, not what they mean."""
+"""Result rows as Markdown, CSV, LaTeX (booktabs) and terminal tables. Knows columns and numbers, not what they mean.
+
+Labels are text of the user's: each format escapes what it would take for markup, and a line break becomes a space.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.tasks.base import Column, ResultRow
 
@@ -20,12 +24,17 @@ def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str
     best = {c.key: _best(rows, c) for c in columns}
     for row in rows:
         left = [row.label] * labelled + [MISSING if row.point[k] is None else str(row.point[k]) for k in keys]
+        left = [_line(text) for text in left]
         cells.append(left + [_cell(row, c) for c in columns])
         # Two rows that read the same are equally good.
         bold.append(
             [False] * len(left) + [c.best is not None and _mean(row, c) == best[c.key] != MISSING for c in columns]
         )
     return heads, cells, bold
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _mean(row: ResultRow, column: Column) -> str:
@@ -48,13 +57,13 @@ def _cell(row: ResultRow, column: Column) -> str:
 def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
     heads, cells, bold = grid(rows, columns)
     num_left = len(heads) - len(columns)
-    lines = [f"## {title}", ""] if title else []
+    lines = [f"## {_line(title)}", ""] if title else []
     lines += ["| " + " | ".join(heads) + " |"]
     lines += ["|" + "|".join([" --- "] * num_left + [" ---: "] * len(columns)) + "|"]
     for texts, bolds in zip(cells, bold, strict=True):
         marked = [f"**{t}**" if b else t.replace("|", "\\|") for t, b in zip(texts, bolds, strict=True)]
         lines.append("| " + " | ".join(marked) + " |")
-    return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
+    return "\n".join([*lines, "", *(f"{_line(note)}  " for note in notes)]).rstrip() + "\n"
 
 
 def latex(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
@@ -68,7 +77,7 @@ def latex(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], note
         marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
         lines.append(" & ".join(marked) + r" \\")
     caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
-    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(caption)}}}", r"\end{table}"]
+    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}", r"\end{table}"]
     return "\n".join(lines) + "\n"
 
 
@@ -81,8 +90,22 @@ def _tex(text: str) -> str:
     return "".join(_TEX.get(char, char) for char in text)
 
 
+def csv_text(value: Any) -> Any:
+    """Returns a value for a CSV file: text on one line, with an apostrophe before what a spreadsheet would run.
+
+    That is text that begins with = + - or @ (OWASP, "CSV Injection"). Numbers stay numbers.
+    """
+    if not isinstance(value, str):
+        return value
+    text = _line(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
 def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str:
-    """Full precision: label, grid, then mean, standard deviation and count of every summary key, shown or not."""
+    """Full precision: label, grid, then mean, standard deviation and count of every summary key, shown or not.
+
+    Labels and values of the grid that look like formulas are quoted; see `csv_text`.
+    """
     shown = [c.key for c in columns]
     keys = shown + sorted({k for r in rows for k in r.values} - set(shown))
     points = list(rows[0].point) if rows else []
@@ -91,9 +114,8 @@ def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str
     writer.writerow(["row", *points, "seeds", *(name for k in keys for name in (k, f"{k}_sd"))])
     for row in rows:
         numbers = [v for k in keys for v in (row.mean(k), row.sd(k))]
-        writer.writerow(
-            [row.label, *row.point.values(), len(row.trials), *("" if v is None else repr(v) for v in numbers)]
-        )
+        left = [csv_text(value) for value in (row.label, *row.point.values())]
+        writer.writerow([*left, len(row.trials), *("" if v is None else repr(v) for v in numbers)])
     return text.getvalue()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any, Literal
 
 from ksana_jax.errors import ConfigError
@@ -108,6 +109,8 @@ class ModelConfig:
 
 
 DTYPES = ("f32", "bf16")
+# Names in `ops.implementations`, which imports jax.
+ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +185,18 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}, must be a positive integer")
         for name, allowed in (("preempt", ("swap", "recompute", "auto")), ("cache_write", ("back", "through", "drop")),
-                              ("embedding_device", ("device", "host"))):  # fmt: skip
+                              ("embedding_device", ("device", "host")),
+                              ("attention_implementation", ATTENTION_IMPLEMENTATIONS)):  # fmt: skip
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(allowed)}")
         for name in ("host_cache_bytes", "disk_cache_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} is {value!r}, must be an integer from 0")
-        if self.disk_cache_dir is not None and not (self.enable_prefix_caching and self.host_cache_bytes):
+        folder = self.disk_cache_dir
+        if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+            raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
+        if folder is not None and not (self.enable_prefix_caching and self.host_cache_bytes):
             raise ConfigError(
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )

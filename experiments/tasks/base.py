@@ -123,5 +123,8 @@ class Task(Protocol):
         ...
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws the rows into an empty figure of column width."""
+        """Draws the rows into an empty figure of column width.
+
+        Text is drawn as it is, without mathtext: a logarithmic axis needs a formatter such as "{x:g}".
+        """
         ...

@@ -84,15 +84,17 @@ def _inside(directory: Path, name: str, source: Path) -> Path:
         allowed.append(root.parent.parent / "blobs")
     plain = Path(name)
     if plain.is_absolute() or ".." in plain.parts or "\0" in name:
-        raise LoadError(f"{source}: shard {name!r} leaves the directory; supported: files in {directory}")
+        raise LoadError(f"{source}: shard {name!r:.80} leaves the directory; supported: files in {directory}")
     try:
         target = (directory / plain).resolve()
+        is_file = target.is_file()
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError up to Python 3.12
-        raise LoadError(f"{source}: shard {name!r} cannot be read: {error}") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise LoadError(f"{source}: shard {name!r:.80} cannot be read: {reason}") from None
     if not any(target.is_relative_to(place) for place in allowed):
-        raise LoadError(f"{source}: shard {name!r} leaves the directory; supported: files in {directory}")
-    if not target.is_file():
-        raise LoadError(f"{source}: shard {name!r} is missing or not a file")
+        raise LoadError(f"{source}: shard {name!r:.80} leaves the directory; supported: files in {directory}")
+    if not is_file:
+        raise LoadError(f"{source}: shard {name!r:.80} is missing or not a file")
     return directory / plain
 
 

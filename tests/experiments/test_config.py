@@ -47,6 +47,18 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"variants": [{"pattern.window": 1}]}, "each of variants needs a name"),
         ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants have the same name: a"),
         ({"seeds": []}, "seeds is empty"),
+        ({"seeds": [0, -1]}, "seeds has -1, must be integers from 0"),
+        ({"seeds": [3, 3]}, "seeds is [3, 3]: the same seed twice is one measurement"),
+        ({"settings": None}, "settings is null, must be a mapping"),
+        ({"seeds": {"0": 1}}, "seeds is a list, of which an item cannot be set by itself"),
+        ({"grid": [1]}, "grid is [1], must be a mapping"),
+        ({"engine": {"policy": "zzz"}}, "policy is 'zzz', must be one of fcfs"),
+        ({"engine": {"prefix_eviction": "zzz"}}, "prefix_eviction is 'zzz', must be one of lru"),
+        ({"engine": {"attention_implementation": "zzz"}}, "attention_implementation is 'zzz', must be one of auto"),
+        ({"engine": {"disk_cache_dir": ""}}, "disk_cache_dir is '', must be the path of a folder or None"),
+        ({"model": "ksana-tiny", "layer_patterns": [{}]}, "layer_patterns has 1 patterns, ksana-tiny has 4 layers"),
+        ({"grid": {"settings.x": list(range(2000)), "engine.num_blocks": list(range(2000))}},
+         "4,000,000 trials (1 variants x 2,000 of settings.x x 2,000 of engine.num_blocks x 1 seeds); supported: at"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(model, fields, said):
@@ -64,6 +76,48 @@ def test_an_override_wins_over_the_file(model):
     made = plan(small(model, settings={"x": 1}), ["settings.x=5", "seeds=[3]", "engine.num_blocks=null"])
     (trial,) = made.trials
     assert (trial.config["settings"]["x"], trial.seed) == (5, 3)
+
+
+@pytest.mark.parametrize("name", ["/abs", "../up", "..", ".", ".hidden", "a/b", "a\\b", "two\nlines", "a\0", "x" * 201])
+def test_a_name_is_one_path_component(model, name):
+    with pytest.raises(ConfigError, match=r"name (is|has) .*") as raised:
+        plan(small(model, name=name))
+    assert "\n" not in str(raised.value)
+    assert plan(small(model, name="fine, one-part_4.2")).name == "fine, one-part_4.2"
+
+
+@pytest.mark.parametrize("override", ["seeds[0]=1", "seeds.0=1", "variants[0].name=x"])
+def test_an_item_of_a_list_cannot_be_overridden(model, override):
+    given = small(model, seeds=[0, 1], variants=[{"name": "a"}])
+    with pytest.raises(ConfigError, match="is a list, of which an item cannot be set by itself: give all of it"):
+        plan(given, [override])
+
+
+def test_settings_are_refused_by_their_own_name():
+    with pytest.raises(ConfigError, match=r"settings\.num_tokens is -5, must be at least 2"):
+        plan({"task": "perplexity"}, ["settings.num_tokens=-5"])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("settings: " + "{a: " * 1500 + "1" + "}" * 1500, "nested too deeply"),
+        ("variants: " + "[" * 1500 + "]" * 1500, "nested too deeply"),
+        ("null: 1", "Incompatible key type 'NoneType': a key is text, in quotes"),
+        ("engine: {null: 1}", "engine: Incompatible key type"),
+    ],
+)
+def test_what_yaml_reads_and_nobody_can_use_is_one_line_with_the_file(tmp_path, content, said):
+    path = tmp_path / "odd.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"odd\.yaml: .*{said}") as raised:
+        load(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_override_nested_without_end_is_one_line(model):
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        plan(small(model), ["a." * 2000 + "b=1"])
 
 
 @pytest.mark.parametrize("override", ["settings.x", "=3", ""])
@@ -124,6 +178,8 @@ def test_trials_share_an_engine_when_only_pattern_settings_or_seed_differ(model)
 
 
 def test_layers_can_have_patterns_of_their_own(model):
+    path = Path(model, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
     (trial,) = plan(small(model, layer_patterns=[{"window": 4}, {}])).trials
     from experiments.config import patterns_of
 

@@ -1,6 +1,12 @@
 """Tables as text: bold for the best, a dash for what is missing, nothing that LaTeX would stumble over."""
 
-from experiments import tables
+import csv
+import re
+
+import pytest
+from matplotlib.text import Text
+
+from experiments import figures, tables
 from experiments.tasks.base import Column, ResultRow, number
 
 COLUMNS = [Column("a", "A_1 %", number(1), "min"), Column("b", "B", number(0), "max")]
@@ -52,3 +58,44 @@ def test_a_column_where_all_agree_has_no_best():
 def test_a_table_without_rows_is_empty_rather_than_an_error():
     assert tables.markdown("", [], COLUMNS, []).splitlines()[0] == "| A_1 % | B |"
     assert tables.comma_separated([], COLUMNS)
+
+
+HOSTILE = ["a | b\nc", "$\\frac{1}{$ x", "=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", "a\n\n\\input{/etc/passwd}"]
+
+
+@pytest.fixture
+def hostile():
+    return [ResultRow(label, {"settings.x": label}, 1, [[]], {"a": [-1.0]}) for label in HOSTILE]
+
+
+def test_a_label_stays_in_its_cell_of_every_table(hostile):
+    markdown = tables.markdown("two\nlines", hostile, COLUMNS, ["a\nnote"]).splitlines()
+    assert markdown[0] == "## two lines"
+    assert len(markdown) == 2 + 2 + len(HOSTILE) + 2
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == 5 for line in markdown[2 : 4 + len(HOSTILE)])
+    latex = tables.latex("two\n\nlines", hostile, COLUMNS, ["a\n\nnote"])
+    assert "\n\n" not in latex and r"\input" not in latex and r"\$\textbackslash{}frac\{1\}\{\$ x" in latex
+
+
+def test_a_label_in_csv_is_no_formula_and_a_number_stays_a_number(hostile):
+    lines = tables.comma_separated(hostile, COLUMNS).splitlines()
+    for label, cells in zip(HOSTILE, csv.reader(lines[1:]), strict=True):
+        line = " ".join(label.split())
+        assert cells[0] == cells[1] == (f"'{line}" if line[0] in "=+-@" else line)
+        assert cells[3] == "-1.0"
+    (numbers,) = tables.comma_separated([ResultRow("", {"settings.x": -1}, 1, [[]], {})], COLUMNS).splitlines()[1:]
+    assert numbers.startswith(",-1,")
+
+
+@pytest.mark.parametrize("label", [label for label in HOSTILE if label[0] not in "\t\r"])  # no font draws those
+def test_a_label_is_drawn_as_it_is(label):
+    def draw(figure):
+        axes = figure.subplots()
+        axes.bar([label], [1], label=label)
+        axes.set_title(label)
+        figure.legend()
+        drawn.extend(text for text in figure.findobj(Text) if text.get_text() == label)
+
+    drawn = []
+    assert figures.render(draw, 2)["pdf"].startswith(b"%PDF")
+    assert drawn and not any(text.get_parse_math() for text in drawn)

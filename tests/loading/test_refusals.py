@@ -155,6 +155,13 @@ def test_link_that_leads_to_itself(tmp_path):
     assert "'model.safetensors'" in refusal(tmp_path)
 
 
+def test_shard_with_a_name_longer_than_any(tmp_path, tensors):
+    folder = write_shards(tmp_path, tensors)
+    write_index(folder, dict.fromkeys(tensors, "x" * 5000))
+    message = refusal(folder)
+    assert "cannot be read: File name too long" in message and len(message) < 500
+
+
 def test_missing_shard(tmp_path, tensors):
     folder = write_shards(tmp_path, tensors)
     (folder / "model-00002-of-00003.safetensors").unlink()

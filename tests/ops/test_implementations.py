@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig, RopeConfig
+from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig, RopeConfig
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
-from ksana_jax.ops.implementations import Needs, choose, explain
+from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, choose, explain
 from ksana_jax.ops.kernels import Attention, Kernels, calls
 from ksana_jax.step import StepArrays, StepShape
 from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
@@ -180,3 +180,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
 def test_the_needs_of_a_model_are_those_of_this_device():
     needs = Needs.of(ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64), dtype="bf16", block_size=32)
     assert needs.platform == jax.default_backend() and needs.block_size == 32 and needs.num_kv_heads == 4
+
+
+def test_the_configuration_knows_the_names_that_there_are():
+    assert ("auto", *(i.name for i in IMPLEMENTATIONS)) == ATTENTION_IMPLEMENTATIONS
