@@ -205,7 +205,7 @@ def _kv(llm: LLM, method: str) -> dict[str, Any]:
       live_blocks, held after it. The last step is left out: it frees everything.
     """
     records = list(llm.records)
-    result = {
+    result: dict[str, Any] = {
         "block_bytes": llm.block_bytes,
         "peak_blocks": max(int(r.peak_blocks) for r in records),
         "num_preemptions": sum(int(r.num_preemptions) for r in records),
