@@ -28,6 +28,7 @@ from experiments.models import fingerprint, num_layers, training_context
 from experiments.tasks import task_named
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.shipped import experiment_names, experiment_path
 
 
 @dataclasses.dataclass
@@ -127,9 +128,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
       FileNotFoundError: there is no such file, model or text.
       ConfigError: an unknown key (with the nearest name), a value of the wrong type or out of range.
     """
-    path = Path(path)
+    path = experiment_path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such experiment file")
+        known = ", ".join(experiment_names())
+        raise FileNotFoundError(f"{path}: no such experiment file; shipped experiments: {known}")
     try:
         return plan(_read(path), overrides, default_name=path.stem)
     except ConfigError as error:

@@ -8,25 +8,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ksana_jax
 from ksana_jax.config import ConfigError
+from ksana_jax.shipped import model_names, model_path
 
 _SAMPLE_BYTES = 2**20
 
 
 def model_dir(model: str) -> Path:
-    """The directory of a model given by path or by the name of an embedded one.
+    """The directory of a model given by path or by the name of a shipped one.
 
     Raises:
       FileNotFoundError: there is neither.
     """
-    embedded = Path(ksana_jax.__file__).parent / "assets" / model
-    for path in (Path(model), embedded):
-        if (path / "config.json").is_file():
-            return path
-    names = sorted(p.parent.name for p in embedded.parent.glob("*/config.json"))
-    known = f"; embedded models are {', '.join(names)}" if names else ""
-    raise FileNotFoundError(f"model {model!r} is not a directory with a config.json{known}")
+    path = model_path(model)
+    if (path / "config.json").is_file():
+        return path
+    known = ", ".join(model_names())
+    raise FileNotFoundError(f"model {model!r} is not a directory with a config.json; shipped models: {known}")
 
 
 @functools.cache

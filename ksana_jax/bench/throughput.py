@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 
 from ksana_jax.engine.llm import LLM
 from ksana_jax.request import SamplingParams
+from ksana_jax.shipped import model_path
 
 
 def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
@@ -26,8 +26,9 @@ def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeat
       output_tokens_per_s (median over repeats, prompts included in the time), seconds (of that repeat), and what it
       was measured on. token_ids holds what each request gave.
     """
-    if "load_format" not in settings and not (Path(model) / "model.safetensors").exists() and Path(model).is_dir():
-        settings["load_format"] = "auto" if (Path(model) / "model.safetensors.index.json").exists() else "dummy"
+    directory = model_path(model)
+    if "load_format" not in settings and directory.is_dir() and not any(directory.glob("model.safetensors*")):
+        settings["load_format"] = "dummy"
     llm = LLM(model, dtype=dtype, max_num_seqs=num_requests, max_model_len=512, **settings)
     prompts, lengths = workload(llm.model_config.vocab_size, num_requests, seed)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]

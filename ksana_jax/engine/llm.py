@@ -30,9 +30,8 @@ from ksana_jax.planner.engine import Compared, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.shipped import model_path
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
-
-EMBEDDED = {"ksana-tiny": Path(__file__).parent.parent / "assets" / "ksana-tiny"}
 
 Prompt = str | Mapping[str, Any]
 logger = logging.getLogger("ksana_jax")
@@ -62,7 +61,7 @@ class LLM:
         **settings: Any,
     ):
         config, before = _engine_config(settings), resident_bytes()
-        model_dir = EMBEDDED.get(str(model), Path(model))
+        model_dir = model_path(model)
         self.model_config, params = load_model(
             model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
         )

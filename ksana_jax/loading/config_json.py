@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.models.families import config_from_hf
+from ksana_jax.shipped import model_path
 
 # Far above any real config or shard index; a file beyond it is not read.
 MAX_JSON_BYTES = 16 * 2**20
@@ -25,11 +26,12 @@ class Tokenizer(Protocol):
 
 
 def model_directory(model_dir: str | os.PathLike[str]) -> Path:
-    """
+    """The directory of a model, given by path or by the name of a shipped one.
+
     Raises:
       LoadError: there is no such directory.
     """
-    path = Path(model_dir)
+    path = model_path(model_dir)
     if not path.is_dir():
         raise LoadError(f"{path} is not a directory; supported: a local directory in Hugging Face form")
     return path

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import numpy as np
 
-from ksana_jax.engine.llm import EMBEDDED, LLM
+from ksana_jax.engine.llm import LLM
 from ksana_jax.request import SamplingParams
+from ksana_jax.shipped import model_path
 
 
 def check(model: str, *, rounds: int = 2, **settings) -> dict:
@@ -26,7 +26,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
       For weights, pool, step and peak {"predicted", "measured"} in bytes; peak_error, predicted over measured peak less
       one; peak_after_rounds, the measured peak after warm-up and each round; num_steps compiled.
     """
-    directory = EMBEDDED.get(model, Path(model))
+    directory = model_path(model)
     load_format = "auto" if any(directory.glob("*.safetensors*")) else "dummy"
     llm = LLM(model, load_format=load_format, **settings)
     sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False, seed=0)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import ksana_jax
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.loading.config_json import load_config
@@ -16,6 +14,7 @@ from ksana_jax.planner.devices import Device, compile_target, find_device
 from ksana_jax.planner.formula import Memory, PlanRequest, largest
 from ksana_jax.planner.step_memory import NO_STEP, StepCost, measure_step
 from ksana_jax.planner.terms import embedding_bytes
+from ksana_jax.shipped import model_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,17 +142,14 @@ def plan(
 
 
 def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
-    """The config of a directory, of a config.json or of an embedded model, and a name for it."""
-    path = Path(model)
-    embedded = Path(ksana_jax.__file__).parent / "assets" / str(model)
-    if not path.exists() and (embedded / "config.json").is_file():
-        path = embedded
+    """The config of a directory, of a config.json or of a shipped model, and a name for it."""
+    path = model_path(model)
     if path.is_file():
         if path.name != "config.json":
             raise ConfigError(f"model {str(model)!r} is a file; must be a config.json or a directory with one")
         path = path.parent
     if not path.is_dir():
-        raise ConfigError(f"model {str(model)!r} is neither a directory, nor a config.json, nor an embedded model")
+        raise ConfigError(f"model {str(model)!r} is neither a directory, nor a config.json, nor a shipped model")
     return load_config(path), path.resolve().name
 
 

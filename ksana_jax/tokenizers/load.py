@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.shipped import model_path
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_optional_object, read_text
 
@@ -14,7 +15,7 @@ JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.jso
 
 
 def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
-    """Reads the tokenizer of a directory.
+    """Reads the tokenizer of a model directory, or of a shipped model.
 
     tokenizer.json where there is one: it is complete by itself (added tokens, what begins a text), and it is what
     transformers and the serving engines read, while a tokenizer.model beside it is what it was converted from and often
@@ -23,7 +24,7 @@ def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
     Raises:
       TokenizerError: no tokenizer, or a file that cannot be used.
     """
-    directory = Path(model_dir)
+    directory = model_path(model_dir)
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory")
     config = read_optional_object(directory / CONFIG)

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
+from ksana_jax.shipped import training_path
 
 
 @dataclasses.dataclass
@@ -131,7 +132,7 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     Raises:
       ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), or a value cannot be.
     """
-    schema = OmegaConf.structured(TrainConfig)
+    path, schema = training_path(path), OmegaConf.structured(TrainConfig)
     try:
         with open(path, encoding="utf-8") as file:
             loaded = OmegaConf.load(file)

@@ -72,9 +72,7 @@ def test_weights_are_the_bytes_of_the_loaded_tree(config, dtype):
 
 
 def test_weights_of_the_embedded_model_are_those_on_disk():
-    from ksana_jax.engine.llm import EMBEDDED
-
-    config, params = load_model(EMBEDDED["ksana-tiny"])
+    config, params = load_model("ksana-tiny")
     assert weights_bytes(config, "f32") == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 

@@ -1,0 +1,57 @@
+"""Models and configurations that come with the package, found by name. No jax.
+
+A path that exists always wins, so that a name never hides a file of the user's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+# setup.py copies the repository's configs/ into the wheel; a checkout and an editable installation use it in place.
+_PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+CONFIGS = next((place for place in _PLACES if (place / "quickstart.yaml").is_file()), None)
+_MODELS = (_PACKAGE / "assets", *([CONFIGS / "models"] if CONFIGS else []))
+_EXPERIMENTS = (CONFIGS, CONFIGS / "experiments") if CONFIGS else ()
+_TRAININGS = (CONFIGS / "train",) if CONFIGS else ()
+
+
+def model_path(model: str | os.PathLike[str]) -> Path:
+    """The directory of a model: the path itself if it exists, else the shipped model of that name, else the path.
+
+    `configs/models/NAME` is such a name too, so that experiments run outside a checkout.
+    """
+    return _find(Path(model), _MODELS, "")
+
+
+def experiment_path(name: str | os.PathLike[str]) -> Path:
+    """The YAML file of an experiment: a path, or the name of a shipped one (`quickstart`)."""
+    return _find(Path(name), _EXPERIMENTS, ".yaml")
+
+
+def training_path(name: str | os.PathLike[str]) -> Path:
+    """The YAML file of a training: a path, or the name of a shipped one (`ksana_tiny`)."""
+    return _find(Path(name), _TRAININGS, ".yaml")
+
+
+def model_names() -> list[str]:
+    """Names of the shipped models; those under configs/ have no weights."""
+    return sorted(path.parent.name for folder in _MODELS for path in folder.glob("*/config.json"))
+
+
+def experiment_names() -> list[str]:
+    """Names of the shipped experiments."""
+    return sorted(path.stem for folder in _EXPERIMENTS for path in folder.glob("*.yaml"))
+
+
+def _find(path: Path, folders: tuple[Path, ...], suffix: str) -> Path:
+    if path.exists():
+        return path
+    if CONFIGS is not None and path.parts[:1] == ("configs",):
+        inside = CONFIGS.joinpath(*path.parts[1:])
+        return inside if inside.exists() else path
+    if len(path.parts) == 1:
+        found = (folder / f"{path.name.removesuffix(suffix)}{suffix}" for folder in folders)
+        return next((candidate for candidate in found if candidate.exists()), path)
+    return path
