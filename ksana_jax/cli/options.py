@@ -7,9 +7,20 @@ from typing import Annotated
 
 import typer
 
-Experiment = Annotated[Path, typer.Argument(help="the experiment, a YAML file", show_default=False)]
+Experiment = Annotated[Path, typer.Argument(help="a YAML file, or the name of a shipped one", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, dotted: engine.block_size=8", show_default=False)
 ]
 Out = Annotated[Path | None, typer.Option(help="output folder", show_default="runs/NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="end with one line of JSON")]
+
+# A model that gives text.
+Model = Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")]
+MaxTokens = Annotated[int, typer.Option(help="most tokens of output")]
+Temperature = Annotated[float, typer.Option(help="0 takes the most probable token")]
+TopP = Annotated[float, typer.Option(help="smallest set of tokens of that probability")]
+Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)]
+Dtype = Annotated[str, typer.Option(help="f32 or bf16")]
+Window = Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)]
+Sinks = Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")]
+MaxModelLen = Annotated[int | None, typer.Option(help="most tokens, prompt and output", show_default=False)]

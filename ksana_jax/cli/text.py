@@ -3,39 +3,68 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ksana_jax.cli.options import Dtype, MaxModelLen, MaxTokens, Model, Seed, Sinks, Temperature, TopP, Window
+
+if TYPE_CHECKING:
+    from ksana_jax import LLM, AttentionPattern, SamplingParams
+    from ksana_jax.engine.llm import Prompt
+
 
 def generate(
-    model: Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="text to continue", show_default=False)],
-    max_tokens: Annotated[int, typer.Option(help="most tokens of output")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="smallest set of tokens of that probability")] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)] = None,
-    dtype: Annotated[str, typer.Option(help="f32 or bf16")] = "f32",
-    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
-    sinks: Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")] = 0,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="most tokens, prompt and output", show_default=False)
+    model: Model,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="text to continue; - is standard input, as is none in a pipe"),
     ] = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+    dtype: Dtype = "f32",
+    window: Window = None,
+    sinks: Sinks = 0,
+    max_model_len: MaxModelLen = None,
 ) -> None:
-    """Continues a prompt, text appearing as it is made."""
-    from ksana_jax import LLM, AttentionPattern, SamplingParams
+    """Continues a prompt, printing text as it is generated."""
+    text = prompt if prompt not in (None, "-") else read_prompt(sys.stdin.isatty() and prompt is None)
+    from ksana_jax import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    pattern = window_pattern(window, sinks)
+    print_stream(LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, pattern=pattern), text, params)
+
+
+def read_prompt(nobody_pipes: bool) -> str:
+    """The prompt on standard input, without the newline that ends its last line."""
+    if nobody_pipes:
+        raise ValueError("no prompt: give --prompt TEXT, or pipe a text into standard input")
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise ValueError("no prompt: standard input is empty")
+    return text
+
+
+def window_pattern(window: int | None, sinks: int) -> AttentionPattern | None:
+    """The pattern that --window and --sinks ask for; None is the model's own."""
+    from ksana_jax import AttentionPattern
 
     if sinks and window is None:
         raise ValueError(f"--sinks {sinks} needs --window")
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    pattern = None
-    if window is not None:
-        pattern = AttentionPattern(window=window, num_sinks=sinks, sink_position="cache" if sinks else "absolute")
-    llm = LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, pattern=pattern)
-    shown = 0
+    if window is None:
+        return None
+    return AttentionPattern(window=window, num_sinks=sinks, sink_position="cache" if sinks else "absolute")
+
+
+def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:
+    """Prints a completion as it is generated, and a newline; returns its text."""
+    text = ""
     for output in llm.stream(prompt, params):
-        text = output.outputs[0].text
+        shown, text = len(text), output.outputs[0].text
         sys.stdout.write(text[shown:])
         sys.stdout.flush()
-        shown = len(text)
     sys.stdout.write("\n")
+    return text

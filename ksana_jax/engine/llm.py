@@ -283,6 +283,10 @@ class LLM:
         sampling_params: SamplingParams | None = None,
     ) -> list[RequestOutput]:
         """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
+        return self.generate(self.chat_prompts(messages), sampling_params)
+
+    def chat_prompts(self, messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]]) -> list[Prompt]:
+        """Lays conversations out with the chat template, as prompts for `generate` and `stream`."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template")
         if not isinstance(messages, (list, tuple)):
@@ -291,8 +295,7 @@ class LLM:
         conversations: Any = [messages] if one else messages
         texts = [render_chat(self.tokenizer, c, add_generation_prompt=True) for c in conversations]
         # A template writes the special tokens itself.
-        ids = [{"prompt": t, "prompt_token_ids": self.tokenizer.encode(t, add_special_tokens=False)} for t in texts]
-        return self.generate(ids, sampling_params)
+        return [{"prompt": t, "prompt_token_ids": self.tokenizer.encode(t, add_special_tokens=False)} for t in texts]
 
     def _add_all(self, prompts, sampling_params, streams: bool) -> list[Request]:
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts

@@ -1,0 +1,78 @@
+"""`ksana chat`: a conversation in the terminal, or one read from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from ksana_jax.cli.options import Dtype, MaxModelLen, MaxTokens, Model, Seed, Sinks, Temperature, TopP, Window
+from ksana_jax.cli.text import print_stream, window_pattern
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+
+
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="system message", show_default=False)] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+    dtype: Dtype = "f32",
+    window: Window = None,
+    sinks: Sinks = 0,
+    max_model_len: MaxModelLen = None,
+) -> None:
+    """Talks with a model that has a chat template; each line of input is a message.
+
+    Commands within the conversation are /help, /reset and /exit.
+    """
+    from ksana_jax import LLM, SamplingParams
+    from ksana_jax.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    if tokenizer.chat_template is None:  # said before the weights are read
+        raise ValueError(f"{model} has no chat template, which `ksana chat` needs; `ksana generate` continues a text")
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    # With the prefix cache a turn computes its own tokens, not those of all turns before.
+    llm = LLM(
+        model, tokenizer=tokenizer, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len,
+        pattern=window_pattern(window, sinks), enable_prefix_caching=True,
+    )  # fmt: skip
+    if sys.stdin.isatty():
+        print(HELP, file=sys.stderr)
+        with contextlib.suppress(ImportError):
+            import_module("readline")  # makes input() edit lines and remember them
+    converse(llm, [{"role": "system", "content": system}] if system else [], params)
+
+
+def converse(llm, opening: list[dict[str, str]], params) -> None:
+    """Answers each line of standard input until it ends; a message that cannot be answered is dropped."""
+    messages = list(opening)
+    while (line := _next_line()) not in (None, "/exit"):
+        if line == "/reset":
+            messages = list(opening)
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
+        elif line:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                [prompt] = llm.chat_prompts(asked)
+                answer = print_stream(llm, prompt, params)
+            except ValueError as error:  # refused by the template, or the conversation has become too long
+                print(f"ksana: error: {error}; /reset starts anew", file=sys.stderr)
+            except KeyboardInterrupt:
+                print("\nksana: answer stopped, and the message dropped", file=sys.stderr)
+            else:
+                messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _next_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None

@@ -1,0 +1,103 @@
+"""`ksana generate` and `ksana chat`: where prompts come from, and what a conversation sends to the model."""
+
+import io
+import json
+import shutil
+
+import pytest
+
+from ksana_jax import LLM, SamplingParams, cli
+from ksana_jax.shipped import model_path
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}# {{ m.content }}\n"
+    "{% else %}{{ m.role[0] }}: {{ m.content }}\n{% endif %}{% endfor %}a:"
+)
+GREEDY = ("--temperature", "0", "--max-tokens", "8", "--max-model-len", "128")
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """The embedded model with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "talker"
+    shutil.copytree(model_path("ksana-tiny"), folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return []
+
+
+@pytest.fixture
+def ksana(monkeypatch, capsys, prompts):
+    """Runs a command with standard input; returns (exit code, output, errors). Prompts that reach an LLM are noted."""
+    stream = LLM.stream
+
+    def noted(self, prompt, params=None):
+        prompts.append(prompt if isinstance(prompt, str) else prompt["prompt"])
+        return stream(self, prompt, params)
+
+    def run(*args, stdin="", terminal=False):
+        text = io.StringIO(stdin)
+        text.isatty = lambda: terminal
+        monkeypatch.setattr("sys.stdin", text)
+        prompts.clear()
+        with pytest.raises(SystemExit) as raised:
+            cli.main([str(a) for a in args])
+        return raised.value.code, *capsys.readouterr()
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    return run
+
+
+@pytest.mark.parametrize("dash", [("-p", "-"), ()])
+def test_a_prompt_comes_from_standard_input_without_its_last_newline(ksana, prompts, dash):
+    code, out, _ = ksana("generate", "ksana-tiny", *dash, *GREEDY, stdin="def main(\n\n")
+    assert code == 0 and prompts == ["def main(\n"] and out.strip()
+
+
+def test_a_prompt_on_the_command_line_leaves_standard_input_alone(ksana, prompts):
+    code, _, _ = ksana("generate", "ksana-tiny", "-p", "def main(", *GREEDY, stdin="something else")
+    assert code == 0 and prompts == ["def main("]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "message"), [(True, "give --prompt TEXT, or pipe a text"), (False, "standard input is empty")]
+)
+def test_no_prompt_is_an_error_before_anything_is_loaded(ksana, terminal, message):
+    code, out, error = ksana("generate", "no-such-model", terminal=terminal)
+    assert (code, out) == (2, "") and message in error
+
+
+def test_chat_sends_the_whole_conversation_through_the_template(ksana, prompts, talker):
+    code, out, error = ksana("chat", talker, "--system", "Be short.", *GREEDY, stdin="x = 1\n\ny = 2\n")
+    assert (code, error) == (0, "")
+    first, second = prompts
+    assert first == "<s># Be short.\nu: x = 1\na:"
+    [answer] = LLM(str(talker), max_model_len=128).chat(
+        [{"role": "system", "content": "Be short."}, {"role": "user", "content": "x = 1"}],
+        SamplingParams(temperature=0, max_tokens=8),
+    )
+    said = answer.outputs[0].text
+    assert said and out.startswith(said + "\n")
+    assert second == f"<s># Be short.\nu: x = 1\na: {said}\nu: y = 2\na:"
+
+
+def test_chat_forgets_and_ends_when_told(ksana, prompts, talker):
+    code, _, error = ksana("chat", talker, *GREEDY, stdin="one\n/reset\n/help\n/usr/bin\n/exit\nnever read\n")
+    assert code == 0 and "/reset forgets" in error
+    assert prompts == ["<s>u: one\na:", "<s>u: /usr/bin\na:"]
+
+
+def test_a_message_that_does_not_fit_is_dropped_and_the_conversation_goes_on(ksana, prompts, talker):
+    code, _, error = ksana("chat", talker, *GREEDY, stdin=f"{'x ' * 400}\nshort\n")
+    assert code == 0 and "max_model_len is 128" in error
+    assert prompts[-1] == "<s>u: short\na:"
+
+
+def test_chat_with_a_model_without_a_template_says_so(ksana):
+    code, out, error = ksana("chat", "ksana-tiny", stdin="hello\n")
+    assert (code, out) == (2, "") and "ksana-tiny has no chat template" in error
