@@ -8,16 +8,19 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv import patterns
 from ksana_jax.kv.cache import KVCache, storage_dtype
 from ksana_jax.ops import kernels
 from ksana_jax.ops.attention import ragged_paged_attention, write
 
 
 class Needs(NamedTuple):
-    """What attention runs on and with.
+    """Hardware, shapes and patterns that an implementation must support.
 
     platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
     dtype: in which keys and values rest. num_rotated_sinks: most sinks that are seen from elsewhere.
+    pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
+      them would compute another pattern than was asked for.
     """
 
     platform: str
@@ -28,6 +31,7 @@ class Needs(NamedTuple):
     head_dim: int
     block_size: int
     num_rotated_sinks: int = 0
+    pattern_fields: tuple[str, ...] = patterns.PatternArrays._fields
 
     @classmethod
     def of(
@@ -39,7 +43,7 @@ class Needs(NamedTuple):
         return cls(
             device.platform, None if found is None else _version(found),
             storage_dtype(dtype, device.platform), config.num_heads, config.num_kv_heads, config.head_dim, block_size,
-            num_rotated_sinks,
+            num_rotated_sinks, patterns.PatternArrays._fields,
         )  # fmt: skip
 
 

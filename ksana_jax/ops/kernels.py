@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 PREFILL_ROWS = 128  # of `hopper_prefill`'s tiles
 
+# What kernels read of a `PatternArrays`, and what they call it.
+PATTERN_FIELDS = {
+    "window": "window", "num_sinks": "num_sinks", "stride": "stride", "has_global": "has_global",
+    "global_every": "global_every", "sink_position": "sink_moved", "sink_ceiling": "sink_ceiling",
+}  # fmt: skip
 # The kernels' `sink_moved` counts in the same order.
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
 
@@ -154,11 +159,20 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
-    """A layer's numbers as the kernels name them."""
-    return Pattern(
-        window=pattern.window, num_sinks=pattern.num_sinks, stride=pattern.stride, has_global=pattern.has_global,
-        global_every=pattern.global_every, sink_moved=pattern.sink_position, sink_ceiling=pattern.sink_ceiling,
-    )  # fmt: skip
+    """A layer's numbers as the kernels name them.
+
+    Raises:
+      NotImplementedError: a pattern has fields that the kernels do not read.
+    """
+    if reason := _unread(pattern._fields):
+        raise NotImplementedError(reason)
+    return Pattern(**{theirs: getattr(pattern, ours) for ours, theirs in PATTERN_FIELDS.items()})
+
+
+def _unread(pattern_fields: tuple[str, ...]) -> str | None:
+    """Why kernels cannot serve patterns of some fields, or None. The numbers are data: no value of them is exempt."""
+    unread = [name for name in pattern_fields if name not in PATTERN_FIELDS]
+    return f"attention patterns have {', '.join(unread)}, which the kernels do not read" if unread else None
 
 
 def second_positions(where: Where) -> jax.Array:
@@ -183,6 +197,8 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 def lacks(kernels: Kernels, needs: Needs) -> str | None:
     """What kernels lack of some needs, in their own words, or None."""
+    if reason := _unread(needs.pattern_fields):
+        return reason
     more = needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.block_size, needs.dtype, needs.num_rotated_sinks
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if found := _lacks(kernel, tile, *more):

@@ -9,23 +9,10 @@ from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.transformer import init_params
 from ksana_jax.ops import attention
+from tests.patterns import PATTERNS, WINDOW
 from tests.reference import reference_logprobs
 
-WINDOW = 12
 TEXT = 6 * WINDOW
-PATTERNS = {
-    "full": AttentionPattern(),
-    "sliding": AttentionPattern(window=WINDOW),
-    "dilated": AttentionPattern(window=WINDOW, stride=3),
-    "dilated with sinks": AttentionPattern(window=WINDOW, stride=2, num_sinks=1),
-    "global": AttentionPattern(window=WINDOW, global_every=10),
-    "sinks at absolute positions": AttentionPattern(window=WINDOW, num_sinks=3),
-    "StreamingLLM": AttentionPattern(window=WINDOW, num_sinks=3, sink_position="cache"),
-    "StreamingLLM, sinks over a block's edge": AttentionPattern(window=WINDOW, num_sinks=9, sink_position="cache"),
-    "LM-Infinite": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling"),
-    "LM-Infinite, high ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=30),
-    "LM-Infinite, low ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=5),
-}
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 # float32 against float64 through two layers: about 1e-5 here; 1e-4 is the contract.
 TOLERANCE = 1e-4

@@ -1,0 +1,60 @@
+"""Every pattern of the engine in the kernels: the same numbers mean the same keys, and each kernel computes them."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from ksana_jax.ops.kernels import kernel_pattern
+from pallas_kernels import hopper, triton_decode, triton_ragged
+from pallas_kernels.arguments import Spec
+from pallas_kernels.patterns import Pattern
+from tests.pallas_kernels.contract import check
+from tests.pallas_kernels.interpreter import PARAMS, interpreting
+from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
+from tests.reference import literal
+
+KERNELS = {
+    "decode": functools.partial(triton_decode.ragged_paged_attention, interpret=True, num_workers=3),
+    "ragged": functools.partial(triton_ragged.ragged_paged_attention, interpret=True),
+}
+# Texts that go past the window and the highest ceiling. Specs that differ in their pattern alone share a compilation.
+DECODE = Spec(rows=((75, 1), (0, 0), (17, 1)), head_dim=64, seed=50)
+CHUNK = Spec(rows=((75, 9), (1, 1)), q_tile=4, head_dim=64, seed=51)
+
+
+def numbers(name: str) -> Pattern:
+    return Pattern(*(int(x) for x in kernel_pattern(PATTERNS[name].arrays())))
+
+
+def spec_of(spec: Spec, name: str) -> Spec:
+    """Second queries are one for all sinks at "cache" positions, one for each sink at "ceiling" positions."""
+    second = {"absolute": 0, "cache": 1, "ceiling": MAX_ROTATED_SINKS}[PATTERNS[name].sink_position]
+    return dataclasses.replace(spec, pattern=numbers(name), sink_queries=second)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_kernels_pattern_shows_the_same_keys_and_moves_the_same_sinks(name):
+    i, j = np.arange(80)[:, None], np.arange(80)[None, :]
+    visible, stands = literal(PATTERNS[name], i, j)
+    seen = np.asarray(numbers(name).visible(i, j))
+    moved = np.asarray(numbers(name).moved(i, j))
+    assert (seen == visible).all()
+    # A sink may be scored with the second query where both queries stand at the same place.
+    assert (moved | (stands == i) | ~seen).all()
+    assert not (moved & (j >= PATTERNS[name].num_sinks)).any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_triton_computes_every_pattern(kernel, name):
+    check(KERNELS[kernel], spec_of(DECODE if kernel == "decode" else CHUNK, name))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_hopper_computes_every_pattern(name):
+    # A function of its own each time: the interpreter of jax 0.10 cannot run the same program twice.
+    attend = functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3)
+    with interpreting():
+        check(attend, spec_of(DECODE, name))
