@@ -37,7 +37,7 @@ class Experiment:
 
     name: of the default output folder in runs/; the file's name when empty. One path component; --out takes any path.
     title: one line above the table.
-    task: a key of `tasks.TASKS`.
+    task: a key of `tasks.TASKS`, or "package.module:Class" of your own.
     model: a Hugging Face directory, or the name of an embedded model.
     load_format: "auto" reads the weights, "dummy" draws them.
     engine: fields of `EngineConfig`; max_model_len null takes what the task needs.
@@ -281,7 +281,8 @@ def _explained(error: OmegaConfBaseException) -> ConfigError:
     if isinstance(error, ConfigKeyError) and dataclasses.is_dataclass(error.object_type):
         names = [f.name for f in dataclasses.fields(error.object_type)]
         nearest = difflib.get_close_matches(str(error.key), names, n=1, cutoff=0.0)
-        return ConfigError(f"unknown key {key!r}; the nearest is {nearest[0]!r}")
+        hint = f"the nearest is {nearest[0]!r}" if nearest else "there are none here"
+        return ConfigError(f"unknown key {key!r}; {hint}")
     message = str(error).splitlines()[0]
     if isinstance(error, KeyValidationError):
         message += ": a key is text, in quotes where YAML takes it for null or a number"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLUMN_INCHES = 3.25
@@ -43,6 +44,14 @@ _STYLE: dict[Any, Any] = {
 def line_style(index: int) -> dict[str, Any]:
     """Colour and dashes of the index-th line: both turn, so that lines on top of each other show, and 28 differ."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+
+
+def integer_ticks(axes: Axes, values: Iterable[Any]) -> None:
+    """Has the x axis tick at whole numbers if all values on it are."""
+    from matplotlib.ticker import MaxNLocator
+
+    if all(isinstance(value, int) for value in values):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def render(draw: Callable[[Figure], None], height_inches: float) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 from experiments import figures, tables
 from experiments.records import Records, read, write_atomic
 from experiments.tasks import task_named
-from experiments.tasks.base import Column, ResultRow, Task
+from experiments.tasks.base import BaseTask, Column, ResultRow
 from ksana_jax.config import ConfigError
 
 FIGURE_INCHES = 3.9
@@ -22,7 +22,7 @@ class Report:
     """What a folder's records say. failed: {trial id: error}."""
 
     title: str
-    task: Task
+    task: BaseTask
     rows: list[ResultRow]
     columns: list[Column]
     notes: list[str]
@@ -84,7 +84,7 @@ def draw(made: Report, folder: Path) -> list[str]:
     return [f"figure.{kind}" for kind in files]
 
 
-def result_rows(records: Records, task: Task) -> list[ResultRow]:
+def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
     """The plan's rows with what has been measured so far."""
     assert records.plan is not None
     rows = []
@@ -98,7 +98,7 @@ def result_rows(records: Records, task: Task) -> list[ResultRow]:
     return rows
 
 
-def _summary(task: Task, name: str, trial: str, measurements: list[dict[str, Any]]) -> dict[str, float]:
+def _summary(task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]) -> dict[str, float]:
     try:
         return task.summarise(measurements)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:

@@ -1,12 +1,10 @@
-"""What can be measured: one file a task, one line in TASKS."""
+"""What can be measured: one file a task, one line in TASKS; or a class of the user's own, as "package.module:Class"."""
 
 from __future__ import annotations
 
-import difflib
-from importlib import import_module
-
-from experiments.tasks.base import Task
+from experiments.tasks.base import BaseTask
 from ksana_jax.config import ConfigError
+from ksana_jax.plugins import nearest, resolve
 
 TASKS: dict[str, str] = {
     "perplexity": "experiments.tasks.perplexity:Perplexity",
@@ -17,14 +15,20 @@ TASKS: dict[str, str] = {
 }
 
 
-def task_named(name: str) -> Task:
-    """The task of that name.
+def task_named(name: str) -> BaseTask:
+    """The task of that name, or of the class that "package.module:Class" names.
 
     Raises:
-      ConfigError: there is none, with the nearest name.
+      ConfigError: there is none, with the nearest name; or the class is no `BaseTask`, or lacks a part of one.
     """
-    if name not in TASKS:
-        nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown task {name!r}; the nearest is {nearest!r}")
-    module, _, attribute = TASKS[name].partition(":")
-    return getattr(import_module(module), attribute)()
+    if name not in TASKS and ":" not in name:
+        raise ConfigError(
+            f"unknown task {name!r}; the nearest is {nearest(name, TASKS, cutoff=0.0)!r}. "
+            "A task of your own is 'package.module:Class'"
+        )
+    found = resolve(name, TASKS, "task")
+    if not (isinstance(found, type) and issubclass(found, BaseTask)):
+        raise ConfigError(f"task is {name!r}, which is not a subclass of experiments.tasks.base.BaseTask")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"task is {name!r}, which lacks {', '.join(missing)}; see experiments.tasks.base.BaseTask")
+    return found()

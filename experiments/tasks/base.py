@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,46 +86,53 @@ class TrialContext(Protocol):
         ...
 
 
-class Task(Protocol):
-    """One kind of measurement. Adding one: a file with such a class, and a line in TASKS."""
+@dataclasses.dataclass
+class NoSettings:
+    """The settings of a task that has none."""
 
-    Settings: type
+
+class BaseTask(abc.ABC):
+    """One kind of measurement. A task gives Settings, run, summarise and columns, and what else it knows better.
+
+    Adding one: a file with such a class and a line in TASKS, or `task: my_package.my_module:MyTask` in the YAML file.
+    """
+
+    Settings: type = NoSettings  # a dataclass; its fields are those of `settings` in the YAML file
+
+    @abc.abstractmethod
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        """Yields measurements, each written at once: plain values, with a "metric" that names what it is."""
+
+    @abc.abstractmethod
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """One trial's numbers, by the keys that columns use; what was not measured is absent."""
+
+    @abc.abstractmethod
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        """The columns to show for these rows; the CSV file has every summary key besides."""
 
     def max_model_len(self, settings: Any) -> int | None:
         """Tokens of the longest sequence that the settings need; None leaves it to the model."""
-        ...
+        return None
 
     def inputs(self, settings: Any) -> dict[str, str]:
         """Digests of what the task reads, so that changed inputs are another trial."""
-        ...
+        return {}
 
-    def check(self, config: Mapping[str, Any]) -> None:
+    def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027
         """Raises ConfigError where settings and pattern cannot go together."""
-        ...
-
-    def run(self, trial: TrialContext) -> Iterator[Measurement]:
-        """Yields measurements, each written at once: plain values, with a "metric" that names what it is."""
-        ...
-
-    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """One trial's numbers, by the keys that columns use; what was not measured is absent."""
-        ...
-
-    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        """The columns to show for these rows; the CSV file has every summary key besides."""
-        ...
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         """What a reader must know to compare the rows, a sentence each."""
-        ...
+        return []
 
     def reading(self, rows: Sequence[ResultRow]) -> str:
         """One sentence that the numbers say."""
-        ...
+        return ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws the rows into an empty figure of column width.
+        """Draws the rows into an empty figure of column width: lines against the grid's last key if that is a number,
+        bars otherwise."""
+        from experiments.tasks.row_figure import draw_columns
 
-        Text is drawn as it is, without mathtext: a logarithmic axis needs a formatter such as "{x:g}".
-        """
-        ...
+        draw_columns(figure, rows, self.columns(rows))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import texts
 from experiments.figures import line_style
-from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, kib, number
+from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, kib, number
 from ksana_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class GenerateSettings:
     temperature: float = 0.0
 
 
-class Generate:
+class Generate(BaseTask):
     """See the module."""
 
     Settings = GenerateSettings

@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.figures import COLOURS
 from experiments.models import model_dir
-from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
 from experiments.tasks.paired import forced, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 
@@ -48,7 +48,7 @@ class HostEmbeddingSettings:
     planned_context: int = 1024
 
 
-class HostEmbedding:
+class HostEmbedding(BaseTask):
     """See the module."""
 
     Settings = HostEmbeddingSettings

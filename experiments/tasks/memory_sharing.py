@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import texts
-from experiments.figures import line_style
-from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from experiments.figures import integer_ticks, line_style
+from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
 from experiments.tasks.paired import forced, of_side, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 from ksana_jax.request import MAX_BEAM_WIDTH, MAX_N
@@ -54,7 +54,7 @@ class SharingSettings:
     num_pairs: int = 1
 
 
-class MemorySharing:
+class MemorySharing(BaseTask):
     """See the module."""
 
     Settings = SharingSettings
@@ -158,6 +158,7 @@ class MemorySharing:
                 spread = [scale * (r.sd(key) or 0.0) for r in members]
                 bars = spread if any(spread) else None
                 axes.errorbar(widths, means, bars, label=label, marker="o", capsize=2, **line_style(index))
+        integer_ticks(below, [_width(r) for r in rows if r.trials])
         below.axhline(1, color="0.6", linewidth=0.6)
         above.set_ylabel("blocks saved (%)")
         below.set_ylabel("throughput gained (×)")

@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments import texts
 from experiments.tasks import perplexity_figure, perplexity_report
-from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext
+from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext
 from ksana_jax.config import ConfigError
 from ksana_jax.kv.patterns import FULL
 
@@ -50,7 +50,7 @@ class PerplexitySettings:
     sampled_per_bucket: int = 0
 
 
-class Perplexity:
+class Perplexity(BaseTask):
     """See the module."""
 
     Settings = PerplexitySettings

@@ -12,6 +12,7 @@ import numpy as np
 from experiments.figures import line_style
 from experiments.tasks.base import ResultRow
 from experiments.tasks.perplexity_report import live_blocks, method, spans
+from experiments.tasks.row_figure import against_numbers, draw_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,27 +44,17 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
 
 def _is_grid(rows: Sequence[ResultRow]) -> bool:
     """Whether lines over the last key say more than one line a row: two keys or more, numbers, all streamed."""
-    keys = list(rows[0].point) if rows else []
-    if len(keys) < 2 or any(row.label or method(row) != "stream" for row in rows):
+    if not rows or len(rows[0].point) < 2 or any(row.label or method(row) != "stream" for row in rows):
         return False
-    return all(isinstance(row.point[keys[-1]], (int, float)) for row in rows)
+    return against_numbers(rows)
 
 
 def _against_last_key(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
-    *others, last = rows[0].point
     low, high = spans(rows, "ppl_")[-1]
-    lines: dict[str, list[ResultRow]] = defaultdict(list)
-    for row in rows:
-        lines[", ".join(f"{k.rpartition('.')[2]} {row.point[k]}" for k in others)].append(row)
-    for index, (label, members) in enumerate(lines.items()):
-        x = [row.point[last] for row in members]
-        for axes, key, scale in ((above, f"ppl_{low}_{high}", 1), (below, "live_kv_bytes", 1024)):
-            means = [(row.mean(key) or math.nan) / scale for row in members]
-            spread = [(row.sd(key) or 0.0) / scale for row in members]
-            bars = spread if any(spread) else None
-            axes.errorbar(x, means, bars, label=label, marker="o", capsize=2, **line_style(index))
+    draw_lines(above, rows, f"ppl_{low}_{high}")
+    draw_lines(below, rows, "live_kv_bytes", scale=1024)
     above.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
-    below.set_xlabel(last.rpartition(".")[2])
+    below.set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
 
 
 def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.figures import COLOURS
-from experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
 from experiments.tasks.paired import forced, of_side, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 
@@ -49,16 +49,13 @@ class PrefixSettings:
     num_pairs: int = 1
 
 
-class PrefixCache:
+class PrefixCache(BaseTask):
     """See the module."""
 
     Settings = PrefixSettings
 
     def max_model_len(self, settings: PrefixSettings) -> int:
         return settings.prompt_tokens + settings.output_tokens
-
-    def inputs(self, settings: PrefixSettings) -> dict[str, str]:
-        return {}
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = config["settings"]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from experiments.tasks import TASKS
-from experiments.tasks.base import Column, number
+from experiments.tasks.base import BaseTask, Column, number
 
 
 @dataclasses.dataclass
@@ -19,17 +19,8 @@ class FakeSettings:
     fail_at: int | None = None
 
 
-class Fake:
+class Fake(BaseTask):
     Settings = FakeSettings
-
-    def max_model_len(self, settings):
-        return None
-
-    def inputs(self, settings):
-        return {}
-
-    def check(self, config):
-        pass
 
     def run(self, trial):
         settings = FakeSettings(**trial.config["settings"])
@@ -45,12 +36,6 @@ class Fake:
 
     def columns(self, rows):
         return [Column("mean", "mean", number(3), "min"), Column("lines", "lines", number(0))]
-
-    def notes(self, rows):
-        return []
-
-    def reading(self, rows):
-        return ""
 
     def draw(self, figure, rows):
         axes = figure.subplots()
