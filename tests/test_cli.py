@@ -157,6 +157,15 @@ def test_debug_shows_where_an_error_comes_from(tmp_path):
     assert "Traceback" in done.stderr and "FileNotFoundError" in done.stderr
 
 
+@pytest.mark.parametrize("place", [0, 5])
+def test_verbose_says_what_is_loaded_and_compiled_wherever_it_stands(place):
+    words = ["generate", "ksana-tiny", "--prompt=x", "--max-tokens", "1"]
+    quiet, loud = ksana(*words), ksana(*words[:place], "-v", *words[place:])
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert loud.returncode == 0 and loud.stdout.count("\n") == 1
+    assert all(said in loud.stderr for said in ("loaded ", "KV pool: ", "compiled StepShape("))
+
+
 def test_an_unknown_option_is_explained_by_the_command_itself(capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main(["run", "--frobnicate"])

@@ -26,7 +26,7 @@ from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.loading.load import check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
-from ksana_jax.planner.engine import Compared, pool_size, usage
+from ksana_jax.planner.engine import Compared, gib, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -113,6 +113,11 @@ class LLM:
             model, params, self.patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
             max_model_len=max_model_len, max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
             embedding_device=config.embedding_device, attention=config.attention_implementation,
+        )  # fmt: skip
+        logger.info(
+            "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
+            f"{num_blocks:,}", config.block_size, gib(num_blocks * self.runner.block_bytes),
+            f"{num_blocks * config.block_size:,}",
         )  # fmt: skip
         self._fingerprint = ""
         if config.enable_prefix_caching:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.engine.compiling import compiled
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.step import Moves
 
@@ -62,8 +63,8 @@ class BlockMover:
     def warm_up(self) -> None:
         """Compiles what any moves can need."""
         for size in SIZES:
-            for compiled in (self._copy, self._gather, self._scatter):
-                compiled(size)
+            for function in (self._copy, self._gather, self._scatter):
+                function(size)
 
     def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[tuple[np.ndarray, jax.Array]], float]:
         """Makes moves, as far as the device is concerned.
@@ -137,7 +138,7 @@ class BlockMover:
         key = (name, size)
         if key not in self._compiled:
             jitted = jax.jit(run, donate_argnums=0 if donates else ())
-            self._compiled[key] = jitted.lower(self._piece, *arguments).compile()
+            self._compiled[key] = compiled(key, lambda: jitted.lower(self._piece, *arguments))
         return self._compiled[key]
 
 

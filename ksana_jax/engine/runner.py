@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.engine.compiling import compiled
 from ksana_jax.engine.movers import BlockMover
 from ksana_jax.kv.cache import KVCache, make_cache, storage_dtype
 from ksana_jax.kv.patterns import AttentionPattern, PatternArrays, stack
@@ -135,11 +136,11 @@ class Runner:
         saved, move_s = [], 0.0
         if step.moves is not None:
             self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
-        compiled = self.compile_step(step.shape)
+        run = self.compile_step(step.shape)
         arrays = step.arrays
         if self.embeds_on_host:
             arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
-        self.cache, hidden = compiled(self.params, self.cache, arrays, self._patterns)
+        self.cache, hidden = run(self.params, self.cache, arrays, self._patterns)
         prompt_scores = None
         if step.targets is not None:
             top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
@@ -196,12 +197,11 @@ class Runner:
     def compile_step(self, shape: StepShape) -> Callable:
         """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D])."""
         if shape not in self._compiled:
-            lowered = self.lower_step(shape)
-            self._compiled[shape] = lowered.compile()
+            self._compiled[shape] = compiled(shape, lambda: self.lower_step(shape))
         return self._compiled[shape]
 
     def lower_step(self, shape: StepShape):
-        """The same, traced but not compiled: for looking at the program."""
+        """Lowers a step without compiling it, to look at the program."""
         size, width, tokens = shape.num_singles + shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((size, width)),
@@ -224,7 +224,7 @@ class Runner:
         key = ("sample", hidden.shape[0], last.shape[0], sampling is not None, dense, num_top)
         if key not in self._compiled:
             run = jax.jit(functools.partial(_choose_tokens, num_top=num_top))
-            self._compiled[key] = run.lower(self.params, hidden, last, sampling).compile()
+            self._compiled[key] = compiled(key, lambda: run.lower(self.params, hidden, last, sampling))
         return self._compiled[key]
 
     def _score(self, num_tokens: int, num_top: int) -> Callable:
@@ -233,7 +233,7 @@ class Runner:
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
             targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
             run = jax.jit(functools.partial(_score_tokens, num_top=num_top))
-            self._compiled[key] = run.lower(self.params, hidden, targets).compile()
+            self._compiled[key] = compiled(key, lambda: run.lower(self.params, hidden, targets))
         return self._compiled[key]
 
 

@@ -7,8 +7,10 @@ in pieces and handed over without a copy. On an accelerator the buffer is a stag
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
+import time
 from typing import Any, Literal
 
 import jax
@@ -22,6 +24,7 @@ from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_te
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.transformer import Params, init_params, is_shape, param_shapes
 
+logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
 ALIGNMENT = 64  # bytes; what XLA's CPU client asks of a buffer that it takes over
 
@@ -65,13 +68,26 @@ def load_model(
     config = source.validate() if isinstance(source, ModelConfig) else load_config(source)
     if embedding_device == "host":
         check_embedding_on_host(config)
+    began = time.perf_counter()
     if load_format == "dummy":
         params = init_params(config, seed, kind)
+        _log("drew random weights", config, params, began)
         return config, embedding_on_host(params) if embedding_device == "host" else params
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig brings no weights; give a model directory, or load_format='dummy'")
     found = find_tensors(model_directory(source))
-    return config, read_params(config, found, kind, str(source), embedding_device)
+    params = read_params(config, found, kind, str(source), embedding_device)
+    files = len({stored.path for stored in found.values()})
+    _log(f"loaded {source} from {files} file{'s' * (files > 1)}", config, params, began)
+    return config, params
+
+
+def _log(done: str, config: ModelConfig, params: Params, began: float) -> None:
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    logger.info(
+        "%s: %s weights, %s bytes, in %.1f s",
+        done, f"{config.num_params:,}", f"{num_bytes:,}", time.perf_counter() - began,
+    )  # fmt: skip
 
 
 def check_embedding_on_host(config: ModelConfig) -> None:
