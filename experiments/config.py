@@ -28,6 +28,7 @@ from experiments.models import fingerprint, num_layers, training_context
 from experiments.tasks import task_named
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.kv.presets import read_pattern
 from ksana_jax.shipped import experiment_names, experiment_path
 
 
@@ -41,7 +42,8 @@ class Experiment:
     model: a Hugging Face directory, or the name of an embedded model.
     load_format: "auto" reads the weights, "dummy" draws them.
     engine: fields of `EngineConfig`; max_model_len null takes what the task needs.
-    pattern: fields of `AttentionPattern`; null takes the model's own.
+    pattern: fields of `AttentionPattern`, a preset's name (`kv.presets`), or {preset: name} and fields that replace
+      those of the preset; null takes the model's own.
     layer_patterns: one pattern for each layer, instead of `pattern`.
     settings: the task's own fields.
     variants: named rows, each {name: ..., dotted.key: value}; empty for one row.
@@ -55,8 +57,8 @@ class Experiment:
     model: str = "ksana-tiny"
     load_format: str = "auto"
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    pattern: AttentionPattern | None = None
-    layer_patterns: list[AttentionPattern] = dataclasses.field(default_factory=list)
+    pattern: Any = None
+    layer_patterns: list[Any] = dataclasses.field(default_factory=list)
     settings: Any = None
     variants: list[Any] = dataclasses.field(default_factory=list)
     grid: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -112,13 +114,13 @@ class Plan:
     def max_rotated_sinks(self, trial: Trial) -> int:
         """Most sinks at moved positions in any trial that shares this trial's engine."""
         patterns = [p for t in self.trials if t.engine_key == trial.engine_key for p in patterns_of(t.config)]
-        return max((p.num_sinks for p in patterns if p.sink_position != "absolute"), default=0)
+        return max((p.num_rotated_sinks for p in patterns), default=0)
 
 
 def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
     """The patterns that a trial's config names: none (the model's own), one for all layers, or one for each."""
     given = config["layer_patterns"] or ([config["pattern"]] if config["pattern"] is not None else [])
-    return [AttentionPattern(**fields) for fields in given]
+    return [read_pattern(pattern) for pattern in given]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -153,7 +155,7 @@ def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: 
     """The trials of an experiment given as plain values; see `load`."""
     pinned = dotted.dotlist(overrides)
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
-    given = dotted.merge(given, pinned)
+    given = _merge(given, pinned)
     experiment = _typed(given)
     source = dotted.plain(experiment)
     name = _folder_name(source["name"] or default_name)
@@ -164,9 +166,10 @@ def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: 
     base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
     rows = []
     for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
-        raw = dotted.merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True))))
-        config = _resolved(raw)
-        point = {key: dotted.at(config, key) for key in grid}
+        config = _resolved(_merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True)))))
+        # A preset is shown by its name, other values as they are resolved.
+        point = {k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)
+                 for k, v in zip(grid, values, strict=True)}  # fmt: skip
         full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
         trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
         rows.append(Row(label, point, trials))
@@ -200,6 +203,14 @@ def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds:
         raise ConfigError(f"{count:,} trials ({' x '.join(factors)}); supported: at most {MAX_TRIALS:,}")
 
 
+def _merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Later values over earlier ones; a pattern that is a preset's name merges as {preset: name}."""
+    return dotted.merge(*(
+        {**part, "pattern": {"preset": part["pattern"]}} if isinstance(part.get("pattern"), str) else part
+        for part in parts
+    ))  # fmt: skip
+
+
 def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
     config = {**config, "seed": seed}
     return Trial(trial_id(config), label or config["task"], seed, config)
@@ -217,9 +228,14 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("settings is null, must be a mapping; leave it out for the defaults")
     try:
         settings = task.Settings(**config["settings"])
-        patterns_of(config)
+        patterns = [dataclasses.asdict(pattern) for pattern in patterns_of(config)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    # All fields, whatever form they were given in: equal patterns make equal trials.
+    if config["layer_patterns"]:
+        config["layer_patterns"] = patterns
+    elif patterns:
+        [config["pattern"]] = patterns
     task.check(config)  # before a length that follows from its settings is somebody else's error
     if config["engine"]["max_model_len"] is None:
         config["engine"]["max_model_len"] = task.max_model_len(settings)

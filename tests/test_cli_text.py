@@ -101,3 +101,14 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_conversation_goes_on(ksa
 def test_chat_with_a_model_without_a_template_says_so(ksana):
     code, out, error = ksana("chat", "ksana-tiny", stdin="hello\n")
     assert (code, out) == (2, "") and "ksana-tiny has no chat template" in error
+
+
+@pytest.mark.parametrize("option", ["--num-sinks", "--sinks"])
+def test_sinks_of_a_window_go_by_one_name_and_the_former_one_still_works(ksana, monkeypatch, option):
+    assert "--num-sinks 3 needs --window" in ksana("generate", "ksana-tiny", "-p", "x", option, 3)[2]
+    asked = []
+    monkeypatch.setattr("ksana_jax.cli.text.window_pattern", lambda *given: asked.append(given))
+    code, _, _ = ksana("generate", "ksana-tiny", "-p", "x", "--window", 64, option, 3, *GREEDY)
+    assert code == 0 and asked == [(64, 3)]
+    code, help_text, _ = ksana("generate", "--help")
+    assert code == 0 and "--num-sinks" in help_text and "--sinks" not in help_text

@@ -24,7 +24,7 @@ def chat(
     seed: Seed = None,
     dtype: Dtype = "f32",
     window: Window = None,
-    sinks: Sinks = 0,
+    num_sinks: Sinks = 0,
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Talks with a model that has a chat template; each line of input is a message.
@@ -41,7 +41,7 @@ def chat(
     # With the prefix cache a turn computes its own tokens, not those of all turns before.
     llm = LLM(
         model, tokenizer=tokenizer, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len,
-        pattern=window_pattern(window, sinks), enable_prefix_caching=True,
+        pattern=window_pattern(window, num_sinks), enable_prefix_caching=True,
     )  # fmt: skip
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How commands print their help: -h besides --help, and no `<bool>` behind a flag, which takes no value."""
+"""How commands print their help, -h besides --help and no `<bool>` behind a flag, and former names of options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ class Group(_FlagsWithoutType, TyperGroup):
     """A group of commands, such as `ksana bench`."""
 
 
+# Options that had another name once; it still works and is in no help.
+FORMER_NAMES = {"sinks": "num-sinks"}
+
+
 def group(help: str, **settings) -> typer.Typer:
     """An empty group; its help is printed when no command is given."""
-    names = {"help_option_names": ["-h", "--help"]}
+    names = {
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: FORMER_NAMES.get(name, name),
+    }
     return typer.Typer(cls=Group, help=help, context_settings=names, no_args_is_help=True, **settings)

@@ -26,7 +26,7 @@ def generate(
     seed: Seed = None,
     dtype: Dtype = "f32",
     window: Window = None,
-    sinks: Sinks = 0,
+    num_sinks: Sinks = 0,
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Continues a prompt, printing text as it is generated."""
@@ -34,7 +34,7 @@ def generate(
     from ksana_jax import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    pattern = window_pattern(window, sinks)
+    pattern = window_pattern(window, num_sinks)
     print_stream(LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, pattern=pattern), text, params)
 
 
@@ -48,15 +48,13 @@ def read_prompt(nobody_pipes: bool) -> str:
     return text
 
 
-def window_pattern(window: int | None, sinks: int) -> AttentionPattern | None:
-    """The pattern that --window and --sinks ask for; None is the model's own."""
+def window_pattern(window: int | None, num_sinks: int) -> AttentionPattern | None:
+    """The pattern that --window and --num-sinks ask for; None is the model's own."""
     from ksana_jax import AttentionPattern
 
-    if sinks and window is None:
-        raise ValueError(f"--sinks {sinks} needs --window")
-    if window is None:
-        return None
-    return AttentionPattern(window=window, num_sinks=sinks, sink_position="cache" if sinks else "absolute")
+    if num_sinks and window is None:
+        raise ValueError(f"--num-sinks {num_sinks} needs --window")
+    return None if window is None else AttentionPattern(window=window, num_sinks=num_sinks)
 
 
 def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:

@@ -20,8 +20,9 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.disk_tier import BlockFormat, DiskTier
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import AttentionPattern, LiveRange, per_layer
+from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.presets import PatternLike, read_patterns
 from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.loading.load import check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
@@ -42,7 +43,8 @@ class LLM:
 
     Args:
       model: a Hugging Face directory, or "ksana-tiny", the model that comes with the package.
-      pattern: which positions are attended to, in all layers or one for each; None takes the model's own.
+      pattern: which positions are attended to: an `AttentionPattern`, its fields as a dict, a preset's name such as
+        "streaming_llm" (`kv.presets`), or a list with one for each layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
       tokenizer: None loads the directory's, if it has one.
       settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ...
@@ -55,7 +57,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        pattern: AttentionPattern | Seq[AttentionPattern] | None = None,
+        pattern: PatternLike | Seq[PatternLike] | None = None,
         load_format: Literal["auto", "dummy"] = "auto",
         tokenizer: Tokenizer | None = None,
         **settings: Any,
@@ -89,7 +91,7 @@ class LLM:
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
         self.tokenizer = tokenizer
-        self.patterns = per_layer(model.pattern if pattern is None else pattern, model.num_layers)
+        self.patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
         max_model_len = config.max_model_len or model.max_position
         if max_model_len > model.max_position:
             warnings.warn(
@@ -99,7 +101,7 @@ class LLM:
             )
         rotated = config.max_rotated_sinks
         if rotated is None:
-            rotated = max((p.num_sinks for p in self.patterns if p.sink_position != "absolute"), default=0)
+            rotated = max(p.num_rotated_sinks for p in self.patterns)
         self._resident_before = resident_before
         self.memory_plan = pool_size(
             model, config, LiveRange.of(self.patterns), max_model_len=max_model_len, max_rotated_sinks=rotated
@@ -201,7 +203,7 @@ class LLM:
     def clear_records(self) -> None:
         self.engine.records.clear()
 
-    def set_pattern(self, pattern: AttentionPattern | Seq[AttentionPattern] | None) -> None:
+    def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
         """Changes what is attended to, without loading or compiling anything; None takes the model's own.
 
         Raises:
@@ -210,7 +212,8 @@ class LLM:
         """
         if self.engine.has_work:
             raise RuntimeError(f"{len(self.engine.requests)} requests are running: the pattern changes only in between")
-        patterns = per_layer(self.model_config.pattern if pattern is None else pattern, self.model_config.num_layers)
+        model = self.model_config
+        patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
         self.runner.set_patterns(patterns)
         self.patterns = patterns
         self.engine.scheduler.set_live_range(LiveRange.of(patterns), self._scope())

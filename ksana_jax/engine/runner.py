@@ -108,7 +108,7 @@ class Runner:
         """
         room = self.num_rotated_sinks
         for p in patterns:
-            if p.sink_position != "absolute" and p.num_sinks > room:
+            if p.num_rotated_sinks > room:
                 raise ValueError(
                     f"the pattern has {p.num_sinks} sinks at {p.sink_position!r} positions, this engine was made for "
                     f"at most {room}; give it max_rotated_sinks={p.num_sinks}"

@@ -60,7 +60,8 @@ class AttentionPattern:
       num_sinks: first tokens of the text that stay visible.
       stride: 1 is dense; 2 sees every second token of the window (dilated).
       global_every: every such position stays visible.
-      sink_position: where a query stands when it looks at a sink.
+      sink_position: where a query stands when it looks at a sink. None, the default, becomes "cache" where there are
+        both a window and sinks, and "absolute" otherwise.
         "absolute": at its own position i.
         "cache": at min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
         "ceiling": beyond the window, at a distance of min(i - j, sink_ceiling) (LM-Infinite, arXiv:2308.16137).
@@ -74,7 +75,7 @@ class AttentionPattern:
     num_sinks: int = 0
     stride: int = 1
     global_every: int | None = None
-    sink_position: SinkPosition = "absolute"
+    sink_position: SinkPosition | None = None
     sink_ceiling: int | None = None
 
     def __post_init__(self):
@@ -86,6 +87,8 @@ class AttentionPattern:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < FAR:
                 allowed = f"an integer from {least} to {FAR - 1:,}" + (" or None" if optional else "")
                 raise ValueError(f"AttentionPattern.{name} is {value!r}, must be {allowed}")
+        if self.sink_position is None:
+            object.__setattr__(self, "sink_position", self._default_sink_position)  # the value is final from here on
         if self.sink_position not in SINK_POSITIONS:
             raise ValueError(
                 f"AttentionPattern.sink_position is {self.sink_position!r}, must be one of {', '.join(SINK_POSITIONS)}"
@@ -97,6 +100,15 @@ class AttentionPattern:
                 f"AttentionPattern.sink_ceiling is {self.sink_ceiling}, "
                 f"but sink_position is {self.sink_position!r}, not 'ceiling'"
             )
+
+    @property
+    def _default_sink_position(self) -> SinkPosition:
+        return "cache" if self.window is not None and self.num_sinks else "absolute"
+
+    @property
+    def num_rotated_sinks(self) -> int:
+        """Sinks that queries look at from elsewhere than their own positions."""
+        return 0 if self.sink_position == "absolute" else self.num_sinks
 
     @property
     def ceiling(self) -> int:
@@ -133,7 +145,7 @@ class AttentionPattern:
             self.stride,
             self.global_every is not None,
             self.global_every or FAR,
-            SINK_POSITIONS.index(self.sink_position),
+            SINK_POSITIONS.index(self.sink_position or self._default_sink_position),
             self.ceiling,
         )
         return PatternArrays(*(np.int32(v) for v in values))
@@ -155,8 +167,11 @@ class AttentionPattern:
     def __str__(self) -> str:
         if self == AttentionPattern():
             return "full"
-        given = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in given)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)} | {
+            "sink_position": self._default_sink_position
+        }
+        values = {name: getattr(self, name) for name in defaults}
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
 
 
 FULL = AttentionPattern()

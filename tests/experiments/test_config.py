@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import load, plan
+from experiments.config import load, patterns_of, plan
+from ksana_jax import AttentionPattern
 from ksana_jax.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -34,11 +35,11 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
     [
         ({"engin": {}}, "unknown key 'engin'; the nearest is 'engine'"),
         ({"engine": {"block_sise": 8}}, "unknown key 'engine.block_sise'; the nearest is 'block_size'"),
-        ({"pattern": {"windw": 8}}, "unknown key 'pattern.windw'; the nearest is 'window'"),
+        ({"pattern": {"windw": 8}}, "pattern has no field 'windw'; the nearest is 'window'"),
         ({"settings": {"xx": 8}}, "unknown key 'settings.xx'; the nearest is 'x'"),
         ({"task": "perplexitty"}, "unknown task 'perplexitty'; the nearest is 'perplexity'"),
         ({"variants": [{"name": "a", "patern.window": 1}]}, "unknown key 'patern' in variant 'a'; the nearest is 'pat"),
-        ({"grid": {"pattern.windows": [1]}}, "unknown key 'pattern.windows'; the nearest is 'window'"),
+        ({"grid": {"pattern.windows": [1]}}, "pattern has no field 'windows'; the nearest is 'window'"),
         ({"engine": {"block_size": "many"}}, "engine.block_size: "),
         ({"engine": {"block_size": 0}}, "block_size is 0, must be a positive integer"),
         ({"engine": {"dtype": "f64"}}, "engine.dtype: Invalid value 'f64', expected one of ['f32', 'bf16']"),
@@ -201,3 +202,36 @@ def test_the_name_of_a_file_names_the_run(tmp_path, model):
     path = tmp_path / "windows.yaml"
     path.write_text(json.dumps(small(model)))
     assert load(path).name == "windows"
+
+
+def test_a_preset_is_given_by_name_and_other_fields_replace_its_numbers(model):
+    made = plan(small(model, pattern="streaming_llm", grid={"pattern.window": [8, 16]}))
+    patterns = [patterns_of(t.config) for t in made.trials]
+    assert patterns == [[AttentionPattern(window=w, num_sinks=4, sink_position="cache")] for w in (8, 16)]
+    rows = plan(small(model, grid={"pattern": ["full", "streaming_llm"]})).rows
+    assert [row.trials[0].label for row in rows] == ["pattern=full", "pattern=streaming_llm"]
+    assert made.max_rotated_sinks(made.trials[0]) == 4
+
+
+def test_a_trial_does_not_depend_on_the_form_in_which_its_pattern_was_given(model):
+    forms = [
+        {"pattern": {"window": 8, "num_sinks": 4}},
+        {"pattern": {"preset": "streaming_llm", "window": 8}},
+        {"pattern": {"window": 8, "num_sinks": 4, "sink_position": "cache"}},
+    ]
+    assert len({plan(small(model, **form)).trials[0].id for form in forms}) == 1
+    layers = [{"layer_patterns": [form["pattern"]] * 2} for form in forms]
+    assert len({plan(small(model, **form)).trials[0].id for form in layers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("streaming", "there is no attention pattern 'streaming'; the nearest of"),
+        ([8], "pattern is of type list"),
+        ({"preset": "full", "window": -1}, "AttentionPattern.window is -1"),
+    ],
+)
+def test_what_is_no_pattern_is_refused_before_any_trial(model, pattern, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plan(small(model, pattern=pattern))
