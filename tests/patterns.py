@@ -7,9 +7,9 @@ PATTERNS = {
     "full": AttentionPattern(),
     "sliding": AttentionPattern(window=WINDOW),
     "dilated": AttentionPattern(window=WINDOW, stride=3),
-    "dilated with sinks": AttentionPattern(window=WINDOW, stride=2, num_sinks=1),
+    "dilated with sinks": AttentionPattern(window=WINDOW, stride=2, num_sinks=1, sink_position="absolute"),
     "global": AttentionPattern(window=WINDOW, global_every=10),
-    "sinks at absolute positions": AttentionPattern(window=WINDOW, num_sinks=3),
+    "sinks at absolute positions": AttentionPattern(window=WINDOW, num_sinks=3, sink_position="absolute"),
     "StreamingLLM": AttentionPattern(window=WINDOW, num_sinks=3, sink_position="cache"),
     "StreamingLLM, sinks over a block's edge": AttentionPattern(window=WINDOW, num_sinks=9, sink_position="cache"),
     "LM-Infinite": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling"),
@@ -17,4 +17,4 @@ PATTERNS = {
     "LM-Infinite, low ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=5),
 }
 # Sinks that are seen from elsewhere, at most.
-MAX_ROTATED_SINKS = max(p.num_sinks for p in PATTERNS.values() if p.sink_position != "absolute")
+MAX_ROTATED_SINKS = max(p.num_rotated_sinks for p in PATTERNS.values())

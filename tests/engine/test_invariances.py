@@ -17,7 +17,7 @@ RNG = np.random.default_rng(2)
 PROMPTS = [{"prompt_token_ids": RNG.integers(2, VOCAB, n)} for n in (1, 3, 15, 16, 17, 30, 9, 33)]
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-PATTERNS = {"full": AttentionPattern(), "sinks": AttentionPattern(window=11, num_sinks=2)}
+PATTERNS = {"full": AttentionPattern(), "sinks": AttentionPattern(window=11, num_sinks=2, sink_position="absolute")}
 # What differs from small.SMALL: block_size 16, num_blocks 16, max_num_seqs 4, max_num_batched_tokens 16, query_tile 16.
 VARIANTS = {
     "as it is": {},

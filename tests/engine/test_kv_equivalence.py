@@ -18,7 +18,7 @@ HOST = {"host_cache_bytes": 2**17}
 PATTERNS = {
     "full": AttentionPattern(),
     "sliding": AttentionPattern(window=9),
-    "sinks": AttentionPattern(window=11, num_sinks=2),
+    "sinks": AttentionPattern(window=11, num_sinks=2, sink_position="absolute"),
 }
 NUM_TOKENS = 16
 RNG = np.random.default_rng(11)

@@ -14,7 +14,7 @@ from tests.reference import reference_logprobs
 PATTERNS = {
     "full": AttentionPattern(),
     "sliding": AttentionPattern(window=20),
-    "sinks": AttentionPattern(window=20, num_sinks=3),
+    "sinks": AttentionPattern(window=20, num_sinks=3, sink_position="absolute"),
     "StreamingLLM": AttentionPattern(window=20, num_sinks=3, sink_position="cache"),
     "LM-Infinite": AttentionPattern(window=20, num_sinks=5, sink_position="ceiling", sink_ceiling=9),
     "dilated": AttentionPattern(window=26, stride=2),
