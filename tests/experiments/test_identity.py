@@ -14,6 +14,7 @@ from experiments.records import read
 from experiments.report import report
 from experiments.run import run
 from ksana_jax.config import EngineConfig
+from ksana_jax.kv import presets
 from ksana_jax.kv.patterns import AttentionPattern
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -101,14 +102,13 @@ def test_settings_that_a_later_version_adds_leave_ids_as_they_are(old_folder, mo
     monkeypatch.setattr(fake_task.Fake, "Settings", LaterSettings)
     for module in (identity, config):
         monkeypatch.setattr(module, "EngineConfig", LaterEngine)
+    for module in (identity, presets):
         monkeypatch.setattr(module, "AttentionPattern", LaterPattern)
-    # The fields of an experiment are typed by the classes themselves.
-    for name, kind in (("engine", LaterEngine), ("pattern", LaterPattern | None),
-                       ("layer_patterns", list[LaterPattern])):  # fmt: skip
-        monkeypatch.setitem(config.Experiment.__annotations__, name, kind)
-        field = config.Experiment.__dataclass_fields__[name]
-        monkeypatch.setattr(field, "type", kind)
-    monkeypatch.setattr(config.Experiment.__dataclass_fields__["engine"], "default_factory", LaterEngine)
+    # The engine of an experiment is typed by the class itself.
+    monkeypatch.setitem(config.Experiment.__annotations__, "engine", LaterEngine)
+    field = config.Experiment.__dataclass_fields__["engine"]
+    monkeypatch.setattr(field, "type", LaterEngine)
+    monkeypatch.setattr(field, "default_factory", LaterEngine)
     later = plan(given)
     assert later.trials[0].config["engine"]["kv_dtype"] == "like the weights"
     assert later.trials[2 * 2].config["pattern"]["span"] is None
