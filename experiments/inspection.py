@@ -14,10 +14,10 @@ import numpy as np
 from experiments import figures, pool_figure
 from experiments.config import Plan, Trial, load
 from experiments.environment import environment
-from experiments.records import write_atomic
 from experiments.run import Context, EnginePool
 from experiments.tasks import task_named
 from ksana_jax.config import ConfigError
+from ksana_jax.files import write_atomic
 from ksana_jax.kv.pool_trace import PoolTrace
 from ksana_jax.kv.snapshot import Snapshot
 

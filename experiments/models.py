@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.config import ConfigError
+from ksana_jax.files import open_to_read
 from ksana_jax.shipped import model_names, model_path
 
 _SAMPLE_BYTES = 2**20
@@ -70,7 +71,7 @@ def fingerprint(model: str, load_format: str = "auto") -> dict[str, str]:
             continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             if path.suffix in weights and size > 2 * _SAMPLE_BYTES:
                 digest.update(file.read(_SAMPLE_BYTES))
                 file.seek(-_SAMPLE_BYTES, 2)

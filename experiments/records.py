@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import warnings
@@ -28,6 +27,8 @@ from typing import IO, Any
 
 from experiments.identity import recorded_id
 from ksana_jax.config import ConfigError
+from ksana_jax.files import open_to_update, read_bytes
+from ksana_jax.folder_lock import FolderInUse, FolderLock
 
 SCHEMA_VERSION = 1
 
@@ -142,7 +143,7 @@ _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("FILE line N", record) of each line, its kind known and its fields of the right types."""
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
         where = f"{path} line {number}"
         if not line.endswith(b"\n"):
             # A run was killed within this line, or is writing it now.
@@ -184,10 +185,14 @@ def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ..
 
 
 class RecordFile:
-    """Appends records to one file. Opening it cuts off a torn last line, with a warning."""
+    """Appends records to one file. Opening it cuts off a torn last line, with a warning.
+
+    Raises:
+      ConfigError: there is a link, a FIFO or the like of that name.
+    """
 
     def __init__(self, path: Path):
-        self._file: IO[bytes] = path.open("a+b")
+        self._file: IO[bytes] = open(open_to_update(path, os.O_APPEND), "a+b")
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
@@ -212,36 +217,17 @@ def locked(folder: Path, shard: Shard) -> Iterator[None]:
     """Holds a folder for one run; different shards share it. The kernel lets go when the process ends, however it ends.
 
     Raises:
-      ConfigError: another run holds it, with its pid.
+      ConfigError: another run holds it, with its pid, or a lock file is no plain file.
     """
     with contextlib.ExitStack() as held:
-        whole = fcntl.LOCK_EX if shard.count == 1 else fcntl.LOCK_SH
-        held.enter_context(_lock(folder / ".lock", whole))
+        held.callback(_lock(folder / ".lock", shared=shard.count > 1).release)
         if shard.count > 1:
-            held.enter_context(_lock(folder / f".lock{shard.suffix}", fcntl.LOCK_EX))
+            held.callback(_lock(folder / f".lock{shard.suffix}").release)
         yield
 
 
-@contextlib.contextmanager
-def _lock(path: Path, mode: int) -> Iterator[None]:
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, mode | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise ConfigError(
-                f"{path.parent} is in use by a run with pid {holder}; wait for it or use --out"
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-        file.truncate(0)
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+def _lock(path: Path, shared: bool = False) -> FolderLock:
+    try:
+        return FolderLock(path, shared)
+    except FolderInUse as holder:
+        raise ConfigError(f"{path.parent} is in use by a run with pid {holder}; wait for it or use --out") from None

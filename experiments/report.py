@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments import figures, tables
-from experiments.records import Records, read, write_atomic
+from experiments.records import Records, read
 from experiments.tasks import task_named
 from experiments.tasks.base import BaseTask, Column, ResultRow
 from ksana_jax.config import ConfigError
+from ksana_jax.files import write_atomic
 
 FIGURE_INCHES = 3.9
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config import Plan, Trial, patterns_of
 from experiments.environment import environment
-from experiments.records import WHOLE, RecordFile, Shard, locked, read, write_atomic
+from experiments.records import WHOLE, RecordFile, Shard, locked, read
 from experiments.tasks import task_named
 from ksana_jax.config import EngineConfig
+from ksana_jax.files import write_atomic
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -106,7 +107,7 @@ def run(
       debug: let a trial's error through; otherwise it is recorded, and the other trials go on.
 
     Raises:
-      ConfigError: another run uses the folder.
+      ConfigError: another run uses the folder, or a link or a FIFO stands there in place of a file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, shard):

@@ -31,6 +31,7 @@ import ml_dtypes  # noqa: F401  numpy knows "bfloat16" by it
 import numpy as np
 
 from ksana_jax.failpoints import failpoint
+from ksana_jax.files import create, open_to_read
 
 MAGIC = b"KSANA KV"
 VERSION = 1
@@ -90,18 +91,20 @@ def write_block(path: Path, temporary: Path, format: BlockFormat, facts: BlockFa
     """Writes a block's file whole or not at all.
 
     Args:
-      temporary: in the same folder; gone afterwards.
+      temporary: a name in the same folder that nothing has; gone afterwards.
       data: [*block_shape], contiguous.
 
     Raises:
-      OSError: neither path nor temporary is left behind, as far as that is possible.
+      OSError: neither path nor temporary is left behind, as far as that is possible. FileExistsError: there is
+        something named temporary, which stays.
     """
     header = encode_header(format, facts)
     payload = data.reshape(-1).view(np.uint8).data
     checked = _CHECKED.pack(MAGIC, VERSION, len(header), len(payload))
     failpoint("disk.before_write")
+    file = create(temporary)
     try:
-        with open(temporary, "wb") as file:
+        with file:
             file.write(checked)
             file.write(_checksum(checked, header, payload))
             file.write(header)
@@ -133,7 +136,7 @@ def read_block(path: Path, format: BlockFormat, expected: BlockFacts, out: np.nd
       OSError: it cannot be read.
     """
     failpoint("disk.before_read")
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         checked, checksum, header_bytes = _read_prefix(file, format)
         header = file.read(header_bytes)
         payload = np.empty(format.nbytes, np.uint8)
@@ -158,7 +161,7 @@ def read_facts(path: Path, format: BlockFormat) -> BlockFacts:
       BadBlockFile: see `read_block`.
       OSError: it cannot be read.
     """
-    with open(path, "rb", buffering=4096) as file:
+    with open_to_read(path, buffering=4096) as file:
         _, _, header_bytes = _read_prefix(file, format)
         return _decode_header(file.read(header_bytes), format)
 

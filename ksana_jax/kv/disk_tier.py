@@ -3,12 +3,15 @@
 The engine's thread asks; one worker does all that touches files, in the order asked for, so that a read finds what was
 written before it. Nothing here raises into the engine, and nothing but `flush` and `close` waits for a file:
 
-    a file that is damaged, half written or not ours   is a miss, and is removed with a warning
-    an error of the disk (full, broken, folder gone)   turns the tier off with one warning
+    a block that is damaged or half written            is a miss, and is removed with a warning
+    an error of the disk (full, broken, folder gone),
+    a link or a FIFO in place of a file, a lost lock   turns the tier off with one warning
+    a file of another name                             stays as it is
     more writes than the disk takes                    are dropped and counted
 
 Blocks of each format (model, shape, dtype, codec) lie in a folder of their own, so that caches of other models are left
-alone; the budget is this format's. A process holds that folder locked.
+alone; the budget is this format's. A process holds that folder locked. A block's file has the 64 hex digits of its key
+for a name: such a name, in such a folder, is ours.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import os
 import re
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ import numpy as np
 
 from ksana_jax.config import ConfigError
 from ksana_jax.failpoints import failpoint
+from ksana_jax.files import UnsafeFile
+from ksana_jax.folder_lock import FolderInUse, FolderLock
 from ksana_jax.kv.block_file import (
     BadBlockFile,
     BlockFacts,
@@ -39,13 +43,12 @@ from ksana_jax.kv.block_file import (
     write_block,
 )
 from ksana_jax.kv.disk_index import BlockFile, BlockFiles
-from ksana_jax.kv.folder_lock import FolderInUse, lock_folder
 
 __all__ = ["BlockFacts", "BlockFormat", "DiskCounters", "DiskTier"]
 
 MAX_PENDING_BYTES = 64 * 2**20
-_NAME = re.compile(r"((?:[0-9a-f]{2})+)\.kv")
-_TEMPORARY = re.compile(r"[0-9a-f]+\.tmp")
+_NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
+_LOCK = "lock"
 
 
 @dataclasses.dataclass
@@ -103,14 +106,14 @@ class DiskTier:
         self._pending_bytes = 0
         self._enabled = True
         self._too_small = False
-        self._unlock = lambda: None
+        self._folder_lock: FolderLock | None = None
         self._owns_executor = executor is None
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="disk")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(self.folder)
-            # A tier that is dropped without being closed lets go too.
-            self._unlock = weakref.finalize(self, os.close, lock)
+            if self.folder.is_symlink():
+                raise UnsafeFile(f"{self.folder} is a link, must be a folder")
+            self._folder_lock = FolderLock(self.folder / _LOCK)
             self._find_files()
         except FolderInUse as holder:
             raise ConfigError(
@@ -219,7 +222,8 @@ class DiskTier:
             self._files = BlockFiles()
         if self._owns_executor:
             self._executor.shutdown()
-        self._unlock()
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     # ------------------------------------------------------------------ at the start
 
@@ -227,9 +231,12 @@ class DiskTier:
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if _TEMPORARY.fullmatch(entry.name):
+                name = _NAME.fullmatch(entry.name)
+                if name is None or not entry.is_file(follow_symlinks=False):
+                    continue
+                if name[2] == "tmp":
                     os.remove(entry.path)
-                elif (name := _NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                else:
                     stat = entry.stat(follow_symlinks=False)
                     found.append((stat.st_mtime_ns, name[1], stat.st_size))
         for _, name, size in sorted(found):
@@ -247,7 +254,11 @@ class DiskTier:
 
     def _guarded(self, task: Callable[..., bool], *args: Any) -> bool:
         try:
-            return self._enabled and task(*args)
+            if not self._enabled:
+                return False
+            assert self._folder_lock is not None
+            self._folder_lock.check()
+            return task(*args)
         except Exception as error:
             self._turn_off(error)
             return False
@@ -287,7 +298,7 @@ class DiskTier:
                 self._files.learn(file, expected)
         if found:
             with contextlib.suppress(OSError):  # only the order of use after a restart is lost
-                os.utime(self._path(file.key))
+                os.utime(self._path(file.key), follow_symlinks=False)
         return found
 
     def _make_room(self, size: int) -> bool:

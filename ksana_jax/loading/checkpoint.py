@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.transformer import Params
@@ -52,9 +53,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(_directory(root, step), _named(tree), force=True)
     listed = _directory(root, step) / FILES
-    partial = listed.with_suffix(".partial")
-    partial.write_text(json.dumps(_file_sizes(listed.parent), indent=1))
-    os.replace(partial, listed)
+    write_atomic(listed, json.dumps(_file_sizes(listed.parent), indent=1))
     for name in [entry.name for entry in root.iterdir() if _UNFINISHED.fullmatch(entry.name)]:
         shutil.rmtree(root / name, ignore_errors=True)
     if keep is not None:
@@ -140,7 +139,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 def _complete(directory: Path) -> bool:
     try:
-        return json.loads((directory / FILES).read_text()) == _file_sizes(directory)
+        return json.loads(read_bytes(directory / FILES)) == _file_sizes(directory)
     except (OSError, ValueError):
         return False
 

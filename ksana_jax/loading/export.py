@@ -13,6 +13,7 @@ import numpy as np
 import safetensors.numpy
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.files import replacing, write_atomic
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.load import tensor_names
 from ksana_jax.loading.tensor_files import SINGLE
@@ -50,15 +51,12 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
     _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})
     # Its ids go before those of config.json, so one that was there before must not stay.
     _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})
-    partial = directory / f"{SINGLE}.partial"
-    # transformers asks for the "format" entry, which says in which framework's layout the tensors are.
-    safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
-    # safetensors lets the owner alone read it; the others follow the user's umask.
-    shutil.copymode(directory / "config.json", partial)
-    os.replace(partial, directory / SINGLE)
+    with replacing(directory / SINGLE) as file:
+        # transformers asks for the "format" entry, which says in which framework's layout the tensors are.
+        safetensors.numpy.save_file(tensors, file.name, metadata={"format": "pt"})
+        # safetensors lets the owner alone read it; the others follow the user's umask.
+        shutil.copymode(directory / "config.json", file.name)
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(partial, path)
+    write_atomic(path, json.dumps(values, indent=2) + "\n")

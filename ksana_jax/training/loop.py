@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
 import numpy as np
 
 from ksana_jax.config import ConfigError
+from ksana_jax.files import open_to_read, read_bytes, replacing, write_atomic
 from ksana_jax.loading import export_hf
 from ksana_jax.training import checkpoints
 from ksana_jax.training.batches import IGNORED, Batches, TokenFiles
@@ -45,14 +45,13 @@ def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
         texts = [text for _, text in train]
         logger.info("training a tokenizer of %d pieces on %d files", config.vocab_size, len(texts))
         model = train_tokenizer(texts, config.vocab_size, config.tokenizer_sample_bytes, config.seed)
-        _write(out / "tokenizer.model", model)
-        _write(out / "heldout.txt", "".join(name + "\n" for name, _ in held_out).encode())
+        write_atomic(out / "tokenizer.model", model)
+        write_atomic(out / "heldout.txt", "".join(name + "\n" for name, _ in held_out))
         encode = load_tokenizer(out / "tokenizer.model").encode
         files, held = TokenFiles.encode(texts, encode), TokenFiles.encode([text for _, text in held_out], encode)
-        temporary = out / "tokens.tmp.npz"
-        np.savez(temporary, train=files.tokens, train_starts=files.starts, held=held.tokens, held_starts=held.starts)
-        os.replace(temporary, path)
-    with np.load(path) as arrays:
+        with replacing(path) as file:
+            np.savez(file, train=files.tokens, train_starts=files.starts, held=held.tokens, held_starts=held.starts)
+    with open_to_read(path) as file, np.load(file) as arrays:
         train_files = TokenFiles(arrays["train"], arrays["train_starts"])
         return train_files, TokenFiles(arrays["held"], arrays["held_starts"])
 
@@ -152,17 +151,11 @@ def export(config: TrainConfig, state: TrainState) -> Path:
     out = Path(config.out_dir)
     directory = Path(config.export_dir) if config.export_dir else out / "export"
     directory.mkdir(parents=True, exist_ok=True)
-    files = {name: (out / name).read_bytes() for name in ("tokenizer.model", "heldout.txt", "train_log.jsonl")}
+    files = {name: read_bytes(out / name) for name in ("tokenizer.model", "heldout.txt", "train_log.jsonl")}
     files |= tokenizer_files(files["tokenizer.model"])
     files["MODEL_CARD.md"] = model_card(config, files["train_log.jsonl"].decode()).encode()
     for name, content in files.items():
-        _write(directory / name, content)
+        write_atomic(directory / name, content)
     export_hf(directory, config.model_config(), state.params)
     logger.info("exported to %s", directory)
     return directory
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from ksana_jax.files import open_to_update, read_bytes, write_atomic
+
 
 class TrainLog:
     """Appends records to a file whose lines of later steps than `step` are dropped first, as is a half-written line."""
@@ -13,17 +15,15 @@ class TrainLog:
     def __init__(self, path: Path, step: int):
         kept = []
         if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in read_bytes(path).decode().splitlines():
                 try:
                     record = json.loads(line)
                 except ValueError:
                     break
                 if record["step"] <= step:
                     kept.append(line + "\n")
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8")
+        write_atomic(path, "".join(kept))
+        self._file = open(open_to_update(path, os.O_APPEND), "a", encoding="utf-8")
 
     def write(self, record: dict) -> None:
         """Appends one line."""

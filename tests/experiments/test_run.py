@@ -228,3 +228,32 @@ def test_every_line_is_on_disk_as_soon_as_it_is_appended(tmp_path):
     file.append("plan", time=0)
     assert (tmp_path / "records.jsonl").read_bytes().endswith(b"}\n")
     file.close()
+
+
+@pytest.mark.parametrize("name", [".lock", "records.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_link_or_a_fifo_in_the_output_folder_is_refused_and_nothing_is_written_through_it(
+    model, tmp_path, name, kind
+):
+    outside, folder = tmp_path / "outside", tmp_path / "out"
+    outside.write_text("precious")
+    folder.mkdir()
+    (folder / name).symlink_to(outside) if kind == "link" else os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match=rf"{name} is a (link|FIFO), must be a plain file"):
+        run(plan(small(model)), folder)
+    if (kind, name) == ("fifo", "records.jsonl"):
+        with pytest.raises(ConfigError, match="is a FIFO, must be a plain file"):
+            report(folder)
+    assert outside.read_text() == "precious"
+
+
+def test_a_table_replaces_a_link_of_its_name_and_not_what_it_leads_to(model, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    run(plan(small(model)), tmp_path / "out")
+    for name in ("table.md", f".table.csv.{os.getpid()}"):
+        (tmp_path / "out" / name).symlink_to(outside)
+    report(tmp_path / "out")
+    assert outside.read_text() == "precious"
+    assert (tmp_path / "out/table.md").read_text().startswith("## small")
+    assert (tmp_path / "out/table.csv").read_text().startswith("row,")
