@@ -11,7 +11,7 @@ from ksana_jax.models.transformer import Attend, Params, forward, logits
 
 
 def causal_attend(rope: Rope, length: int) -> Attend:
-    """Dense causal attention over [..., length] tokens at positions 0, 1, ...; softmax in float32."""
+    """An `Attend` for `forward`: causal attention over [..., length] tokens from position 0, softmax in float32."""
     angles = rope.angles(jnp.arange(length))
     visible = jnp.tril(jnp.ones((length, length), bool))
 
@@ -30,14 +30,14 @@ def causal_attend(rope: Rope, length: int) -> Attend:
 
 
 def dense_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Scores [..., T, V] in float32 of whole texts [..., T], each token seeing all before it."""
+    """Logits [..., T, V] in float32 of whole texts [..., T] under full causal attention, without a cache."""
     attend = causal_attend(make_rope(config.rope, config.head_dim, tokens.shape[-1]), tokens.shape[-1])
     hidden, _ = forward(params, tokens, attend, None, config=config)
     return logits(params, hidden)
 
 
 def attention_weights(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Attention probabilities [L, ..., N, T, T] of whole texts [..., T], each token seeing all before it."""
+    """Attention probabilities [L, ..., N, T, T] (query, key) of whole texts [..., T] under full causal attention."""
     length = tokens.shape[-1]
     rope = make_rope(config.rope, config.head_dim, length)
     dense, angles = causal_attend(rope, length), rope.angles(jnp.arange(length))

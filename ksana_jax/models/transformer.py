@@ -1,8 +1,8 @@
 """One decoder-only forward for every family: Llama, Mistral, Qwen2, Qwen3 and what resembles them.
 
-It knows tokens and positions. How queries meet keys is handed in as `attend`: the engine's writes to the paged cache
-and reads from it, training's is dense. Layers are unrolled: a scan over layers was 17 times slower on CPU and copies
-slices of the cache.
+It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
+writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
+Layers are unrolled: a scan over layers was 17 times slower on CPU and copies slices of the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.layers import linear, rms_norm, swiglu
 
-# attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state); q, k not yet rotated.
+# attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state).
+# layer is a Python int, q and k are not yet rotated, and state is whatever travels from layer to layer.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 # Random weights are drawn so many at a time: drawing needs six times as much memory beside its result, and is faster
@@ -133,8 +134,8 @@ def forward(params: Params, tokens: jax.Array, attend: Attend, state: Any, *, co
 
     Args:
       tokens: [...] ids in [0, V), or [..., D] rows of the embedding that were looked up elsewhere.
-      attend: how queries meet keys; see `Attend`.
-      state: what attend carries from layer to layer, such as the cache.
+      attend: attention of one layer; see `Attend`. It decides about rope, mask and softmax.
+      state: pytree that attend receives in the first layer and hands on to the next, such as the KV cache.
 
     Returns:
       Hidden states [..., D], and the state after the last layer.
