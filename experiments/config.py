@@ -38,8 +38,8 @@ class Experiment:
 
     name: of the default output folder in runs/; the file's name when empty. One path component; --out takes any path.
     title: one line above the table.
-    task: a key of `tasks.TASKS`, or "package.module:Class" of your own.
-    model: a Hugging Face directory, or the name of an embedded model.
+    task: name of a task (`ksana tasks` lists them), or "package.module:Class" of your own.
+    model: a Hugging Face directory, or the name of a shipped model.
     load_format: "auto" reads the weights, "dummy" draws them.
     engine: fields of `EngineConfig`; max_model_len null takes what the task needs.
     pattern: fields of `AttentionPattern`, a preset's name (`kv.presets`), or {preset: name} and fields that replace
@@ -47,7 +47,7 @@ class Experiment:
     layer_patterns: one pattern for each layer, instead of `pattern`.
     settings: the task's own fields.
     variants: named rows, each {name: ..., dotted.key: value}; empty for one row.
-    grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most MAX_TRIALS.
+    grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most 10,000.
     seeds: each row runs once for each; tables then give mean and standard deviation.
     """
 

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 class HostEmbeddingSettings:
     """Fields of `settings` in a host_embedding experiment.
 
-    num_requests: all there from the beginning. prompt_tokens, output_tokens: of each; ids are drawn by the seed.
+    num_requests: requests, all there from the beginning.
+    prompt_tokens: tokens of each prompt, drawn at random by the seed.
+    output_tokens: tokens of each output, forced.
     num_pairs: timed runs of each side.
     planned_model, planned_device, planned_dtype: what the planner is asked about; see `ksana plan`.
-    planned_context: tokens of each request there.
+    planned_context: tokens of each request in the plan.
     """
 
     num_requests: int = 32

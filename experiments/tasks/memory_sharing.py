@@ -39,6 +39,7 @@ class SharingSettings:
     texts: UTF-8 files that prompts are cut from; none takes the held-out texts. The seed draws among them. A model
       without a tokenizer gets random tokens.
     method: "sample" draws `width` samples of each prompt, "beam" searches with `width` beams.
+    width: samples or beams of each prompt.
     num_rows: sequences in all, a multiple of width: num_rows / width prompts, all there from the beginning.
     prompt_tokens: tokens of each prompt, BOS included.
     output_tokens: tokens of each sequence after it, forced.

@@ -33,7 +33,7 @@ _TWINS: weakref.WeakKeyDictionary[LLM, LLM] = weakref.WeakKeyDictionary()
 class PrefixSettings:
     """Fields of `settings` in a prefix_cache experiment.
 
-    num_requests: all there from the beginning.
+    num_requests: requests, all there from the beginning.
     prompt_tokens: tokens of each prompt, drawn at random by the seed.
     output_tokens: tokens of each output, forced, greedy.
     shared_percent: part of a prompt that it has in common with others, rounded down to whole tokens.

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax import __version__
-from ksana_jax.cli import chat, groups, machine, studies, text, training
+from ksana_jax.cli import chat, groups, machine, studies, tasks, text, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = groups.group(
@@ -47,6 +47,7 @@ COMMANDS = (
     studies.run,
     studies.report,
     studies.inspect,
+    tasks.tasks,
     text.generate,
     chat.chat,
     machine.plan,
