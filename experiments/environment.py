@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import subprocess
@@ -37,6 +38,8 @@ def environment() -> dict[str, Any]:
         "backend": device.platform,
         "device": device.device_kind,
         "num_devices": jax.device_count(),
+        # Tells shards of one machine from those of others, without its name.
+        "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]

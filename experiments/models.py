@@ -45,6 +45,17 @@ def num_layers(model: str) -> int | None:
     return count if isinstance(count, int) else None
 
 
+@functools.cache
+def tokenizer_of(model: str) -> Any:
+    """The tokenizer in a model's directory; None where there is none."""
+    from ksana_jax.tokenizers import load_tokenizer
+
+    path = model_dir(model)
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    return load_tokenizer(path)
+
+
 def _config(model: str) -> tuple[Path, dict[str, Any]]:
     path = model_dir(model) / "config.json"
     try:

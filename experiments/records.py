@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import warnings
@@ -66,12 +67,14 @@ class Records:
     """What an output folder holds, by today's trial ids; see `identity`.
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. failed: {trial id: error} of
-    trials whose last attempt raised.
+    trials whose last attempt raised. num_at_once: most shards that measured on one machine at the same time, as far as
+    the records tell.
     """
 
     plan: dict[str, Any] | None = None
     done: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    num_at_once: int = 1
 
 
 def read(folder: Path) -> Records:
@@ -85,17 +88,41 @@ def read(folder: Path) -> Records:
     if not files:
         raise FileNotFoundError(f"{folder}: no records.jsonl here; `ksana run` writes one")
     records, ids = Records(), {}
-    for path in files:
-        _read_file(path, records, ids)
+    running = [_read_file(path, records, ids) for path in files]
+    records.num_at_once = _most_at_once([span for spans in running for span in spans])
     if records.plan is not None:
         rows = [{**row, "trials": [ids.get(t, t) for t in row["trials"]]} for row in records.plan["rows"]]
         records.plan = {**records.plan, "rows": rows}
     return records
 
 
-def _read_file(path: Path, records: Records, ids: dict[str, str]) -> None:
+_Span = tuple[str, float, float]  # machine, and when a trial began and ended on it
+
+
+def _most_at_once(spans: list[_Span]) -> int:
+    """Most spans of one machine that overlap."""
+    most = 1
+    for machine in {span[0] for span in spans}:
+        # Where one ends as another begins they do not overlap: -1 sorts first.
+        events = [(t, step) for m, begin, end in spans if m == machine for t, step in ((begin, 1), (end, -1))]
+        most = max([most, *itertools.accumulate(step for _, step in sorted(events))])
+    return most
+
+
+def _span(start: dict[str, Any], done: dict[str, Any]) -> list[_Span]:
+    environment = start.get("environment")
+    machine = environment.get("machine") if isinstance(environment, dict) else None
+    times = [record.get("time") for record in (start, done)]
+    if not isinstance(machine, str) or not all(isinstance(t, _NUMBER) for t in times):
+        return []
+    return [(machine, *times)]  # pyright: ignore[reportReturnType]
+
+
+def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]:
     """Adds what a file holds to the records, and to ids the trials it starts: {id in the file: today's id}."""
     opened: dict[str, list[dict[str, Any]]] = {}
+    starts: dict[str, dict[str, Any]] = {}
+    spans: list[_Span] = []
     for where, record in _lines(path):
         kind, trial = record["kind"], record.get("trial", "")
         if kind == "plan":
@@ -104,6 +131,7 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> None:
         elif kind == "start":
             opened[trial] = []
             ids[trial] = recorded_id(record)
+            starts[trial] = record
         elif kind == "measurement":
             if trial not in opened:
                 raise ConfigError(f"{where} measures trial {trial}, which is not running there: no start before it")
@@ -112,14 +140,17 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> None:
             if trial in opened:
                 measured = opened.pop(trial)
                 _check_count(where, record, len(measured))
+                spans += _span(starts[trial], record)
                 records.done.setdefault(ids[trial], measured)
                 records.failed.pop(ids[trial], None)
             elif ids.get(trial) not in records.done:
                 raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
         elif kind == "failed":
             opened.pop(trial, None)
-            if ids.get(trial, trial) not in records.done:
-                records.failed[ids.get(trial, trial)] = record["error"]
+            known = ids[trial] if trial in ids else trial
+            if known not in records.done:
+                records.failed[known] = record["error"]
+    return spans
 
 
 def _check_count(where: str, done: dict[str, Any], count: int) -> None:

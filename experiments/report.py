@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections import defaultdict
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from experiments import figures, tables
+from experiments import figures, noise, tables
 from experiments.records import Records, read
 from experiments.tasks import task_named
 from experiments.tasks.base import BaseTask, Column, ResultRow
@@ -50,12 +52,13 @@ def tabulate(folder: Path) -> Report:
         raise ConfigError(f"{folder}: the records name no experiment")
     task = task_named(records.plan["task"])
     rows = result_rows(records, task)
+    columns = task.columns(rows)
     made = Report(
         title=records.plan["title"] or records.plan["name"],
         task=task,
         rows=rows,
-        columns=task.columns(rows),
-        notes=_progress_note(rows) + task.notes(rows),
+        columns=columns,
+        notes=[*_progress_note(rows), *_shared_note(records, rows), *task.notes(rows), *noise.notes(rows, columns)],
         reading=task.reading(rows),
         failed=records.failed,
     )
@@ -91,17 +94,30 @@ def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
     rows = []
     for row in records.plan["rows"]:
         done = {t: records.done[t] for t in row["trials"] if t in records.done}
-        trials = list(done.values())
-        summaries = [_summary(task, records.plan["task"], *item) for item in done.items()]
-        keys = dict.fromkeys(k for s in summaries for k in s)
-        values = {k: [s[k] for s in summaries if k in s and math.isfinite(s[k])] for k in keys}
-        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), trials, values))
+        values: dict[str, dict[Hashable, float]] = defaultdict(dict)
+        for trial, measurements in done.items():
+            for key, value, sample in _summary(task, records.plan["task"], trial, measurements):
+                values[key].setdefault(_Own(trial) if sample is None else sample, value)
+        given = {key: list(found.values()) for key, found in values.items()}
+        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, _Own) for s in found)}
+        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), list(done.values()), given, samples))
     return rows
 
 
-def _summary(task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """The sample of a trial that shares it with no other."""
+
+    trial: str
+
+
+def _summary(
+    task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]
+) -> list[tuple[str, float, Hashable | None]]:
+    """(key, value, what it was measured on) of each finite number of a trial."""
     try:
-        return task.summarise(measurements)
+        found = {k: v for k, v in task.summarise(measurements).items() if math.isfinite(v)}
+        return [(key, value, task.sample(key, measurements)) for key, value in found.items()]
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         # Measurements are what a file holds: what a task cannot read of them, it did not write.
         raise ConfigError(
@@ -113,3 +129,12 @@ def _summary(task: BaseTask, name: str, trial: str, measurements: list[dict[str,
 def _progress_note(rows: list[ResultRow]) -> list[str]:
     planned, done = sum(r.num_planned for r in rows), sum(len(r.trials) for r in rows)
     return [f"{done} of {planned} trials are done."] if done < planned else []
+
+
+def _shared_note(records: Records, rows: list[ResultRow]) -> list[str]:
+    is_time = any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values)
+    if records.num_at_once < 2 or not is_time:
+        return []
+    return [
+        f"Up to {records.num_at_once} shards ran on one machine at the same time: times and speeds are of a part of it."
+    ]

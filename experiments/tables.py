@@ -10,26 +10,24 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import noise
 from experiments.tasks.base import Column, ResultRow
 
 MISSING = "—"
 
 
 def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
-    """The table as text: heads, cells, and which cells hold their column's best value."""
+    """The table as text: heads, cells, and which cells are best beyond the noise; see `noise.leaders`."""
     labelled = any(r.label for r in rows)
     keys = list(rows[0].point) if rows else []
     heads = ["row"] * labelled + [k.rpartition(".")[2] for k in keys] + [c.title for c in columns]
     cells, bold = [], []
-    best = {c.key: _best(rows, c) for c in columns}
+    leading = [{id(row) for row in noise.leaders(rows, column)} for column in columns]
     for row in rows:
         left = [row.label] * labelled + [MISSING if row.point[k] is None else str(row.point[k]) for k in keys]
         left = [_line(text) for text in left]
         cells.append(left + [_cell(row, c) for c in columns])
-        # Two rows that read the same are equally good.
-        bold.append(
-            [False] * len(left) + [c.best is not None and _mean(row, c) == best[c.key] != MISSING for c in columns]
-        )
+        bold.append([False] * len(left) + [id(row) in best for best in leading])
     return heads, cells, bold
 
 
@@ -37,21 +35,11 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _mean(row: ResultRow, column: Column) -> str:
-    mean = row.mean(column.key)
-    return MISSING if mean is None else column.write(mean)
-
-
-def _best(rows: Sequence[ResultRow], column: Column) -> str:
-    means = [m for r in rows if (m := r.mean(column.key)) is not None]
-    if column.best is None or len({column.write(m) for m in means}) < 2:
-        return MISSING
-    return column.write(min(means) if column.best == "min" else max(means))
-
-
 def _cell(row: ResultRow, column: Column) -> str:
-    sd = row.sd(column.key)
-    return _mean(row, column) + (f" ± {column.write(sd)}" if sd is not None else "")
+    mean, sd = row.mean(column.key), row.sd(column.key)
+    if mean is None:
+        return MISSING
+    return column.write(mean) + (f" ± {column.write(sd)}" if sd is not None and not (column.exact and sd == 0) else "")
 
 
 def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -27,19 +27,25 @@ def kib(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of the table. key: of the summary; write: a value as text; best: which value is set in bold."""
+    """A column of the table. key: of the summary; write: a value as text; best: which value is set in bold.
+
+    exact: the same work gives the same value, a count: it is written without a deviation of 0, and any difference that
+    can be read counts. Other columns are subject to noise, see `experiments.noise`.
+    """
 
     key: str
     title: str
     write: Callable[[float], str]
     best: Literal["min", "max"] | None = None
+    exact: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultRow:
     """A row of the table with its results. trials: the measurements of each finished trial, one trial a seed.
 
-    values: {summary key: its value for each finished trial}.
+    values: {summary key: its values}, one for each sample: of trials that measured the same one the first counts.
+    samples: {summary key: what each value was measured on}; see `BaseTask.sample`.
     """
 
     label: str
@@ -47,6 +53,7 @@ class ResultRow:
     num_planned: int
     trials: Sequence[Sequence[Measurement]]
     values: Mapping[str, Sequence[float]]
+    samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -55,12 +62,12 @@ class ResultRow:
         return ", ".join(parts) or "this configuration"
 
     def mean(self, key: str) -> float | None:
-        """Mean over seeds; None where nothing was measured."""
+        """Mean over samples; None where nothing was measured."""
         values = self.values.get(key, ())
         return statistics.fmean(values) if values else None
 
     def sd(self, key: str) -> float | None:
-        """Sample standard deviation over seeds; None below two."""
+        """Standard deviation over samples; None below two."""
         values = self.values.get(key, ())
         return statistics.stdev(values) if len(values) > 1 else None
 
@@ -110,6 +117,14 @@ class BaseTask(abc.ABC):
     @abc.abstractmethod
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         """The columns to show for these rows; the CSV file has every summary key besides."""
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        """What a trial's summary key was measured on, such as digests of texts.
+
+        Trials of a row with equal samples are one measurement of that key; rows with the same samples are compared by
+        their differences on each. None: every trial is a measurement of its own.
+        """
+        return None
 
     def max_model_len(self, settings: Any) -> int | None:
         """Tokens of the longest sequence that the settings need; None leaves it to the model."""

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments import texts
+from experiments import noise, texts
 from experiments.figures import line_style
 from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, kib, number
 from ksana_jax.config import ConfigError
@@ -57,6 +57,10 @@ class Generate(BaseTask):
         for name in ("num_prompts", "prompt_tokens", "output_tokens"):
             if (value := config["settings"][name]) < 1:
                 raise ConfigError(f"settings.{name} is {value}, must be at least 1")
+        settings = GenerateSettings(**config["settings"])
+        texts.check_model(
+            config["model"], settings.texts, settings.num_prompts, settings.prompt_tokens, "settings.num_prompts"
+        )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
@@ -108,8 +112,8 @@ class Generate(BaseTask):
             Column("ttft_s", "TTFT, ms", milliseconds, "min"),
             Column("tpot_s", "TPOT, ms", milliseconds, "min"),
             Column("tokens_per_s", "output tokens/s", number(0), "max"),
-            Column("live_kv_bytes", "live KV, KiB", kib, "min"),
-            Column("peak_kv_bytes", "peak KV, KiB", kib, "min"),
+            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
+            Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -128,16 +132,21 @@ class Generate(BaseTask):
         if not measured:
             return ""
         fastest, row = max(measured, key=lambda m: m[0])
-        said = f"{row.name!r} is fastest with {fastest:,.0f} output tokens/s"
-        if len(measured) > 1:
-            slowest, last = min(measured, key=lambda m: m[0])
-            said += f", {fastest / slowest:.2f} times {last.name!r}"
-            peaks = [(peak, r) for _, r in measured if (peak := r.mean("peak_kv_bytes"))]
-            if peaks:
-                (least, small), (most, large) = min(peaks, key=lambda p: p[0]), max(peaks, key=lambda p: p[0])
-                if small is not large and least < most:
-                    said += f"; {small.name!r} needs least KV, {kib(least)} KiB at its peak"
-                    said += f", {large.name!r} most, {kib(most)} KiB"
+        if len(measured) == 1:
+            return f"{row.name!r} has {fastest:,.0f} output tokens/s."
+        slowest, last = min(measured, key=lambda m: m[0])
+        if doubt := noise.doubt(row, last, "tokens_per_s"):
+            said = f"Rows have {slowest:,.0f} to {fastest:,.0f} output tokens/s ({doubt})"
+        else:
+            equals = [r for _, r in measured if r is not row and not noise.differ(row, r, "tokens_per_s")]
+            said = f"{row.name!r} is fastest with {fastest:,.0f} output tokens/s, {fastest / slowest:.2f} times "
+            said += f"{last.name!r}" + (f" ({len(equals)} others within the noise)" if equals else "")
+        peaks = [(peak, r) for _, r in measured if (peak := r.mean("peak_kv_bytes"))]
+        if peaks:
+            (least, small), (most, large) = min(peaks, key=lambda p: p[0]), max(peaks, key=lambda p: p[0])
+            if small is not large and least < most:
+                said += f"; {small.name!r} needs least KV, {kib(least)} KiB at its peak"
+                said += f", {large.name!r} most, {kib(most)} KiB"
         return said + "."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:

@@ -108,12 +108,12 @@ class HostEmbedding(BaseTask):
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
-            Column("planned_blocks_without", "planned blocks", number(0)),
-            Column("planned_blocks_with", "planned, on host", number(0)),
-            Column("more_planned", "more planned, %", _percent),
-            Column("measured_blocks_without", "blocks", number(0)),
-            Column("measured_blocks_with", "blocks, on host", number(0)),
-            Column("more_measured", "more blocks, %", _percent),
+            Column("planned_blocks_without", "planned blocks", number(0), exact=True),
+            Column("planned_blocks_with", "planned, on host", number(0), exact=True),
+            Column("more_planned", "more planned, %", _percent, exact=True),
+            Column("measured_blocks_without", "blocks", number(0), exact=True),
+            Column("measured_blocks_with", "blocks, on host", number(0), exact=True),
+            Column("more_measured", "more blocks, %", _percent, exact=True),
             Column("mean_running_without", "rows", number(1)),
             Column("mean_running_with", "rows, on host", number(1)),
             Column("tokens_per_s_without", "tokens/s", number(0)),

@@ -78,6 +78,9 @@ class MemorySharing(BaseTask):
                 raise ConfigError(f"settings.{name} is {getattr(settings, name)}, must be at least 1")
         if settings.num_rows % settings.width:
             raise ConfigError(f"settings.num_rows is {settings.num_rows}, no multiple of width {settings.width}")
+        count = settings.num_rows // settings.width
+        setting = "settings.num_rows / settings.width"
+        texts.check_model(config["model"], settings.texts, count, settings.prompt_tokens, setting)
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = SharingSettings(**trial.config["settings"]), trial.llm

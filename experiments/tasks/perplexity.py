@@ -12,7 +12,7 @@ import hashlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,9 +34,10 @@ class PerplexitySettings:
     """Fields of `settings` in a perplexity experiment.
 
     method: "stream" scores with the engine's cache as it streams, "recompute" re-runs the window for every token.
-    texts: UTF-8 files; none takes the held-out texts of the embedded model's corpus. The seed draws among them.
-    num_texts: texts scored, one after another.
-    num_tokens: tokens of each text, BOS included.
+    texts: UTF-8 files; none takes the held-out texts of the embedded model's corpus. A long one gives as many disjoint
+      excerpts as it holds; the seed draws among all of them, and seeds 0, 1, 2, ... share none while there are enough.
+    num_texts: excerpts scored, one after another.
+    num_tokens: tokens of each excerpt, BOS included.
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: positions of each text and bucket, the first bucket left out, that every row, recomputation
       included, is scored on.
@@ -59,7 +60,8 @@ class Perplexity(BaseTask):
         return settings.num_tokens + 1
 
     def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
-        return {"texts": texts.digest(settings.texts)}
+        # Which excerpts a seed draws has changed since the first stage.
+        return {"texts": texts.digest(settings.texts), "excerpts": "disjoint"}
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = PerplexitySettings(**config["settings"])
@@ -75,13 +77,17 @@ class Perplexity(BaseTask):
                 raise ConfigError("settings.method 'recompute' takes a window and no other field of the pattern")
             if settings.sampled_per_bucket < 1:
                 raise ConfigError("settings.method 'recompute' needs settings.sampled_per_bucket of 1 or more")
+        texts.check_model(
+            config["model"], settings.texts, settings.num_texts, settings.num_tokens, "settings.num_texts"
+        )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PerplexitySettings(**trial.config["settings"]), trial.llm
         bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
         chosen = texts.choose(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
         compiled_before = llm.num_compilations
-        for index, (name, ids) in enumerate(chosen):
+        for index, excerpt in enumerate(chosen):
+            ids = excerpt.ids
             sample = sample_positions(len(ids), bucket_tokens, settings.sampled_per_bucket, [trial.seed, index])
             if settings.method == "recompute" and not len(sample):
                 raise ConfigError(
@@ -94,22 +100,25 @@ class Perplexity(BaseTask):
                 log_probs = timed(_recompute, llm, ids, trial.config["pattern"]["window"], sample)
             else:
                 log_probs = timed(_stream, llm, ids)
-            yield from _by_bucket(name, subset, positions, log_probs, bucket_tokens, len(ids))
+            yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
             if subset == "all" and len(sample):
-                yield from _by_bucket(name, "sampled", sample, log_probs[sample - 1], bucket_tokens, len(ids))
-            yield {"metric": "speed", "text": name, "num_scored": len(positions), "seconds": timed.seconds,
+                yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
+            yield {"metric": "speed", "text": excerpt.name, "num_scored": len(positions), "seconds": timed.seconds,
                    "compiled_while_timed": timed.compiled}  # fmt: skip
             if settings.method == "recompute":
                 # Runs over several windows went side by side; memory is that of one.
                 llm.clear_records()
                 _recompute(llm, ids, trial.config["pattern"]["window"], sample[-1:])
-            yield {"metric": "kv", "text": name, "method": settings.method, **_kv(llm, settings.method)}
+            yield {"metric": "kv", "text": excerpt.name, "method": settings.method, **_kv(llm, settings.method)}
             trial.progress((index + 1) / len(chosen))
         yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
                "in_all": llm.num_compilations}  # fmt: skip
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         return perplexity_report.summarise(measurements)
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        return perplexity_report.sample(key, measurements)
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return perplexity_report.columns(rows)
@@ -177,7 +186,7 @@ def sample_positions(num_tokens: int, bucket_tokens: int, per_bucket: int, seed:
 
 
 def _by_bucket(
-    name: str, subset: str, positions: np.ndarray, log_probs: np.ndarray, bucket_tokens: int, num_tokens: int
+    excerpt: texts.Excerpt, subset: str, positions: np.ndarray, log_probs: np.ndarray, bucket_tokens: int
 ) -> Iterator[Measurement]:
     sums: dict[int, list[float]] = defaultdict(list)
     for position, value in zip(positions.tolist(), log_probs.tolist(), strict=True):
@@ -186,8 +195,9 @@ def _by_bucket(
     for bucket, values in sorted(sums.items()):
         yield {
             "metric": "nll",
-            "text": name,
-            "text_tokens": num_tokens,
+            "text": excerpt.name,
+            "text_digest": excerpt.digest,
+            "text_tokens": len(excerpt.ids),
             "subset": subset,
             "bucket": bucket,
             "bucket_tokens": bucket_tokens,

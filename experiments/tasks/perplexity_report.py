@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+from experiments import noise
 from experiments.tasks.base import Column, Measurement, ResultRow, kib, number
 
 
@@ -50,6 +51,20 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
     return result
 
 
+def sample(key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+    """Texts and positions that a perplexity comes from; None for other keys, whose values repeats can change."""
+    for prefix, subset in (("sampled_ppl", "sampled"), ("ppl", "all")):
+        if key.startswith(prefix):
+            return _scored_places(measurements, subset)
+    return None
+
+
+def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
+    """(text, bucket, count, positions) of all that a trial scored: texts by content, or by name in older records."""
+    nll = [m for m in trial if m["metric"] == "nll" and m["subset"] == subset]
+    return tuple((m.get("text_digest", m["text"]), m["bucket"], m["count"], m["positions"]) for m in nll)
+
+
 def live_blocks(kv: Measurement) -> list[int]:
     """Blocks held after each step of a streamed text but the last, which releases everything.
 
@@ -69,8 +84,8 @@ def columns(rows: Sequence[ResultRow]) -> list[Column]:
     shown = [Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min") for a, b in spans(rows, "ppl_")]
     if sampled := spans(rows, "sampled_ppl_"):
         shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
-    shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min"))
-    shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min"))
+    shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
+    shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
     return [*shown, Column("tokens_per_s", "tokens/s", number(0), "max")]
 
 
@@ -78,9 +93,10 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
     found = [m for r in rows for trial in r.trials for m in trial if m["metric"] == "nll"]
     if not found:
         return []
-    names = {m["text"] for m in found}
+    names = {m.get("text_digest", m["text"]) for m in found}
     count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
     seeds = max(len(r.trials) for r in rows)
+    draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
     said = [
         f"Perplexity by position in the text; position 0 is BOS. Columns ppl score every position of the texts "
         f"({count['all']:,} tokens, {len(names)} texts), the same in every row."
@@ -91,10 +107,11 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
         )
         if any(method(r) == "recompute" for r in rows):
             said.append("In the figure, recomputation is the line most like it plus their difference on the sample.")
-    if seeds > 1:
+    if draws > 1:
         said.append(
-            f"Mean ± standard deviation over up to {seeds} seeds, which draw the texts; counts are of one seed."
+            f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are of one seed."
         )
+    said += _repeats(rows)
     said.append("Live KV: most held between steps; peak KV: most held within a step, its chunk included.")
     if any(m["metric"] == "kv" and m.get("live_blocks") == [] for r in rows for trial in r.trials for m in trial):
         said.append(
@@ -118,12 +135,18 @@ def _scored(trial: Sequence[Measurement], subset: str) -> int:
 
 def _places(row: ResultRow, subset: str) -> list[tuple]:
     """For each seed, what was scored; empty where the row has no such subset."""
-    found = []
-    for trial in row.trials:
-        nll = [m for m in trial if m["metric"] == "nll" and m["subset"] == subset]
-        if nll:
-            found.append(tuple((m["text"], m["bucket"], m["count"], m["positions"]) for m in nll))
-    return found
+    return [places for trial in row.trials if (places := _scored_places(trial, subset))]
+
+
+def _repeats(rows: Sequence[ResultRow]) -> list[str]:
+    """Which seeds drew texts that another had drawn, in words."""
+    most, of = max(((len(r.trials) - len(set(places)), len(places)) for r in rows
+                    for places in [_places(r, "all") or _places(r, "sampled")]), default=(0, 0))  # fmt: skip
+    if not most:
+        return []
+    if most == of - 1:
+        return [f"{of} seeds scored the same text: counted once."]
+    return [f"{most} of {of} seeds scored a text that another had scored: counted once."]
 
 
 def reading(rows: Sequence[ResultRow]) -> str:
@@ -133,10 +156,16 @@ def reading(rows: Sequence[ResultRow]) -> str:
     low, high = found[-1]
     key = f"ppl_{low}_{high}"
     scored = [(ppl, r) for r in rows if (ppl := r.mean(key)) is not None]
+    if not scored:
+        return ""
     # Rows that read the same are equal: the first of them is named.
     (least, best), (most, worst) = (pick(scored, key=lambda s: round(s[0], 2)) for pick in (min, max))
-    said = f"At positions {low:,} to {high - 1:,} {best.name!r} predicts best (perplexity {least:,.2f}"
-    said += f", against {most:,.2f} of {worst.name!r})" if worst is not best else ")"
+    equals = [r for _, r in scored if r is not best and not noise.differ(best, r, key)]
+    doubt = "" if worst is best else noise.doubt(best, worst, key)
+    how = "has the lowest perplexity (" if doubt or equals else "predicts best (perplexity "
+    said = f"At positions {low:,} to {high - 1:,} {best.name!r} {how}{least:,.2f}"
+    said += f", against {most:,.2f} of {worst.name!r}" if worst is not best else ""
+    said += f"; {doubt})" if doubt else f"; {len(equals)} others within the noise)" if equals else ")"
     held = [(live, r) for _, r in scored if (live := r.mean("live_kv_bytes"))]
     mine = best.mean("live_kv_bytes")
     if held and mine:
@@ -155,6 +184,7 @@ def reading(rows: Sequence[ResultRow]) -> str:
             ratio = (best.mean("tokens_per_s") or math.nan) / (row.mean("tokens_per_s") or math.nan)
             said += f"; on the sampled positions {row.name!r} has {theirs:,.2f} against its {ours:,.2f}"
             said += f", {ratio:,.0f} times slower" if ratio > 1 else ""
+            said += f" ({doubt})" if (doubt := noise.doubt(best, row, "tokens_per_s")) and ratio > 1 else ""
             break
     return said + "."
 

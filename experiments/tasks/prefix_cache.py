@@ -97,7 +97,7 @@ class PrefixCache(BaseTask):
             return f"{value * 1000:,.0f}"
 
         return [
-            Column("hit_rate", "hits, %", percent),
+            Column("hit_rate", "hits, %", percent, exact=True),
             Column("tokens_per_s_without", "tokens/s without", number(1)),
             Column("tokens_per_s_with", "tokens/s with", number(1)),
             Column("gain", "gain, ×", number(2), "max"),

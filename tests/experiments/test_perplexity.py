@@ -124,7 +124,8 @@ def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
 def test_the_sentence_says_what_the_numbers_say(measured):
     _, made, _ = measured
     assert made.reading.startswith(
-        "At positions 64 to 127 'full' predicts best (perplexity 2.75, against 3.08 of 'sliding')"
+        "At positions 64 to 127 'full' has the lowest perplexity (2.75, against 3.08 of 'sliding'; "
+        "not resolved: one run each)"
     )
     assert "with 28 KiB of KV, the most of all rows" in made.reading
     assert "on the sampled positions 'recompute' has 3.08 against its 2.7" in made.reading
@@ -156,6 +157,58 @@ def test_seeds_give_mean_and_standard_deviation(experiment, make_llm, tmp_path, 
     assert len(make_llm.instances) == 1
 
 
+def test_seeds_that_scored_the_same_text_are_one_measurement(experiment, make_llm, tmp_path, text):
+    made = experiment(seeds=[0, 1, 2], settings={"texts": [text], "num_texts": 1, "num_tokens": 256},
+                      variants=[{"name": "full"}, {"name": "sliding", "pattern.window": 8}])  # fmt: skip
+    run(made, tmp_path / "out", make_llm=make_llm)
+    made = report(tmp_path / "out")
+    assert [len(r.trials) for r in made.rows] == [3, 3]
+    assert [len(r.values["ppl_64_128"]) for r in made.rows] == [1, 1]
+    # Repeats of a speed are measurements.
+    assert [len(r.values["tokens_per_s"]) for r in made.rows] == [3, 3]
+    table = (tmp_path / "out/table.md").read_text()
+    assert "± 0.00" not in table
+    assert "3 seeds scored the same text: counted once." in made.notes
+    assert any(note.startswith("Not resolved, of one run each: ppl") for note in made.notes)
+    assert "not resolved: one run each" in made.reading
+
+
+def test_seeds_draw_disjoint_excerpts_of_one_text_while_it_holds_any(experiment, make_llm, tmp_path):
+    numbers = tmp_path / "numbers.txt"
+    numbers.write_text("".join(f"{n:04d}" for n in range(1000)))
+    made = experiment(seeds=[0, 1, 2, 3], settings={"texts": [str(numbers)], "num_texts": 2, "num_tokens": 401})
+    run(made, tmp_path / "out", make_llm=make_llm)
+    (row,) = report(tmp_path / "out").rows
+    names = [m["text"] for trial in row.trials for m in trial if m["metric"] == "speed"]
+    assert len(set(names)) == 8 and names[0] == "numbers.txt" and "numbers.txt from token " in names[1]
+    assert len(row.values["ppl"]) == 4
+    assert not any("counted once" in note for note in report(tmp_path / "out").notes)
+
+
+def test_rows_that_saw_the_same_texts_are_told_apart_by_their_differences(experiment, make_llm, tmp_path, monkeypatch):
+    numbers = tmp_path / "numbers.txt"
+    numbers.write_text("".join(f"{n:04d}" for n in range(1000)))
+    scores = make_llm._scores
+
+    def of_text(self, ids):
+        # A text's own difficulty is ten times what the window costs.
+        entries = scores(self, ids)
+        for t, entry in enumerate(entries):
+            if entry:
+                entry[ids[t]] = entry[ids[t]].__class__(entry[ids[t]].logprob - sum(ids) % 97 / 30, 1)
+        return entries
+
+    monkeypatch.setattr(make_llm, "_scores", of_text)
+    settings = {"texts": [str(numbers)], "num_texts": 1, "num_tokens": 256}
+    variants = [{"name": "full"}, {"name": "sliding", "pattern.window": 8}]
+    run(experiment(seeds=[0, 1, 2, 3], settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm)
+    made = report(tmp_path / "out")
+    full, sliding = made.rows
+    assert full.samples["ppl"] == sliding.samples["ppl"] and len(full.values["ppl"]) == 4
+    assert full.sd("ppl") > 5 * (sliding.mean("ppl") - full.mean("ppl")) > 0
+    assert any("where rows saw the same texts, those of their differences on each" in note for note in made.notes)
+
+
 def test_rows_on_different_positions_are_called_not_comparable(experiment, make_llm, tmp_path):
     made = experiment(variants=[{"name": "a"}, {"name": "b", "settings.num_tokens": 64}])
     run(made, tmp_path / "out", make_llm=make_llm)
@@ -185,8 +238,23 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
     outcome = run(made, tmp_path / "out", make_llm=make_llm)
     (error,) = outcome.failed.values()
     assert error == (
-        "ConfigError: 0 of 1 texts have 1,000 tokens or more, 1 are asked for; the longest has 401"
-    )  # fmt: skip
+        "ConfigError: settings.num_texts is 1, but the texts hold 0 excerpts of 1,000 tokens: they have 400 tokens, "
+        "the longest 400; files: 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"settings": {"num_texts": 7, "num_tokens": 64}}, r"settings\.num_texts is 7, but the texts hold 6 excerpts"),
+        ({"task": "generate", "settings": {"num_prompts": 50}}, r"settings\.num_prompts is 50, but the texts hold 3"),
+        ({"task": "memory_sharing", "settings": {"num_rows": 400}}, r"settings\.num_rows / settings\.width is 100"),
+    ],
+)  # fmt: skip
+def test_texts_that_are_too_few_are_refused_once_and_before_anything_runs(one_layer, text, fields, said):
+    fields["settings"] = {"texts": [text], **fields["settings"]}
+    with pytest.raises(ConfigError, match=said):
+        plan({"model": one_layer, "load_format": "dummy", "seeds": [0, 1, 2], **fields})
 
 
 def test_a_sample_is_spread_over_the_buckets_and_leaves_out_the_first():

@@ -131,6 +131,35 @@ def test_shards_partition_the_trials_and_together_make_the_same_table(model, tmp
     assert sorted(started) == sorted(t.id for t in experiment.trials)
 
 
+def test_shards_that_shared_a_machine_are_noted_where_speed_was_measured(model, tmp_path, monkeypatch):
+    import fake_task
+
+    from experiments import run as run_module
+
+    machine = {"machine": "a"}
+    monkeypatch.setattr(run_module, "environment", lambda: machine)
+    monkeypatch.setattr(fake_task.Fake, "summarise", lambda self, measurements: {"mean": 1.0, "tokens_per_s": 2.0})
+    experiment = plan(small(model))
+    run(experiment, tmp_path, Shard(1, 2))
+    run(experiment, tmp_path, Shard(2, 2))
+
+    def notes():
+        return [note for note in report(tmp_path).notes if "at the same time" in note]
+
+    assert notes() == []
+    path = tmp_path / "records.2-of-2.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    earlier = [json.loads(line) for line in (tmp_path / "records.1-of-2.jsonl").read_text().splitlines()]
+    begins = [next(line["time"] for line in part if line["kind"] == "start") for part in (earlier, lines)]
+    for line in lines:
+        if "time" in line:
+            line["time"] += begins[0] - begins[1]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert notes() == ["Up to 2 shards ran on one machine at the same time: times and speeds are of a part of it."]
+    path.write_text(path.read_text().replace('"machine": "a"', '"machine": "b"'))
+    assert notes() == []
+
+
 def test_a_whole_run_skips_what_shards_have_done(model, tmp_path):
     experiment = plan(small(model))
     run(experiment, tmp_path / "out", Shard(2, 4))

@@ -63,8 +63,9 @@ def test_perplexity_is_that_of_the_log_probabilities_of_one_request(measured):
     from ksana_jax import SamplingParams
 
     rows, (engine,) = measured
-    ((name, ids),) = texts.choose([], engine.tokenizer, 1, 256, 0)
-    assert name == next(m["text"] for m in rows["full"].trials[0] if m["metric"] == "nll")
+    (excerpt,) = texts.choose([], engine.tokenizer, 1, 256, 0)
+    ids = excerpt.ids
+    assert excerpt.name == next(m["text"] for m in rows["full"].trials[0] if m["metric"] == "nll")
     engine.set_pattern(None)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     (output,) = engine.generate({"prompt_token_ids": ids}, params)
