@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     keep_compiled_steps(Path(cache_home) / "ksana_jax" / "compiled")
     try:
         app(moved + argv, prog_name="ksana")
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
         if debug:
             raise
         print(f"ksana: error: {' '.join(str(error).split())}", file=sys.stderr)

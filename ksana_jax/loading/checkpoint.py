@@ -74,7 +74,8 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
     """Reads what `save_checkpoint` saved, onto the default device.
 
     Args:
-      wanted: the same pytree with jax.ShapeDtypeStruct for arrays; stored values are converted to its dtypes.
+      wanted: the same pytree with jax.ShapeDtypeStruct for arrays; stored values are converted to its dtypes. NumPy
+        arrays in it give NumPy arrays on the host, which have 64 bits where jax has 32.
       step: None takes the latest that can be read, warning about torn ones that it skips.
 
     Returns:
@@ -86,7 +87,8 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
     root = Path(path).resolve()
     steps = [step] if step is not None else sorted(_steps(root), reverse=True)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    named = {name: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=place) for name, w in _named(wanted).items()}
+    named = {name: w if isinstance(w, np.ndarray) else jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=place)
+             for name, w in _named(wanted).items()}  # fmt: skip
     torn = []
     with ocp.StandardCheckpointer() as checkpointer:
         for candidate in steps:
@@ -144,7 +146,9 @@ def _complete(directory: Path) -> bool:
         return False
 
 
-def _check_tree(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_tree(
+    directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
+) -> None:
     problems = []
     for name in sorted(stored.keys() | wanted.keys()):
         if name not in stored:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +21,7 @@ from ksana_jax.training.checkpoints import Progress
 from ksana_jax.training.corpus import source_texts, split_texts
 from ksana_jax.training.hf_tokenizer import tokenizer_files
 from ksana_jax.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step
+from ksana_jax.training.resume import check_same, fixed_fields, tokens_source
 from ksana_jax.training.settings import TrainConfig
 from ksana_jax.training.sinks import evaluate
 from ksana_jax.training.tokenizer import load_tokenizer, train_tokenizer
@@ -29,31 +33,49 @@ logger = logging.getLogger(__name__)
 def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
     """Training and held-out files as tokens, made once and kept in out_dir, so that a resumed run sees the same ones.
 
-    out_dir then has tokenizer.model, heldout.txt (names of held-out files) and tokens.npz.
+    out_dir then has tokenizer.model, heldout.txt (names of held-out files) and tokens.npz, which keeps what it was made
+    from.
 
     Raises:
-      ConfigError: the corpus lacks training or held-out files.
+      ConfigError: the corpus lacks training or held-out files, or out_dir's tokens were made from something else.
     """
     out = Path(config.out_dir)
     path = out / "tokens.npz"
+    if config.corpus_dir and not Path(config.corpus_dir).is_dir():
+        raise ConfigError(f"corpus_dir {config.corpus_dir} is not a folder")
+    texts = source_texts(Path(config.corpus_dir) if config.corpus_dir else None)
+    source = tokens_source(config, texts)
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
-        train, held_out = split_texts(source_texts(Path(config.corpus_dir) if config.corpus_dir else None))
-        if not train or not held_out:
-            found = f"{len(train)} training and {len(held_out)} held-out files"
-            raise ConfigError(f"the corpus has {found}, needs some of each")
-        texts = [text for _, text in train]
-        logger.info("training a tokenizer of %d pieces on %d files", config.vocab_size, len(texts))
-        model = train_tokenizer(texts, config.vocab_size, config.tokenizer_sample_bytes, config.seed)
-        write_atomic(out / "tokenizer.model", model)
-        write_atomic(out / "heldout.txt", "".join(name + "\n" for name, _ in held_out))
-        encode = load_tokenizer(out / "tokenizer.model").encode
-        files, held = TokenFiles.encode(texts, encode), TokenFiles.encode([text for _, text in held_out], encode)
-        with replacing(path) as file:
-            np.savez(file, train=files.tokens, train_starts=files.starts, held=held.tokens, held_starts=held.starts)
-    with open_to_read(path) as file, np.load(file) as arrays:
-        train_files = TokenFiles(arrays["train"], arrays["train_starts"])
-        return train_files, TokenFiles(arrays["held"], arrays["held_starts"])
+        _make_tokens(config, path, texts, source)
+    with open_to_read(path) as file:
+        try:
+            arrays = dict(np.load(file))
+            files = TokenFiles(arrays["train"], arrays["train_starts"])
+            held = TokenFiles(arrays["held"], arrays["held_starts"])
+            # Earlier versions left no source: their tokenizer at least says how many pieces it has.
+            pieces = {"vocab_size": load_tokenizer(out / "tokenizer.model").vocab_size()}
+            began = json.loads(str(arrays["source"])) if "source" in arrays else pieces
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path} cannot be read, and is made again once it is removed: {error}") from None
+    check_same(path, began, source)
+    return files, held
+
+
+def _make_tokens(config: TrainConfig, path: Path, texts: list[tuple[str, str]], source: dict[str, Any]) -> None:
+    train, held_out = split_texts(texts)
+    if not train or not held_out:
+        found = f"{len(train)} training and {len(held_out)} held-out files"
+        raise ConfigError(f"the corpus has {found}, needs some of each")
+    logger.info("training a tokenizer of %d pieces on %d files", config.vocab_size, len(train))
+    model = train_tokenizer([text for _, text in train], config.vocab_size, config.tokenizer_sample_bytes, config.seed)
+    write_atomic(path.with_name("tokenizer.model"), model)
+    write_atomic(path.with_name("heldout.txt"), "".join(name + "\n" for name, _ in held_out))
+    encode = load_tokenizer(path.with_name("tokenizer.model")).encode
+    files, held = (TokenFiles.encode([text for _, text in part], encode) for part in (train, held_out))
+    with replacing(path) as file:
+        np.savez(file, train=files.tokens, train_starts=files.starts, held=held.tokens, held_starts=held.starts,
+                 source=np.array(json.dumps(source)))  # fmt: skip
 
 
 def heldout_sequences(held: TokenFiles, context: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,6 +97,10 @@ def run(config: TrainConfig) -> None:
     """Trains, logs to out_dir/train_log.jsonl, checkpoints to out_dir/checkpoints, and exports at the end.
 
     A run that has reached num_steps or budget_s only exports its newest checkpoint: num_steps=1 does that at any time.
+
+    Raises:
+      ConfigError: out_dir holds a run of another configuration; see `resume`.
+      FloatingPointError: the loss is no longer finite.
     """
     train_files, held_files = prepare(config)
     out = Path(config.out_dir)
@@ -87,7 +113,7 @@ def run(config: TrainConfig) -> None:
     )  # fmt: skip
 
     state, saved = init_state(config), Progress()
-    if restored := checkpoints.restore(out / "checkpoints", state):
+    if restored := checkpoints.restore(out / "checkpoints", state, fixed_fields(config)):
         state, saved = restored
         logger.info("resumes at step %d, %.0f s", saved.step, saved.elapsed_s)
     train_step = make_train_step(config)
@@ -136,10 +162,9 @@ def run(config: TrainConfig) -> None:
         every = config.checkpoint_every
         if last or elapsed_s() - saved.elapsed_s >= config.checkpoint_every_s or (every and step % every == 0):
             earlier, saved = saved, Progress(step, tokens, elapsed_s())
-            checkpoints.save(out / "checkpoints", state, saved, config.keep_checkpoints)
+            checkpoints.save(out / "checkpoints", state, saved, config.keep_checkpoints, fixed_fields(config))
             if config.first_export_s and earlier.elapsed_s < config.first_export_s <= saved.elapsed_s and not last:
                 export(config, state)
-    log.close()
     export(config, state)
 
 

@@ -113,6 +113,8 @@ class TrainConfig:
             found.append("neither num_steps nor budget_s is given: the run would never end")
         if self.vocab_size < 3 + 256 + 2:
             found.append(f"vocab_size is {self.vocab_size}, must be at least 261: 3 control pieces, 256 bytes, 2 more")
+        if self.vocab_size > 2**16:
+            found.append(f"vocab_size is {self.vocab_size:,}, must be at most 65,536: ids are kept in 16 bits")
         if self.context < 64:
             found.append(f"context is {self.context}, must be at least 64: Sink_1 is measured over 64 tokens")
         if self.compute_dtype not in ("f32", "bf16"):

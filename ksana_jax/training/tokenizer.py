@@ -8,6 +8,8 @@ from pathlib import Path
 
 import sentencepiece
 
+from ksana_jax.config import ConfigError
+
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 
@@ -20,6 +22,9 @@ def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int, seed: 
     Args:
       texts: one string per file.
       sample_bytes: about how much of them to train on, whole files in random order.
+
+    Raises:
+      ConfigError: the texts do not give so many pieces.
     """
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
@@ -30,13 +35,20 @@ def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int, seed: 
         sample.append(texts[index])
         size += len(texts[index].encode())
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
-        sentence_iterator=(line for text in sample for line in text.split("\n") if line),
-        model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True, character_coverage=0.9999,
-        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True, split_digits=True, user_defined_symbols=["\n"],
-        unk_id=UNK_ID, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=-1, num_threads=2, minloglevel=2, max_sentence_length=16384,
-    )  # fmt: skip
+    try:
+        sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+            sentence_iterator=(line for text in sample for line in text.split("\n") if line),
+            model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True,
+            character_coverage=0.9999, normalization_rule_name="identity", add_dummy_prefix=False,
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, split_digits=True,
+            user_defined_symbols=["\n"], unk_id=UNK_ID, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=-1, num_threads=2,
+            minloglevel=2, max_sentence_length=16384,
+        )  # fmt: skip
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2] or "they have no text"
+        raise ConfigError(
+            f"{size:,} bytes of training files give no tokenizer with vocab_size {vocab_size}: {reason}"
+        ) from error
     return model.getvalue()
 
 

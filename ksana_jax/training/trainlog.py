@@ -17,18 +17,15 @@ class TrainLog:
         if path.exists():
             for line in read_bytes(path).decode().splitlines():
                 try:
-                    record = json.loads(line)
-                except ValueError:
+                    at = json.loads(line)["step"]
+                except (ValueError, KeyError, TypeError):
                     break
-                if record["step"] <= step:
+                if at <= step:
                     kept.append(line + "\n")
         write_atomic(path, "".join(kept))
-        self._file = open(open_to_update(path, os.O_APPEND), "a", encoding="utf-8")
+        self._path = path
 
     def write(self, record: dict) -> None:
         """Appends one line."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        with open(open_to_update(self._path, os.O_APPEND), "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,76 @@
+"""A run goes on only as the run that it began as. Knows configurations and files of JSON, no arrays.
+
+A run's folder keeps what its parts were made from: tokens.npz the corpus and the tokenizer's settings, the checkpoints
+the fields of the configuration. A resumed run with other values is refused, except for those in MAY_CHANGE, which say
+where a run writes, when it ends and how often it looks up, not what is learned in a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.config import ConfigError
+from ksana_jax.files import read_bytes
+from ksana_jax.training.settings import TrainConfig
+
+# num_steps and budget_s also stretch the learning rate's decay: a run may be prolonged, and ended early.
+# corpus_dir may be another place of the same files, whose digest tokens.npz keeps.
+MAY_CHANGE = frozenset({
+    "out_dir", "export_dir", "first_export_s", "corpus_dir", "num_steps", "budget_s", "log_every", "eval_every",
+    "eval_sequences", "checkpoint_every_s", "checkpoint_every", "keep_checkpoints",
+})  # fmt: skip
+
+
+def fixed_fields(config: TrainConfig) -> dict[str, Any]:
+    """The fields that must stay as they are while a run goes on, with dotted names."""
+    fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in MAY_CHANGE}
+    return fields | {f"model.{k}": v for k, v in fields.pop("model").items()}
+
+
+def tokens_source(config: TrainConfig, texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """What tokens.npz and tokenizer.model follow from. texts: (name, text) of every file of the corpus."""
+    digest = hashlib.sha256()
+    for name, text in texts:
+        content = text.encode()
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return {
+        "corpus": digest.hexdigest()[:16],
+        "vocab_size": config.vocab_size,
+        "tokenizer_sample_bytes": config.tokenizer_sample_bytes,
+        "seed": config.seed,
+    }
+
+
+def check_same(what: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with something that was made from other values; keys that either lacks are not compared.
+
+    Raises:
+      ConfigError: naming every value that differs.
+    """
+    different = [f"{k} {began[k]!r} (now {now[k]!r})" for k in now if k in began and began[k] != now[k]]
+    if different:
+        raise ConfigError(
+            f"{what} was made with {', '.join(different)}: go on with those values, or take another out_dir"
+        )
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Fields that `write_atomic` wrote as JSON; none where there is no such file, as earlier versions left it.
+
+    Raises:
+      ConfigError: the file is no JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        fields = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} holds {type(fields).__name__}, must be a JSON object")
+    return fields
