@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 logger = logging.getLogger("ksana_jax")
@@ -17,9 +19,34 @@ def compiled(key: Any, lower: Callable[[], Any]) -> Callable:
       key: what the function is kept under, such as a `StepShape`.
       lower: traces it; returns a `jax.stages.Lowered`.
     """
+    return _traced(key, lower)()
+
+
+def compile_all(functions: Mapping[Any, Callable[[], Any]], workers: int) -> dict[Any, Callable]:
+    """Compiles functions, `workers` at once; arguments of each as in `compiled`.
+
+    All are traced by the calling thread, whose jax settings may be its own.
+    """
+    if workers == 1:
+        return {key: compiled(key, lower) for key, lower in functions.items()}
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            compiling = {key: pool.submit(_traced(key, lower)) for key, lower in functions.items()}
+            return {key: future.result() for key, future in compiling.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _traced(key: Any, lower: Callable[[], Any]) -> Callable[[], Callable]:
+    """What compiles a function that this call has traced."""
     began = time.perf_counter()
     lowered = lower()
-    traced = time.perf_counter()
+    return functools.partial(_compile, key, lowered, time.perf_counter() - began)
+
+
+def _compile(key: Any, lowered: Any, traced_s: float) -> Callable:
+    began = time.perf_counter()
     function = lowered.compile()
-    logger.info("compiled %s in %.2f s, traced in %.2f s", key, time.perf_counter() - traced, traced - began)
+    logger.info("compiled %s in %.2f s, traced in %.2f s", key, time.perf_counter() - began, traced_s)
     return function

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.engine.compiling import compiled
+from ksana_jax.engine.compiling import compile_all, compiled
 from ksana_jax.engine.movers import BlockMover
 from ksana_jax.kv.cache import KVCache, make_cache, storage_dtype
 from ksana_jax.kv.patterns import AttentionPattern, PatternArrays, stack
@@ -144,9 +144,10 @@ class Runner:
         prompt_scores = None
         if step.targets is not None:
             top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
-            prompt_scores = self._score(step.shape.num_tokens, top)(self.params, hidden, step.targets)
+            score_prompt = self._program(*self._score_program(step.shape.num_tokens, top))
+            prompt_scores = score_prompt(self.params, hidden, step.targets)
         top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        finish = self._sample(hidden, step.arrays.last, step.sampling, top)
+        finish = self.compile_sampler(hidden, step.arrays.last, step.sampling, top)
         tokens, scores = finish(self.params, hidden, step.arrays.last, step.sampling)
         self.mover.finish(saved)  # while the device computes
         return StepOutput(
@@ -165,40 +166,45 @@ class Runner:
             self.reset()
             raise
 
-    def warm_up(
-        self,
-        shapes: Sequence[StepShape],
-        asked: Sequence[SamplingParams] = (),
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def warm_up(self, shapes: Sequence[StepShape], asked: Sequence[SamplingParams] = (), workers: int = 1) -> None:
         """Compiles the steps of some shapes; already compiled ones cost nothing.
 
         Args:
           asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
+          workers: programs compiled at once.
         """
         vocab = self.config.vocab_size
         counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
         tops = {None} | {_bucket_of_top(count, vocab) for count in counts if count is not None}
         prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
         dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
-        for done, shape in enumerate(shapes):
-            self.compile_step(shape)
+        programs: dict[Any, Callable] = {shape: functools.partial(self.lower_step, shape) for shape in shapes}
+        for shape in shapes:
             size = shape.num_singles + shape.num_tiles
             hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
             last = jax.ShapeDtypeStruct((size,), jnp.int32)
             for settings in (None, *(_sampling_shapes(size, vocab if d else None) for d in dense)):
-                for num_top in tops:
-                    self._sample(hidden, last, settings, num_top)
-            for num_top in prompt_tops:
-                self._score(shape.num_tokens, num_top)
-            if progress:
-                progress(done + 1, len(shapes))
+                programs |= [self._sample_program(hidden, last, settings, top) for top in tops]
+            programs |= [self._score_program(shape.num_tokens, top) for top in prompt_tops]
+        new = {key: lower for key, lower in programs.items() if key not in self._compiled}
+        self._compiled |= compile_all(new, workers)
+
+    def _program(self, key: Any, lower: Callable[[], Any]) -> Callable:
+        if key not in self._compiled:
+            self._compiled[key] = compiled(key, lower)
+        return self._compiled[key]
 
     def compile_step(self, shape: StepShape) -> Callable:
         """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D])."""
-        if shape not in self._compiled:
-            self._compiled[shape] = compiled(shape, lambda: self.lower_step(shape))
-        return self._compiled[shape]
+        return self._program(shape, functools.partial(self.lower_step, shape))
+
+    def compile_sampler(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
+        """Logits and the choice of tokens: (params, hidden [T, D], last [S], sampling) -> (tokens [S], scores).
+
+        Args:
+          hidden, last, sampling: arrays, or their shapes. num_top: most probable tokens to score; None scores nothing.
+        """
+        return self._program(*self._sample_program(hidden, last, sampling, num_top))
 
     def lower_step(self, shape: StepShape):
         """Lowers a step without compiling it, to look at the program."""
@@ -219,22 +225,25 @@ class Runner:
         step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))
         return step.lower(self.params, self.cache, arrays, self._patterns)
 
-    def _sample(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
+    def _sample_program(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None):
+        """Key of the program that chooses tokens, and what lowers it."""
         dense = sampling is not None and sampling.counts is not None
-        key = ("sample", hidden.shape[0], last.shape[0], sampling is not None, dense, num_top)
-        if key not in self._compiled:
-            run = jax.jit(functools.partial(_choose_tokens, num_top=num_top))
-            self._compiled[key] = compiled(key, lambda: run.lower(self.params, hidden, last, sampling))
-        return self._compiled[key]
 
-    def _score(self, num_tokens: int, num_top: int) -> Callable:
-        key = ("score", num_tokens, num_top)
-        if key not in self._compiled:
+        def lower():
+            run = jax.jit(functools.partial(_choose_tokens, num_top=num_top))
+            return run.lower(self.params, hidden, last, sampling)
+
+        return ("sample", hidden.shape[0], last.shape[0], sampling is not None, dense, num_top), lower
+
+    def _score_program(self, num_tokens: int, num_top: int):
+        """Key of the program that scores prompt tokens, and what lowers it."""
+
+        def lower():
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
             targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-            run = jax.jit(functools.partial(_score_tokens, num_top=num_top))
-            self._compiled[key] = compiled(key, lambda: run.lower(self.params, hidden, targets))
-        return self._compiled[key]
+            return jax.jit(functools.partial(_score_tokens, num_top=num_top)).lower(self.params, hidden, targets)
+
+        return ("score", num_tokens, num_top), lower
 
 
 def _sampling_shapes(size: int, vocab_size: int | None) -> Any:

@@ -140,7 +140,7 @@ def fail_to_sample(llm, error):
     def sample(*args):
         raise error
 
-    return "_sample", sample
+    return "compile_sampler", sample
 
 
 def fail_to_compile(llm, error):

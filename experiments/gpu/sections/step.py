@@ -93,7 +93,7 @@ def _time(context: Context, llm, shape, batch: int, text: int, label: str) -> No
 
     def network(index: int):
         box["cache"], hidden = program(runner.params, box["cache"], on_device, runner._patterns)
-        return runner._sample(hidden, on_device.last, None, None)(runner.params, hidden, on_device.last, None)
+        return runner.compile_sampler(hidden, on_device.last, None, None)(runner.params, hidden, on_device.last, None)
 
     def whole(index: int):
         return runner.execute(StepInput(shape, arrays)).tokens
