@@ -1,4 +1,4 @@
-"""Compiled steps kept on disk from one run to the next. Sets environment variables; jax stays unimported."""
+"""Keeps compiled steps on disk from one process to the next, in jax's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -6,26 +6,57 @@ import hashlib
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 MAX_CACHE_BYTES = 2 * 2**30
 
+# Everything is kept, however small or quick to compile: a step consists of a dozen small functions.
+_SETTINGS = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 
-def keep_compiled_steps(folder: Path) -> None:
-    """Lets jax keep what it compiles under a folder, unless the environment already says where, or that it should not.
 
-    Must come before jax is first imported. A folder beyond MAX_CACHE_BYTES starts afresh: every change of a step leaves
-    its old entry behind.
+def keep_compiled_steps(folder: Path | None = None) -> None:
+    """Points jax's compilation cache at a folder, unless the user has chosen one or turned the cache off.
+
+    Where jax is not imported yet, environment variables carry the settings, so that child processes have them too. The
+    user's own choice is `JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE=false` or their `jax.config` forms.
+
+    Args:
+      folder: parent of the cache's folder; None takes `ksana_jax/compiled` in the user's cache directory. A cache
+        beyond MAX_CACHE_BYTES starts afresh: every change of a step leaves its old entry behind.
     """
-    folder = folder / _machine()
+    folder = (folder or _default_folder()) / _machine()
+    jax = sys.modules.get("jax")
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") if jax is None else _is_settled(jax):
+        return
     try:
         if folder.is_dir() and sum(entry.stat().st_size for entry in folder.iterdir()) > MAX_CACHE_BYTES:
             shutil.rmtree(folder)
     except OSError:  # another process is at it
         pass
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
+    if jax is None:
+        for name, value in settings.items():
+            os.environ.setdefault(name.upper(), str(value))
+        return
+    from jax.experimental.compilation_cache import compilation_cache
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # a compilation before this one may have found that there is no cache
+
+
+def _is_settled(jax: Any) -> bool:
+    """Whether a running jax has a cache folder, or is told to do without a cache."""
+    return jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
+
+
+def _default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ksana_jax" / "compiled"
 
 
 def _machine() -> str:

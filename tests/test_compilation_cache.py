@@ -1,6 +1,9 @@
 """Where compiled steps are kept."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,8 @@ from ksana_jax.compilation_cache import keep_compiled_steps
 
 @pytest.fixture
 def unset(monkeypatch):
+    """An environment that says nothing of a cache, in a process that looks as if jax were not imported."""
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
     for name in [n for n in os.environ if n.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))]:
         monkeypatch.delenv(name)
     # Set by the code under test: let monkeypatch take them away again.
@@ -36,9 +41,39 @@ def test_a_folder_that_has_grown_too_large_starts_afresh(unset, tmp_path, monkey
     keep_compiled_steps(tmp_path)
     entry = tmp_path / os.path.basename(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "entry"
     entry.parent.mkdir()
-    entry.write_bytes(b"x" * 10)
-    keep_compiled_steps(tmp_path)
-    assert entry.exists()
-    entry.write_bytes(b"x" * 11)
-    keep_compiled_steps(tmp_path)
+    for size in (10, 11):
+        entry.write_bytes(b"x" * size)
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as in the next process
+        keep_compiled_steps(tmp_path)
+        assert entry.exists() == (size == 10)
     assert not entry.parent.exists()
+
+
+# What a Python user does, jax imported and used before there is an LLM.
+PYTHON_USER = """
+import jax
+jax.jit(lambda x: x + 1)(1)
+from ksana_jax import LLM, SamplingParams
+llm = LLM("ksana-tiny", max_num_seqs=1, max_num_batched_tokens=32)
+llm.generate("def", SamplingParams(max_tokens=2, temperature=0))
+print(jax.config.jax_compilation_cache_dir)
+"""
+
+
+def run_as_python_user(home: Path, **more: str) -> str:
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))}
+    done = subprocess.run([sys.executable, "-c", PYTHON_USER], env=env | {"XDG_CACHE_HOME": str(home), **more},
+                          cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_an_llm_made_in_python_keeps_its_compiled_steps(tmp_path):
+    folder = Path(run_as_python_user(tmp_path))
+    assert folder.is_relative_to(tmp_path)
+    assert len(list(folder.glob("*-cache"))) >= 4, "a prefill step, a decode step, and the choice of a token after each"
+
+
+def test_python_users_can_do_without_the_cache(tmp_path):
+    assert run_as_python_user(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") == "None"
+    assert not list(tmp_path.iterdir())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -81,8 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     moved = [a for a in argv if a in ANYWHERE]
     argv = [a for a in argv if a not in ANYWHERE]
     warnings.showwarning = _warn
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    keep_compiled_steps(Path(cache_home) / "ksana_jax" / "compiled")
+    keep_compiled_steps()
     try:
         app(moved + argv, prog_name="ksana")
     except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder, Buckets
+from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.fingerprint import fingerprint
@@ -84,6 +86,7 @@ class LLM:
     def _start(
         self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None, resident_before: int | None
     ) -> None:
+        keep_compiled_steps()
         model = self.model_config
         if config.embedding_device == "host":
             check_embedding_on_host(model)
@@ -232,7 +235,11 @@ class LLM:
             self.config.block_size, max_len or self.engine.max_model_len, self.config.max_num_batched_tokens
         )
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
-        self.runner.warm_up(self.engine.builder.buckets.all_shapes(width), asked)
+        # XLA:CPU compiles a program on one core and takes 200 MB for it, which a planned memory has once. On a GPU XLA
+        # uses all cores, and times matrix products meanwhile.
+        alone = self.runner.platform != "cpu" or self.config.memory_fraction is not None
+        workers = 1 if alone else os.cpu_count() or 1
+        self.runner.warm_up(self.engine.builder.buckets.all_shapes(width), asked, workers)
         if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
             self.runner.mover.warm_up()
         for name, compared in self.memory_usage().items():
