@@ -239,7 +239,7 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     task.check(config)  # before a length that follows from its settings is somebody else's error
     if config["engine"]["max_model_len"] is None:
         config["engine"]["max_model_len"] = task.max_model_len(settings)
-    EngineConfig(**config["engine"])
+    config["engine"] = EngineConfig(**config["engine"]).plain()  # one spelling of each value
     given, wanted = len(config["layer_patterns"]), num_layers(config["model"])
     if given and wanted is not None and given != wanted:
         raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")

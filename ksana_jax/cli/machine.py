@@ -12,13 +12,13 @@ from ksana_jax.cli.options import AsJson
 def plan(
     model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
-    dtype: Annotated[str, typer.Option(help="of the weights: f32 or bf16")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="of the weights: f32, bf16 or f16")] = "bf16",
     batch: Annotated[int | None, typer.Option(help="requests at once", show_default="as many as fit")] = None,
     context: Annotated[int | None, typer.Option(help="tokens of each request", show_default="the model's")] = None,
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
     num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="of keys and values: f32, bf16, int8", show_default="--dtype")
+        str | None, typer.Option(help="of keys and values: f32, bf16, f16, int8", show_default="--dtype")
     ] = None,
     embedding_device: Annotated[str, typer.Option(help="device or host, where the embedding rests")] = "device",
     prefix_share: Annotated[float, typer.Option(help="part of each text that all requests have in common")] = 0.0,
@@ -80,7 +80,7 @@ def bench_host(
 
 def bench_throughput(
     model: Annotated[str, typer.Option(help="a Hugging Face directory, or ksana-tiny")] = "ksana-tiny",
-    dtype: Annotated[str, typer.Option(help="f32 or bf16")] = "f32",
+    dtype: Annotated[str, typer.Option(help="f32, bf16 or f16")] = "f32",
     requests: Annotated[int, typer.Option(help="requests, all there from the beginning")] = 32,
     seed: Annotated[int, typer.Option(help="draws lengths and prompts")] = 0,
     as_json: AsJson = False,

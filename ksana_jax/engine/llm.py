@@ -17,6 +17,7 @@ import numpy as np
 from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.runner import Runner
@@ -26,7 +27,7 @@ from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.presets import PatternLike, read_patterns
 from ksana_jax.loading import check_tokenizer, load_model
-from ksana_jax.loading.load import check_embedding_on_host, embedding_on_host
+from ksana_jax.loading.load import auto_dtype, check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
 from ksana_jax.planner.engine import Compared, gib, pool_size, usage
@@ -66,6 +67,8 @@ class LLM:
     ):
         config, before = _engine_config(settings), resident_bytes()
         model_dir = model_path(model)
+        if config.dtype == "auto":
+            config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
         self.model_config, params = load_model(
             model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
         )
@@ -80,7 +83,10 @@ class LLM:
         self.model_config = model_config.validate()
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         before = resident_bytes()
-        self._start(_engine_config(settings), params, pattern, tokenizer, before and max(before - weights, 0))
+        config = _engine_config(settings)
+        if config.dtype == "auto":
+            config = dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
+        self._start(config, params, pattern, tokenizer, before and max(before - weights, 0))
         return self
 
     def _start(

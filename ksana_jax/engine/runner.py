@@ -36,7 +36,7 @@ class Runner:
 
     Args:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
-      dtype: "f32" or "bf16", of keys and values.
+      dtype: of keys and values: "f32", "bf16" or "f16".
       num_blocks, block_size: of the pool.
       max_model_len: longest text; some kinds of rope depend on it.
       max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).

@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -64,7 +64,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
 
 
 def restore_checkpoint(
-    path: str | os.PathLike[str], config: ModelConfig, dtype: Literal["f32", "bf16"] = "f32", step: int | None = None
+    path: str | os.PathLike[str], config: ModelConfig, dtype: str = "f32", step: int | None = None
 ) -> Params:
     """Weights of the latest complete step, or of the one given; as `restore_tree`."""
     return restore_tree(path, abstract_params(config, dtype), step)[0]

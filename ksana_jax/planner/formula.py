@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.kv.patterns import FAR, AttentionPattern, LiveRange, per_layer
 from ksana_jax.loading.load import check_embedding_on_host
 from ksana_jax.planner.step_memory import StepCost
@@ -21,7 +22,7 @@ class PlanRequest:
 
     batch, context: None takes the largest batch, the model's max_position.
     window, num_sinks: attention pattern of all layers; a window of None takes the model's own pattern.
-    kv_dtype: "f32", "bf16" or "int8"; None takes dtype.
+    dtype: of weights. kv_dtype: "f32", "bf16", "f16" or "int8"; None takes dtype.
     prefix_share: part of each text, from its beginning, that all requests have in common and hold once.
     memory_fraction: of the device, for all that is planned.
     """
@@ -40,6 +41,9 @@ class PlanRequest:
     query_tile: int = 32
 
     def __post_init__(self):
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", canonical_dtype(self.kv_dtype, "kv_dtype", also=("int8",)))
         for name in ("batch", "context", "window", "block_size", "max_num_batched_tokens", "query_tile"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

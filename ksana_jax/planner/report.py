@@ -124,7 +124,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
     asked = found.request
     config, _ = read_model(model)
     engine = EngineConfig(
-        dtype="f32" if asked.dtype == "f32" else "bf16",
+        dtype=asked.dtype,
         block_size=asked.block_size,
         max_num_seqs=found.batch,
         max_num_batched_tokens=asked.max_num_batched_tokens,

@@ -7,11 +7,11 @@ import math
 import jax
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.dtypes import DTYPE_BYTES
 from ksana_jax.models.transformer import is_shape, param_shapes
 
-WEIGHT_BYTES = {"f32": 4, "bf16": 2}
 # A byte a number under "int8"; its scales, one to a group of numbers, are not counted.
-KV_BYTES = {"f32": 4, "bf16": 2, "int8": 1}
+KV_BYTES = DTYPE_BYTES | {"int8": 1}
 
 
 def weights_bytes(config: ModelConfig, dtype: str, embedding_device: str = "device") -> int:
@@ -25,12 +25,12 @@ def weights_bytes(config: ModelConfig, dtype: str, embedding_device: str = "devi
     """
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
     on_host = embedding_bytes(config, dtype) if embedding_device == "host" else 0
-    return sum(map(math.prod, shapes)) * _bytes_of(dtype, WEIGHT_BYTES, "dtype") - on_host
+    return sum(map(math.prod, shapes)) * _bytes_of(dtype, DTYPE_BYTES, "dtype") - on_host
 
 
 def embedding_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of the token embedding [V, D]."""
-    return math.prod(param_shapes(config).embed) * _bytes_of(dtype, WEIGHT_BYTES, "dtype")
+    return math.prod(param_shapes(config).embed) * _bytes_of(dtype, DTYPE_BYTES, "dtype")
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:

@@ -172,7 +172,7 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
         ({"blok_size": 8}, "LLM has no setting blok_size"),
         ({"block_size": 0}, "block_size is 0, must be a positive integer"),
         ({"max_rotated_sinks": -1}, "max_rotated_sinks is -1, must be an integer from 0 or None"),
-        ({"dtype": "f16"}, "dtype is 'f16', must be one of f32, bf16"),
+        ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "random"}, "policy is 'random', must be one of fcfs"),
     ],
 )

@@ -142,11 +142,13 @@ def test_swapped_files_are_never_taken_for_each_other(tmp_path):
         assert llm.engine.memory.counters.hits_disk == 0
 
 
-def test_an_engine_of_another_dtype_finds_nothing_and_harms_nothing(tmp_path):
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_an_engine_of_another_dtype_finds_nothing_and_harms_nothing(tmp_path, dtype):
     written = fill(tmp_path)
-    with engine(tmp_path, dtype="bf16") as llm:
-        assert tokens_of(llm) == cold("bf16")
-        assert llm.engine.memory.counters.hits_disk == 0
+    for hits in (False, True):
+        with engine(tmp_path, dtype=dtype) as llm:
+            assert tokens_of(llm) == cold(dtype)
+            assert (llm.engine.memory.counters.hits_disk > 0) is hits
     with engine(tmp_path) as llm:
         assert tokens_of(llm) == cold() and llm.engine.memory.counters.hits_disk > 0
     assert set(written) < set(tmp_path.rglob("*.kv"))

@@ -259,7 +259,7 @@ def test_settings_that_cannot_be_are_refused():
     for given, message in (
         ({"block_size": 0}, "block_size is 0, must be a positive integer"),
         ({"max_num_seqs": True}, "max_num_seqs is True"),
-        ({"dtype": "f16"}, "dtype is 'f16', must be one of f32, bf16"),
+        ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "lifo"}, "policy is 'lifo', must be one of fcfs"),
         ({"memory_bytes": 10}, "a KV block takes 4,096 bytes, memory_bytes is 10"),
         ({"pattern": [AttentionPattern()]}, "1 attention patterns were given, the model has 2 layers"),

@@ -42,7 +42,7 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"grid": {"pattern.windows": [1]}}, "pattern has no field 'windows'; the nearest is 'window'"),
         ({"engine": {"block_size": "many"}}, "engine.block_size: "),
         ({"engine": {"block_size": 0}}, "block_size is 0, must be a positive integer"),
-        ({"engine": {"dtype": "f64"}}, "engine.dtype: Invalid value 'f64', expected one of ['f32', 'bf16']"),
+        ({"engine": {"dtype": "f64"}}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"pattern": {"num_sinks": -1}}, "AttentionPattern.num_sinks is -1"),
         ({"grid": {"settings.x": 3}}, "grid.settings.x is 3, must be a list of values"),
         ({"variants": [{"pattern.window": 1}]}, "each of variants needs a name"),

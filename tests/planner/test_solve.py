@@ -163,8 +163,8 @@ def test_a_model_is_a_directory_a_config_json_or_an_embedded_one(monkeypatch):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"dtype": "int4"}, "dtype is 'int4', must be one of f32, bf16"),
-        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8', must be one of f32, bf16, int8"),
+        ({"dtype": "int4"}, "dtype is 'int4', must be one of f32, bf16, f16"),
+        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8', must be one of f32, bf16, f16, int8"),
         ({"batch": 0}, "batch is 0, must be a positive integer"),
         ({"context": 2**30}, "context is 1,073,741,824, must be at most 1,073,741,823"),
         ({"window": -1}, "window is -1, must be a positive integer"),

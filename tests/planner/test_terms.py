@@ -95,7 +95,7 @@ def test_bytes_of_a_token_are_those_of_an_allocated_pool(dtype, platform):
 
 
 def test_unknown_dtypes_are_refused():
-    with pytest.raises(ConfigError, match="dtype is 'int8', must be one of f32, bf16"):
+    with pytest.raises(ConfigError, match="dtype is 'int8', must be one of f32, bf16, f16"):
         weights_bytes(SMALL, "int8")
-    with pytest.raises(ConfigError, match="kv_dtype is 'fp8', must be one of f32, bf16, int8"):
+    with pytest.raises(ConfigError, match="kv_dtype is 'fp8', must be one of f32, bf16, f16, int8"):
         kv_bytes_per_token(SMALL, "fp8")

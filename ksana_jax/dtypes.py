@@ -1,0 +1,34 @@
+"""Number types of weights and KV: one spelling inside ("f32", "bf16", "f16"), and those that users bring. No jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ksana_jax.errors import ConfigError
+
+DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+DTYPES = tuple(DTYPE_BYTES)
+# As vLLM, PyTorch and NumPy write them.
+SPELLINGS = {"float32": "f32", "float": "f32", "bfloat16": "bf16", "float16": "f16", "half": "f16"}
+
+
+def canonical_dtype(given: Any, name: str = "dtype", also: tuple[str, ...] = ()) -> str:
+    """Returns the inside spelling of a dtype.
+
+    Args:
+      given: "f32", "float32", "half", jnp.bfloat16, torch.float16, ...
+      name: of the setting, for the message.
+      also: values that the setting takes besides, and that stay as they are.
+
+    Raises:
+      ConfigError: it is none that weights or KV can have.
+    """
+    text = given
+    if not isinstance(given, str):
+        text = getattr(given, "__name__", None) or getattr(given, "name", None) or str(given)
+    text = str(text).removeprefix("torch.")
+    text = SPELLINGS.get(text, text)
+    if text not in (*DTYPES, *also):
+        others = ", ".join(SPELLINGS)
+        raise ConfigError(f"{name} is {given!r:.60}, must be one of {', '.join((*DTYPES, *also))} (or {others})")
+    return text
