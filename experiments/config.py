@@ -135,7 +135,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         known = ", ".join(experiment_names())
         raise FileNotFoundError(f"{path}: no such experiment file; shipped experiments: {known}")
     try:
-        return plan(_read(path), overrides, default_name=path.stem)
+        return plan(_read(path), overrides, default_name=path.stem, folder=path.parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError:
@@ -151,9 +151,20 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"not a YAML file of keys and values: {' '.join(str(error).split())}") from error
 
 
-def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: str = "experiment") -> Plan:
-    """The trials of an experiment given as plain values; see `load`."""
+def plan(
+    given: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    default_name: str = "experiment",
+    folder: Path | None = None,
+) -> Plan:
+    """The trials of an experiment given as plain values; see `load`.
+
+    Args:
+      folder: where relative input files of `given` start; those of overrides start at the working directory.
+    """
     pinned = dotted.dotlist(overrides)
+    if folder is not None:
+        given = _anchored(given, folder, str(pinned.get("task", given.get("task", Experiment.task))))
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
     given = _merge(given, pinned)
     experiment = _typed(given)
@@ -174,6 +185,23 @@ def plan(given: Mapping[str, Any], overrides: Sequence[str] = (), default_name: 
         trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
         rows.append(Row(label, point, trials))
     return Plan(name, source["title"], source["task"], tuple(rows), source)
+
+
+def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, Any]:
+    """An experiment's values with the paths of its settings' input files, in rows and grid too, put behind a folder."""
+    fields = dataclasses.fields(task_named(task).Settings)
+    keys = {f"settings.{field.name}" for field in fields if field.metadata.get("files")}
+
+    def walk(node: Any, key: str = "") -> Any:
+        if isinstance(node, Mapping):
+            return {k: walk(v, f"{key}.{k}" if key else str(k)) for k, v in node.items()}
+        if isinstance(node, list) and key in ("", *keys):
+            return [walk(item, key) for item in node]
+        if key in keys and isinstance(node, str) and not node.startswith("${"):
+            return str(folder / node)
+        return node
+
+    return {**walk(given), **{k: walk(given[k]) for k in ("variants", "grid") if k in given}}
 
 
 def _folder_name(name: str) -> str:

@@ -58,6 +58,10 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
             default = field.default_factory()
         elif default is dataclasses.MISSING:
             continue
+        if field.metadata.get("files"):
+            # Where they lie does not matter: the config's inputs have a digest of what they hold.
+            del found[field.name]
+            continue
         value = found[field.name]
         if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
             found[field.name] = value = differing(value, type(default))

@@ -1,4 +1,4 @@
-"""Which texts are scored, as token ids: the held-out files of the embedded model's corpus, or files of the user's."""
+"""Excerpts and prompts of exact length, cut from texts. Knows tokens, not where texts come from."""
 
 from __future__ import annotations
 
@@ -6,54 +6,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.models import tokenizer_of
+from experiments.text_files import candidates
 from ksana_jax.config import ConfigError
-
-
-def candidates(files: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, text) of each file, or of the held-out corpus when none is named.
-
-    Raises:
-      FileNotFoundError: a file is missing.
-      ConfigError: a file is not UTF-8 text.
-    """
-    return list(_candidates(tuple(files)))
-
-
-@functools.lru_cache(maxsize=4)
-def _candidates(files: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    if not files:
-        from ksana_jax.training.corpus import heldout_texts
-
-        return tuple(heldout_texts())
-    texts = []
-    for name in files:
-        if not Path(name).is_file():
-            raise FileNotFoundError(f"{name}: no such text file")
-        try:
-            texts.append((Path(name).name, Path(name).read_text(encoding="utf-8")))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{name} is not UTF-8 text: {error}") from error
-    return tuple(texts)
-
-
-@functools.lru_cache(maxsize=4)
-def _digest(files: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for name, text in _candidates(files):
-        content = text.encode()
-        digest.update(f"{name} {len(content)} ".encode() + content)
-    return digest.hexdigest()[:16]
-
-
-def digest(files: Sequence[str]) -> str:
-    """Of the names and contents of all candidates."""
-    return _digest(tuple(files))
 
 
 @dataclasses.dataclass(frozen=True)

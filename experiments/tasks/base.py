@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 Measurement = dict[str, Any]
 
+# Metadata of a setting that is a list of files which the task reads. Relative ones in a YAML file start at its folder.
+# Their names are no part of a trial's id: `BaseTask.inputs` has to give a digest of what they hold.
+INPUT_FILES = {"files": True}
+
 
 def number(digits: int) -> Callable[[float], str]:
     """Writes a number with that many digits after the point and commas between thousands."""

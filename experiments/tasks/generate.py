@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments import noise, texts
+from experiments import noise, text_files, texts
 from experiments.figures import line_style
-from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, kib, number
+from experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext, kib, number
 from ksana_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -28,14 +28,15 @@ _MAX_POINTS = 500
 class GenerateSettings:
     """Fields of `settings` in a generate experiment.
 
-    texts: UTF-8 files that prompts are cut from; none takes the held-out texts. The seed draws among them.
+    texts: what prompts are cut from: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+      relative to the YAML file. None takes the held-out texts. The seed draws among them.
     num_prompts: requests, all there from the beginning.
     prompt_tokens: tokens of each prompt, BOS included.
     output_tokens: tokens of each output, forced.
     temperature: 0 takes the most probable token.
     """
 
-    texts: list[str] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     num_prompts: int = 8
     prompt_tokens: int = 128
     output_tokens: int = 64
@@ -51,7 +52,7 @@ class Generate(BaseTask):
         return settings.prompt_tokens + settings.output_tokens
 
     def inputs(self, settings: GenerateSettings) -> dict[str, str]:
-        return {"texts": texts.digest(settings.texts)}
+        return {"texts": text_files.digest(settings.texts)}
 
     def check(self, config: Mapping[str, Any]) -> None:
         for name in ("num_prompts", "prompt_tokens", "output_tokens"):

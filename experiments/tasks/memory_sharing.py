@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments import texts
+from experiments import text_files, texts
 from experiments.figures import integer_ticks, line_style
-from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
+from experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext, number
 from experiments.tasks.paired import forced, of_side, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 from ksana_jax.request import MAX_BEAM_WIDTH, MAX_N
@@ -36,7 +36,8 @@ METHODS = {"sample": MAX_N, "beam": MAX_BEAM_WIDTH}
 class SharingSettings:
     """Fields of `settings` in a memory_sharing experiment.
 
-    texts: UTF-8 files that prompts are cut from; none takes the held-out texts. The seed draws among them. A model
+    texts: what prompts are cut from: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+      relative to the YAML file. None takes the held-out texts. The seed draws among them. A model
       without a tokenizer gets random tokens.
     method: "sample" draws `width` samples of each prompt, "beam" searches with `width` beams.
     width: samples or beams of each prompt.
@@ -46,7 +47,7 @@ class SharingSettings:
     num_pairs: timed runs of each side.
     """
 
-    texts: list[str] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     method: str = "sample"
     width: int = 4
     num_rows: int = 48
@@ -64,7 +65,7 @@ class MemorySharing(BaseTask):
         return settings.prompt_tokens + settings.output_tokens
 
     def inputs(self, settings: SharingSettings) -> dict[str, str]:
-        return {"texts": texts.digest(settings.texts)}
+        return {"texts": text_files.digest(settings.texts)}
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = SharingSettings(**config["settings"])

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from experiments import texts
+from experiments import text_files, texts
 from experiments.tasks import perplexity_figure, perplexity_report
-from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext
+from experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext
 from ksana_jax.config import ConfigError
 from ksana_jax.kv.patterns import FULL
 
@@ -34,7 +34,8 @@ class PerplexitySettings:
     """Fields of `settings` in a perplexity experiment.
 
     method: "stream" scores with the engine's cache as it streams, "recompute" re-runs the window for every token.
-    texts: UTF-8 files; none takes the held-out texts of the embedded model's corpus. A long one gives as many disjoint
+    texts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`; relative to the YAML file. None
+      takes the held-out texts of the embedded model's corpus. A long one gives as many disjoint
       excerpts as it holds; the seed draws among all of them, and seeds 0, 1, 2, ... share none while there are enough.
     num_texts: excerpts scored, one after another.
     num_tokens: tokens of each excerpt, BOS included.
@@ -44,7 +45,7 @@ class PerplexitySettings:
     """
 
     method: Literal["stream", "recompute"] = "stream"
-    texts: list[str] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     num_texts: int = 3
     num_tokens: int = 4096
     bucket_tokens: int | None = None
@@ -61,7 +62,7 @@ class Perplexity(BaseTask):
 
     def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
         # Which excerpts a seed draws has changed since the first stage.
-        return {"texts": texts.digest(settings.texts), "excerpts": "disjoint"}
+        return {"texts": text_files.digest(settings.texts), "excerpts": "disjoint"}
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = PerplexitySettings(**config["settings"])

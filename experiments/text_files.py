@@ -1,0 +1,113 @@
+"""The texts that a setting names: files, folders, glob patterns and fields of JSON lines. Knows no tokens.
+
+An entry of `texts` is
+
+  notes.txt            a UTF-8 file
+  corpus               a folder: all files below it but hidden ones
+  corpus/**/*.txt      a pattern: * and ? and [...] within a name, ** for folders
+  data.jsonl#content   of every line, a JSON object, the text in that field; the file may be a pattern too
+
+and none at all stands for the held-out files of the embedded model's corpus. Relative entries of a YAML file start at
+that file's folder, those of an override on the command line at the working directory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ksana_jax.config import ConfigError
+
+_MAGIC = frozenset("*?[")
+
+
+def candidates(entries: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, text) of all that the entries name, in their order, files of a folder or pattern sorted.
+
+    Raises:
+      FileNotFoundError: an entry names no file.
+      ConfigError: a file is not UTF-8 text, or a line of JSON lines has no text in the field.
+    """
+    return list(_candidates(tuple(entries)))
+
+
+def digest(entries: Sequence[str]) -> str:
+    """Of the names and contents of all candidates."""
+    return _digest(tuple(entries))
+
+
+@functools.lru_cache(maxsize=4)
+def _digest(entries: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name, text in _candidates(entries):
+        content = text.encode()
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=4)
+def _candidates(entries: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    if not entries:
+        from ksana_jax.training.corpus import heldout_texts
+
+        return tuple(heldout_texts())
+    return tuple(found for entry in entries for found in _texts(entry))
+
+
+def _texts(entry: str) -> Iterator[tuple[str, str]]:
+    pattern, field = _split(entry)
+    for name, path in _files(entry, pattern):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"settings.texts: {path} is not UTF-8 text: {error}") from error
+        if field is not None:
+            yield from _fields(path, name, text, field)
+        elif path.suffix == ".jsonl":
+            raise ConfigError(f"settings.texts: of {path} a field is read: write {entry}#FIELD")
+        else:
+            yield name, text
+
+
+def _split(entry: str) -> tuple[str, str | None]:
+    """The file or pattern of an entry, and its field if it has one."""
+    path, _, field = entry.rpartition("#")
+    return (path, field) if path.endswith(".jsonl") else (entry, None)
+
+
+def _files(entry: str, pattern: str) -> list[tuple[str, Path]]:
+    """Files by name: that of the file, or its path below the folder or below the pattern's fixed part."""
+    path = Path(pattern)
+    if path.is_file():
+        return [(path.name, path)]
+    parts = path.parts
+    fixed = next((i for i, part in enumerate(parts) if _MAGIC & set(part)), len(parts))
+    root, below = Path(*parts[:fixed]), str(Path(*parts[fixed:])) if fixed < len(parts) else "**/*"
+    found = sorted(p for p in root.glob(below) if p.is_file()) if root.is_dir() else []
+    named = [(p.relative_to(root).as_posix(), p) for p in found]
+    named = [(name, p) for name, p in named if not any(part.startswith(".") for part in name.split("/"))]
+    if not named:
+        kind = "pattern matches no" if fixed < len(parts) else "folder holds no" if path.is_dir() else "no such"
+        raise FileNotFoundError(
+            f"settings.texts: {entry}: {kind} text file. Relative entries of a YAML file start at its folder, those of "
+            "an override at the working directory"
+        )
+    return named
+
+
+def _fields(path: Path, name: str, content: str, field: str) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[field]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(
+                f"settings.texts: {path} line {number} is no JSON object with a field {field!r}: {line[:60]!r}"
+            ) from error
+        if not isinstance(text, str):
+            raise ConfigError(f"settings.texts: {path} line {number}: {field!r} is {text!r:.60}, must be text")
+        yield f"{name}:{number}", text
