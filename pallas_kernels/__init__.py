@@ -7,13 +7,17 @@ engine reaches kernels through `ksana_jax.ops` only, where each stands beside a 
 of its own apart, and raises NotImplementedError for what it lacks. README.md has the list of kernels and their figures.
 """
 
+import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from pallas_kernels import hopper, hopper_prefill, triton_decode, triton_ragged
+if TYPE_CHECKING:
+    IMPLEMENTATIONS: dict[str, Callable]
 
-IMPLEMENTATIONS: dict[str, Callable] = {
-    "hopper": hopper.ragged_paged_attention,
-    "hopper_prefill": hopper_prefill.ragged_paged_attention,
-    "triton_decode": triton_decode.ragged_paged_attention,
-    "triton_ragged": triton_ragged.ragged_paged_attention,
-}
+
+def __getattr__(name: str):
+    # Importing Mosaic GPU takes 0.2 s, which users of `aot` or `patterns` need not wait for.
+    if name != "IMPLEMENTATIONS":
+        raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}")
+    modules = ("hopper", "hopper_prefill", "triton_decode", "triton_ragged")
+    return {m: importlib.import_module(f"pallas_kernels.{m}").ragged_paged_attention for m in modules}

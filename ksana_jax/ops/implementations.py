@@ -10,7 +10,6 @@ import jax
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv import patterns
 from ksana_jax.kv.cache import KVCache, storage_dtype
-from ksana_jax.ops import kernels
 from ksana_jax.ops.attention import ragged_paged_attention, write
 
 
@@ -70,12 +69,16 @@ class Implementation(NamedTuple):
 def _hopper_lacks(needs: Needs) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
+    from ksana_jax.ops import kernels
+
     return kernels.lacks(kernels.HOPPER, needs)
 
 
 def _triton_lacks(needs: Needs) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
+    from ksana_jax.ops import kernels
+
     return kernels.lacks(kernels.TRITON, needs)
 
 
@@ -84,10 +87,22 @@ def _device(needs: Needs) -> str:
     return f"this is {needs.platform}" + ("" if found is None else f" {found[0]}.{found[1]}")
 
 
+def _of(family: str, method: str) -> Callable[..., Any]:
+    """A method of `kernels.HOPPER` or `kernels.TRITON`, imported when it is called: a machine without a GPU never waits
+    for Pallas."""
+
+    def call(*args, **keywords):
+        from ksana_jax.ops import kernels
+
+        return getattr(getattr(kernels, family), method)(*args, **keywords)
+
+    return call
+
+
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", kernels.HOPPER.write, kernels.HOPPER.attend, kernels.HOPPER.plan, _hopper_lacks),
-    Implementation("triton", kernels.TRITON.write, kernels.TRITON.attend, None, _triton_lacks),
+    Implementation("hopper", _of("HOPPER", "write"), _of("HOPPER", "attend"), _of("HOPPER", "plan"), _hopper_lacks),
+    Implementation("triton", _of("TRITON", "write"), _of("TRITON", "attend"), None, _triton_lacks),
     Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
 )
 

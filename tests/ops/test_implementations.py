@@ -1,12 +1,15 @@
 """Which implementation of paged attention is chosen and why; the kernels' adapters against the XLA reference."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig, RopeConfig
 from ksana_jax.kv.cache import KVCache
 from ksana_jax.kv.patterns import FAR
@@ -175,3 +178,13 @@ def test_the_needs_of_a_model_are_those_of_this_device():
 
 def test_the_configuration_knows_the_names_that_there_are():
     assert ("auto", *(i.name for i in IMPLEMENTATIONS)) == ATTENTION_IMPLEMENTATIONS
+
+
+def test_a_machine_without_a_gpu_does_not_wait_for_pallas():
+    code = "import sys; from ksana_jax import LLM; sys.exit('jax.experimental.pallas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_kernel_with_the_contract_of_paged_attention_is_listed():
+    assert set(pallas_kernels.IMPLEMENTATIONS) == {"hopper", "hopper_prefill", "triton_decode", "triton_ragged"}
+    assert pallas_kernels.IMPLEMENTATIONS["hopper"] is hopper.ragged_paged_attention
