@@ -13,6 +13,7 @@ import tokenizers
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
 from ksana_jax.tokenizers.files import TokenizerError, one_line, read_text
+from ksana_jax.tokenizers.growth import MAX_GROWTH, growth
 
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Replace, Fuse, Strip (spaces at the start), Metaspace"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -22,16 +23,21 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json. Which tokens begin and end a text is for its own post-processor to say.
 
     Raises:
-      TokenizerError: a file that cannot be used, or a decoder that is not among SUPPORTED_DECODERS.
+      TokenizerError: a file that cannot be used, a decoder that is not among SUPPORTED_DECODERS, or steps that make
+        more than `growth.MAX_GROWTH` characters of one.
     """
 
     def __init__(self, path: Path, specials: SpecialTokens):
         self.source = str(path)
         text = read_text(path)
         self._tokenizer = _call(f"{path} is not a tokenizer.json", tokenizers.Tokenizer.from_str, text)
-        # Both belong to how the file's author made training batches, and would cut or fill prompts.
+        # All belong to how the file's author made training batches: they would cut or fill prompts, and give the same
+        # prompt other tokens each time.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._check_growth(json.loads(text).get("decoder"))
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise TokenizerError(f"{path} has an empty vocabulary")
@@ -42,6 +48,17 @@ class JsonTokenizer(Tokenizer):
         self._pieces: dict[int, Piece] = {}
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos)
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos)
+
+    def _check_growth(self, decoder: dict[str, Any] | None) -> None:
+        # As the library understood them, not as another reader of JSON does.
+        parts = (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
+        normalizer, pre_tokenizer = (part and json.loads(part.__getstate__()) for part in parts)
+        encoding = growth(pre_tokenizer, growth(normalizer))
+        for what, most in (("encoding", encoding), ("decoding", growth(decoder))):
+            if most > MAX_GROWTH:
+                raise TokenizerError(
+                    f"{self.source}: {what} can make {most:,.0f} characters of one; supported: at most {MAX_GROWTH}"
+                )
 
     def _special(self, name: str, text: str | None) -> tuple[int | None, str]:
         if text is None:
