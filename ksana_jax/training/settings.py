@@ -131,8 +131,12 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     """Reads a YAML file and dotted "key=value" overrides.
 
+    They must say where the run writes (out_dir) and when it ends (num_steps or budget_s): what is left out has a
+    default, and an empty file would be two hours of work.
+
     Raises:
-      ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), or a value cannot be.
+      ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), a value cannot be, or
+        what must be set is not.
     """
     path, schema = training_path(path), OmegaConf.structured(TrainConfig)
     try:
@@ -141,7 +145,8 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
         for override in overrides:
             if "=" not in override or override.startswith("="):
                 raise ConfigError(f"{override!r} is not of the form key=value")
-        merged = OmegaConf.merge(schema, loaded, OmegaConf.from_dotlist(overrides))
+        given = OmegaConf.merge(loaded, OmegaConf.from_dotlist(overrides))
+        merged = OmegaConf.merge(schema, given)
         config = OmegaConf.to_object(merged)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -155,7 +160,15 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     except Exception as error:  # omegaconf lets the YAML parser's own exceptions through
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(config, TrainConfig)
-    return config.validate()
+    config.validate()
+    missing = ["out_dir"] * ("out_dir" not in given)
+    missing += ["num_steps or budget_s"] * (config.num_steps is None and "budget_s" not in given)
+    if missing:
+        raise ConfigError(
+            f"{path}: {' and '.join(missing)} must be set; configs/train/ksana_tiny.yaml is an example, with which "
+            "`ksana train ksana_tiny` trains the embedded model"
+        )
+    return config
 
 
 def _nearest(key: str) -> str:

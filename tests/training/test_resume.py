@@ -99,7 +99,7 @@ def test_tokens_that_cannot_be_read_are_one_line(tiny_config, out):
 
 @pytest.mark.parametrize("tokens", [2**31 - 1, 2**31, 2**40 + 7])
 def test_counts_of_tokens_beyond_32_bits_are_saved(tmp_path, tiny_config, tokens):
-    config = load_config(tiny_config, [])
+    config = load_config(tiny_config, [f"out_dir={tmp_path}"])
     state = init_state(config)
     checkpoints.save(tmp_path, state, Progress(5, tokens, 2.5), 3, fixed_fields(config))
     restored, progress = checkpoints.restore(tmp_path, state, fixed_fields(config))
@@ -108,7 +108,7 @@ def test_counts_of_tokens_beyond_32_bits_are_saved(tmp_path, tiny_config, tokens
 
 
 def test_counts_that_were_saved_in_32_bits_are_read(tmp_path, tiny_config):
-    config = load_config(tiny_config, [])
+    config = load_config(tiny_config, [f"out_dir={tmp_path}"])
     state = init_state(config)
     save_checkpoint(tmp_path, {"state": state, "tokens": np.int32(77), "elapsed_s": np.float32(2.5)}, step=5)
     assert checkpoints.restore(tmp_path, state, fixed_fields(config))[1] == Progress(5, 77, 2.5)

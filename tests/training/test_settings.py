@@ -23,9 +23,29 @@ def yaml_file(tmp_path):
 
 
 def test_overrides_win_over_the_file(yaml_file):
-    config = load_config(yaml_file("batch_size: 8\nmodel: {d_model: 64}\n"), ["batch_size=2", "model.d_ff=96"])
+    text = "out_dir: runs/mine\nnum_steps: 3\nbatch_size: 8\nmodel: {d_model: 64}\n"
+    config = load_config(yaml_file(text), ["batch_size=2", "model.d_ff=96"])
     assert (config.batch_size, config.model.d_model, config.model.d_ff) == (2, 64, 96)
     assert config.context == TrainConfig().context
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("", [], "train.yaml: out_dir and num_steps or budget_s must be set; configs/train/ksana_tiny.yaml is an exam"),
+        ("# nothing\n", ["seed=1"], "out_dir and num_steps or budget_s must be set"),
+        ("out_dir: runs/mine", [], "num_steps or budget_s must be set"),
+        ("num_steps: 3", ["batch_size=8"], "out_dir must be set"),
+    ],
+)
+def test_a_configuration_that_says_neither_where_nor_how_long_is_refused(yaml_file, text, overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        load_config(yaml_file(text), overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_enough_when_the_overrides_say_where_and_how_long(yaml_file):
+    assert load_config(yaml_file(""), ["out_dir=runs/mine", "budget_s=60"]).budget_s == 60
 
 
 def test_the_config_of_the_embedded_model_is_sound():
