@@ -17,6 +17,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"
+    ERROR = "error"  # see CompletionOutput.error
 
 
 def _number(name: str, value, low: float, high: float, integer: bool = False) -> None:
@@ -185,7 +186,7 @@ class CompletionOutput:
     """One completion.
 
     logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for. cumulative_logprob: sum
-    over the tokens of a beam; None otherwise.
+    over the tokens of a beam; None otherwise. error: why it ended, where finish_reason is "error".
     """
 
     index: int
@@ -195,6 +196,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:

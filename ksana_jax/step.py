@@ -14,9 +14,12 @@ and S = D + 2 tiles share S block tables. Kernels get tiles of equal work; a ref
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+
+from ksana_jax.kv.patterns import AttentionPattern
 
 
 @dataclasses.dataclass
@@ -179,7 +182,12 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Runs steps: the compiled model, a simulator, or a test's fake."""
+    """Runs steps: the compiled model, a simulator, or a test's fake. After an exception only `reset` may be called."""
+
+    @property
+    def patterns(self) -> Seq[AttentionPattern]:
+        """What each layer attends to."""
+        ...
 
     def execute(self, step: StepInput) -> StepOutput:
         """Makes the step's moves, then computes it."""
@@ -187,4 +195,20 @@ class Executor(Protocol):
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step."""
+        ...
+
+    def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
+        """Changes what each layer attends to.
+
+        Raises:
+          ValueError: it cannot serve these patterns; nothing is changed.
+        """
+        ...
+
+    def reset(self) -> np.ndarray | None:
+        """Reallocates the pool, which a failed step may have consumed, and the host's blocks.
+
+        Returns:
+          The new blocks of the host; reads from disk that are under way still write to the old ones.
+        """
         ...

@@ -161,16 +161,23 @@ class FakeExecutor:
         self.keys = np.zeros((len(patterns), num_blocks * block_size + 1), np.uint64)
         self._blocks = self.keys[:, :-1].reshape(len(patterns), num_blocks, block_size)
         assert np.shares_memory(self._blocks, self.keys), "a view, not a copy"
-        self.scramble(np.ones(num_blocks, bool))
         self.host_blocks = np.zeros((host_slots, len(patterns), block_size), np.uint64)
-        self.scramble_host(np.ones(host_slots, bool))
+        self.reset()
 
     class Failed(RuntimeError):
         """A step that was meant to fail did."""
 
     def set_patterns(self, patterns: Patterns) -> None:
+        self.patterns = patterns
         arrays = {pattern: pattern.arrays() for pattern in patterns}
         self._patterns = [arrays[pattern] for pattern in patterns]
+
+    def reset(self) -> np.ndarray:
+        """Noise everywhere, and the host's blocks in another place."""
+        self.scramble(np.ones(self.num_blocks, bool))
+        self.host_blocks = np.empty_like(self.host_blocks)
+        self.scramble_host(np.ones(len(self.host_blocks), bool))
+        return self.host_blocks
 
     def scramble(self, blocks: np.ndarray) -> None:
         """Fills some blocks [M] (boolean) with noise, as whoever takes them next might."""

@@ -85,11 +85,14 @@ class Simulation:
             PATTERNS[self.pattern], max_model_len=LONGEST, eos_ids=STOP_IDS, disk=self.disk, scope=self.scope(),
             digest=lambda data: sha256(data)[: self.digest_bytes], **self.settings,
         )  # fmt: skip
-        if self.disk is not None:
-            # Waiting for the disk is what lets its double go on.
-            self.engine.memory.loads.wait = self.disk.tick  # type: ignore[method-assign]
+        self.let_disk_go_on()
         self.seen_steps = 0
         self.requests.clear()
+
+    def let_disk_go_on(self) -> None:
+        """Waiting for the disk is what lets its double go on."""
+        if self.disk is not None:
+            self.engine.memory.loads.wait = self.disk.tick  # type: ignore[method-assign]
 
     def scope(self) -> Scope:
         patterns = PATTERNS[self.pattern]
@@ -116,9 +119,8 @@ class Simulation:
         self.pattern = self.rng.choice(sorted(PATTERNS))
         executor = self.engine.executor
         assert isinstance(executor, FakeExecutor)
-        executor.set_patterns(PATTERNS[self.pattern])
         executor.shapes = set(self.engine.builder.buckets.all_shapes())
-        self.engine.scheduler.set_live_range(LiveRange.of(PATTERNS[self.pattern]), self.scope())
+        self.engine.set_patterns(PATTERNS[self.pattern])
         self.requests.clear()
 
     # ------------------------------------------------------------------ requests
@@ -234,6 +236,7 @@ class Simulation:
         except FakeExecutor.Failed:
             self.seen_steps = len(executor.steps)
             self.engine.scheduler.check()
+            self.let_disk_go_on()
             self.seen["failed steps"] += 1
             assert not self.engine.has_work and all(r.finished for r in self.requests)
             self.aborted |= self.requests.keys() - self.ended

@@ -127,4 +127,4 @@ def test_times_are_given_only_where_it_has_come_to_that():
 
 
 def test_finish_reasons_compare_as_the_words_of_the_openai_api():
-    assert [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT] == ["stop", "length", "abort"]
+    assert [*FinishReason] == ["stop", "length", "abort", "error"]

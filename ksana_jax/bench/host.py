@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import FULL, LiveRange
+from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step import Moves, StepInput, StepOutput
@@ -32,11 +32,18 @@ class RandomTokens:
 
     def __init__(self, size: int):
         self.tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
+        self.patterns: Sequence[AttentionPattern] = [FULL]
 
     def execute(self, step: StepInput) -> StepOutput:
         return StepOutput(self.tokens[: len(step.arrays.last)])
 
     def move(self, moves: Moves) -> None:
+        pass
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        self.patterns = patterns
+
+    def reset(self) -> None:
         pass
 
 

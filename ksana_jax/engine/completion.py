@@ -31,6 +31,7 @@ class Completion:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    error: str | None = None
     _held_back: str = ""
     _closed: bool = False
 
@@ -99,18 +100,28 @@ class Completion:
             self.text += self._held_back + self._detokenizer.flush()
             self._held_back = ""
 
+    def fail(self, error: str) -> None:
+        """Ends it as it is; its text stays what it was."""
+        self.seq.finish_reason, self.seq.stop_reason, self.error = FinishReason.ERROR, None, error
+        self._closed = True
+
     def output(self) -> CompletionOutput:
         """What there is so far."""
         seq = self.seq
         return CompletionOutput(
             self.index, self.text, list(self.token_ids), None if self.logprobs is None else list(self.logprobs),
-            seq.finish_reason, seq.stop_reason, self.cumulative_logprob,
+            seq.finish_reason, seq.stop_reason, self.cumulative_logprob, self.error,
         )  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request in the engine: its prompt and its n completions."""
+    """A request in the engine: its prompt and its n completions.
+
+    Attributes:
+      news: where the request is put whenever there is something new to report; None while nobody reads it so.
+      failure: what has ended it, where that was none of its doing.
+    """
 
     request_id: str
     prompt: str | None
@@ -120,6 +131,20 @@ class Request:
     completions: list[Completion] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     beams: Beams | None = None
+    news: dict[Request, None] | None = None
+    failure: BaseException | None = None
+
+    def notify(self) -> None:
+        """Tells its reader that there is something new."""
+        if self.news is not None:
+            self.news[self] = None
+
+    def fail(self, failure: BaseException) -> None:
+        """Ends all of it."""
+        self.failure = failure
+        for completion in self.completions:
+            completion.fail(f"{type(failure).__name__}: {failure}")
+        self.notify()
 
     @property
     def sequences(self) -> list[Sequence]:

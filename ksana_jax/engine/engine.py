@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.batch import BatchBuilder
+from ksana_jax.engine import report
 from ksana_jax.engine.beam import Beams, advance, num_candidates
-from ksana_jax.engine.completion import Completion, Request, top_logprobs
+from ksana_jax.engine.changes import Changes
+from ksana_jax.engine.completion import Completion, Request
+from ksana_jax.engine.intake import check_request, seed_of
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.patterns import AttentionPattern, LiveRange
 from ksana_jax.metrics import StepRecord
-from ksana_jax.request import FinishReason, RequestMetrics, SamplingParams
+from ksana_jax.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Progress, Scheduler
 from ksana_jax.sequence import Sequence
-from ksana_jax.step import Executor, Moves, ScheduledBatch, StepOutput
+from ksana_jax.step import Executor, StepOutput
 from ksana_jax.tokenizers import Tokenizer
 
 
@@ -56,7 +63,8 @@ class Engine:
         self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
-        self._num_requests = self._num_seqs = 0
+        self._request_numbers, self._seq_ids = itertools.count(), itertools.count()
+        self._changes = Changes(self._reset)
 
     @property
     def memory(self) -> KVMemory:
@@ -68,38 +76,13 @@ class Engine:
         return self.scheduler.has_work
 
     def validate(self, prompt_token_ids: np.ndarray, params: SamplingParams) -> None:
-        """Whether a request can be served.
+        """Raises ValueError if a request can never be served; see `check_request`."""
+        check_request(
+            prompt_token_ids, params, self.scheduler, vocab_size=self.builder.vocab_size,
+            max_model_len=self.max_model_len, has_tokenizer=self.tokenizer is not None,
+        )  # fmt: skip
 
-        Raises:
-          ValueError: it never can, with the numbers.
-        """
-        count, vocab = len(prompt_token_ids), self.builder.vocab_size
-        if not count:
-            raise ValueError("prompt is empty: at least one token is needed")
-        if count >= self.max_model_len:
-            raise ValueError(
-                f"prompt has {count:,} tokens, max_model_len is {self.max_model_len:,} and leaves no token of output"
-            )
-        low, high = int(prompt_token_ids.min()), int(prompt_token_ids.max())
-        if low < 0 or high >= vocab:
-            raise ValueError(f"prompt has token id {low if low < 0 else high}, ids go from 0 to {vocab - 1}")
-        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids or ())):
-            if ids and max(ids) >= vocab:
-                raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {vocab - 1}")
-        if self.tokenizer is None and params.detokenize:
-            raise ValueError("this engine has no tokenizer: set detokenize=False")
-        if params.beam_width > self.scheduler.max_num_seqs:
-            raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {self.scheduler.max_num_seqs}")
-        max_len = min(count + params.max_tokens, self.max_model_len)
-        needed, blocks = self.scheduler.blocks_to_finish(max_len), self.scheduler.blocks
-        needed *= max(params.beam_width, 1)  # beams wait for each other: all of them must fit, even unshared
-        if needed > blocks.num_blocks:
-            raise ValueError(
-                f"prompt of {count:,} tokens and max_tokens {params.max_tokens:,} need {needed:,} KV blocks of "
-                f"{blocks.block_size} tokens, the pool has {blocks.num_blocks:,}"
-            )
-
-    def add_request(
+    def new_request(
         self,
         prompt_token_ids: np.ndarray,
         params: SamplingParams,
@@ -109,34 +92,30 @@ class Engine:
         cache_salt: str = "",
         streams: bool = False,
     ) -> Request:
-        """Takes a request in.
+        """Makes a request, for `add`.
 
         Args:
           cache_salt: only requests of the same salt share cached prefixes.
           streams: its text is wanted while it grows; beams have none before the end.
 
         Raises:
-          ValueError: it can never be served, or its id is taken; nothing is changed.
+          ValueError: it can never be served.
         """
         self.validate(prompt_token_ids, params)
-        prompt_token_ids = prompt_token_ids.astype(np.int32)
+        prompt_token_ids, number = prompt_token_ids.astype(np.int32), next(self._request_numbers)
         if request_id is None:
-            request_id = f"request-{self._num_requests}"
-            while request_id in self.requests:  # somebody chose a name like ours
+            request_id = f"request-{number}"
+            while request_id in self.requests:  # a user chose a name like ours
                 request_id += "'"
-        if request_id in self.requests:
-            raise ValueError(f"request id {request_id!r} is in use")
         request = Request(request_id, prompt, prompt_token_ids, params, RequestMetrics(self.clock()))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         for index in range(params.n):
-            seq = self._new_sequence(request, prompt_token_ids, index, cache_salt)
+            seed = seed_of(params, index, self.seed, number)
+            seq = self._new_sequence(request, prompt_token_ids, index, cache_salt, seed)
             given = self.tokenizer if params.detokenize else None
             completion = Completion(index, seq, given, streams and not params.beam_width)
             request.completions.append(completion)
-            if completion.watched or seq.params.prompt_logprobs is not None:
-                self._watched[completion] = None
-        leader, *forks = [completion.seq for completion in request.completions]
         if params.beam_width:
             leader = self._new_beam(request, prompt_token_ids, cache_salt)
             request.beams = Beams(
@@ -148,23 +127,48 @@ class Engine:
                 {leader: 0.0},
             )
         else:
-            leader.forks = forks
-        self.scheduler.add(leader)
-        self._num_requests += 1
-        self.requests[request_id] = request
+            leader, *leader.forks = [completion.seq for completion in request.completions]
         return request
 
-    def _new_sequence(self, request: Request, token_ids: np.ndarray, index: int, salt: str) -> Sequence:
+    def add_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
+        """Makes a request and takes it in; see `new_request` and `add`."""
+        request = self.new_request(prompt_token_ids, params, **settings)
+        self.add([request])
+        return request
+
+    def add(self, requests: Collection[Request]) -> None:
+        """Takes requests in, all or none.
+
+        Raises:
+          ValueError: an id is taken.
+        """
+        self._changes.run(self._add, requests)
+
+    def _add(self, requests: Collection[Request]) -> None:
+        for request in requests:
+            if request.request_id in self.requests:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+        leaders = [next(iter(request.sequences)) for request in requests]
+        for leader in leaders:
+            self.scheduler.rank(leader)
+        self._changes.begin()
+        for request, leader in zip(requests, leaders, strict=True):
+            self.requests[request.request_id] = request
+            for completion in request.completions:
+                if completion.watched or completion.seq.params.prompt_logprobs is not None:
+                    self._watched[completion] = None
+            self.scheduler.add(leader)
+
+    def _new_sequence(self, request: Request, token_ids: np.ndarray, index: int, salt: str, seed: int = 0) -> Sequence:
         params, count = request.params, len(request.prompt_token_ids)
         stop_ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
-        self._num_seqs += 1
         return Sequence(
-            seq_id=self._num_seqs - 1,
+            seq_id=next(self._seq_ids),
             token_ids=token_ids,
             params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
             stop_ids=tuple(dict.fromkeys(stop_ids)),
             max_len=min(count + params.max_tokens, self.max_model_len),
-            seed=self._seed(params, index),
+            seed=seed,
             owner=request,
             request_id=request.request_id,
             index=index,
@@ -179,20 +183,66 @@ class Engine:
         seq.guided, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
         return seq
 
-    def _seed(self, params: SamplingParams, index: int) -> int:
-        if params.seed is not None and index == 0:
-            return params.seed & (2**64 - 1)
-        parts = (self.seed & (2**64 - 1), self._num_requests) if params.seed is None else (params.seed & (2**64 - 1),)
-        return int(np.random.SeedSequence((*parts, index)).generate_state(1, np.uint64)[0])
-
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; unknown and finished ones are left alone."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return
-        for seq in (*request.sequences, *(c.seq for c in request.completions)):
-            self.scheduler.finish(seq, FinishReason.ABORT)
-        self._close(request)
+        if (request := self.requests.get(request_id)) is not None:
+            self._abort_all([request])
+
+    def _abort_all(self, requests: Collection[Request]) -> None:
+        if self._changes.running_here:  # Python collects a stream that was dropped, in the middle of a step
+            self._changes.defer(functools.partial(self._abort, requests))
+        else:
+            self._changes.run(self._abort, requests)
+
+    def _abort(self, requests: Collection[Request]) -> None:
+        for request in requests:
+            if self.requests.get(request.request_id) is request:
+                self._changes.begin()
+                for seq in (*request.sequences, *(c.seq for c in request.completions)):
+                    self.scheduler.finish(seq, FinishReason.ABORT)
+                self._close(request)
+                request.notify()
+
+    def serve(self, requests: Seq[Request]) -> Iterator[RequestOutput]:
+        """Takes requests in and computes until they have ended, together with all others that are in the engine.
+
+        Several threads may do so at once: each step serves all of them, whichever thread computes it.
+
+        Yields:
+          What a request has so far, whenever there is something new to report.
+
+        Raises:
+          RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
+        """
+        news: dict[Request, None] = {}
+        for request in requests:
+            request.news = news
+        unfinished = {request.request_id for request in requests}
+        try:
+            try:
+                self.add(requests)
+                while unfinished:
+                    outputs = self._changes.run(self._advance, news)
+                    unfinished.difference_update(output.request_id for output in outputs if output.finished)
+                    yield from outputs
+                    self._changes.give_way()
+            finally:
+                self._abort_all(requests)
+        finally:  # again: an interrupt may come before the first word of the line above
+            self._abort_all(requests)
+
+    def _advance(self, news: dict[Request, None]) -> list[RequestOutput]:
+        """Computes a step unless there is news without it."""
+        if not news:
+            self._step()
+        for request in news:
+            if request.failure is not None:
+                raise RuntimeError(
+                    f"the request was ended by what went wrong in a step of another: {request.completions[0].error}"
+                ) from request.failure
+        outputs = [request.output() for request in news]
+        news.clear()
+        return outputs
 
     def step(self) -> list[Request]:
         """Computes one step.
@@ -200,12 +250,16 @@ class Engine:
         Returns:
           Requests that have something new to report: a completion that ended, or text of one that streams.
         """
+        return self._changes.run(self._step)
+
+    def _step(self) -> list[Request]:
+        self._changes.begin()
         batch = self.scheduler.schedule()
         if batch is None:
-            waits = self.memory.loads.num_pending
-            assert waits or not self.scheduler.has_work, "there is work, and none of it can be scheduled"
-            if waits:
+            if self.memory.loads.num_pending:
                 self.memory.loads.wait()
+            elif self.scheduler.has_work:
+                raise RuntimeError("there is work, and none of it can be scheduled")
             self._make_moves()
             return []
         step, ends = self.builder.build(batch, self.scheduler.rows)
@@ -213,20 +267,16 @@ class Engine:
         peak_blocks = self.scheduler.blocks.num_used
         unshared_blocks = int(self.scheduler.rows.num_blocks[self.scheduler.order].sum())
         began = self.clock() if self.memory.weighs_costs else 0.0
-        try:
-            output = self.executor.execute(step)
-        except BaseException:
-            self._lose_device(step.moves)
-            raise
+        output = self.executor.execute(step)
         now = self.clock()
         self.memory.commit()
         if self.memory.weighs_costs:
             prefills = batch.num_tokens if len(batch.chunks) else 0
             self.memory.costs.observe(prefills, now - began, step.moves, output.move_s)
-        self._note_first_tokens(batch, now)
+        report.note_first_tokens(self.scheduler.rows, batch, now)
         rows_of = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.targets is not None:
-            self._report_prompt(batch, ends, step.arrays.last, output, rows_of)
+            report.add_prompt_scores(self.scheduler.rows, batch, ends, step.arrays.last, output, rows_of)
         progress = self.scheduler.update(batch, output.tokens[ends])
         reported = self._report_tokens(batch, ends, output, progress, rows_of)
         for seq in progress.finished:
@@ -239,6 +289,7 @@ class Engine:
                     completion.close()
             if request.finished:
                 self._close(request, now)
+            request.notify()
         self.records.append(
             StepRecord(
                 now, batch.num_tokens, len(batch.singles), len(self.scheduler.order), len(self.scheduler.waiting),
@@ -252,61 +303,55 @@ class Engine:
             self._make_moves()
         return list(reported)
 
+    def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
+        """Changes what each layer attends to.
+
+        Raises:
+          RuntimeError: requests are running.
+          ValueError: the executor cannot serve these patterns.
+        """
+        self._changes.run(self._set_patterns, patterns)
+
+    def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
+        self._check_idle("the pattern changes only in between")
+        self._changes.begin()
+        self.executor.set_patterns(patterns)
+        self.scheduler.set_live_range(LiveRange.of(patterns), self.memory.index.scope.seen_through(patterns))
+
+    def _check_idle(self, otherwise: str) -> None:
+        if self.has_work:
+            raise RuntimeError(f"{len(self.requests)} requests are running: {otherwise}")
+
+    def _reset(self, error: BaseException) -> None:
+        """Ends all requests and makes the books of rows, blocks and prefixes again; files on the disk stay."""
+        for request in self.requests.values():
+            request.fail(error)
+        self.requests.clear()
+        self._watched.clear()
+        patterns = self.executor.patterns
+        scope = self.memory.index.scope.seen_through(patterns)
+        self.scheduler.reset(LiveRange.of(patterns), scope, self.executor.reset())
+
     def flush(self) -> None:
-        """Brings cached prefixes to the disk, where there is one; the engine must be idle."""
-        assert not self.has_work
+        """Brings cached prefixes to the disk, where there is one.
+
+        Raises:
+          RuntimeError: requests are running.
+        """
+        self._changes.run(self._flush)
+
+    def _flush(self) -> None:
+        self._check_idle("prefixes are written to the disk only in between")
+        self._changes.begin()
         self._make_moves()
         for _ in self.memory.flush():
             self._make_moves()
 
     def _make_moves(self) -> None:
-        """Has the executor copy what waits for a step that does not come."""
+        """Runs pending block moves when no step is coming to carry them."""
         if (moves := self.memory.take_moves()) is not None:
-            try:
-                self.executor.move(moves)
-            except BaseException:
-                self._lose_device(moves)
-                raise
+            self.executor.move(moves)
             self.memory.commit()
-
-    def _lose_device(self, moves: Moves | None) -> None:
-        """After a failure: what was computed is lost, and nothing may stay behind that holds blocks."""
-        for request_id in list(self.requests):
-            self.abort(request_id)
-        self.memory.lose_device(moves)
-
-    def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> None:
-        rows = self.scheduler.rows
-        fresh = rows.num_tokens[batch.rows] == rows.num_prompt[batch.rows]
-        if not fresh.any():
-            return
-        whole = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
-        for row in batch.rows[fresh & whole]:
-            seq = rows.seqs[row]
-            metrics = seq.owner.metrics
-            if metrics.first_token_s is None:
-                metrics.first_token_s = now
-                metrics.num_cached_tokens = seq.num_cached_tokens or 0
-
-    def _report_prompt(self, batch, ends, last, output: StepOutput, rows_of) -> None:
-        """Adds the log-probabilities of the prompt tokens that this step has scored."""
-        rows, scores = self.scheduler.rows, output.prompt_scores
-        assert scores is not None, "the executor was given targets and returned no scores"
-        where = {row: i for i, row in enumerate(batch.rows.tolist())}
-        for completion, row in rows_of.items():
-            seq, count = completion.seq, completion.seq.params.prompt_logprobs
-            if count is None or row not in where:
-                continue
-            i = where[row]
-            computed = int(batch.num_per_row[i])
-            start = int(rows.num_computed[row])
-            # The step scored prompt tokens start + 1 to start + computed; a restart scores some again.
-            first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
-            token = int(last[ends[i]]) + 1 - computed + (first - 1 - start)
-            for offset in range(max(end + 1 - first, 0)):
-                token_id = int(rows.token_ids[row, first + offset])
-                seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
-            seq.num_scored = max(seq.num_scored, end + 1)
 
     def _report_tokens(self, batch, ends, output: StepOutput, progress: Progress, rows_of) -> dict[Request, None]:
         """Hands new tokens to the completions that want them; returns their requests, in order."""
@@ -339,16 +384,8 @@ class Engine:
             if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
                 continue
             if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.salt)):
-                self._finish_beams(request, request.beams)
+                report.finish_beams(request)
                 reported.setdefault(request)
-
-    def _finish_beams(self, request: Request, beams: Beams) -> None:
-        """Makes completions of the best beams."""
-        for completion, best in zip(request.completions, beams.finished, strict=False):
-            seq = completion.seq
-            seq.token_ids = np.append(seq.token_ids, np.array(best.token_ids, np.int32))
-            seq.finish_reason, seq.stop_reason = best.finish_reason, best.stop_reason
-            completion.cumulative_logprob = best.logprob
 
     def _stop_by_text(self, seq: Sequence, stop: str) -> None:
         if seq.finish_reason is FinishReason.LENGTH:  # by the same token

@@ -100,7 +100,7 @@ class LLM:
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
         self.tokenizer = tokenizer
-        self.patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
+        patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
         max_model_len = config.max_model_len or model.max_position
         if max_model_len > model.max_position:
             warnings.warn(
@@ -110,10 +110,10 @@ class LLM:
             )
         rotated = config.max_rotated_sinks
         if rotated is None:
-            rotated = max(p.num_rotated_sinks for p in self.patterns)
+            rotated = max(p.num_rotated_sinks for p in patterns)
         self._resident_before = resident_before
         self.memory_plan = pool_size(
-            model, config, LiveRange.of(self.patterns), max_model_len=max_model_len, max_rotated_sinks=rotated
+            model, config, LiveRange.of(patterns), max_model_len=max_model_len, max_rotated_sinks=rotated
         )
         num_blocks = self.memory_plan.num_blocks
         num_host_blocks = config.host_cache_bytes // (self.memory_plan.pool_bytes // num_blocks)
@@ -121,7 +121,7 @@ class LLM:
             config, max_model_len=max_model_len, num_blocks=num_blocks, max_rotated_sinks=rotated
         )
         self.runner = Runner(
-            model, params, self.patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
+            model, params, patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
             max_model_len=max_model_len, max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
             embedding_device=config.embedding_device, attention=config.attention_implementation,
         )  # fmt: skip
@@ -143,7 +143,7 @@ class LLM:
             disk=self._open_disk(config),
             block_bytes=self.runner.block_bytes,
             write=config.cache_write,
-            scope=self._scope(),
+            scope=Scope(self._fingerprint).seen_through(patterns),
             cost=recompute_cost(model, config.block_size),
         )
         scheduler = Scheduler(
@@ -152,7 +152,7 @@ class LLM:
             max_num_batched_tokens=config.max_num_batched_tokens,
             query_tile=config.query_tile,
             max_model_len=max_model_len,
-            live=LiveRange.of(self.patterns),
+            live=LiveRange.of(patterns),
             policy=config.policy,
         )
         buckets = Buckets.of_engine(config, max_model_len)
@@ -166,10 +166,6 @@ class LLM:
             seed=config.seed,
         )
 
-    def _scope(self) -> Scope:
-        """What cached blocks depend on beside their tokens."""
-        return Scope(self._fingerprint, repr(self.patterns), min(p.full_until for p in self.patterns))
-
     def _open_disk(self, config: EngineConfig) -> DiskTier | None:
         if config.disk_cache_dir is None:
             return None
@@ -178,7 +174,11 @@ class LLM:
         return DiskTier(config.disk_cache_dir, block, config.disk_cache_bytes)
 
     def close(self) -> None:
-        """Writes to disk what is to be kept there, and lets the folder go. The engine must be idle."""
+        """Writes to disk what is to be kept there, and lets the folder go.
+
+        Raises:
+          RuntimeError: requests are running.
+        """
         if self.engine.memory.disk is not None:
             self.engine.flush()
             self.engine.memory.disk.close()
@@ -189,6 +189,11 @@ class LLM:
     def num_compilations(self) -> int:
         """Functions compiled so far."""
         return self.runner.num_compilations
+
+    @property
+    def patterns(self) -> tuple[AttentionPattern, ...]:
+        """What each layer attends to."""
+        return self.runner.patterns
 
     @property
     def num_blocks(self) -> int:
@@ -219,13 +224,10 @@ class LLM:
           RuntimeError: requests are running.
           ValueError: the pattern has more rotated sinks than `max_rotated_sinks`.
         """
-        if self.engine.has_work:
-            raise RuntimeError(f"{len(self.engine.requests)} requests are running: the pattern changes only in between")
         model = self.model_config
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
-        self.runner.set_patterns(patterns)
-        self.patterns = patterns
-        self.engine.scheduler.set_live_range(LiveRange.of(patterns), self._scope())
+        self.runner.check_patterns(patterns)
+        self.engine.set_patterns(patterns)
 
     def warm_up(
         self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -259,6 +261,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts.
 
+        Several threads may call this and `stream` at once; their requests then share steps.
+
         Args:
           prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of those.
           sampling_params: one for all, or one for each; None takes the defaults.
@@ -268,15 +272,11 @@ class LLM:
 
         Raises:
           ValueError: a request can never be served; then none of this call is, and others go on.
+          RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
         """
-        requests = self._add_all(prompts, sampling_params, streams=False)
-        try:
-            while not all(r.finished for r in requests):
-                self.engine.step()
-        except BaseException:
-            self._abort(requests)
-            raise
-        return [r.output() for r in requests]
+        requests = self._make_requests(prompts, sampling_params, streams=False)
+        outputs = {output.request_id: output for output in self.engine.serve(requests) if output.finished}
+        return [outputs[request.request_id] for request in requests]
 
     def stream(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -285,18 +285,7 @@ class LLM:
 
         Requests that are unfinished when the reader stops are aborted.
         """
-        requests = self._add_all(prompts, sampling_params, streams=True)
-        try:
-            unfinished = requests
-            while unfinished:
-                reported = set(self.engine.step())
-                # Steps that others took in between may have ended a request.
-                news = [r for r in unfinished if r in reported or r.finished]
-                unfinished = [r for r in unfinished if not r.finished]
-                for request in news:
-                    yield request.output()
-        finally:
-            self._abort(requests)
+        return self.engine.serve(self._make_requests(prompts, sampling_params, streams=True))
 
     def chat(
         self,
@@ -318,7 +307,7 @@ class LLM:
         # A template writes the special tokens itself.
         return [{"prompt": t, "prompt_token_ids": self.tokenizer.encode(t, add_special_tokens=False)} for t in texts]
 
-    def _add_all(self, prompts, sampling_params, streams: bool) -> list[Request]:
+    def _make_requests(self, prompts, sampling_params, streams: bool) -> list[Request]:
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         if not isinstance(prompts, (list, tuple)):
             raise ValueError(f"prompts is a {type(prompts).__name__}, must be a string, a dict or a list of them")
@@ -333,7 +322,7 @@ class LLM:
         for (_, ids, _), p in zip(read, params, strict=True):
             self.engine.validate(ids, p)
         return [
-            self.engine.add_request(ids, p, prompt=text, streams=streams, cache_salt=salt)
+            self.engine.new_request(ids, p, prompt=text, streams=streams, cache_salt=salt)
             for (text, ids, salt), p in zip(read, params, strict=True)
         ]
 
@@ -365,10 +354,6 @@ class LLM:
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
             raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
         return text, ids, salt
-
-    def _abort(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.engine.abort(request.request_id)
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:

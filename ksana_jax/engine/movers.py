@@ -56,6 +56,10 @@ class BlockMover:
         if (kind := staging_memory(device) if staging == "auto" else staging) != "none":
             self._staged = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
+    def reset(self) -> None:
+        """Replaces the host's blocks; whoever still writes to the old ones does no harm."""
+        self.host_blocks = np.zeros_like(self.host_blocks)
+
     @property
     def num_compilations(self) -> int:
         return len(self._compiled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,14 @@ from ksana_jax.step import Moves, SamplingArrays, StepArrays, StepInput, StepOut
 COMPILER_OPTIONS = {"gpu": {"xla_disable_hlo_passes": "rematerialization"}}
 # Scores of the whole vocabulary are made for so many prompt tokens at a time.
 SCORED_AT_ONCE = 128
+
+
+class _Seen(NamedTuple):
+    """The patterns of all layers: as given, which layers are alike, and as arrays. They change together."""
+
+    patterns: tuple[AttentionPattern, ...]
+    alike: tuple[int, ...]
+    arrays: PatternArrays | None
 
 
 class Runner:
@@ -81,7 +89,7 @@ class Runner:
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         self.mover = BlockMover(self.cache, num_host_blocks)
         self._compiled: dict[Any, Callable] = {}
-        self._alike: tuple[int, ...] = ()
+        self._seen = _Seen((), (), None)
         self.set_patterns(patterns)
 
     @property
@@ -99,9 +107,13 @@ class Runner:
         """Bytes of one block: keys and values of all layers."""
         return self.cache.blocks.nbytes // self.cache.num_blocks
 
-    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Changes what each layer sees; the numbers are data, so nothing is compiled anew, unless other layers than
-        before are alike.
+    @property
+    def patterns(self) -> tuple[AttentionPattern, ...]:
+        """What each layer attends to."""
+        return self._seen.patterns
+
+    def check_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Checks that steps can serve some patterns.
 
         Raises:
           ValueError: more sinks are seen from elsewhere than the compiled step has room for.
@@ -113,26 +125,29 @@ class Runner:
                     f"the pattern has {p.num_sinks} sinks at {p.sink_position!r} positions, this engine was made for "
                     f"at most {room}; give it max_rotated_sinks={p.num_sinks}"
                 )
-        self._patterns: PatternArrays = jax.device_put(stack(patterns))
-        alike = tuple(list(patterns).index(p) for p in patterns)
-        if self.implementation.plan and alike != self._alike:
-            self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
-        self._alike = alike
 
-    def reset(self) -> None:
-        """Makes the pool anew, after a step that failed took it along."""
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Changes what each layer sees; the numbers are data, so nothing is compiled again, unless other layers than
+        before are alike.
+
+        Raises:
+          ValueError: see `check_patterns`.
+        """
+        self.check_patterns(patterns)
+        alike = tuple(list(patterns).index(p) for p in patterns)
+        if self.implementation.plan and alike != self._seen.alike:
+            self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
+        self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
+
+    def reset(self) -> np.ndarray:
+        """Reallocates the pool and the host's blocks; see `step.Executor`."""
         self.cache.blocks.delete()  # first: there may not be room for two
         self.cache = make_cache(*self._pool)
+        self.mover.reset()
+        return self.mover.host_blocks
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step; see `step.Executor`. One that fails leaves an empty pool."""
-        try:
-            return self._execute(step)
-        except BaseException:
-            self.reset()
-            raise
-
-    def _execute(self, step: StepInput) -> StepOutput:
+        """Runs one step; see `step.Executor`."""
         saved, move_s = [], 0.0
         if step.moves is not None:
             self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
@@ -140,7 +155,7 @@ class Runner:
         arrays = step.arrays
         if self.embeds_on_host:
             arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
-        self.cache, hidden = run(self.params, self.cache, arrays, self._patterns)
+        self.cache, hidden = run(self.params, self.cache, arrays, self._seen.arrays)
         prompt_scores = None
         if step.targets is not None:
             top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
@@ -158,13 +173,9 @@ class Runner:
         )
 
     def move(self, moves: Moves) -> None:
-        """Makes moves outside a step; see `step.Executor`. One that fails leaves an empty pool."""
-        try:
-            self.cache, saved, _ = self.mover.start(self.cache, moves)
-            self.mover.finish(saved)
-        except BaseException:
-            self.reset()
-            raise
+        """Makes moves outside a step; see `step.Executor`."""
+        self.cache, saved, _ = self.mover.start(self.cache, moves)
+        self.mover.finish(saved)
 
     def warm_up(self, shapes: Sequence[StepShape], asked: Sequence[SamplingParams] = (), workers: int = 1) -> None:
         """Compiles the steps of some shapes; already compiled ones cost nothing.
@@ -219,11 +230,11 @@ class Runner:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
         run = functools.partial(
-            _run, shape=shape, config=self.config, rope=self.rope, alike=self._alike,
+            _run, shape=shape, config=self.config, rope=self.rope, alike=self._seen.alike,
             num_rotated_sinks=self.num_rotated_sinks, implementation=self.implementation,
         )  # fmt: skip
         step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))
-        return step.lower(self.params, self.cache, arrays, self._patterns)
+        return step.lower(self.params, self.cache, arrays, self._seen.arrays)
 
     def _sample_program(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None):
         """Key of the program that chooses tokens, and what lowers it."""

@@ -114,7 +114,7 @@ class DiskTier:
             if self.folder.is_symlink():
                 raise UnsafeFile(f"{self.folder} is a link, must be a folder")
             self._folder_lock = FolderLock(self.folder / _LOCK)
-            self._find_files()
+            self._files = self._find_files()
         except FolderInUse as holder:
             raise ConfigError(
                 f"disk_cache_dir {folder} is in use for this model by process {holder} (this is {os.getpid()}): "
@@ -225,10 +225,23 @@ class DiskTier:
         if self._folder_lock is not None:
             self._folder_lock.release()
 
+    def reset(self) -> None:
+        """Rebuilds the books from the files in the folder, after an exception that may have left them half written."""
+        if not self._enabled:
+            return
+        self.flush()
+        try:
+            files = self._find_files()
+        except OSError as error:
+            self._turn_off(error)
+            return
+        with self._lock:
+            self._files, self._pending_bytes = files, 0
+
     # ------------------------------------------------------------------ at the start
 
-    def _find_files(self) -> None:
-        found = []
+    def _find_files(self) -> BlockFiles:
+        files, found = BlockFiles(), []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 name = _NAME.fullmatch(entry.name)
@@ -240,7 +253,8 @@ class DiskTier:
                     stat = entry.stat(follow_symlinks=False)
                     found.append((stat.st_mtime_ns, name[1], stat.st_size))
         for _, name, size in sorted(found):
-            self._files.store(self._files.add(bytes.fromhex(name), None), size)
+            files.store(files.add(bytes.fromhex(name), None), size)
+        return files
 
     # ------------------------------------------------------------------ the worker
 

@@ -71,27 +71,43 @@ class KVMemory:
         clock: Callable[[], float] = time.perf_counter,
         load_timeout_s: float = 1.0,
     ):
-        replacement = find_policy(eviction)
         self.preempt, self.write = preempt, write
         self.block_size, self.block_bytes = block_size, block_bytes
-        self.device = Tier(DEVICE, num_blocks, block_size, replacement)
-        self.host: Tier | None = None
-        if host_data is not None and len(host_data):
-            self.host = Tier(HOST, len(host_data), block_size, replacement)
-        self.host_data, self.disk = host_data, disk
-        self.index = PrefixIndex(block_size, scope or Scope(), digest, cost)
-        self.prefixes = PrefixCache(self, caching)
-        self.loads = Loads(self, clock, load_timeout_s)
+        self.disk = disk
+        self._num_blocks, self._replacement, self._caching = num_blocks, find_policy(eviction), caching
+        self._digest, self._cost, self._clock, self._load_timeout_s = digest, cost, clock, load_timeout_s
+        self._make_books(host_data, scope or Scope())
         self.counters = Counters()
         self.num_blocks_by_origin: dict[str, int] = {}  # that rows have come by, see `Sequence`
         self.owners: Callable[[], Iterable[Owner]] = tuple  # set by the scheduler: memory knows no sequences
         self.live = LiveRange.of([FULL])
         self.costs = Costs()
+
+    def _make_books(self, host_data: np.ndarray | None, scope: Scope) -> None:
+        size = self.block_size
+        self.device = Tier(DEVICE, self._num_blocks, size, self._replacement)
+        self.host: Tier | None = None
+        if host_data is not None and len(host_data):
+            self.host = Tier(HOST, len(host_data), size, self._replacement)
+        self.host_data = host_data
+        self.index = PrefixIndex(size, scope, self._digest, self._cost)
+        self.prefixes = PrefixCache(self, self._caching)
+        self.loads = Loads(self, self._clock, self._load_timeout_s)
         self._saves: dict[int, int] = {}  # host slot -> device block
         self._copies: dict[int, int] = {}  # to -> from
         self._loads: dict[int, int] = {}  # device block -> host slot
         self._pins: list[int] = []  # host slots of pending moves
         self._through: list[Node] = []  # to be written to disk once they are on the host
+
+    def reset(self, host_data: np.ndarray | None) -> None:
+        """Forgets what device and host hold, after a failure that may have left the books half written.
+
+        Args:
+          host_data: new blocks of the host: reads from disk that are under way still write to the old ones.
+        """
+        if self.disk is not None:
+            self.disk.reset()
+        self._make_books(host_data, self.index.scope)
 
     @property
     def blocks(self) -> BlockManager:
@@ -324,18 +340,6 @@ class KVMemory:
                     self._through.append(node)
             yield
             self.disk.flush()
-
-    def lose_device(self, moves: Moves | None) -> None:
-        """Forgets what the device held, after a step that failed and may not have made its moves. Nothing runs."""
-        unsaved = set() if moves is None else set(moves.saves[:, 1].tolist())
-        unsaved |= set(self._saves)
-        self._saves, self._copies, self._loads, self._through = {}, {}, {}, []
-        for tier, lost in ((self.device, list(self.device.node_of)), (self.host, unsaved)):
-            for node in [tier.node_of[block] for block in lost if block in tier.node_of] if tier else ():
-                assert tier is not None
-                tier.drop(node)
-                self.index.drop_if_empty(node)
-        self.commit()
 
     # ------------------------------------------------------------------ who owns what
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.kv.tier import Node
 
 # Salts remembered before those without blocks are forgotten.
@@ -41,6 +42,10 @@ class Scope:
     model: str = ""
     pattern: str = ""
     full_until: int = 2**30
+
+    def seen_through(self, patterns: Sequence[AttentionPattern]) -> Scope:
+        """The same model with the attention patterns of all its layers."""
+        return Scope(self.model, repr(tuple(patterns)), min(p.full_until for p in patterns))
 
 
 class Link(NamedTuple):

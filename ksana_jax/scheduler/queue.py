@@ -23,10 +23,14 @@ class WaitingQueue:
         self.entries: list[tuple[Any, int, Sequence]] = []
         self.leaders: dict[Sequence, None] = {}
 
-    def add(self, seq: Sequence) -> None:
-        """Puts a sequence in its place."""
+    def rank(self, seq: Sequence) -> None:
+        """Asks the policy for a sequence's place, once."""
         if seq.rank is None:
             seq.rank = self._policy(seq)
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a sequence in its place."""
+        self.rank(seq)
         if seq.forks:
             self.leaders[seq] = None
         bisect.insort(self.entries, (seq.rank, seq.seq_id, seq))

@@ -83,10 +83,20 @@ class Scheduler:
         self.max_num_tiles = -(-max_num_batched_tokens // query_tile)
         self.max_model_len = max_model_len
         self.num_preemptions = 0
-        self.queue = WaitingQueue(memory, make_policy(policy, max_num_seqs))
-        self.running = Running(max_num_seqs)
-        self.set_live_range(live)
+        self._policy = policy
+        self._make_books(live, memory.index.scope)
         memory.owners = self.owners
+
+    def _make_books(self, live: LiveRange, scope: Scope) -> None:
+        self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))
+        self.running = Running(self.max_num_seqs)
+        self.set_live_range(live, scope)
+
+    def reset(self, live: LiveRange, scope: Scope, host_data: np.ndarray | None) -> None:
+        """Forgets all sequences and blocks, after a failure that may have left the books half written; see
+        `KVMemory.reset`."""
+        self.memory.reset(host_data)
+        self._make_books(live, scope)
 
     def set_live_range(self, live: LiveRange, scope: Scope | None = None) -> None:
         """Changes which positions stay visible, and what cached blocks depend on. Only while nothing runs or waits."""
@@ -137,6 +147,10 @@ class Scheduler:
                 f"tokens, the pool has {self.blocks.num_blocks:,}"
             )
         self.queue.add(seq)
+
+    def rank(self, seq: Sequence) -> None:
+        """Asks the policy for a sequence's place, once; a policy may be a user's own and raise anything."""
+        self.queue.rank(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence in whatever state it is; one that has ended is left alone."""

@@ -184,7 +184,8 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_a_request_named_like_ours_does_not_stand_in_the_way(llm):
     asked = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
-    taken = f"request-{llm.engine._num_requests + 1}"
+    last = llm.engine.new_request(np.array([1, 2]), asked).request_id.removeprefix("request-")
+    taken = f"request-{int(last) + 2}"
     requests = [llm.engine.add_request(np.array([1, 2]), asked, request_id=taken)]
     requests += [llm.engine.add_request(np.array([1, 2]), asked) for _ in range(2)]
     assert len({r.request_id for r in requests}) == 3

@@ -232,7 +232,9 @@ def test_a_step_that_fails_takes_its_requests_along_and_nothing_else():
     engine.executor.execute = execute
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_used == 0 and not engine.has_work and not engine.requests
-    assert {r.output().outputs[0].finish_reason for r in requests} == {FinishReason.ABORT}
+    outputs = [r.output().outputs[0] for r in requests]
+    assert {o.finish_reason for o in outputs} == {FinishReason.ERROR}
+    assert {o.error for o in outputs} == {"MemoryError: the device is out of memory"}
     again = engine.add_request(prompt_of(5), asking())
     run(engine)
     assert outputs_of(again) == [reference_tokens(again.prompt_token_ids, 8, FULLY)]

@@ -53,6 +53,9 @@ class DiskDouble:
     def flush(self) -> None:
         """What is written is there at once."""
 
+    def reset(self) -> None:
+        """There are no books that could be half written."""
+
     def end(self, asked: Asked, found: Any = True) -> None:
         """Ends a read; one that finds nothing may have written half of it."""
         data = self.files[asked.key][1]

@@ -5,7 +5,6 @@ import pytest
 
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, prompt_of
 from tests.kv.disk_double import DiskDouble
@@ -279,19 +278,19 @@ def test_a_flush_without_a_disk_does_nothing():
     assert flush(memory) == 0 and moves(memory) == {}
 
 
-def test_after_a_failed_step_only_what_was_saved_before_it_is_known():
+def test_after_a_reset_device_and_host_are_empty_whatever_the_books_said():
     memory = memory_of(num_blocks=3, slots=4)
     cache(memory, prompt_of(4))
     memory.release(memory.allocate(3))
     moves(memory)  # one block is on the host
     cache(memory, prompt_of(8))
-    memory.release(memory.allocate(2))  # another is to be saved in the step that fails
-    memory.lose_device(memory.take_moves())
+    memory.release(memory.allocate(2))  # another is to be saved
+    memory.blocks.num_free += 1  # and an interrupt has left the books half written
+    memory.host.node_of.clear()
+    memory.reset(host := np.zeros((2, 1)))
     memory.check([])
-    assert memory.blocks.num_free == 3 and memory.host.pool.num_used == 0
-    [node] = memory.index.nodes.values()
-    assert node.tokens == prompt_of(4).tobytes() and node.at[DEVICE] < 0 <= node.at[HOST]
-    assert memory.take_moves() is None
+    assert memory.blocks.num_free == 3 and memory.host.pool.num_free == 2 and not memory.index.nodes
+    assert memory.take_moves() is None and memory.host_data is host
 
 
 def test_an_unknown_policy_is_refused_by_name():

@@ -1,0 +1,67 @@
+"""What a step says about requests besides their tokens: times, scores of prompts, the best beams. Changes no books."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.engine.completion import Completion, Request, top_logprobs
+from ksana_jax.sequence import Rows
+from ksana_jax.step import ScheduledBatch, StepOutput
+
+
+def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
+    """Notes when requests got their first token; called before the step is booked."""
+    fresh = rows.num_tokens[batch.rows] == rows.num_prompt[batch.rows]
+    if not fresh.any():
+        return
+    whole = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
+    for row in batch.rows[fresh & whole]:
+        seq = rows.seqs[row]
+        assert seq is not None
+        metrics = seq.owner.metrics
+        if metrics.first_token_s is None:
+            metrics.first_token_s = now
+            metrics.num_cached_tokens = seq.num_cached_tokens or 0
+
+
+def add_prompt_scores(
+    rows: Rows,
+    batch: ScheduledBatch,
+    ends: np.ndarray,
+    last: np.ndarray,
+    output: StepOutput,
+    rows_of: dict[Completion, int],
+) -> None:
+    """Adds the log-probabilities of the prompt tokens that this step has scored.
+
+    Args:
+      ends: [rows of the batch] tile of each row's last token. last: [tiles] index of each tile's last token.
+      rows_of: the completions that are watched, and where they run.
+    """
+    scores = output.prompt_scores
+    assert scores is not None, "the executor was given targets and returned no scores"
+    where = {row: i for i, row in enumerate(batch.rows.tolist())}
+    for completion, row in rows_of.items():
+        seq, count = completion.seq, completion.seq.params.prompt_logprobs
+        if count is None or row not in where:
+            continue
+        i = where[row]
+        computed = int(batch.num_per_row[i])
+        start = int(rows.num_computed[row])
+        # The step scored prompt tokens start + 1 to start + computed; a restart scores some again.
+        first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
+        token = int(last[ends[i]]) + 1 - computed + (first - 1 - start)
+        for offset in range(max(end + 1 - first, 0)):
+            token_id = int(rows.token_ids[row, first + offset])
+            seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
+        seq.num_scored = max(seq.num_scored, end + 1)
+
+
+def finish_beams(request: Request) -> None:
+    """Makes completions of a request's best beams."""
+    assert request.beams is not None
+    for completion, best in zip(request.completions, request.beams.finished, strict=False):
+        seq = completion.seq
+        seq.token_ids = np.append(seq.token_ids, np.array(best.token_ids, np.int32))
+        seq.finish_reason, seq.stop_reason = best.finish_reason, best.stop_reason
+        completion.cumulative_logprob = best.logprob
