@@ -58,21 +58,24 @@ class Changes:
         if self.running_here:
             raise RuntimeError("an engine cannot be used from within its own step")
         self._waiting.add(threading.get_ident())
-        changed = False
         with self._lock:
-            try:
-                self._waiting.discard(threading.get_ident())
-                if self._unsound:
-                    self._recover(Interrupted("a step was interrupted, and so was the reset that followed it"))
-                while self._deferred:
-                    self._deferred.popleft()()
-                result = change(*args, **kwargs)
-                changed, self._unsound = self._unsound, False
-                return result
-            except BaseException as error:
-                if self._unsound or changed:
-                    self._recover(error)
-                raise
+            return self._run_alone(change, *args, **kwargs)
+
+    def _run_alone(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._waiting.discard(threading.get_ident())
+        changed = False
+        try:
+            if self._unsound:
+                self._recover(Interrupted("a step was interrupted, and so was the reset that followed it"))
+            while self._deferred:
+                self._deferred.popleft()()
+            result = change(*args, **kwargs)
+            changed, self._unsound = self._unsound, False
+            return result
+        except BaseException as error:
+            if self._unsound or changed:
+                self._recover(error)
+            raise
 
     def _recover(self, error: BaseException) -> None:
         self._unsound = True

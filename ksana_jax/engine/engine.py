@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax import interrupts
 from ksana_jax.batch import BatchBuilder
 from ksana_jax.engine import report
 from ksana_jax.engine.beam import Beams, advance, num_candidates
@@ -59,7 +60,7 @@ class Engine:
         self.max_model_len, self.seed, self.clock = max_model_len, seed, clock
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
-        # Called after each step that computed something, its record written.
+        # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
@@ -68,7 +69,7 @@ class Engine:
 
     @property
     def memory(self) -> KVMemory:
-        """Who knows where every block is."""
+        """Where every block is."""
         return self.scheduler.memory
 
     @property
@@ -118,14 +119,8 @@ class Engine:
             request.completions.append(completion)
         if params.beam_width:
             leader = self._new_beam(request, prompt_token_ids, cache_salt)
-            request.beams = Beams(
-                params.beam_width,
-                params.length_penalty,
-                leader.stop_ids,
-                leader.max_len,
-                leader.num_prompt,
-                {leader: 0.0},
-            )
+            width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids
+            request.beams = Beams(width, penalty, stop_ids, leader.max_len, leader.num_prompt, {leader: 0.0})
         else:
             leader, *leader.forks = [completion.seq for completion in request.completions]
         return request
@@ -213,6 +208,7 @@ class Engine:
 
         Raises:
           RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
+          KeyboardInterrupt: Ctrl-C was pressed; in the main thread, and between steps unless it was pressed twice.
         """
         news: dict[Request, None] = {}
         for request in requests:
@@ -222,7 +218,8 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    outputs = self._changes.run(self._advance, news)
+                    with interrupts.deferred():
+                        outputs = self._changes.run(self._advance, news)
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self._changes.give_way()
@@ -333,11 +330,7 @@ class Engine:
         self.scheduler.reset(LiveRange.of(patterns), scope, self.executor.reset())
 
     def flush(self) -> None:
-        """Brings cached prefixes to the disk, where there is one.
-
-        Raises:
-          RuntimeError: requests are running.
-        """
+        """Brings cached prefixes to the disk, where there is one; raises RuntimeError while requests are running."""
         self._changes.run(self._flush)
 
     def _flush(self) -> None:
