@@ -23,7 +23,7 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.disk_tier import BlockFormat, DiskTier
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import LiveRange
+from ksana_jax.kv.patterns import AttentionPattern, LiveRange
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.presets import PatternLike, read_patterns
 from ksana_jax.loading import check_tokenizer, load_model
