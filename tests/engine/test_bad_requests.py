@@ -161,7 +161,7 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
         with pytest.raises(type(error)):
             engine.generate(["x.y", "a"], GREEDY)
     assert_idle(engine)
-    assert other.finished and other.output().outputs[0].finish_reason == "abort"
+    assert other.finished and other.output().outputs[0].finish_reason == "error"
     assert [o.outputs[0] for o in engine.generate(["x.y", "a"], GREEDY)] == expected
     assert_idle(engine)
 
