@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments import tables
+from experiments.compare import compare
 from experiments.config import load
 from experiments.records import Shard
-from experiments.report import draw, tabulate
+from experiments.report import Report, draw, read_report, write_tables
 from experiments.run import run
 
 _WIDEST = 1000  # characters
@@ -42,7 +43,7 @@ def run_and_report(
             progress.update(shown, completed=done + fraction, total=total, description=escape(label))
 
         outcome = run(plan, folder, part, on_progress=on_progress, debug=debug)
-    report_and_show(folder)
+    report_and_show([folder])
     if outcome.num_skipped:
         errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were done already")
     for label, error in outcome.failed.items():
@@ -50,12 +51,27 @@ def run_and_report(
     return 1 if outcome.failed else 0
 
 
-def report_and_show(folder: Path) -> None:
-    """Makes the report of a folder and prints it: table, reading and notes, then the files that there are.
+def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
+    """Makes the report of a folder, or of several side by side, and prints it.
 
-    The figure is drawn when the table has been printed.
+    Args:
+      out: where tables and figure go; None takes the folder, of several writes nothing.
     """
-    made = tabulate(folder)
+    one = len(folders) == 1
+    made = read_report(folders[0]) if one else compare(folders)
+    out = folders[0] if one and out is None else out
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    # The table is on disk and on the terminal before a figure is tried.
+    files = write_tables(made, out) if out is not None else []
+    _show(made)
+    if out is not None:
+        files += draw(made, out) + ["records.jsonl", "run.json"] * (out == folders[0])
+        Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
+
+
+def _show(made: Report) -> None:
+    """Prints table, reading and notes."""
     table = tables.terminal(made.title, made.rows, made.columns)
     # Squeezed numbers cannot be read: a narrow terminal wraps the table's lines instead.
     console = Console(highlight=False)
@@ -67,5 +83,3 @@ def report_and_show(folder: Path) -> None:
         console.print(f"[bold]{escape(made.reading)}[/bold]")
     for note in made.notes:
         console.print(f"[dim]{escape(note)}[/dim]")
-    files = ["table.md", "table.csv", "table.tex", *draw(made, folder), "records.jsonl", "run.json"]
-    console.print(f"{escape(str(folder))}: {', '.join(files)}")

@@ -66,13 +66,15 @@ WHOLE = Shard()
 class Records:
     """What an output folder holds, by today's trial ids; see `identity`.
 
-    plan: the last one written. done: {trial id: its measurements}, finished trials only. failed: {trial id: error} of
+    plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
+    record of that measurement}. failed: {trial id: error} of
     trials whose last attempt raised. num_at_once: most shards that measured on one machine at the same time, as far as
     the records tell.
     """
 
     plan: dict[str, Any] | None = None
     done: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    starts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     num_at_once: int = 1
 
@@ -142,6 +144,7 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
                 _check_count(where, record, len(measured))
                 spans += _span(starts[trial], record)
                 records.done.setdefault(ids[trial], measured)
+                records.starts.setdefault(ids[trial], starts[trial])
                 records.failed.pop(ids[trial], None)
             elif ids.get(trial) not in records.done:
                 raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")

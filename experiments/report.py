@@ -40,41 +40,45 @@ def report(folder: Path) -> Report:
       FileNotFoundError: the folder has no records.
       ConfigError: the records name no plan, are not records, or are not those of the plan's task.
     """
-    made = tabulate(folder)
+    made = read_report(folder)
+    write_tables(made, folder)
     draw(made, folder)
     return made
 
 
-def tabulate(folder: Path) -> Report:
-    """The first half of `report`: its tables."""
+def read_report(folder: Path) -> Report:
+    """What a folder's records say, before anything is written."""
     records = read(folder)
     if records.plan is None:
         raise ConfigError(f"{folder}: the records name no experiment")
     task = task_named(records.plan["task"])
     rows = result_rows(records, task)
+    notes = [*_progress_note(rows), *_shared_note(records, rows)]
+    return of_rows(records.plan["title"] or records.plan["name"], task, rows, notes, records.failed)
+
+
+def of_rows(title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]) -> Report:
+    """The report of rows with notes of how they came about; those of their numbers follow."""
     columns = task.columns(rows)
-    made = Report(
-        title=records.plan["title"] or records.plan["name"],
-        task=task,
-        rows=rows,
-        columns=columns,
-        notes=[*_progress_note(rows), *_shared_note(records, rows), *task.notes(rows), *noise.notes(rows, columns)],
-        reading=task.reading(rows),
-        failed=records.failed,
-    )
+    said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
+    return Report(title, task, rows, columns, said, task.reading(rows), failed)
+
+
+def write_tables(made: Report, folder: Path) -> list[str]:
+    """Writes table.md, table.csv and table.tex and returns these names."""
     notes = [made.reading, *made.notes] if made.reading else made.notes
-    write_atomic(folder / "table.md", tables.markdown(made.title, rows, made.columns, notes))
-    write_atomic(folder / "table.csv", tables.comma_separated(rows, made.columns))
-    write_atomic(folder / "table.tex", tables.latex(made.title, rows, made.columns, made.notes))
-    return made
+    files = {
+        "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
+        "table.csv": tables.comma_separated(made.rows, made.columns),
+        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes),
+    }
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return list(files)
 
 
 def draw(made: Report, folder: Path) -> list[str]:
-    """The second half of `report`: its figure. Whatever goes wrong with it is a warning, and an older figure goes.
-
-    Returns:
-      The names of the files written.
-    """
+    """Draws figure.png and figure.pdf, returns these names. A failure is a warning, and an older figure is removed."""
     try:
         files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
     except Exception as error:
@@ -96,7 +100,7 @@ def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
         done = {t: records.done[t] for t in row["trials"] if t in records.done}
         values: dict[str, dict[Hashable, float]] = defaultdict(dict)
         for trial, measurements in done.items():
-            for key, value, sample in _summary(task, records.plan["task"], trial, measurements):
+            for key, value, sample in summary(task, records.plan["task"], trial, measurements):
                 values[key].setdefault(_Own(trial) if sample is None else sample, value)
         given = {key: list(found.values()) for key, found in values.items()}
         samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, _Own) for s in found)}
@@ -111,7 +115,7 @@ class _Own:
     trial: str
 
 
-def _summary(
+def summary(
     task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]
 ) -> list[tuple[str, float, Hashable | None]]:
     """(key, value, what it was measured on) of each finite number of a trial."""

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments.config import Plan, Trial, patterns_of
 from experiments.environment import environment
 from experiments.records import WHOLE, RecordFile, Shard, locked, read
 from experiments.tasks import task_named
 from ksana_jax.config import EngineConfig
-from ksana_jax.files import write_atomic
+from ksana_jax.files import replacing, write_atomic
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -73,6 +75,7 @@ class Context:
     trial: Trial
     pool: EnginePool
     report_progress: Callable[[float], None]
+    folder: Path | None = None  # of the records; None keeps no arrays
 
     def progress(self, fraction: float) -> None:
         self.report_progress(fraction)
@@ -88,6 +91,13 @@ class Context:
     @property
     def llm(self) -> LLM:
         return self.pool.get(self.trial)
+
+    def save(self, name: str, **arrays: np.ndarray) -> str:
+        file_name = f"{self.trial.id}.{name}.npz"
+        if self.folder is not None:
+            with replacing(self.folder / file_name) as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+        return file_name
 
 
 def run(
@@ -123,7 +133,7 @@ def run(
                 progress = _Progress(on_progress, num_done, len(mine), trial.label)
                 progress(0.0)
                 try:
-                    _run_trial(trial, Context(trial, pool, progress), file)
+                    _run_trial(trial, Context(trial, pool, progress, folder), file)
                 except Exception as error:
                     if debug:
                         raise

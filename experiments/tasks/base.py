@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
@@ -94,6 +95,10 @@ class TrialContext(Protocol):
 
     def progress(self, fraction: float) -> None:
         """Says how much of the trial is done, 0 to 1."""
+        ...
+
+    def save(self, name: str, **arrays: np.ndarray) -> str:
+        """Writes arrays to TRIAL.NAME.npz beside the records, and returns that file name, for a measurement."""
         ...
 
 

@@ -42,6 +42,8 @@ class PerplexitySettings:
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: positions of each text and bucket, the first bucket left out, that every row, recomputation
       included, is scored on.
+    save_tokens: keep every scored token in TRIAL.tokens.npz beside the records: arrays text_digest, position, token_id
+      and logprob, an entry a token. A text's digest and name are in the trial's nll records.
     """
 
     method: Literal["stream", "recompute"] = "stream"
@@ -50,6 +52,7 @@ class PerplexitySettings:
     num_tokens: int = 4096
     bucket_tokens: int | None = None
     sampled_per_bucket: int = 0
+    save_tokens: bool = False
 
 
 class Perplexity(BaseTask):
@@ -87,6 +90,7 @@ class Perplexity(BaseTask):
         bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
         chosen = texts.choose(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
         compiled_before = llm.num_compilations
+        scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
         for index, excerpt in enumerate(chosen):
             ids = excerpt.ids
             sample = sample_positions(len(ids), bucket_tokens, settings.sampled_per_bucket, [trial.seed, index])
@@ -101,6 +105,7 @@ class Perplexity(BaseTask):
                 log_probs = timed(_recompute, llm, ids, trial.config["pattern"]["window"], sample)
             else:
                 log_probs = timed(_stream, llm, ids)
+            scored.append((excerpt, positions, log_probs))
             yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
             if subset == "all" and len(sample):
                 yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
@@ -112,6 +117,8 @@ class Perplexity(BaseTask):
                 _recompute(llm, ids, trial.config["pattern"]["window"], sample[-1:])
             yield {"metric": "kv", "text": excerpt.name, "method": settings.method, **_kv(llm, settings.method)}
             trial.progress((index + 1) / len(chosen))
+        if settings.save_tokens:
+            yield {"metric": "tokens", "file": trial.save("tokens", **_tokens(scored))}
         yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
                "in_all": llm.num_compilations}  # fmt: skip
 
@@ -206,6 +213,16 @@ def _by_bucket(
             "count": len(values),
             "positions": digest,
         }
+
+
+def _tokens(scored: Sequence[tuple[texts.Excerpt, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Columns of a table with a row for each scored token."""
+    return {
+        "text_digest": np.repeat([e.digest for e, _, _ in scored], [len(p) for _, p, _ in scored]),
+        "position": np.concatenate([p for _, p, _ in scored]).astype(np.int32),
+        "token_id": np.concatenate([np.array(e.ids)[p] for e, p, _ in scored]).astype(np.int32),
+        "logprob": np.concatenate([v for _, _, v in scored]),
+    }
 
 
 def _kv(llm: LLM, method: str) -> dict[str, Any]:

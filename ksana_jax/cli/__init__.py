@@ -44,6 +44,7 @@ def _options(
 COMMANDS = (
     studies.run,
     studies.report,
+    studies.export,
     studies.inspect,
     tasks.tasks,
     text.generate,

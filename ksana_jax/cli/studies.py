@@ -24,11 +24,34 @@ def run(
     raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug))
 
 
-def report(folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)]) -> None:
-    """Makes table and figure of a run again from its records."""
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="folders that `ksana run` wrote", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="folder of table and figure", show_default="the run's; of several runs none")
+    ] = None,
+) -> None:
+    """Makes table and figure of a run again from its records; of several runs, puts their rows into one table.
+
+    Runs that scored different texts are refused: their numbers say nothing about each other.
+    """
     from experiments.command import report_and_show
 
-    report_and_show(folder)
+    report_and_show(folders, out)
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="a CSV file", show_default="standard output")] = None,
+) -> None:
+    """Prints a run as CSV, a row for each finished trial: label, grid, seed, trial id, every number of its summary."""
+    from experiments.export import export as make
+    from ksana_jax.files import write_atomic
+
+    text = make(folder)
+    if out is None:
+        print(text, end="")
+    else:
+        write_atomic(out, text)
 
 
 def inspect(

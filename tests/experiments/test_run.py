@@ -216,7 +216,7 @@ def test_a_table_is_not_lost_to_its_figure(model, tmp_path, monkeypatch, capsys)
     (tmp_path / "table.md").unlink()
     monkeypatch.setattr(fake_task.Fake, "draw", fails)
     with pytest.warns(UserWarning, match="figure not drawn: ZeroDivisionError: no axis"):
-        report_and_show(tmp_path)
+        report_and_show([tmp_path])
     assert "table.tex, records.jsonl" in capsys.readouterr().out
     # A figure of other records would be believed.
     assert not list(tmp_path.glob("figure.*"))
