@@ -15,12 +15,14 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test kernels check-kernels lint format clean
+.PHONY: help demo test kernels check-kernels emulate-kernels soak lint format clean
 
 help:
 	@echo "make demo     an ablation of attention windows on the embedded model: a table and a figure"
 	@echo "make test     the tests                       (ARGS=\"-k name\", WORKERS=$(WORKERS))"
-	@echo "make kernels  compiles the kernels for a GPU, without one, and reports (TARGET=$(TARGET), ARGS=\"--only regex\")"
+	@echo "make kernels  compiles the kernels for a GPU, without one, reports, and runs what came out in an emulator"
+	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": the report alone)"
+	@echo "make soak     long proofs"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   lays the code out as lint wants it"
 	@echo "make clean    removes $(VENV), $(AOT_VENV) and the caches"
@@ -42,8 +44,20 @@ endif
 kernels:
 	@$(MAKE) --no-print-directory check-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
 
+ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory emulate-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+endif
+
 check-kernels: $(READY)
 	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
+
+emulate-kernels: $(READY)
+	@echo "== the Hopper kernels as they are compiled, in an emulator of PTX"
+	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/test_aot.py $(ARGS)
+
+# Long proofs: tests that are marked as soak.
+soak:
+	@$(MAKE) --no-print-directory emulate-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu ARGS="-m soak"
 
 lint: $(READY)
 	@echo "== ruff check"

@@ -1,0 +1,60 @@
+"""An emulator of PTX for Hopper: runs Mosaic GPU kernels, as they are compiled, on a machine without a GPU.
+
+jax's interpreter runs what a kernel says. This runs what the compiler made of it: the PTX that ptxas gets. It sees
+layouts, swizzles, TMA boxes, descriptors, fences and barriers, which decide whether a kernel is right on hardware, and
+stops with the kernel, block, warp and line of the PTX where it does what the hardware does not define.
+
+    from pallas_kernels import ptx
+    out = ptx.run(jitted_function, *arrays)           # as jitted_function(*arrays), kernels in the emulator
+    kernel = ptx.Kernel(text, grid=(1, 1, 1), threads=(128, 1, 1), shared_bytes=4096)   # PTX alone, without jax
+
+`run` needs the extra aot-gpu (CUDA plugin and ptxas); everything else needs NumPy and ml_dtypes only.
+
+Modelled: warps in random order, by a seed; mbarriers (arrivals, bytes, parity) and named barriers; TMA loads and stores
+of boxes, out of bounds, swizzled by absolute address, carried out at random moments; wgmma with operands in shared
+memory (K- and MN-major, 32, 64 and 128 bytes of swizzle) or in registers, carried out between issue and wait; ldmatrix
+and stmatrix; fences between proxies; predicates; the arithmetic that kernels here use.
+
+A `Trap` is raised by: a deadlock; more arrivals than a barrier counts; shared memory that threads wrote and that wgmma
+or TMA touch without a fence.proxy.async; memory written while a wgmma or TMA copy reads it, or touched while a copy
+writes it; tensor maps and addresses that the driver or hardware would refuse; accesses outside of arrays; threads of a
+warp that part at a branch; kernels that end with copies or products under way. What nobody has written is NaN, as are
+results of wgmmas that have not been waited for.
+
+Not modelled: time; clusters and multicast; caches, weak memory order, races between ordinary accesses of two warps
+(random order shows many); blocks that wait for each other; rounding of approximate instructions; setmaxnreg's limits;
+one warp's threads going different ways. An instruction that is not modelled is refused before the kernel runs.
+
+Files: `parser` (text to instructions); `arithmetic`, `memory`, `barriers`, `tma`, `wgmma` (parts of the machine);
+`instructions`, `access`, `asynchronous` (an instruction to a function of a warp); `block` (warps and their order);
+`kernel`; `host` (grid, parameters and tensor maps, from Mosaic GPU's dump); `program` (jax functions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.ptx.kernel import Kernel
+from pallas_kernels.ptx.memory import Global, Trap
+from pallas_kernels.ptx.tma import TensorMap
+
+__all__ = ["Global", "Kernel", "TensorMap", "Trap", "run"]
+
+
+def run(function: Callable, *args, target: str = "h200", seed: int = 0) -> Any:
+    """What function(*args) gives on a GPU, by emulation of its Mosaic GPU kernels.
+
+    Args:
+      function: of arrays and trees of them. Kernels may be in jitted functions, not in loops or branches.
+      target: GPU that is compiled for, of `aot.targets()`; a Hopper.
+      seed: of the order in which warps, copies and blocks of threads come.
+
+    Raises:
+      Trap: a kernel did what the hardware does not define; the message says where.
+      NotImplementedError: something in the program or its PTX is not modelled.
+      RuntimeError: the extra aot-gpu is not installed.
+    """
+    from pallas_kernels.ptx import program  # imports jax, which the rest does not need
+
+    return program.run(function, *args, target=target, seed=seed)

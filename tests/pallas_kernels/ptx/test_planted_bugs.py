@@ -1,0 +1,169 @@
+"""Bugs that jax's interpreter cannot see or that hang a GPU, planted in small kernels: the emulator stops at each."""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ptx
+from tests.pallas_kernels.ptx.plugin import needs_plugin
+
+pytestmark = needs_plugin
+
+TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+OPTIONS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
+
+
+def accumulate(a, b, *, waits: bool = True, commits: bool = True):
+    """Sum over i of (2 a_i) @ b_i: [n, 64, 64] each, one piece in shared memory at a time."""
+
+    def kernel(a_g, b_g, out_g, a_s, b_s, out_s, barrier):
+        def piece(i, sums):
+            def multiply(sums_ref):
+                plgpu.copy_gmem_to_smem(a_g.at[i], a_s, barrier)
+                plgpu.copy_gmem_to_smem(b_g.at[i], b_s, barrier)
+                plgpu.barrier_wait(barrier)
+                a_s[...] = a_s[...] * 2
+                if commits:
+                    plgpu.commit_smem()
+                plgpu.wgmma(sums_ref, a_s, b_s)
+                if waits:
+                    plgpu.wgmma_wait(0)
+                else:  # the next piece comes while this one is being multiplied
+                    plgpu.copy_gmem_to_smem(b_g.at[i], b_s, barrier)
+                    plgpu.copy_gmem_to_smem(b_g.at[i], b_s, barrier)
+                    plgpu.barrier_wait(barrier)
+                    plgpu.wgmma_wait(0)
+
+            return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums))
+
+        sums = plgpu.layout_cast(jnp.zeros((64, 64), jnp.float32), plgpu.Layout.WGMMA)
+        out_s[...] = jax.lax.fori_loop(0, a_g.shape[0], piece, sums)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s, out_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    matrix = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=TILES)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types=(matrix, matrix, plgpu.SMEM((64, 64), jnp.float32), plgpu.Barrier(num_arrivals=2)),
+        grid=(1,),
+        grid_names=("i",),
+        compiler_params=OPTIONS,
+    )(a, b)
+
+
+def test_products_of_pieces_that_follow_each_other_are_right():
+    a, b = draw(3, 64, 64), draw(3, 64, 64)
+    expected = sum(2 * np.asarray(x, np.float32) @ np.asarray(y, np.float32) for x, y in zip(a, b))
+    for seed in range(3):
+        np.testing.assert_allclose(ptx.run(accumulate, a, b, seed=seed), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_forgotten_commit_smem_is_found():
+    with pytest.raises(ptx.Trap, match=r"warp \d, line \d+: wgmma.* without a fence.proxy.async"):
+        ptx.run(functools.partial(accumulate, commits=False), draw(1, 64, 64), draw(1, 64, 64))
+
+
+def test_a_refill_of_what_is_still_multiplied_is_found():
+    with pytest.raises(ptx.Trap, match=r"a TMA load overwrites .* that has not been waited for is reading"):
+        ptx.run(functools.partial(accumulate, waits=False), draw(1, 64, 64), draw(1, 64, 64))
+
+
+def hand_over(x, *, arrives: bool):
+    """One warpgroup copies two pieces to shared memory, and another writes each out and makes room for the next."""
+
+    def kernel(x_g, out_g, x_s, full, free):
+        group = jax.lax.axis_index("group")
+
+        @pl.when(group == 0)
+        def _():
+            for i in range(2):
+                if i:
+                    plgpu.barrier_wait(free)
+                plgpu.copy_gmem_to_smem(x_g.at[i], x_s, full)
+
+        @pl.when(group == 1)
+        def _():
+            for i in range(2):
+                plgpu.barrier_wait(full)
+                plgpu.copy_smem_to_gmem(x_s, out_g.at[i])
+                plgpu.wait_smem_to_gmem(0)
+                if arrives and i == 0:
+                    plgpu.barrier_arrive(free)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=(plgpu.SMEM((64, 64), x.dtype), plgpu.Barrier(), plgpu.Barrier()),
+        grid=(1,),
+        grid_names=("i",),
+        num_threads=2,
+        thread_name="group",
+        compiler_params=OPTIONS,
+    )(x)
+
+
+def test_pieces_that_are_handed_over_arrive():
+    x = draw(2, 64, 64)
+    assert (ptx.run(functools.partial(hand_over, arrives=True), x) == np.asarray(x)).all()
+
+
+def test_a_missing_arrival_is_a_deadlock_that_says_who_waits_for_what():
+    with pytest.raises(
+        ptx.Trap, match=r"block 0: deadlock: warp 0, line \d+, waits for parity 0 of the mbarrier at byte"
+    ):
+        ptx.run(functools.partial(hand_over, arrives=False), draw(2, 64, 64))
+
+
+def write_rows(x, *, rows: int, apart: bool):
+    """Copies the first rows of x [64, 128] by two stores of 64 columns and one TMA copy, or two from arrays `apart`."""
+
+    def kernel(x_g, out_g, x_s, result_s, barrier):
+        plgpu.copy_gmem_to_smem(x_g, x_s, barrier)
+        plgpu.barrier_wait(barrier)
+        for i in range(2):
+            half = plgpu.layout_cast(x_s[:, i * 64 : (i + 1) * 64], plgpu.Layout.WGMMA)
+            if apart:
+                result_s[i] = half
+            else:
+                result_s[:, i * 64 : (i + 1) * 64] = half
+        plgpu.commit_smem()
+        if apart:
+            for i in range(2):
+                plgpu.copy_smem_to_gmem(result_s.at[i, pl.ds(0, rows)], out_g.at[:, pl.ds(i * 64, 64)])
+        else:
+            plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, rows)], out_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows, 128), x.dtype),
+        scratch_types=(
+            plgpu.SMEM((64, 128), x.dtype, transforms=TILES),
+            plgpu.SMEM((2, 64, 64) if apart else (64, 128), x.dtype),
+            plgpu.Barrier(),
+        ),
+        grid=(1,),
+        grid_names=("i",),
+        compiler_params=OPTIONS,
+    )(x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("apart", [False, True])
+def test_columns_are_swapped_where_tiles_of_few_rows_are_swizzled_and_more_than_one_wide(rows, apart):
+    x = draw(64, 128)
+    out = ptx.run(functools.partial(write_rows, rows=rows, apart=apart), x)
+    right = (np.asarray(out) == np.asarray(x[:rows])).all()
+    # Mosaic GPU of jax 0.10 to 0.12; should one come that is right, only this line changes.
+    assert right == (apart or rows == 8)
