@@ -56,12 +56,12 @@ COMMANDS = (
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
 
-bench = groups.group("Times of the engine on this machine.")
+bench = groups.group("Benchmarks of the engine on this machine.")
 bench.command("host", cls=groups.Command)(machine.bench_host)
 bench.command("throughput", cls=groups.Command)(machine.bench_throughput)
 app.add_typer(bench, name="bench")
 
-kernels = groups.group("The kernels, proved on this machine.")
+kernels = groups.group("Proofs of the kernels that need no GPU.")
 kernels.command("check", cls=groups.Command)(machine.kernels_check)
 app.add_typer(kernels, name="kernels")
 

@@ -20,10 +20,10 @@ def plan(
     kv_dtype: Annotated[
         str | None, typer.Option(help="of keys and values: f32, bf16, f16, int8", show_default="--dtype")
     ] = None,
-    embedding_device: Annotated[str, typer.Option(help="device or host, where the embedding rests")] = "device",
-    prefix_share: Annotated[float, typer.Option(help="part of each text that all requests have in common")] = 0.0,
-    memory_fraction: Annotated[float, typer.Option(help="part of the device to fill")] = 0.9,
-    buckets: Annotated[bool, typer.Option("--buckets", help="list what each bucket takes; compiles them all")] = False,
+    embedding_device: Annotated[str, typer.Option(help="where the token embedding is kept: device or host")] = "device",
+    prefix_share: Annotated[float, typer.Option(help="fraction of each text that all requests share")] = 0.0,
+    memory_fraction: Annotated[float, typer.Option(help="fraction of the device memory to fill")] = 0.9,
+    buckets: Annotated[bool, typer.Option("--buckets", help="list the cost of each bucket; compiles all")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Says where a device's memory goes for a model, and the largest batch, context and window that fit."""
@@ -64,12 +64,12 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def bench_host(
-    rows: Annotated[str, typer.Option(help="running sequences, a list of numbers")] = "256,1024",
-    steps: Annotated[int, typer.Option(help="steps, of which the median is taken")] = 200,
+    rows: Annotated[str, typer.Option(help="numbers of running sequences, separated by commas")] = "256,1024",
+    steps: Annotated[int, typer.Option(help="steps to time; the median is reported")] = 200,
     context: Annotated[int, typer.Option(help="tokens of each sequence")] = 1024,
     as_json: AsJson = False,
 ) -> None:
-    """CPU time of the host loop for a decode step, with a device that takes none."""
+    """Times the host loop: CPU time of a decode step, with a device that takes none."""
     counts = [part.strip() for part in rows.split(",")]
     if not all(part.isdecimal() for part in counts):
         raise ValueError(f"--rows {rows!r} is not a list of numbers such as 256,1024")
@@ -81,11 +81,11 @@ def bench_host(
 def bench_throughput(
     model: Annotated[str, typer.Option(help="a Hugging Face directory, or ksana-tiny")] = "ksana-tiny",
     dtype: Annotated[str, typer.Option(help="f32, bf16 or f16")] = "f32",
-    requests: Annotated[int, typer.Option(help="requests, all there from the beginning")] = 32,
-    seed: Annotated[int, typer.Option(help="draws lengths and prompts")] = 0,
+    requests: Annotated[int, typer.Option(help="number of requests, all submitted at the start")] = 32,
+    seed: Annotated[int, typer.Option(help="seed of the lengths and prompts")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Output tokens a second: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy."""
+    """Measures output tokens per second: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy."""
     from ksana_jax.bench.throughput import main as measure
 
     measure(model, dtype=dtype, num_requests=requests, seed=seed, as_json=as_json)
@@ -93,7 +93,7 @@ def bench_throughput(
 
 def kernels_check(
     target: Annotated[str, typer.Option(help="h200, h100, a100 (Triton kernels only) or v5e, a TPU")] = "h200",
-    only: Annotated[str, typer.Option(help="regular expression: of cases with it in their line", metavar="REGEX")] = "",
+    only: Annotated[str, typer.Option(help="check only the cases whose line matches", metavar="REGEX")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Compiles kernels and whole steps for a GPU, on a machine without one: registers, spills, memory, pool copies."""

@@ -16,11 +16,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="end with one line of JSON"
 
 # A model that gives text.
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")]
-MaxTokens = Annotated[int, typer.Option(help="most tokens of output")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most probable token")]
-TopP = Annotated[float, typer.Option(help="smallest set of tokens of that probability")]
+MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the most probable token")]
+TopP = Annotated[float, typer.Option(help="sample from the smallest set of tokens with this probability")]
 Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)]
 Dtype = Annotated[str, typer.Option(help="of weights and KV: f32, bf16, f16, or auto for the checkpoint's")]
 Window = Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)]
 Sinks = Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")]
-MaxModelLen = Annotated[int | None, typer.Option(help="most tokens, prompt and output", show_default=False)]
+MaxModelLen = Annotated[int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)]

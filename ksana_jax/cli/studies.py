@@ -17,7 +17,7 @@ def run(
     out: Out = None,
     shard: Annotated[str, typer.Option(help="k/n: the k-th of n parts, for job arrays")] = "1/1",
 ) -> None:
-    """Runs an experiment, or goes on with one that was interrupted; prints its table and writes its figure."""
+    """Runs an experiment, or resumes one that was interrupted; prints its table and writes its figure."""
     from experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]
@@ -30,7 +30,7 @@ def report(
         Path | None, typer.Option(help="folder of table and figure", show_default="the run's; of several runs none")
     ] = None,
 ) -> None:
-    """Makes table and figure of a run again from its records; of several runs, puts their rows into one table.
+    """Makes the table and figure of a run again, from its records; puts several runs into one table.
 
     Runs that scored different texts are refused: their numbers say nothing about each other.
     """
@@ -64,7 +64,7 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows where KV blocks are and whose they are: a picture of the pool over one trial, numbers, a list of blocks."""
+    """Shows who owns which KV block: a picture of the pool over one trial, numbers, and a list of blocks."""
     from experiments.inspection import inspect_and_show
 
     inspect_and_show(file, overrides or [], out, row, step, as_json)

@@ -14,7 +14,7 @@ def train(
         list[str] | None, typer.Argument(help="key=value, dotted: model.d_model=128", show_default=False)
     ] = None,
 ) -> None:
-    """Trains a model, or goes on with a training that was interrupted."""
+    """Trains a model, or resumes a training that was interrupted."""
     from ksana_jax.training import train as train_model
 
     train_model(str(file), overrides or [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from ksana_jax.shipped import model_path
 
 # Far above any real config or shard index; a file beyond it is not read.
 MAX_JSON_BYTES = 16 * 2**20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*").fullmatch
 
 
 class Tokenizer(Protocol):
@@ -33,7 +35,10 @@ def model_directory(model_dir: str | os.PathLike[str]) -> Path:
     """
     path = model_path(model_dir)
     if not path.is_dir():
-        raise LoadError(f"{path} is not a directory; supported: a local directory in Hugging Face form")
+        name = str(model_dir)
+        download = f". A model on the Hugging Face Hub is downloaded first: hf download {name} --local-dir {path.name}"
+        hub = download if _HUB_ID(name) else ""
+        raise LoadError(f"{path} is not a directory; supported: a local directory in Hugging Face form{hub}")
     return path
 
 
