@@ -1,4 +1,4 @@
-"""`ksana run`: plan, progress bar, run, report, and what is printed of it."""
+"""`ksana run`: plan, run, report, and what is printed of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments import tables
+from experiments import progress, tables
 from experiments.compare import compare
 from experiments.config import load
 from experiments.records import Shard
@@ -34,15 +33,8 @@ def run_and_report(
     plan = load(file, overrides)
     folder = out or Path("runs") / plan.name
     errors = Console(stderr=True, highlight=False)
-    bar = (TextColumn("{task.completed:.1f}/{task.total} trials"), BarColumn(), TimeElapsedColumn(),
-           TextColumn("{task.description}"))  # fmt: skip
-    with Progress(*bar, console=errors, transient=True) as progress:
-        shown = progress.add_task("loading", total=len(plan.trials))
-
-        def on_progress(done: int, total: int, label: str, fraction: float) -> None:
-            progress.update(shown, completed=done + fraction, total=total, description=escape(label))
-
-        outcome = run(plan, folder, part, on_progress=on_progress, debug=debug)
+    with progress.shown(errors) as callbacks:
+        outcome = run(plan, folder, part, debug=debug, **callbacks)
     report_and_show([folder])
     if outcome.num_skipped:
         errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were done already")

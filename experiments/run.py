@@ -33,6 +33,18 @@ class Outcome:
     failed: dict[str, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A trial that has just been done, or has failed with an error. num_ended: of num_trials, with those found done."""
+
+    trial: Trial
+    seconds: float
+    measurements: list[dict[str, Any]]
+    error: str | None
+    num_ended: int
+    num_trials: int
+
+
 class EnginePool:
     """Keeps the engine used last: trials that differ in nothing but the pattern take it over."""
 
@@ -106,6 +118,7 @@ def run(
     shard: Shard = WHOLE,
     make_llm: Callable[..., LLM] | None = None,
     on_progress: Callable[[int, int, str, float], None] = lambda done, total, label, fraction: None,
+    on_end: Callable[[Ended], None] = lambda ended: None,
     debug: bool = False,
 ) -> Outcome:
     """Runs this shard's trials of a plan into a folder and returns what happened.
@@ -114,6 +127,7 @@ def run(
       folder: made if need be; trials found done in it are skipped, whichever shard did them.
       make_llm: called as `LLM`; tests hand in a fake.
       on_progress: called with trials done, trials in all, the current label and how much of it is done.
+      on_end: called after each trial that ran.
       debug: let a trial's error through; otherwise it is recorded, and the other trials go on.
 
     Raises:
@@ -132,14 +146,17 @@ def run(
             for num_done, trial in enumerate(_by_engine(todo), start=len(mine) - len(todo)):
                 progress = _Progress(on_progress, num_done, len(mine), trial.label)
                 progress(0.0)
+                began, measurements, message = time.perf_counter(), [], None
                 try:
-                    _run_trial(trial, Context(trial, pool, progress, folder), file)
+                    _run_trial(trial, Context(trial, pool, progress, folder), file, measurements)
                 except Exception as error:
                     if debug:
                         raise
                     message = " ".join(f"{type(error).__name__}: {error}".split())
                     failed[f"{trial.label}, seed {trial.seed}"] = message
                     file.append("failed", trial=trial.id, error=message, time=time.time())
+                seconds = time.perf_counter() - began
+                on_end(Ended(trial, seconds, measurements, message, num_done + 1, len(mine)))
             on_progress(len(mine), len(mine), "", 0.0)
     return Outcome(len(todo) - len(failed), len(mine) - len(todo), failed)
 
@@ -155,16 +172,16 @@ class _Progress:
         self.on_progress(self.num_done, self.total, self.label, fraction)
 
 
-def _run_trial(trial: Trial, context: Context, file: RecordFile) -> None:
+def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: list[dict[str, Any]]) -> None:
+    """Writes a trial's records, and adds its measurements to the list."""
     file.append("start", trial=trial.id, label=trial.label, seed=trial.seed, config=trial.config, time=time.time(),
                 environment=environment())  # fmt: skip
     began = time.perf_counter()
-    count = 0
     for measurement in task_named(trial.config["task"]).run(context):
         file.append("measurement", trial=trial.id, **measurement)
-        count += 1
+        measurements.append(measurement)
     seconds = time.perf_counter() - began
-    file.append("done", trial=trial.id, num_measurements=count, seconds=seconds, time=time.time())
+    file.append("done", trial=trial.id, num_measurements=len(measurements), seconds=seconds, time=time.time())
 
 
 def _by_engine(trials: list[Trial]) -> Iterator[Trial]:

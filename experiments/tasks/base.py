@@ -146,6 +146,10 @@ class BaseTask(abc.ABC):
     def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027
         """Raises ConfigError where settings and pattern cannot go together."""
 
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        """The column that says most of a trial in one number: the first with a best value. None if there is none."""
+        return next((column for column in self.columns(rows) if column.best), None)
+
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         """What a reader must know to compare the rows, a sentence each."""
         return []

@@ -117,6 +117,9 @@ class Generate(BaseTask):
             Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
         ]
 
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        return next(c for c in self.columns(rows) if c.key == "tokens_per_s")
+
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         said = [
             "TTFT and TPOT: means over requests that all arrive at once.",

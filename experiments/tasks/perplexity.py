@@ -131,6 +131,10 @@ class Perplexity(BaseTask):
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return perplexity_report.columns(rows)
 
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        """Perplexity at the last positions."""
+        return next((c for c in reversed(self.columns(rows)) if "ppl" in c.key), None)
+
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         return perplexity_report.notes(rows)
 

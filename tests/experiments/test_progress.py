@@ -1,0 +1,80 @@
+"""What is seen of a run: a line for each trial where there is no terminal, a bar where there is one."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from experiments import progress
+from experiments.config import plan
+from experiments.run import run
+
+pytestmark = pytest.mark.usefixtures("fake")
+
+
+class Clock:
+    """Ten seconds later at each look."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 10
+        return self.now
+
+
+def small(model, **fields):
+    grid = {"settings.x": [1, 2, 3]}
+    return plan({"task": "fake", "model": model, "grid": grid, **fields})
+
+
+def lines_of(experiment, folder):
+    console = Console(file=io.StringIO(), width=40)
+    run(experiment, folder, on_end=progress.Lines(console, Clock()))
+    return console.file.getvalue().splitlines()
+
+
+def test_without_a_terminal_each_trial_is_a_line(model, tmp_path):
+    first, second, third = lines_of(small(model), tmp_path)
+    assert re.fullmatch(r"1/3  x=1, seed 0  \d\.\d s  ETA 20\.0 s  mean 10\.500", first)
+    assert re.fullmatch(r"2/3  x=2, seed 0  \d\.\d s  ETA 10\.0 s  mean 20\.500", second)
+    assert re.fullmatch(r"3/3  x=3, seed 0  \d\.\d s  mean 30\.500", third)
+
+
+def test_trials_that_were_done_are_counted_and_say_nothing_of_the_time(model, tmp_path):
+    run(small(model, grid={"settings.x": [1]}), tmp_path)
+    first, second = lines_of(small(model), tmp_path)
+    assert first.startswith("2/3  x=2") and "ETA 10.0 s" in first
+    assert second.startswith("3/3  x=3")
+
+
+def test_a_failed_trial_is_a_line_too(model, tmp_path):
+    lines = lines_of(small(model, settings={"fail_at": 2}), tmp_path)
+    assert "failed: RuntimeError: x is 2" in lines[1] and lines[1].startswith("2/3  x=2, seed 0")
+    assert lines[2].startswith("3/3")
+
+
+def test_a_summary_that_fails_ends_no_run(model, tmp_path, monkeypatch, fake):
+    monkeypatch.setattr(fake.Fake, "summarise", lambda self, measurements: 1 / 0)
+    assert len(lines_of(small(model), tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1 min"), (150, "2 min"), (3599, "1 h 0 min"), (9000, "2 h 30 min")],
+)
+def test_durations_are_short(seconds, said):
+    assert progress.duration(seconds) == said
+
+
+def test_the_command_writes_lines_to_a_log_and_a_bar_with_the_time_left_to_a_terminal(model, tmp_path):
+    log = Console(file=io.StringIO())
+    with progress.shown(log) as callbacks:
+        run(small(model), tmp_path / "a", **callbacks)
+    assert len(log.file.getvalue().splitlines()) == 3
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    run(small(model, grid={"settings.x": [1]}), tmp_path / "b")
+    with progress.shown(terminal) as callbacks:
+        run(small(model, settings={"sleep_s": 0.05}), tmp_path / "b", **callbacks)
+    shown = terminal.file.getvalue()
+    assert "ETA" in shown and "/3 trials" in shown and "seed 0" not in shown
