@@ -101,6 +101,16 @@ def test_an_override_of_a_training_is_one_in_the_help_of_train(capsys):
     assert load_config("ksana_tiny", [example])
 
 
+def test_a_training_reports_its_progress_on_standard_error():
+    code = (
+        "import logging, ksana_jax.training as training\n"
+        "training.train = lambda *_: logging.getLogger('ksana_jax.training.loop').info('step 50')\n"
+        "from ksana_jax.cli import main\nmain(['train', 'ksana_tiny'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "") and done.stderr.endswith("ksana_jax.training.loop: step 50\n")
+
+
 def test_doctor_ends_with_one_line_of_json(capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main(["doctor", "--json"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax import __version__
-from ksana_jax.cli import chat, groups, machine, studies, tasks, text, training
+from ksana_jax.cli import chat, groups, logs, machine, studies, tasks, text, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = groups.group(
@@ -37,8 +36,7 @@ def _options(
     ] = False,
 ) -> None:
     if verbose:
-        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-        logging.getLogger("ksana_jax").setLevel(logging.INFO)
+        logs.show_log()
 
 
 COMMANDS = (

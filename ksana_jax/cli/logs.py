@@ -1,0 +1,12 @@
+"""What the package logs, shown on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def show_log() -> None:
+    """Prints INFO messages of the package; those of libraries stay at WARNING."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("ksana_jax").setLevel(logging.INFO)
