@@ -31,6 +31,7 @@ class Kernel:
       spill_bytes: stores and loads together.
       shared_bytes: what it has from the beginning and what it is started with.
       grid, threads: blocks, and threads of each.
+      split_atoms: of `find_split_atoms`.
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class Kernel:
     tma_stores: int
     mma_sync: int
     cp_async: int
+    split_atoms: tuple[str, ...] = ()
 
 
 def read_ptxas(text: str) -> dict[str, dict[str, int]]:
@@ -109,6 +111,29 @@ def read_mosaic_launch(lines: Iterable[str]) -> dict | None:
     return None
 
 
+def find_split_atoms(lines: Iterable[str]) -> list[str]:
+    """Arrays in shared memory that Mosaic GPU swizzles in tiles of fewer than 8 rows, more than one tile wide.
+
+    A swizzle repeats every 8 rows. Mosaic GPU's stores take it from where a tile of columns starts, the TMA engine from
+    the absolute address: the second tile starts within the 8 rows of the first, and its columns are swapped.
+
+    Args:
+      lines: of the log of its passes.
+    """
+    array = re.compile(
+        r"to memref<((?:\d+x)+)(\w+).*\{transforms = \[#mosaic_gpu\.tile<\[(\d+), (\d+)\]>, #mosaic_gpu\.swizzle<(\d+)"
+    )
+    found = []
+    for line in lines:
+        if "#mosaic_gpu.swizzle<" in line and (match := array.search(line)):
+            shape, dtype, *numbers = match.groups()
+            rows, columns, swizzle = map(int, numbers)
+            width = int(shape.split("x")[-2])
+            if rows < 8 and swizzle > 16 and width > columns:
+                found.append(f"{dtype}[{shape[:-1].replace('x', ', ')}] in tiles [{rows}, {columns}]")
+    return list(dict.fromkeys(found))
+
+
 def _launch(grid, threads, shared) -> dict:
     return {"grid": tuple(map(int, grid)), "threads": math.prod(map(int, threads)), "shared_bytes": int(shared)}
 
@@ -126,11 +151,12 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
     found = []
     for path in sorted(folder.glob("*.ptxas")):  # Mosaic GPU's own: the run of ptxas that made the code
         ptx = path.with_suffix(".ptx").read_text()
-        with path.with_suffix(".mlir-passes.log").open() as lines:
-            launch = read_mosaic_launch(lines)
+        passes = path.with_suffix(".mlir-passes.log").read_text().splitlines()
+        launch = read_mosaic_launch(passes)
         if launch is None:
             raise ValueError(f"no launch in the passes of {path.stem}; another version of Mosaic GPU?")
-        found += [_kernel(name, numbers, launch, ptx) for name, numbers in read_ptxas(path.read_text()).items()]
+        split = {"split_atoms": tuple(find_split_atoms(passes))}
+        found += [_kernel(name, numbers | split, launch, ptx) for name, numbers in read_ptxas(path.read_text()).items()]
     expected = len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
     if len(found) != expected:
         raise ValueError(f"{len(found)} reports of {expected} Mosaic GPU kernels")
@@ -168,7 +194,7 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _kernel(name: str, numbers: dict[str, int], launch: dict[str, Any], ptx: str) -> Kernel:
+def _kernel(name: str, numbers: dict[str, Any], launch: dict[str, Any], ptx: str) -> Kernel:
     values: dict[str, Any] = {**launch, **numbers, **count_instructions(ptx)}
     values["shared_bytes"] += launch["shared_bytes"]
     return Kernel(name.removesuffix("_mosaic_gpu_kernel"), **values)
@@ -234,6 +260,8 @@ def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
         wrong.append(f"spills {kernel.spill_bytes:,} bytes")
     if kernel.shared_bytes > shared_limit:
         wrong.append(f"{kernel.shared_bytes:,} bytes of shared memory, the chip has {shared_limit:,}")
+    if kernel.split_atoms:
+        wrong.append(f"columns would be swapped: shared memory swizzled by fewer than 8 rows, {kernel.split_atoms[0]}")
     return wrong
 
 

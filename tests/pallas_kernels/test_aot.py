@@ -48,6 +48,19 @@ PASSES = """
  %55 = gpu.launch async [%2] blocks(%15, %16, %17) in (%21 = %c264, %22 = %c1, %23 = %c1_0) threads(%18, %19, %20) in \
 (%24 = %c128, %25 = %c2, %26 = %c1) dynamic_shared_memory_size %c32776_i32 {
 """
+# An array that is stored by columns and of which 4 rows are copied; one that is a single tile wide, and one of
+# whole swizzle atoms.
+SPLIT = """
+ %263 = builtin.unrealized_conversion_cast %view_89 : memref<16x2x4x64xbf16, #gpu.address_space<workgroup>> to \
+memref<64x128xbf16, #gpu.address_space<workgroup>> {transforms = [#mosaic_gpu.tile<[4, 64]>, \
+#mosaic_gpu.swizzle<128 : i32>]} loc(#loc69)
+ %268 = builtin.unrealized_conversion_cast %view_90 : memref<2x16x1x4x64xf16, #gpu.address_space<workgroup>> to \
+memref<2x64x64xf16, #gpu.address_space<workgroup>> {transforms = [#mosaic_gpu.tile<[4, 64]>, \
+#mosaic_gpu.swizzle<128 : i32>]} loc(#loc70)
+ %972 = builtin.unrealized_conversion_cast %view_385 : memref<2x8x2x8x32xf32, #gpu.address_space<workgroup>> to \
+memref<2x64x64xf32, #gpu.address_space<workgroup>> {transforms = [#mosaic_gpu.tile<[8, 32]>, \
+#mosaic_gpu.swizzle<128 : i32>]} loc(#loc248)
+"""
 PTX = """
  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd1, %rd2;
  cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r3];
@@ -90,10 +103,10 @@ LOOKED_UP = SLICED.replace("tuple(%dynamic_slice.2.1, %dynamic_slice.3.1)", "gat
 )
 
 
-def kernel(spill_bytes: int = 0, shared_bytes: int = 0) -> aot_report.Kernel:
+def kernel(spill_bytes: int = 0, shared_bytes: int = 0, split_atoms: tuple[str, ...] = ()) -> aot_report.Kernel:
     return aot_report.Kernel(
         "decode", registers=168, spill_bytes=spill_bytes, stack_bytes=0, shared_bytes=shared_bytes, grid=(1,),
-        threads=128, **aot_report.count_instructions(""),
+        threads=128, split_atoms=split_atoms, **aot_report.count_instructions(""),
     )  # fmt: skip
 
 
@@ -141,6 +154,14 @@ def test_a_kernel_fails_by_spills_and_by_more_shared_memory_than_the_chip_has():
         "232,449 bytes of shared memory, the chip has 232,448"
     ]
     assert aot_report.judge_kernel(kernel(spill_bytes=24), limit) == ["spills 24 bytes"]
+
+
+def test_a_kernel_fails_by_swizzled_tiles_of_few_rows_that_are_more_than_one_wide():
+    found = aot_report.find_split_atoms(SPLIT.splitlines())
+    assert found == ["bf16[64, 128] in tiles [4, 64]"]
+    assert aot_report.judge_kernel(kernel(split_atoms=tuple(found)), 0) == [
+        "columns would be swapped: shared memory swizzled by fewer than 8 rows, bf16[64, 128] in tiles [4, 64]"
+    ]
 
 
 def test_a_program_fails_by_copies_of_its_pool_by_a_pool_beside_it_and_by_temporaries_like_a_layer():
@@ -240,6 +261,27 @@ def programs(target):
             double, out_type=matrix, scratch_types=scratch, grid=(3,), grid_names=("i",), compiler_params=options
         )(x)
 
+    def split_atoms(x):
+        """As the merge of partial results once stored them: 64 columns at a time, of which 4 rows are copied."""
+
+        def copy(x_g, out_g, x_s, result_s, barrier):
+            plgpu.copy_gmem_to_smem(x_g, x_s, barrier)
+            plgpu.barrier_wait(barrier)
+            for i in range(2):
+                half = plgpu.layout_cast(x_s[:, i * 64 : (i + 1) * 64], plgpu.Layout.WGMMA)
+                result_s[:, i * 64 : (i + 1) * 64] = half.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(result_s.at[pl.ds(0, 4)], out_g)
+            plgpu.wait_smem_to_gmem(0)
+
+        tiles = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+        scratch = (plgpu.SMEM((64, 128), jnp.float32, transforms=tiles), plgpu.SMEM((64, 128), jnp.bfloat16))
+        options = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+        return plgpu.kernel(
+            copy, out_type=jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), scratch_types=(*scratch, plgpu.Barrier()),
+            grid=(1,), grid_names=("i",), compiler_params=options,
+        )(x)  # fmt: skip
+
     def add(pool, row):
         return pool.at[row].add(1)
 
@@ -252,7 +294,10 @@ def programs(target):
         case("kept", add, pool, row),
         case("donated in vain", lambda pool, row: pool[row], pool, row, donate_argnums=0),
     ]
-    return found + [case("mosaic", mosaic_double, matrix)] if target.hopper else found
+    if target.hopper:
+        wide = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+        found += [case("mosaic", mosaic_double, matrix), case("split atoms", split_atoms, wide)]
+    return found
 
 
 def _lower(target, *, function, arrays, options):
@@ -271,8 +316,9 @@ def test_kernels_and_donated_pools_are_compiled_for_a_chip_that_is_not_there(nam
     assert rows["donated"]["alias_bytes"] == rows["donated"]["pool_bytes"] == 536_870_912
     assert rows["kept"]["reason"].startswith("the pool is copied by copy")
     assert "536,870,912 bytes are donated and 0 aliased" in rows["donated in vain"]["reason"]
-    assert found["failed"] == 2
+    assert found["failed"] == 2 + (name == "h200")
     if name == "h200":
+        assert "bf16[64, 128] in tiles [4, 64]" in rows["split atoms"]["reason"]
         mosaic = rows["mosaic"]
         assert mosaic["kernel"] == "double" and mosaic["reason"] is None
         assert (mosaic["grid"], mosaic["threads"], mosaic["tma_loads"], mosaic["tma_stores"]) == ([3, 1, 1], 128, 1, 1)
