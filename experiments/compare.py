@@ -36,7 +36,7 @@ def compare(folders: Sequence[Path]) -> Report:
         if done < planned:
             notes.append(f"{done} of {planned} trials of {name} are done.")
     failed = {trial: error for made in reports.values() for trial, error in made.failed.items()}
-    return of_rows(", ".join(names), first.task, rows, notes, failed)
+    return of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

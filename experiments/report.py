@@ -24,6 +24,7 @@ FIGURE_INCHES = 3.9
 class Report:
     """What a folder's records say. failed: {trial id: error}."""
 
+    name: str
     title: str
     task: BaseTask
     rows: list[ResultRow]
@@ -54,14 +55,16 @@ def read_report(folder: Path) -> Report:
     task = task_named(records.plan["task"])
     rows = result_rows(records, task)
     notes = [*_progress_note(rows), *_shared_note(records, rows)]
-    return of_rows(records.plan["title"] or records.plan["name"], task, rows, notes, records.failed)
+    return of_rows(records.plan["name"], records.plan["title"], task, rows, notes, records.failed)
 
 
-def of_rows(title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]) -> Report:
+def of_rows(
+    name: str, title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
+) -> Report:
     """The report of rows with notes of how they came about; those of their numbers follow."""
     columns = task.columns(rows)
     said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
-    return Report(title, task, rows, columns, said, task.reading(rows), failed)
+    return Report(name, title or name, task, rows, columns, said, task.reading(rows), failed)
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
@@ -70,7 +73,7 @@ def write_tables(made: Report, folder: Path) -> list[str]:
     files = {
         "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
         "table.csv": tables.comma_separated(made.rows, made.columns),
-        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes),
+        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes, made.name),
     }
     for name, content in files.items():
         write_atomic(folder / name, content)

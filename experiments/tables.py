@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,14 @@ def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], n
     return "\n".join([*lines, "", *(f"{_line(note)}  " for note in notes)]).rstrip() + "\n"
 
 
-def latex(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
-    """A table environment; needs the booktabs package and nothing else."""
+def latex(
+    title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str], name: str = ""
+) -> str:
+    """A table environment; needs the booktabs package and nothing else.
+
+    Args:
+      name: of the run; \\ref{tab:NAME} refers to the table.
+    """
     heads, cells, bold = grid(rows, columns)
     num_left = len(heads) - len(columns)
     lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
@@ -65,13 +72,16 @@ def latex(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], note
         marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
         lines.append(" & ".join(marked) + r" \\")
     caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
-    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}", r"\end{table}"]
+    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
+    # What \label cannot hold, such as # and spaces, becomes a hyphen.
+    lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
     return "\n".join(lines) + "\n"
 
 
 _TEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
         "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "—": "---", "–": "--", "±": r"$\pm$", "×": r"$\times$",
-        "≤": r"$\leq$", "≥": r"$\geq$"}  # fmt: skip
+        "≤": r"$\leq$", "≥": r"$\geq$", "→": r"$\to$", "←": r"$\leftarrow$", "≈": r"$\approx$", "∞": r"$\infty$",
+        "−": "$-$", "·": r"$\cdot$", "…": r"\ldots{}", "µ": r"$\mu$", "\N{NO-BREAK SPACE}": "~"}  # fmt: skip
 
 
 def _tex(text: str) -> str:

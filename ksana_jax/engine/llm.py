@@ -102,7 +102,8 @@ class LLM:
         self.tokenizer = tokenizer
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
         max_model_len = config.max_model_len or model.max_position
-        if max_model_len > model.max_position:
+        # The last token of a sequence is sampled and never computed.
+        if max_model_len - 1 > model.max_position:
             warnings.warn(
                 f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: "
                 "beyond them only patterns with a window keep it on known ground",

@@ -227,10 +227,13 @@ def test_texts_beyond_the_trained_positions_warn_exactly_once():
     pattern = AttentionPattern(window=16, num_sinks=2, sink_position="cache")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        llm = LLM.from_params(config, params, max_model_len=65, pattern=pattern, **SMALL)
+        # The 65th token is sampled after the 64th, and never computed itself.
+        LLM.from_params(config, params, max_model_len=65, pattern=pattern, **SMALL)
+        assert not caught
+        llm = LLM.from_params(config, params, max_model_len=66, pattern=pattern, **SMALL)
         llm.set_pattern(None)
     [warning] = caught
-    assert "max_model_len is 65, the model was trained for 64 positions" in str(warning.message)
+    assert "max_model_len is 66, the model was trained for 64 positions" in str(warning.message)
     assert warning.filename == __file__
 
 

@@ -43,6 +43,17 @@ def test_latex_escapes_and_uses_booktabs():
     assert text.isascii()
 
 
+def test_latex_has_a_label_and_no_character_that_pdflatex_lacks():
+    row = ResultRow("8 → 4 ≈ ∞ …", {}, 1, [[]], {"a": [1.0]})
+    text = tables.latex("T", [row], COLUMNS, ["x · y"], "my run #2")
+    assert r"8 $\to$ 4 $\approx$ $\infty$ \ldots{}" in text and r"x $\cdot$ y" in text
+    assert r"\label{tab:my-run-2}" in text
+    assert text.isascii()
+    # A label after its caption has the table's number.
+    assert text.index(r"\caption") < text.index(r"\label") < text.index(r"\end{table}")
+    assert r"\label" not in tables.latex("", [row], COLUMNS, [])
+
+
 def test_csv_has_means_deviations_and_counts():
     lines = tables.comma_separated(rows(), COLUMNS).splitlines()
     assert lines[0] == "row,pattern.window,seeds,a,a_sd,b,b_sd"
