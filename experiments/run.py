@@ -17,6 +17,7 @@ from experiments.config import Plan, Trial, patterns_of
 from experiments.environment import environment
 from experiments.records import WHOLE, RecordFile, Shard, locked, read
 from experiments.tasks import task_named
+from ksana_jax import interrupts
 from ksana_jax.config import EngineConfig
 from ksana_jax.files import replacing, write_atomic
 
@@ -54,13 +55,16 @@ class EnginePool:
         self._key: str | None = None
         self._llm: LLM | None = None
 
+    def drop(self) -> None:
+        """Lets the engine go: a trial failed on it, and what that left behind is nothing for the next one."""
+        self._llm, self._key = None, None
+        gc.collect()  # the old pool of blocks goes before a new one comes
+
     def get(self, trial: Trial) -> LLM:
         """The trial's engine, idle, its pattern set and its step records empty."""
         patterns = patterns_of(trial.config)
         if self._llm is None or self._key != trial.engine_key:
-            # The old pool of blocks goes before the new one comes.
-            self._llm, self._key = None, None
-            gc.collect()
+            self.drop()
             self._llm, self._key = self._build(trial), trial.engine_key
         llm = self._llm
         assert llm is not None
@@ -152,6 +156,7 @@ def run(
                 except Exception as error:
                     if debug:
                         raise
+                    pool.drop()
                     message = " ".join(f"{type(error).__name__}: {error}".split())
                     failed[f"{trial.label}, seed {trial.seed}"] = message
                     file.append("failed", trial=trial.id, error=message, time=time.time())
@@ -169,6 +174,7 @@ class _Progress:
     label: str
 
     def __call__(self, fraction: float) -> None:
+        interrupts.check()
         self.on_progress(self.num_done, self.total, self.label, fraction)
 
 

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 
 _requested = False
 _num_deferred = 0
-_is_command = False
-
-
-def install() -> None:
-    """Handles Ctrl-C for a whole process: outside of `deferred` it raises as ever, and is remembered in case that what
-    it raised was swallowed."""
-    global _is_command
-    if _handles_as_ever():
-        signal.signal(signal.SIGINT, _handle)
-        _is_command = True
+_in_command = False
 
 
 def requested() -> bool:
-    """Whether Ctrl-C was pressed, and `check` has not raised for it."""
+    """Whether Ctrl-C was pressed and nothing has come of it yet."""
     return _requested
 
 
@@ -35,7 +27,7 @@ def check() -> None:
     """Raises KeyboardInterrupt in the main thread if Ctrl-C was pressed."""
     global _requested
     if _requested and threading.current_thread() is threading.main_thread():
-        _requested = _is_command  # a process that is to end stays so, whoever catches this
+        _requested = _in_command  # a command is to end, whoever catches this
         raise KeyboardInterrupt
 
 
@@ -43,16 +35,12 @@ class deferred:
     """Lets what runs within come to its end before Ctrl-C takes effect. May be nested; does nothing in other threads
     than the main one, which handles signals."""
 
-    _restores = False
-
     def __enter__(self) -> None:
         global _num_deferred
-        self._here = threading.current_thread() is threading.main_thread()
+        self._restores, self._here = False, threading.current_thread() is threading.main_thread()
         if self._here:
             _num_deferred += 1
-            if _handles_as_ever():  # a handler of the user's own stays
-                self._restores = True
-                signal.signal(signal.SIGINT, _handle)
+            self._restores = _take_over()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _num_deferred, _requested
@@ -67,9 +55,43 @@ class deferred:
             check()
 
 
-def _handles_as_ever() -> bool:
+class command:
+    """Ends a command with status 130 after Ctrl-C, whatever libraries have made of it: they turn KeyboardInterrupt into
+    other exceptions, or swallow it.
+
+    Args:
+      message: the last line on stderr then.
+    """
+
+    def __init__(self, message: str = "ksana: interrupted"):
+        self._message = message
+
+    def __enter__(self) -> None:
+        global _in_command
+        self._restores = _take_over()
+        _in_command = True
+
+    def __exit__(self, *_: object) -> None:
+        global _in_command, _requested
+        interrupted, _requested = _requested, False
+        if interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends what may hang
+        elif self._restores:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._restores:
+            _in_command = False
+        if interrupted:
+            print(self._message, file=sys.stderr, flush=True)
+            raise SystemExit(130) from None
+
+
+def _take_over() -> bool:
+    """Handles SIGINT, unless a handler of the user's own does."""
     here = threading.current_thread() is threading.main_thread()
-    return here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle)
+        return True
+    return False
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
@@ -77,5 +99,5 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     again, _requested = _requested, True
     if again or not _num_deferred:
         raise KeyboardInterrupt
-    if _is_command:
+    if _in_command:
         os.write(2, b"ksana: stops after this step; Ctrl-C again stops at once\n")

@@ -79,24 +79,75 @@ def test_other_threads_are_left_alone():
     assert seen == [signal.default_int_handler]
 
 
-SWALLOWS = """
-import gc, signal
+PRESSED = """
+import gc, signal, sys
 from ksana_jax import interrupts
-interrupts.install()
 def callback(phase, info):  # what jax does
     if phase == "start":
         signal.raise_signal(signal.SIGINT)
-gc.callbacks.append(callback)
-gc.collect()
-gc.callbacks.clear()
-print("swallowed")
-with interrupts.deferred():
-    print("a step")
+with interrupts.command("the end"):
+    try:
+        %s
+    finally:
+        print("over")
 print("never")
+"""
+SWALLOWED = "gc.callbacks.append(callback); gc.collect(); gc.callbacks.clear()"
+
+
+@pytest.mark.parametrize(
+    ("what", "printed"),
+    [
+        ("signal.raise_signal(signal.SIGINT); print('never')", ["over"]),
+        (f"{SWALLOWED}; print('swallowed')", ["swallowed", "over"]),
+        (
+            f"{SWALLOWED}\n        with interrupts.deferred(): print('a step')\n        print('never')",
+            ["a step", "over"],
+        ),
+        ("try: signal.raise_signal(signal.SIGINT)\n        except KeyboardInterrupt: raise ImportError", ["over"]),
+        ("try: signal.raise_signal(signal.SIGINT)\n        except KeyboardInterrupt: sys.exit(1)", ["over"]),
+    ],
+    ids=["raised", "swallowed", "swallowed before a step", "another exception", "another status"],
+)
+def test_a_command_ends_with_status_130_whatever_libraries_make_of_ctrl_c(what, printed):
+    done = subprocess.run([sys.executable, "-c", PRESSED % what], capture_output=True, text=True, check=False)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.split() == " ".join(printed).split() and done.stderr.endswith("the end\n")
+
+
+def test_a_command_in_a_larger_process_leaves_its_handler():
+    with interrupts.command():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        press()
+    interrupts.check()
+
+
+AT_IMPORT = """
+import runpy, signal, sys
+class Press:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+sys.argv = ["ksana", "doctor"]
+runpy.run_module("ksana_jax", run_name="__main__")
 """
 
 
-def test_what_a_callback_swallows_is_raised_after_the_next_step():
-    done = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n") == ["swallowed", "a step", ""]
-    assert "KeyboardInterrupt" in done.stderr and done.returncode
+def test_ctrl_c_while_the_command_starts():
+    done = subprocess.run([sys.executable, "-c", AT_IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "ksana: interrupted\n", "")
+
+
+def test_ctrl_c_while_text_is_generated():
+    arguments = ["generate", "ksana-tiny", "-p", "def f(x):", "--max-tokens", "400", "--seed", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ksana_jax", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.endswith("ksana: interrupted\n") and "Traceback" not in errors

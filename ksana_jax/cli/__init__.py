@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax import __version__
+from ksana_jax import __version__, interrupts
 from ksana_jax.cli import chat, groups, logs, machine, studies, tasks, text, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
@@ -72,8 +72,14 @@ def _warn(message, category, filename, lineno, file=None, line=None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: an error of the user is one line on stderr and exit code 2."""
+    """Entry point: an error of the user is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
     argv = sys.argv[1:] if argv is None else argv
+    resumes = "; the same command goes on from here" if argv[:1] in (["run"], ["train"]) else ""
+    with interrupts.command(f"ksana: interrupted{resumes}"):
+        _run(argv)
+
+
+def _run(argv: list[str]) -> None:
     debug = "--debug" in argv
     moved = [a for a in argv if a in ANYWHERE]
     argv = [a for a in argv if a not in ANYWHERE]
@@ -91,9 +97,3 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"ksana: error: {error}; is everything installed? (pip install -e .)", file=sys.stderr)
         sys.exit(2)
-    except SystemExit as end:
-        # typer makes this of Ctrl-C.
-        if end.code == 130:
-            resumes = "; the same command goes on from here" if argv[0] in ("run", "train") else ""
-            print(f"ksana: interrupted{resumes}", file=sys.stderr)
-        raise

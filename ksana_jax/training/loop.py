@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax import interrupts
 from ksana_jax.config import ConfigError
 from ksana_jax.files import open_to_read, read_bytes, replacing, write_atomic
 from ksana_jax.loading import export_hf
@@ -134,37 +135,40 @@ def run(config: TrainConfig) -> None:
     log = TrainLog(out / "train_log.jsonl", saved.step)
     last = False
     while not last:
-        rate = config.learning_rate * learning_rate_scale(config, step, elapsed_s())
-        inputs, targets = batches[step]
-        if len(losses) > 1:
-            losses[-2].block_until_ready()  # the device is one step ahead of the host, not more
-        state, loss = train_step(state, inputs, targets, np.float32(rate))
-        losses.append(loss)
-        step, tokens = step + 1, tokens + int(np.sum(targets != IGNORED))
-        last = over()
-        if step % config.log_every and not last:
-            continue
+        with interrupts.deferred():
+            rate = config.learning_rate * learning_rate_scale(config, step, elapsed_s())
+            inputs, targets = batches[step]
+            if len(losses) > 1:
+                losses[-2].block_until_ready()  # the device is one step ahead of the host, not more
+            state, loss = train_step(state, inputs, targets, np.float32(rate))
+            losses.append(loss)
+            step, tokens = step + 1, tokens + int(np.sum(targets != IGNORED))
+            last = over()
+            if step % config.log_every and not last:
+                continue
 
-        mean_loss = float(np.mean([float(loss) for loss in losses]))
-        if not np.isfinite(mean_loss):
-            raise FloatingPointError(f"loss is {mean_loss} at step {step}; the last checkpoint is of step {saved.step}")
-        now = elapsed_s()
-        record = {
-            "step": step, "tokens": tokens, "loss": round(mean_loss, 5), "lr": float(f"{rate:.4g}"),
-            "tokens_per_s": round((tokens - logged_tokens) / max(now - logged_s, 1e-9)), "elapsed_s": round(now, 1),
-        }  # fmt: skip
-        if step % config.eval_every == 0 or last:
-            record |= evaluate(state.params, *held_out, config=model, batch_size=config.batch_size)
-        log.write(record)
-        logger.info("%s", record)
-        logged_s, logged_tokens, losses = elapsed_s(), tokens, []
+            mean_loss = float(np.mean([float(loss) for loss in losses]))
+            if not np.isfinite(mean_loss):
+                raise FloatingPointError(
+                    f"loss is {mean_loss} at step {step}; the last checkpoint is of step {saved.step}"
+                )
+            now = elapsed_s()
+            record = {
+                "step": step, "tokens": tokens, "loss": round(mean_loss, 5), "lr": float(f"{rate:.4g}"),
+                "tokens_per_s": round((tokens - logged_tokens) / max(now - logged_s, 1e-9)), "elapsed_s": round(now, 1),
+            }  # fmt: skip
+            if step % config.eval_every == 0 or last:
+                record |= evaluate(state.params, *held_out, config=model, batch_size=config.batch_size)
+            log.write(record)
+            logger.info("%s", record)
+            logged_s, logged_tokens, losses = elapsed_s(), tokens, []
 
-        every = config.checkpoint_every
-        if last or elapsed_s() - saved.elapsed_s >= config.checkpoint_every_s or (every and step % every == 0):
-            earlier, saved = saved, Progress(step, tokens, elapsed_s())
-            checkpoints.save(out / "checkpoints", state, saved, config.keep_checkpoints, fixed_fields(config))
-            if config.first_export_s and earlier.elapsed_s < config.first_export_s <= saved.elapsed_s and not last:
-                export(config, state)
+            every = config.checkpoint_every
+            if last or elapsed_s() - saved.elapsed_s >= config.checkpoint_every_s or (every and step % every == 0):
+                earlier, saved = saved, Progress(step, tokens, elapsed_s())
+                checkpoints.save(out / "checkpoints", state, saved, config.keep_checkpoints, fixed_fields(config))
+                if config.first_export_s and earlier.elapsed_s < config.first_export_s <= saved.elapsed_s and not last:
+                    export(config, state)
     export(config, state)
 
 

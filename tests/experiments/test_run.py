@@ -186,6 +186,24 @@ def test_two_runs_on_one_folder_are_refused_with_the_pid_of_the_first(model, tmp
     assert run(experiment, tmp_path).num_skipped == 4
 
 
+def test_after_a_failed_trial_the_next_one_gets_an_engine_of_its_own(model, tmp_path, monkeypatch):
+    import fake_task
+    from fake_llm import FakeLLM
+
+    engines = []
+
+    def fail_second(self, trial):
+        engines.append(trial.llm)
+        if len(engines) == 2:
+            raise RuntimeError("and requests are left behind")
+        yield {"metric": "value", "value": 1.0}
+
+    monkeypatch.setattr(fake_task.Fake, "run", fail_second)
+    outcome = run(plan(small(model)), tmp_path / "out", make_llm=FakeLLM)
+    assert len(outcome.failed) == 1
+    assert engines[0] is engines[1] and engines[1] is not engines[2] and engines[2] is engines[-1]
+
+
 def test_a_failing_trial_is_recorded_and_the_others_go_on(model, tmp_path):
     failing = small(model, settings={"fail_at": 2})
     outcome = run(plan(failing), tmp_path / "out")
