@@ -17,9 +17,13 @@ from pathlib import Path
 from experiments.gpu import driver, plan
 from experiments.gpu.table import table
 
+# All that a run writes: some machines give back no more than eight files.
+FILES = ("results.json", "records.jsonl", "table.txt", "log.txt", "wrong_tile.npy", "step_kernels.txt",
+         "step_launches.txt", "step_after_optimizations.txt")  # fmt: skip
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; --child, --records and --folder are the driver's."""
+    """The command line; --child, --records, --folder and --careful are the driver's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "runs/gpu"))
     parser.add_argument("--only", default="", help="sections, with commas between them")
@@ -29,6 +33,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--careful", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -46,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("records.jsonl", "log.txt", "results.json", "table.txt"):
+    for name in FILES:
         (out / name).unlink(missing_ok=True)
     options = ["--peer-python", args.peer_python, *(["--tiny"] if args.tiny else [])]
     # Whoever ends this run still gets the table of what there is.

@@ -21,6 +21,9 @@ from pallas_kernels.patterns import Pattern
 
 # Of jax's paged_attention: stages of its pipeline and tokens of each.
 STAGES = ((2, 128), (3, 128), (3, 64), (4, 64))
+TOKAMAX = "tokamax mosaic (dense)"
+# Of `hopper_prefill`'s tiles: it is not for fewer queries than fill them.
+PREFILL_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Candidate:
     prepare: (arguments) -> (carry, shared, owns), traceable. step: (carry, shared, own) -> carry.
     result: carry -> [S, Q, N, H]. layout: candidates of one layout share what the first one prepares, which is
     compiled; None where preparing moves no data. seen: what of the arguments the result is to be right for.
-    bytes: least bytes of a call, where they are not the case's.
+    bytes: least bytes of a call, where they are not the case's. part: it is one of a computation: timed in a chain, not
+    checked.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Candidate:
     layout: str | None = None
     seen: Callable[[Arguments], Arguments] | None = None
     bytes: int | None = None
+    part: bool = False
 
 
 def reference() -> Callable[..., Any]:
@@ -63,8 +68,10 @@ def implementations() -> dict[str, Callable[..., Any]]:
 
 
 def ours(case: Case) -> list[Candidate]:
-    """Each implementation of `pallas_kernels`."""
-    return [ours_as(name, attend, case) for name, attend in implementations().items()]
+    """Each implementation of `pallas_kernels` that the engine could use for a case."""
+    few = case.queries * case.num_heads // case.num_kv_heads < PREFILL_ROWS
+    found = implementations().items()
+    return [ours_as(name, f, case) for name, f in found if not (few and name.startswith("hopper_prefill"))]
 
 
 def ours_as(name: str, attend: Callable[..., Any], case: Case) -> Candidate:
@@ -178,6 +185,20 @@ def jax_peers(case: Case, *, stages: tuple[tuple[int, int], ...] = STAGES) -> li
     # A dense copy of a ragged batch is padded to the longest row: no bound for anything.
     dense = [] if ragged else [dense_dot_product(case)]
     return [*(jax_bundled(case, *n) for n in stages), cudnn_paged(case), *dense]
+
+
+def tokamax_prefill(case: Case) -> Candidate:
+    """tokamax's kernel for Hopper on dense copies: https://github.com/openxla/tokamax. Written from its source."""
+    try:
+        import tokamax  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise NotImplementedError(f"tokamax is not installed: {error}") from None
+    dense = dense_dot_product(case)
+
+    def step(q, lengths, own):
+        return tokamax.dot_product_attention(q, *own, scale=1.0, is_causal=True, implementation="mosaic")
+
+    return dataclasses.replace(dense, name=TOKAMAX, step=step)
 
 
 def relative_error(out: Any, expected: Any) -> float:

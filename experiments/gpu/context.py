@@ -13,12 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.gpu.gauges import Gauges
+from experiments.gpu.marks import mark
+
 # Exit status of a section that has to begin anew without a candidate: its kernel hangs, or broke the CUDA context.
 RESTART = 75
 # A candidate that did so twice takes no further part anywhere.
 STRIKES = 2
 # In the text of an error after which nothing runs on the device any more.
 FATAL = ("CUDA_ERROR", "illegal memory access", "illegal instruction", "misaligned address", "launch failure")
+
+
+def append_record(path: Path, section: str, kind: str, **fields: Any) -> None:
+    """Adds a line to a file of records."""
+    with path.open("a") as file:
+        file.write(json.dumps({"section": section, "kind": kind, **fields}, default=str) + "\n")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -43,7 +52,9 @@ class Context:
       ends: `time.monotonic()` at which the section should be finished.
       tiny: shapes for a processor without a GPU: to try every line, not to measure.
       peer_python: the interpreter that has torch.
-      folder: for files that last as long as the section.
+      folder: for files that last as long as the section, also when it is begun anew.
+      careful: compile one program after the other, so that a compiler that aborts can be told from the others.
+      began: `time.monotonic()` at which the section was let go.
     """
 
     section: str
@@ -52,8 +63,23 @@ class Context:
     tiny: bool = False
     peer_python: str = ""
     folder: Path = Path(".")
+    careful: bool = False
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    gauges: Gauges = dataclasses.field(default_factory=Gauges)
     _watched: tuple[str, str, float] | None = None
     _watching: bool = False
+    has_timed: bool = False
+
+    @property
+    def out(self) -> Path:
+        """The folder of the run's results."""
+        return self.records.parent
+
+    def timing_begins(self) -> None:
+        """Records, once, after how many seconds the section took its first time."""
+        if not self.has_timed:
+            self.has_timed = True
+            self.record("fact", name="first timing", seconds=round(time.monotonic() - self.began, 2))
 
     def left(self) -> float:
         """Seconds left."""
@@ -66,9 +92,7 @@ class Context:
           kind: "time" and "check" (of a candidate on a case), "value" (one number, perhaps with a bar), "fact",
             "failed", "fault" (a kernel that hangs or breaks the device's context).
         """
-        line = json.dumps({"section": self.section, "kind": kind, **fields}, default=str)
-        with self.records.open("a") as file:
-            file.write(line + "\n")
+        append_record(self.records, self.section, kind, **fields)
 
     def say(self, text: str) -> None:
         """A line of progress."""
@@ -106,14 +130,15 @@ class Context:
 
     @contextlib.contextmanager
     def guard(self, who: str, case: str, seconds: float = 15.0) -> Iterator[None]:
-        """Around a run of a candidate's kernel: one that hangs, or after which the device is lost, is recorded as a
-        fault, and the section's process ends to be started anew without it."""
+        """Around a run of a candidate's kernel: one that hangs, aborts the process, or after which the device is lost,
+        is recorded as a fault, and the section's process ends to be started anew without it."""
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, daemon=True).start()
         self._watched = (who, case, time.monotonic() + seconds)
         try:
-            yield
+            with mark(self.folder, "runs", who, case):
+                yield
         except Exception as error:
             if any(mark in str(error) for mark in FATAL):
                 self.failed(f"{who} on {case}", error, who=who, case=case)

@@ -3,12 +3,14 @@
     process of section n      imports, waits   |go| measures, appends records            |ended or killed|
     process of section n+1                     imports, waits . . . . . . . . . . . . . . . . . . . . . |go|
 
-A section that overruns, crashes or is killed costs only itself; its records up to there stay.
+A section that overruns or crashes costs only itself; its records up to there stay. One that a signal ends within a
+case, which `marks` name, begins anew without that case.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,11 +20,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu.context import RESTART, read_records
+from experiments.gpu import marks
+from experiments.gpu.context import RESTART, append_record, read_records
 from experiments.gpu.plan import CLOSING_S, GRACE_S, Section, limit_s
 
 MAX_RESTARTS = 6
@@ -32,22 +35,17 @@ PROGRAM = (sys.executable, "-m", "experiments.gpu")
 class Child:
     """The process of one section: starts, imports, and waits for `go`."""
 
-    def __init__(self, section: Section, command: list[str], log: Path):
-        self.section, self._log = section, log
-        self.folder = tempfile.TemporaryDirectory(prefix=f"gpu-{section.name}-", ignore_cleanup_errors=True)
-        self._env = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(section.memory),
-            "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
-        }
+    def __init__(self, section: Section, command: list[str], log: Path, scratch: Path, careful: bool = False):
+        self.section, self._log, self.folder = section, log, scratch / section.name
+        self.folder.mkdir(exist_ok=True)
+        env = {**os.environ, **_environment(scratch), "XLA_PYTHON_CLIENT_MEM_FRACTION": str(section.memory)}
         if section.name == "engine":  # the list of launches of each program is the evidence of command buffers
-            dump = f" --xla_dump_to={self.folder.name}/xla"
-            self._env["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + dump
+            env["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_dump_to={self.folder}/xla"
         self.tail: deque[str] = deque(maxlen=30)
+        more = ["--careful"] if careful else []
         self.process = subprocess.Popen(
-            [*command, "--child", section.name, "--folder", self.folder.name], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=self._env,
+            [*command, "--child", section.name, "--folder", str(self.folder), *more], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env,
             start_new_session=True,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -93,7 +91,51 @@ class Child:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        self.folder.cleanup()
+
+
+def _environment(scratch: Path) -> Mapping[str, str]:
+    """Of every section: what one has compiled and autotuned the others need not."""
+    chosen = {
+        "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    return {"PYTHONUNBUFFERED": "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}
+
+
+class _Attempts:
+    """Runs one section, anew without the case at fault after each fault."""
+
+    def __init__(self, section: Section, limit: float, records: Path, start: Callable[[bool], Child]):
+        self._section, self._records, self._start = section, records, start
+        self._ends, self.limit = time.monotonic() + limit, limit
+        self.faults, self._careful = 0, False
+
+    def run(self, child: Child) -> tuple[Child, str]:
+        """The last process and how the section ended."""
+        status = child.run(self.limit)
+        while self._begins_anew(child, status):
+            self.faults += 1
+            child, rest = self._start(self._careful), self._ends - time.monotonic()
+            status = child.run(rest) if rest > GRACE_S else "no time after a kernel's fault"
+        child.end()
+        return child, status + (f", {self.faults} times begun anew after a kernel's fault" if self.faults else "")
+
+    def _begins_anew(self, child: Child, status: str) -> bool:
+        at = marks.take(child.folder)
+        if self.faults >= MAX_RESTARTS or (status != "restart" and not (at and status.startswith("crashed"))):
+            return False
+        if status != "restart" and len(at) == 1:
+            _end_line(self._records)
+            last = next((line for line in reversed(child.tail) if line.strip()), "")
+            reason = f"{at[0]['what']}: {status}: {last[:200]}"
+            who, case = at[0]["who"], at[0]["case"]
+            append_record(self._records, self._section.name, "fault", who=who, case=case, reason=reason)
+        # Of several threads any may have been the one: the next time they take turns.
+        self._careful = self._careful or len(at) > 1
+        return True
 
 
 def run_all(
@@ -108,6 +150,13 @@ def run_all(
     Returns:
       {"sections": {name: {"status", "seconds", ...}}, "records": [...]}; what is in the file.
     """
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
+        return _run_all(chosen, out, Path(scratch), total_s, options, program)
+
+
+def _run_all(
+    chosen: list[Section], out: Path, scratch: Path, total_s: float, options: list[str], program: Sequence[str]
+) -> dict[str, Any]:
     started = time.monotonic()
     records, log = out / "records.jsonl", out / "log.txt"
     command = [*program, "--records", str(records), *options]
@@ -119,26 +168,18 @@ def run_all(
     try:
         for index, section in enumerate(chosen):
             limit = limit_s(index, chosen, total_s - CLOSING_S - (time.monotonic() - started))
-            child, following = following or Child(section, command, log), None
+            child, following = following or Child(section, command, log, scratch), None
             if limit < min(section.least_s, section.most_s):
                 child.end()
                 continue
             began = time.monotonic()
             print(f"--- {section.name}: at {began - started:.0f} s, limit {limit:.0f} s", flush=True)
             if index + 1 < len(chosen):
-                following = Child(chosen[index + 1], command, log)
+                following = Child(chosen[index + 1], command, log, scratch)
             results["sections"][section.name] = {"status": "interrupted", "seconds": 0.0, "limit_s": round(limit, 1)}
             try:
-                status, faults = child.run(limit), 0
-                while status == "restart" and faults < MAX_RESTARTS:
-                    # A kernel hung or broke the device's context: the rest of the section goes on without it.
-                    faults += 1
-                    child = Child(section, command, log)
-                    rest = limit - (time.monotonic() - began)
-                    status = child.run(rest) if rest > GRACE_S else "no time after a kernel's fault"
-                child.end()
-                if faults:
-                    status += f", {faults} times begun anew after a kernel's fault"
+                start = functools.partial(Child, section, command, log, scratch)
+                child, status = _Attempts(section, limit, records, start).run(child)
             finally:
                 seconds = round(time.monotonic() - began, 1)
                 results["sections"][section.name]["seconds"] = seconds

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-COLUMNS = ("metric", "case", "ours", "us", "spread", "one by one", "MB", "% of copy", "best peer", "us", "ratio", "bar",
-           "met")  # fmt: skip
+COLUMNS = ("metric", "case", "ours", "us", "spread", "MHz", "one by one", "MB", "% of copy", "best peer", "us",
+           "ratio", "bar", "met")  # fmt: skip
 # Of the measured copy bandwidth, where the keys and values are so large.
 DECODE_PART, LARGE_BYTES = 0.85, 256 * 2**20
 # Of the best peer that reads the same blocks.
@@ -43,7 +43,7 @@ def _sections(sections: dict[str, Any]) -> list[str]:
 def _cases(records: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     groups = defaultdict(list)
     for r in records:
-        if r["kind"] == "time" and r["mode"] != "ceiling":
+        if r["kind"] == "time" and r["mode"] not in ("ceiling", "part"):
             groups[r["metric"], r["case"]].append(r)
     return groups
 
@@ -57,17 +57,27 @@ def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool) -> tuple[s
     if mine is None:
         name, us = (peer["who"], f"{peer['us']:.1f}") if peer else ("", "")
         size = f"{first['bytes'] / 1e6:.1f}"
-        return (first["metric"], first["case"], "-", "", "", "", size, "", name, us, "", "", "")
+        return (first["metric"], first["case"], "-", "", "", "", "", size, "", name, us, "", "", "")
     single = next((r["us"] for r in group if r["mode"] == "dispatched" and r["who"] == mine["who"]), None)
     part = mine["bytes"] / (mine["us"] * 1e-6) / (copy * 1e12) if copy else None
     ratio = peer["us"] / mine["us"] if peer else None
     bars, met = ("", "") if tiny else _bars(mine, part, ratio)
     return (
         mine["metric"], mine["case"], mine["who"] + ("" if mine["right"] else " (WRONG)" if mine["right"] is False
-        else " (unchecked)"), f"{mine['us']:.1f}", f"{mine['us_low']:.1f}-{mine['us_high']:.1f}",
-        f"{single:.1f}" if single else "", f"{mine['bytes'] / 1e6:.1f}", f"{100 * part:.0f}" if part else "",
+        else " (unchecked)"), f"{mine['us']:.1f}", _spread(mine), _clocks(mine), f"{single:.1f}" if single else "",
+        f"{mine['bytes'] / 1e6:.1f}", f"{100 * part:.0f}" if part else "",
         peer["who"] if peer else "", f"{peer['us']:.1f}" if peer else "", f"{ratio:.2f}" if ratio else "", bars, met,
     )  # fmt: skip
+
+
+def _spread(r: dict[str, Any]) -> str:
+    return f"{r['us_low']:.1f}-{r['us_high']:.1f}" + " beside compilers" * bool(r.get("compiling"))
+
+
+def _clocks(r: dict[str, Any]) -> str:
+    """Of the multiprocessors, lowest and highest while it was timed."""
+    low, high = r.get("sm_mhz") or (0, 0)
+    return "" if not high else f"{high:.0f}" if low == high else f"{low:.0f}-{high:.0f}"
 
 
 def _rank(r: dict[str, Any]) -> tuple[bool, float]:

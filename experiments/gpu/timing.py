@@ -8,14 +8,14 @@ program that holds one call; what the host needs for each is in it.
 from __future__ import annotations
 
 import dataclasses
-import queue
 import statistics
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+
+from experiments.gpu.context import Context
 
 CHAIN = 50
 ROUNDS = 6
@@ -67,6 +67,20 @@ def rounds(
             except Exception as error:
                 failed[name] = error
     return {name: Times(tuple(t)) for name, t in taken.items() if t and name not in failed}, failed
+
+
+def measured(
+    context: Context, samplers: dict[K, Sampler], *, count: int = ROUNDS, spare_s: float = 1.0
+) -> tuple[dict[K, Times], dict[K, Exception], dict[str, Any]]:
+    """`rounds` within a section's time, and what the GPU's gauges said meanwhile.
+
+    Args:
+      spare_s: seconds that must be left to the section for another round to begin.
+    """
+    context.timing_begins()
+    with context.gauges.watch() as readings:
+        times, failed = rounds(samplers, count=count, left=lambda: context.left() - spare_s)
+    return times, failed, readings
 
 
 def chain(step: Callable[[Any, Any, Any], Any], calls: int, donate: bool = True) -> Any:
@@ -125,55 +139,3 @@ class Dispatched:
             last = self._call(index)
         jax.block_until_ready(last)
         return (time.perf_counter() - started) / self._calls
-
-
-class Compiling:
-    """Lowered functions being compiled by threads, the first ones first.
-
-    Args:
-      lowered: (name, lowered) pairs.
-    """
-
-    def __init__(self, lowered: Sequence[tuple[Any, Any]], workers: int = 12):
-        self._todo: queue.SimpleQueue = queue.SimpleQueue()
-        self._results: dict[Any, Any] = {}
-        self._changed = threading.Condition()
-        self.names = [name for name, _ in lowered]
-        for item in lowered:
-            self._todo.put(item)
-        # Daemons: a compiler that hangs must not keep the process alive.
-        for _ in range(min(workers, len(lowered))):
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            try:
-                name, low = self._todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                result = low.compile()
-            except Exception as error:
-                result = error
-            with self._changed:
-                self._results[name] = result
-                self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> int:
-        """Waits until all are compiled, or for some seconds; returns how many are done."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._results) == len(self.names), timeout_s)
-            return len(self._results)
-
-    def result(self, name: Any, timeout_s: float = 0.0) -> Any:
-        """The compiled function, or the exception that says why there is none."""
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._results, timeout_s)
-            return self._results.get(name, TimeoutError("it was not compiled in time"))
-
-
-def compile_in_parallel(lowered: Sequence[tuple[Any, Any]], *, timeout_s: float) -> dict[Any, Any]:
-    """{name: compiled, or the exception} of (name, lowered) pairs; a TimeoutError for those that were not done."""
-    compiling = Compiling(lowered)
-    compiling.wait(timeout_s)
-    return {name: compiling.result(name) for name in compiling.names}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from experiments.gpu.context import Context
 from experiments.gpu.peer import PeerError, TorchPeer
-from experiments.gpu.timing import Dispatched, Sampler, rounds
+from experiments.gpu.timing import Dispatched, Sampler, measured
 
 
 def run(context: Context) -> None:
@@ -34,10 +34,11 @@ def _copy(context: Context, peer: TorchPeer, size: int) -> None:
     right = bool((copy(source)[: 2**16] == source[: 2**16] ^ 1).all())
     samplers: dict[str, Sampler] = {"XLA": Dispatched(lambda i: copy(source), 4)}
     _with_torch(context, peer, samplers, "copy", size=size)
-    times, _ = rounds(samplers, left=context.left)
+    times, _, readings = measured(context, samplers)
     for name, t in times.items():
         context.record("time", metric="copy", case=f"{size >> 20} MB", who=name, ours=False, mode="ceiling",
-                       right=right if name == "XLA" else None, bytes=2 * size, **t.fields())  # fmt: skip
+                       right=right if name == "XLA" else None, bytes=2 * size, **t.fields(),
+                       **readings)  # fmt: skip
     fastest = min(times.values(), key=lambda t: t.median)
     context.value("copy bandwidth", 2 * size / fastest.median / 1e12, "TB/s")
 
@@ -47,10 +48,10 @@ def _matmul(context: Context, peer: TorchPeer, width: int) -> None:
     product = jax.jit(lambda a, b: a @ b)
     samplers: dict[str, Sampler] = {"XLA": Dispatched(lambda i: product(a, b), 10)}
     _with_torch(context, peer, samplers, "matmul", size=width)
-    times, _ = rounds(samplers, left=context.left)
+    times, _, readings = measured(context, samplers)
     for name, t in times.items():
         context.record("time", metric="matmul", case=f"bfloat16 {width}^3", who=name, ours=False, mode="ceiling",
-                       flops=2 * width**3, **t.fields())  # fmt: skip
+                       flops=2 * width**3, **t.fields(), **readings)  # fmt: skip
     fastest = min(times.values(), key=lambda t: t.median)
     context.value("matmul", 2 * width**3 / fastest.median / 1e12, "TFLOP/s")
 

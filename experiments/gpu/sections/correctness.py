@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from typing import Any
@@ -12,34 +13,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu.candidates import implementations, reference
+from experiments.gpu.compiling import Compiling
 from experiments.gpu.context import Context
 from experiments.gpu.race import TOLERANCE, poisoned
-from experiments.gpu.timing import compile_in_parallel
+from experiments.gpu.where import dump_tile, where_wrong
 from pallas_kernels import arguments
 
 # One query of one head may be off by more than all together: its probabilities are rounded to 8 bits, few weigh much.
 ROW_TOLERANCE = 4e-2
 LSE_TOLERANCE = 1e-2
 MASS = "hopper_mass"
-AT_ONCE = 8
+REFERENCE = "the reference"
+# Specs that are lowered before the ones before them are checked.
+AT_ONCE = 2
+_LLAMA = functools.partial(arguments.Spec, num_heads=32, num_kv_heads=8, head_dim=128, return_lse=True)
+# Llama-8B's heads first: what the engine is for, and what a first minute has to say.
+LLAMA = (
+    _LLAMA(rows=((1500, 1), (0, 0), (64, 1), (700, 1)), block_size=64, seed=60),
+    _LLAMA(rows=((700, 150), (129, 1)), q_tile=32, block_size=64, seed=61),
+    _LLAMA(rows=((1500, 1), (0, 0), (17, 1), (700, 1)), block_size=16, pattern=arguments.SINKS, seed=62),
+    _LLAMA(rows=((700, 150), (129, 1)), q_tile=32, block_size=16, pattern=arguments.WINDOW, seed=63),
+)
 
 
 def run(context: Context) -> None:
-    specs = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.SMALL]
-    if context.tiny:
-        specs = [*specs[:3], arguments.TINY_QUANTISED[0]]
     # Not the seeds of the tests.
     seed = time.time_ns() % 2**20
-    specs = [dataclasses.replace(spec, seed=spec.seed + seed) for spec in specs]
+    found = [dataclasses.replace(spec, seed=spec.seed + seed) for spec in specs(context.tiny)]
     context.record("fact", name="seeds", first=seed)
     attends = implementations()
-    # Ordered so that a shortage of time costs some of each kind.
-    order = [specs[i] for start in range(AT_ONCE) for i in range(start, len(specs), AT_ONCE)]
-    for begin in range(0, len(order), AT_ONCE):
-        if context.left() < 8:
-            context.record("fact", name="left out", specs=[str(s) for s in order[begin:]])
-            break
-        _check(context, order[begin : begin + AT_ONCE], attends)
+    # Hopper's kernels on everything, then the others.
+    passes = [{n: f for n, f in attends.items() if n.startswith("hopper") == first} for first in (True, False)]
+    left_out = [f"{n} on {spec}" for chosen in passes if chosen for n, spec in check_all(context, found, chosen)]
+    if left_out:
+        context.record("fact", name="left out", specs=left_out)
     context.attempt("probability mass", lambda: _check_mass(context, seed))
     for name in [*attends, MASS]:
         count = _count(context, name)
@@ -49,6 +56,15 @@ def run(context: Context) -> None:
         if wrong + count["right"]:
             unit = f"of {wrong + count['right']}"
             context.value(f"correctness: wrong or failed specs of {name}", wrong, unit, bar=0, speed=False)
+
+
+def specs(tiny: bool) -> list[arguments.Spec]:
+    """Llama's shapes, then some of each kind in turn, so that a shortage of time costs some of each."""
+    if tiny:
+        return [*arguments.TINY[:3], arguments.TINY_QUANTISED[0]]
+    others = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.SMALL]
+    stride = 8
+    return [*LLAMA, *(others[i] for start in range(stride) for i in range(start, len(others), stride))]
 
 
 def _count(context: Context, who: str) -> dict[str, int]:
@@ -61,49 +77,98 @@ def _count(context: Context, who: str) -> dict[str, int]:
     return count
 
 
-def _check(context: Context, specs: list[arguments.Spec], attends: dict[str, Any]) -> None:
-    made, lowered = {}, []
-    done = {(r["who"], r["case"]) for r in context.past("check", "failed") if "case" in r}  # before a restart
-    for spec in specs:
-        made[str(spec)] = args, keywords = arguments.make(spec)
-        static = {k: keywords.pop(k) for k in ("soft_cap", "return_lse")}
-        for name, attend in {"the reference": reference(), **attends}.items():
-            if (name, str(spec)) in done or context.excluded(name, str(spec)):
-                continue
-            if "scales" in keywords and "scales" not in inspect.signature(attend).parameters:
-                continue
+def check_all(
+    context: Context, found: list[arguments.Spec], attends: dict[str, Any]
+) -> list[tuple[str, arguments.Spec]]:
+    """Checks implementations on all specs, of which two at once are compiled; returns what there was no time for."""
+    compiling, ahead = Compiling(context), []
+    for index, spec in enumerate(found):
+        if context.left() < 8:
+            return [(name, spec) for spec in [*(s.spec for s in ahead), *found[index:]] for name in attends]
+        batch = _Batch(context, spec, attends, compiling)
+        # The first verdict waits for nothing else.
+        ahead = [*ahead, batch]
+        while ahead and (index == 0 or len(ahead) >= AT_ONCE):
+            ahead.pop(0).check()
+    for batch in ahead:
+        batch.check()
+    return []
 
-            def call(args, keywords, attend=attend, static=static):
+
+class _Batch:
+    """One spec: its arguments, and the programs of the implementations that take it."""
+
+    def __init__(self, context: Context, spec: arguments.Spec, attends: dict[str, Any], compiling: Compiling):
+        self._context, self.spec, self._compiling = context, spec, compiling
+        self._args, keywords = arguments.make(spec)
+        static = {k: keywords.pop(k) for k in ("soft_cap", "return_lse")}
+        self._keywords, self._names = keywords, []
+        done = {(r["who"], r["case"]) for r in context.past("check", "failed") if "case" in r}  # before a restart
+        wanted = {
+            name: f
+            for name, f in attends.items()
+            if (name, str(spec)) not in done and not context.excluded(name, str(spec)) and _takes(name, f, spec)
+        }
+        for name, attend in ({REFERENCE: reference()} | wanted if wanted else {}).items():
+
+            def call(args, keywords, attend=attend):
                 return attend(*args, **keywords, **static)
 
             try:
-                lowered.append((f"{name}|{spec}", jax.jit(call).lower(args, keywords)))
+                with context.guard(name, str(spec), seconds=60):
+                    lowered = jax.jit(call).lower(self._args, keywords)
             except Exception as error:
                 context.failed(f"{name} on {spec}", error, who=name, case=str(spec))
-    compiled = compile_in_parallel(lowered, timeout_s=max(context.left() - 5, 1))
-    for spec in specs:
-        args, keywords = made[str(spec)]
-        try:
-            right = jax.block_until_ready(compiled[f"the reference|{spec}"](args, keywords))
-        except Exception as error:
-            context.failed(f"the reference on {spec}", error)
-            continue
-        for name in attends:
-            program = compiled.get(f"{name}|{spec}")
-            if program is None:
                 continue
+            self._names.append(name)
+            compiling.submit((name, str(self.spec)), lowered, who=name, case=str(spec))
+
+    def check(self) -> None:
+        """Runs each twice and records how far it is from the reference."""
+        context, case = self._context, str(self.spec)
+        names = [name for name in self._names if name != REFERENCE]
+        if not names:
+            return
+        try:
+            right = jax.block_until_ready(self._program(REFERENCE)(self._args, self._keywords))
+        except Exception as error:
+            context.failed(f"{REFERENCE} on {case}", error)
+            return
+        for name in names:
             try:
-                if isinstance(program, Exception):
-                    raise program
-                with context.guard(name, str(spec)):
-                    out = jax.block_until_ready(poisoned(program, args, keywords))
-                    again = jax.block_until_ready(program(args, keywords))
+                program = self._program(name)
+                with context.guard(name, case):
+                    out = jax.block_until_ready(poisoned(program, self._args, self._keywords))
+                    again = jax.block_until_ready(program(self._args, self._keywords))
                 found = compare(out, right) | {"repeatable": _same(out, again)}
-                context.record("check", metric="correctness", case=str(spec), who=name, ours=True, **found)
                 if not found["right"]:
-                    context.say(f"{name} is WRONG on {spec}: {found}")
+                    found |= _where(context, out, right)
+                    context.say(f"{name} is WRONG on {case}: {found}")
+                context.record("check", metric="correctness", case=case, who=name, ours=True, **found)
             except Exception as error:
-                context.failed(f"{name} on {spec}", error, who=name, case=str(spec))
+                context.failed(f"{name} on {case}", error, who=name, case=case)
+
+    def _program(self, name: str) -> Any:
+        while not self._compiling.done((name, str(self.spec))) and self._context.left() > 5:
+            self._compiling.wait(0.05)
+            time.sleep(0.01)
+        return self._compiling.result((name, str(self.spec)))
+
+
+def _takes(name: str, attend: Any, spec: arguments.Spec) -> bool:
+    """Whether a spec is worth an implementation's time: prefill kernels never get single queries."""
+    if spec.codes and "scales" not in inspect.signature(attend).parameters:
+        return False
+    return not (name.startswith("hopper_prefill") and spec.q_tile == 1)
+
+
+def _where(context: Context, out: Any, right: Any) -> dict[str, Any]:
+    """Where a result is wrong; the first wrong tile of the run is kept as a file."""
+    a, b = (x[0] if isinstance(x, tuple) else x for x in (out, right))
+    found = where_wrong(a, b, ROW_TOLERANCE)
+    if found["tile"] is not None and dump_tile(context.out / "wrong_tile.npy", a, b, found["tile"]):
+        found["dumped"] = "wrong_tile.npy"
+    return found
 
 
 def _check_mass(context: Context, seed: int) -> None:

@@ -12,4 +12,4 @@ def run(context: Context) -> None:
     entries = [
         Entry(case, [*ours(case), *jax_peers(case, stages=((3, 64),))]) for case in decode_cases(16, context.tiny)
     ]
-    race(context, "decode, blocks of 16", entries, compile_s=context.left() * 0.4)
+    race(context, "decode, blocks of 16", entries)

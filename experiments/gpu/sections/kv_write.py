@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu.candidates import relative_error
+from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
-from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, compile_in_parallel, rounds
+from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, measured
 from ksana_jax.kv.cache import KVCache
 from pallas_kernels import kv_write_reference
 
@@ -83,7 +84,7 @@ def _time(context: Context, num_tokens: int) -> None:
             lowered.append(((name, calls), chain(step, calls).lower((q, pool), shared, owns)))
         except Exception as error:
             context.failed(f"{name} on {case}", error, who=name, case=case)
-    programs = compile_in_parallel(lowered, timeout_s=max(context.left() - 8, 1))
+    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() - 8, 1), case=case)
     right = jax.block_until_ready(jax.jit(step_of(kv_write_reference.kv_write))((q, pool), shared, owns[0]))
     samplers: dict[str, Sampler] = {}
     verdicts: dict[str, bool] = {}
@@ -110,10 +111,10 @@ def _time(context: Context, num_tokens: int) -> None:
                 samplers[name] = Chained(programs[name, calls], carry, shared, owns, calls)
         except Exception as error:
             context.failed(f"{name} on {case}", error, who=name, case=case)
-    times, failed = rounds(samplers, count=3 if context.tiny else 6, left=lambda: context.left() - 1)
+    times, failed, readings = measured(context, samplers, count=3 if context.tiny else 6)
     for name, error in failed.items():
         context.failed(f"{name} on {case}", error, who=name, case=case)
     for name, t in times.items():
         context.record("time", metric="kv write", case=case, who=name, ours=writers()[name][1], mode="chained",
-                       right=verdicts.get(name), **t.fields(), **work)  # fmt: skip
+                       right=verdicts.get(name), **t.fields(), **readings, **work)  # fmt: skip
         context.say(f"{name} on {case}: {t.median * 1e6:.1f} us, {work['bytes'] / t.median / 1e12:.2f} TB/s")

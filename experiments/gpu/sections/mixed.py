@@ -23,7 +23,7 @@ def run(context: Context) -> None:
         decodes = dataclasses.replace(decodes, lengths=(100,) * 3, **small)
         chunk = dataclasses.replace(chunk, lengths=(120,), queries=40, **small)
     measured = race(
-        context, "mixed", [Entry(case, ours(case)) for case in (decodes, chunk)], compile_s=context.left() * 0.5,
+        context, "mixed", [Entry(case, ours(case)) for case in (decodes, chunk)],
         work=lambda case: {"bytes": case.bytes, "flops": case.flops},
     )  # fmt: skip
     best = {}

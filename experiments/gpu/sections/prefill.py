@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.gpu.candidates import jax_peers, ours
+import jax
+
+from experiments.gpu.candidates import TOKAMAX, Candidate, jax_peers, ours, tokamax_prefill
 from experiments.gpu.cases import Case
 from experiments.gpu.context import Context
 from experiments.gpu.peer import TorchPeer
@@ -26,10 +28,10 @@ def run(context: Context) -> None:
     for tile in tiles:
         case = dataclasses.replace(base, name=f"{base.name}, tiles of {tile}", queries=tile)
         first = tile == tiles[0]
-        entries.append(Entry(case, [*ours(case), *(jax_peers(case) if first else [])], TORCH if first else ()))
+        entries.append(Entry(case, [*ours(case), *(_peers(context, case) if first else [])], TORCH if first else ()))
     try:
         measured = race(
-            context, "prefill", entries, peer=peer, compile_s=context.left() * 0.5, calls=2 if context.tiny else 10,
+            context, "prefill", entries, peer=peer, calls=2 if context.tiny else 10,
             work=lambda case: {"bytes": case.bytes, "flops": case.flops},
         )  # fmt: skip
     finally:
@@ -39,3 +41,14 @@ def run(context: Context) -> None:
     if rates:
         (case, who, _), rate = max(rates.items(), key=lambda item: item[1])
         context.value(f"prefill: {case}, {who}", rate, "TFLOP/s", bar=BAR_TFLOPS, most=False)
+
+
+def _peers(context: Context, case: Case) -> list[Candidate]:
+    """jax's own, and tokamax's kernel, or why it takes no part."""
+    try:
+        if jax.default_backend() != "gpu":
+            raise NotImplementedError("its kernel is for GPUs")
+        return [*jax_peers(case), tokamax_prefill(case)]
+    except NotImplementedError as error:
+        context.failed(f"{TOKAMAX} on {case.name}", error, who=TOKAMAX, case=case.name)
+        return jax_peers(case)

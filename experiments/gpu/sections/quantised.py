@@ -106,7 +106,7 @@ def run(context: Context) -> None:
     for case in decode_cases(64, context.tiny)[: 1 if context.tiny else 2]:
         coded = [_with_scales(n, f, case, kind) for n, f in able.items() for kind in KINDS]
         entries.append(Entry(case, [*ours(case), *coded, *([_bundled(case)] if on_gpu else [])]))
-    measured = race(context, "quantised", entries, compile_s=context.left() * 0.5)
+    measured = race(context, "quantised", entries)
     for case, who, mode in list(measured):
         plain, _, kind = who.rpartition(", ")
         if kind in KINDS and mode == "chained" and (case, plain, mode) in measured:

@@ -52,7 +52,7 @@ def run(context: Context) -> None:
         Entry(apart, ours(apart)),
     ]
     measured = race(
-        context, "shared prefix", entries, compile_s=context.left() * 0.5,
+        context, "shared prefix", entries,
         work=lambda case: {"bytes": case.bytes - 4 * case.num_kv_heads * case.head_dim * case.shared * (rows - 1)},
     )  # fmt: skip
     for name in implementations():

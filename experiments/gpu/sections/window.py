@@ -31,7 +31,7 @@ def run(context: Context) -> None:
         flex = ["torch FlexAttention (dense)"] if rows == sizes[-1][0] else []
         entries += [Entry(case, ours(case), flex if case is far else []) for case in (base, far)]
     try:
-        measured = race(context, "window", entries, peer=peer, compile_s=context.left() * 0.5)
+        measured = race(context, "window", entries, peer=peer)
     finally:
         peer.close()
     for base, far in pairs:

@@ -1,0 +1,77 @@
+"""The Hopper kernel for decode in its two parts: attention of segments, and their merge, each by itself in a chain."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.gpu.candidates import Candidate
+from experiments.gpu.cases import Arguments, Case
+from pallas_kernels import hopper
+from pallas_kernels.patterns import Pattern
+
+ATTENTION, MERGE = "hopper, attention alone", "hopper, merge alone"
+
+
+def parts(case: Case) -> list[Candidate]:
+    """Both parts on a case."""
+    pattern = Pattern(*case.pattern)
+    # Without jit of its own, whose trace would be kept.
+    whole: Callable[..., Any] = inspect.unwrap(hopper.ragged_paged_attention)
+    layers = tuple(jnp.int32(layer) for layer in range(case.num_layers))
+
+    def attention_alone(q, shared, layer):
+        def no_merge(partial, partial_lse, work, sinks, config, num_rows, out_dtype, interpret):
+            some = jnp.moveaxis(partial[: work.of_pair.shape[0] - 1], 1, 2)  # [S * K, rows, W, H / W]
+            return some.reshape(*some.shape[:2], -1)[:, :num_rows].astype(out_dtype), partial_lse
+
+        with _in_place_of("merge", no_merge):
+            return whole(q, *shared, layer=layer, pattern=pattern)
+
+    def segments(a: Arguments):
+        found = []
+
+        def keeps(partial, partial_lse, work, sinks, config, num_rows, out_dtype, interpret):
+            found.extend((partial, partial_lse))
+            pairs = work.of_pair.shape[0] - 1
+            return jnp.zeros((pairs, num_rows, config.head_dim), out_dtype), jnp.zeros((pairs, num_rows))
+
+        with _in_place_of("merge", keeps):
+            whole(*a, layer=0, pattern=pattern)
+        return a.q, (a[1:], tuple(found)), layers
+
+    def merge_alone(q, shared, layer):
+        arrays, (partial, partial_lse) = shared
+
+        def no_attention(*_: Any):
+            # Fed by the call before, or XLA would make one call of them all: one small addition.
+            return partial, partial_lse + q[0, 0, 0, 0].astype(jnp.float32) * 1e-30
+
+        with _in_place_of("attend", no_attention):
+            return whole(q, *arrays, layer=layer, pattern=pattern)
+
+    return [
+        Candidate(ATTENTION, lambda a: (a.q, a[1:], layers), attention_alone, ours=True, part=True),
+        Candidate(MERGE, segments, merge_alone, ours=True, part=True, layout="segments of hopper"),
+    ]
+
+
+@contextlib.contextmanager
+def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`hopper`'s function of a name replaced while something is traced."""
+    kept = getattr(hopper, name)
+    setattr(hopper, name, function)
+    try:
+        yield
+    finally:
+        setattr(hopper, name, kept)
+
+
+def on_this_device(case: Case) -> list[Candidate]:
+    """The parts where the kernel can run."""
+    return parts(case) if jax.default_backend() == "gpu" else []

@@ -1,0 +1,260 @@
+"""What `python -m experiments.gpu` measures, in which order, and how it judges, without a GPU."""
+
+import os
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gpu import candidates, cases, parts, timing
+from experiments.gpu import race as race_module
+from experiments.gpu.compiling import Compiling
+from experiments.gpu.context import Context, read_records
+from experiments.gpu.gauges import Gauges
+from experiments.gpu.race import Entry, race
+from experiments.gpu.sections import correctness, decode, prefill
+from experiments.gpu.table import table
+from experiments.gpu.where import dump_tile, where_wrong
+from pallas_kernels.patterns import FAR, Pattern
+from tests.experiments.gpu_context import make_context
+
+
+def test_rounds_go_to_and_fro_and_drop_who_fails():
+    asked = []
+
+    def sampler(name, seconds):
+        def sample():
+            asked.append(name)
+            if name == "b" and asked.count("b") == 2:
+                raise RuntimeError("gone")
+            return seconds
+
+        return sample
+
+    times, failed = timing.rounds({"a": sampler("a", 1.0), "b": sampler("b", 2.0), "c": sampler("c", 3.0)}, count=3)
+    assert asked == ["a", "b", "c", "c", "b", "a", "a", "c"]
+    assert times["a"].rounds == (1.0,) * 3 and set(times) == {"a", "c"} and str(failed["b"]) == "gone"
+
+
+def test_the_first_case_is_timed_before_the_last_is_lowered(tmp_path, monkeypatch):
+    monkeypatch.setattr(race_module, "FIRST_S", 1.0)
+    lowered = []
+
+    def slow(case):
+        def attend(*args, **keywords):
+            time.sleep(0.5)  # what it takes to lower a kernel
+            lowered.append(case)
+            return candidates.reference()(*args, **keywords)
+
+        return attend
+
+    context = make_context(tmp_path)
+    tried = []
+    for number in range(6):
+        case = cases.Case(f"case {number}", (40,), 16, 4, 2, 64, tiny=True)
+        tried.append(Entry(case, [candidates.ours_as(n, slow(case.name), case) for n in ("a", "b")]))
+    begins, before_first = Context.timing_begins, []
+    monkeypatch.setattr(Context, "timing_begins", lambda self: (before_first.append(len(set(lowered))), begins(self)))
+    measured = race(context, "decode, blocks of 64", tried)
+    # All is timed in the end, also what was not compiled when its case's turn came.
+    assert {(case, who) for case, who, _ in measured} == {(f"case {n}", who) for n in range(6) for who in "ab"}
+    assert before_first[0] <= 2
+    assert len([r for r in read_records(context.records) if r.get("name") == "first timing"]) == 1
+
+
+def test_a_slow_compiler_does_not_hold_up_the_first_timing(tmp_path, monkeypatch):
+    monkeypatch.setattr(race_module, "FIRST_S", 0.2)
+    compile_it, fast_is_timed = Compiling._compile, threading.Event()
+
+    def slowly(self, name, *arguments):
+        if name[1][0] == "slow":
+            assert fast_is_timed.wait(60)
+        compile_it(self, name, *arguments)
+
+    monkeypatch.setattr(Compiling, "_compile", slowly)
+    context, record = make_context(tmp_path), Context.record
+
+    def watched(self, kind, **fields):
+        if kind == "time":
+            fast_is_timed.set()
+        record(self, kind, **fields)
+
+    monkeypatch.setattr(Context, "record", watched)
+    case = cases.Case("2x40", (40, 33), 16, 4, 2, 64, tiny=True)
+    tried = [candidates.ours_as(name, candidates.reference(), case) for name in ("slow", "fast")]
+    race(context, "decode, blocks of 64", [Entry(case, tried)])
+    times = [r for r in read_records(context.records) if r["kind"] == "time"]
+    assert [(r["who"], r["late"]) for r in times] == [("fast", False)] * 2 + [("slow", True)] * 2
+    assert times[0]["compiling"] == 2
+
+
+def test_clocks_and_power_stand_beside_what_is_timed(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nwhile :; do echo '1965, 512.5, 61'; echo '1980, [N/A], 60'; sleep 0.05; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    gauges = Gauges()
+    with gauges.watch() as readings:
+        time.sleep(1.0)
+    gauges.close()
+    assert readings == {"sm_mhz": (1965, 1965), "watts": (512.5, 512.5), "celsius": (61, 61)}
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with Gauges().watch() as readings:
+        pass
+    assert readings == {}
+
+
+def test_swapped_columns_are_found_by_column_head_and_row_and_dumped(tmp_path):
+    right = np.random.default_rng(0).standard_normal((3, 2, 4, 128)).astype(np.float32)
+    out = right.copy()
+    out[1, 1, 2, 64:96], out[1, 1, 2, 96:] = right[1, 1, 2, 96:], right[1, 1, 2, 64:96]
+    found = where_wrong(out, right, 4e-2)
+    assert [error > 0.1 for error in found["by_columns"]] == [False, False, True, True]
+    assert [error > 0 for error in found["by_head"]] == [False, False, True, False]
+    assert [error > 0 for error in found["by_row"]] == [False] * 3 + [True] + [False] * 2
+    assert found["tile"] == 1
+    path = tmp_path / "wrong_tile.npy"
+    assert dump_tile(path, out, right, 1) and not dump_tile(path, right, right, 0)
+    assert (np.load(path) == np.stack([out[1], right[1]])).all()
+
+
+def test_correctness_begins_with_llamas_shapes_and_hoppers_kernels(tmp_path, monkeypatch):
+    assert [(s.num_heads, s.head_dim, s.block_size) for s in correctness.specs(False)[:4]] == [
+        (32, 128, 64), (32, 128, 64), (32, 128, 16), (32, 128, 16)]  # fmt: skip
+    asked = []
+
+    def named(name):
+        def attend(*args, **keywords):
+            asked.append(name)
+            out = candidates.reference()(*args, **keywords)
+            return jax.tree.map(lambda x: x * 1.5, out) if name == "triton" else out
+
+        return attend
+
+    monkeypatch.setattr(
+        correctness, "implementations", lambda: {n: named(n) for n in ("triton", "hopper", "hopper_prefill")}
+    )
+    context = make_context(tmp_path, "correctness")
+    correctness.run(context)
+    # Single queries are not for prefill's kernel.
+    assert asked == ["hopper"] * 3 + ["triton"] * 3
+    checks = [r for r in read_records(context.records) if r["kind"] == "check" and r["who"] == "triton"]
+    assert not any(r["right"] for r in checks) and all(r["by_columns"] for r in checks)
+    assert [r for r in checks if "dumped" in r] == checks[:1] and (tmp_path / "wrong_tile.npy").exists()
+
+
+def test_prefill_says_that_tokamax_is_absent(tmp_path, monkeypatch):
+    case = cases.Case("causal", (64,), 16, 4, 2, 64, queries=32, prefill=True, tiny=True)
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    context = make_context(tmp_path, "prefill")
+    assert len(prefill._peers(context, case)) == 1
+    records = read_records(context.records)
+    assert "tokamax mosaic (dense): NotImplementedError: tokamax is not installed" in table(
+        {"sections": {}, "records": records}
+    )
+
+
+def test_the_parts_of_the_hopper_kernel_are_traced_apart():
+    case = cases.Case("2x100", (100, 300), 64, 8, 2, 128, tiny=True)
+    a = case.shapes()
+    traced = {}
+    for part in parts.parts(case):
+        carry, shared, owns = jax.eval_shape(part.prepare, a)
+        text = str(jax.make_jaxpr(part.step)(carry, shared, owns[0]))
+        traced[part.name] = [name in text for name in ("hopper_attention", "hopper_merge")]
+        assert jax.eval_shape(part.step, carry, shared, owns[0]) == carry  # a chain feeds it to itself
+    assert traced == {parts.ATTENTION: [True, False], parts.MERGE: [False, True]}
+    assert parts.hopper.merge.__module__ == "pallas_kernels.hopper_merge"  # and put back
+
+
+def test_decode_sweeps_pairs_of_stages_and_workers_and_leaves_prefill_out(monkeypatch):
+    case = cases.Case("64x4k", (4096,) * 64, 64)
+    asked = []
+    kernels = {
+        "hopper": lambda *args, **keywords: asked.append((keywords["stages"], keywords["num_workers"])),
+        "hopper_prefill": None, "hopper_prefill, weights in registers": None, "triton_decode": None,
+    }  # fmt: skip
+    for module in (candidates, decode):
+        monkeypatch.setattr(module, "implementations", lambda: kernels)
+    for candidate in decode.sweep(case):
+        candidate.step(None, (), 0)
+    assert asked == [(2, 264), (2, 396), (4, 132), (5, 132)]
+    assert [c.name for c in candidates.ours(case)] == ["hopper", "triton_decode"]
+    chunk = cases.Case("chunk", (4096,), 64, queries=32, prefill=True)
+    assert [c.name for c in candidates.ours(chunk)] == list(kernels)
+
+
+def test_a_chain_feeds_each_call_with_the_one_before_and_goes_through_the_layers():
+    run = timing.chain(lambda carry, shared, own: carry * shared + own, 3)
+    assert int(run(jnp.int32(1), jnp.int32(10), (jnp.int32(1), jnp.int32(2)))) == 1121  # ((1*10+1)*10+2)*10+1
+
+
+def test_decode_shapes_have_the_bytes_of_the_plan():
+    megabytes = {case.name: round(case.bytes / 1e6, 1) for case in cases.decode_cases(64, tiny=False)}
+    assert megabytes == {
+        "1x4k": 16.8, "1x32k": 134.2, "8x8k": 268.4, "32x4k": 536.9, "64x4k": 1073.7, "256x512": 536.9,
+        "1x128k+31x4k": 1057.0,
+    }  # fmt: skip
+    for case in cases.decode_cases(16, tiny=False):
+        assert case.num_layers * case.bytes >= cases.ROTATED_BYTES  # nothing is found in the L2
+
+
+def test_arguments_are_of_the_shapes_that_programs_are_compiled_for():
+    for case in (
+        cases.Case("a", (40, 7), 16, 4, 2, 64, tiny=True),
+        cases.Case("b", (70,), 16, 4, 2, 64, queries=32, prefill=True, tiny=True),
+        cases.Case("c", (56, 56), 16, 4, 2, 64, shared=32, tiny=True),
+    ):
+        a = case.arguments()
+        assert [(x.shape, x.dtype) for x in a] == [(x.shape, x.dtype) for x in case.shapes()]
+        assert int((a.starts < FAR).sum(axis=1)[0]) == case.blocks_of(case.lengths[0])
+    tables = np.asarray(a.tables)
+    assert (tables[0, :2] == tables[1, :2]).all() and tables[0, 2:].tolist() != tables[1, 2:].tolist()
+    windowed = cases.Case("d", (32768,), 64, pattern=tuple(Pattern(window=1024, num_sinks=4)))
+    assert windowed.visible() == 1028
+
+
+def test_comparison_finds_one_wrong_row_nan_and_a_wrong_log_sum_exp():
+    right = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 4, 64)), jnp.float32)
+    lse = jnp.zeros((3, 1, 4)).at[2].set(-jnp.inf)
+    assert correctness.compare((right, lse), (right, lse))["right"]
+    assert correctness.compare(right.astype(jnp.bfloat16), right)["right"]
+    wrong_row = right.at[0, 0, 0].multiply(1.05)
+    assert not correctness.compare(wrong_row, right)["right"]
+    assert not correctness.compare(right.at[0, 0, 0, 0].set(jnp.nan), right)["right"]
+    for bad in (lse.at[0].set(0.1), lse.at[0].set(-jnp.inf), lse.at[2].set(0.0), lse.at[1].set(jnp.nan)):
+        assert not correctness.compare((right, bad), (right, lse))["right"]
+    assert not correctness.compare(right, (right, lse))["right"]
+
+
+def test_a_wrong_candidate_is_timed_but_marked_and_one_that_cannot_run_is_reported(tmp_path, capsys):
+    context = make_context(tmp_path)
+    case = cases.Case("2x40", (40, 33), 16, 4, 2, 64, tiny=True)
+
+    def wrong(q, *args, **keywords):
+        return candidates.reference()(q, *args, **keywords) * 1.1
+
+    def lacking(*args, **keywords):
+        raise NotImplementedError("a head dim of 64")
+
+    tried = [
+        candidates.ours_as(n, f, case)
+        for n, f in (("good", candidates.reference()), ("bad", wrong), ("lacks", lacking))
+    ]
+    measured = race(context, "decode, blocks of 64", [Entry(case, tried)])
+    assert {who for _, who, _ in measured} == {"good", "bad"}
+    records = read_records(context.records)
+    assert {r["who"]: r["right"] for r in records if r["kind"] == "check"} == {"good": True, "bad": False}
+    [failure] = [r for r in records if r["kind"] == "failed"]
+    assert failure["unsupported"] and failure["who"] == "lacks"
+    results = {"sections": {}, "records": records}
+    [row] = [line for line in table(results).splitlines() if line.startswith("decode")]
+    assert "good" in row and "WRONG" not in row
+    only_bad = {"sections": {}, "records": [r for r in records if r.get("who") != "good"]}
+    assert "bad (WRONG)" in table(only_bad)
+    # Begun anew after a fault, it measures nothing twice.
+    assert race(context, "decode, blocks of 64", [Entry(case, tried)]) == measured
