@@ -27,6 +27,8 @@ from experiments.gpu.where import where_wrong
 TOLERANCE = 1e-2
 # After so many seconds of a section its first case is timed with what is compiled.
 FIRST_S = 15.0
+# So many seconds before its end a section times the late ones that are compiled.
+LATE_S = 8.0
 
 # (case, who, "chained", "dispatched", "part" or "graph") -> seconds of one call, median
 Measured = dict[tuple[str, str, str], float]
@@ -76,7 +78,7 @@ def race(
         _guarded(context, metric, _Lap(context, metric, entry.case, programs, calls, work), ready, peer, entry.kinds)
     for case, candidates in late:
         if candidates and context.left() > 2:
-            programs.make(case, candidates, until=float("inf"))
+            programs.make(case, candidates, until=context.ends - LATE_S)
             _guarded(context, metric, _Lap(context, metric, case, programs, calls, work, late=True), candidates)
     times = [r for r in context.past("time") if r["metric"] == metric]
     return {(r["case"], r["who"], r["mode"]): r["us"] * 1e-6 for r in times}
@@ -143,6 +145,8 @@ class _Lap:
     def _prepare(self, candidate: Candidate, a: Arguments, rows: Any, right: Any) -> None:
         """Checks a candidate and makes its samplers."""
         name, case = candidate.name, self.case.name
+        if self.context.left() < 1:
+            raise TimeoutError("no time was left")
         chained = self._get((name, "chained"))
         layout = candidate.layout or name
         if layout not in self.prepared:
