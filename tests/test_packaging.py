@@ -34,4 +34,5 @@ def test_type_checkers_are_told_that_packages_carry_types(package):
 def test_public_names_are_those_that_resolve(module):
     package = importlib.import_module(module)
     assert sorted(package.__all__) == sorted(package._PUBLIC)
+    assert set(package.__all__) <= set(dir(package))  # for completion in a notebook
     assert all(getattr(package, name).__doc__ or name == "Attend" for name in package.__all__)
