@@ -9,20 +9,21 @@ AOT_VENV ?= .venv-aot
 # More for pytest or ksana, for example: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
 EXTRAS ?= dev
+LIVES ?= 2000
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test kernels check-kernels emulate-kernels soak lint format clean
+.PHONY: help demo test kernels check-kernels emulate-kernels soak run-soak lint format clean
 
 help:
 	@echo "make demo     an ablation of attention windows on the embedded model: a table and a figure"
 	@echo "make test     the tests                       (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compiles the kernels for a GPU, without one, reports, and runs what came out in an emulator"
 	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": the report alone)"
-	@echo "make soak     long proofs"
+	@echo "make soak     long proofs: what tests leave out, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   lays the code out as lint wants it"
 	@echo "make clean    removes $(VENV), $(AOT_VENV) and the caches"
@@ -36,14 +37,9 @@ test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
-ifeq ($(strip $(ARGS)),)
-	@echo "== kernels of several warpgroups, which need more threads of XLA:CPU than small machines start"
-	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" tests/pallas_kernels tests/ops
-endif
 
 kernels:
 	@$(MAKE) --no-print-directory check-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
-
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory emulate-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
 endif
@@ -55,9 +51,18 @@ emulate-kernels: $(READY)
 	@echo "== the Hopper kernels as they are compiled, in an emulator of PTX"
 	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/test_aot.py $(ARGS)
 
-# Long proofs: tests that are marked as soak.
+# Kernels of several warpgroups are interpreted here: jax's interpreter holds a thread of XLA:CPU for each, more than
+# small machines start.
 soak:
-	@$(MAKE) --no-print-directory emulate-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu ARGS="-m soak"
+	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+
+run-soak: $(READY)
+	@echo "== tests marked as soak"
+	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=0 tests $(ARGS)
+	@echo "== kernels of several warpgroups in jax's interpreter"
+	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" tests/pallas_kernels tests/ops
+	@echo "== simulated lives"
+	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
 
 lint: $(READY)
 	@echo "== ruff check"
