@@ -31,6 +31,12 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
+def forget() -> None:
+    """Says that Ctrl-C has been dealt with and the command goes on: it stopped one answer, not the conversation."""
+    global _requested
+    _requested = False
+
+
 class deferred:
     """Lets what runs within come to its end before Ctrl-C takes effect. May be nested; does nothing in other threads
     than the main one, which handles signals."""

@@ -2,11 +2,14 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
 from ksana_jax import LLM, SamplingParams, cli
+from ksana_jax.engine.runner import Runner
 from ksana_jax.shipped import model_path
 
 TEMPLATE = (
@@ -96,6 +99,26 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_conversation_goes_on(ksa
     code, _, error = ksana("chat", talker, *GREEDY, stdin=f"{'x ' * 400}\nshort\n")
     assert code == 0 and "max_model_len is 128" in error
     assert prompts[-1] == "<s>u: short\na:"
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(ksana, prompts, talker, monkeypatch):
+    execute, steps = Runner.execute, []
+
+    def interrupted(self, *step):
+        steps.append(step)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return execute(self, *step)
+
+    monkeypatch.setattr(Runner, "execute", interrupted)
+    code, out, error = ksana("chat", talker, *GREEDY, stdin="one\ntwo\n")
+    assert code == 0 and "answer stopped" in error
+    # Without the message that was stopped.
+    assert prompts == ["<s>u: one\na:", "<s>u: two\na:"]
+    [answer] = LLM(str(talker), max_model_len=128).chat(
+        [{"role": "user", "content": "two"}], SamplingParams(temperature=0, max_tokens=8)
+    )
+    assert out.endswith(answer.outputs[0].text + "\n")
 
 
 def test_chat_with_a_model_without_a_template_says_so(ksana):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ksana_jax import interrupts
 from ksana_jax.cli.options import Dtype, MaxModelLen, MaxTokens, Model, Seed, Sinks, Temperature, TopP, Window
 from ksana_jax.cli.text import print_stream, window_pattern
 
@@ -66,6 +67,7 @@ def converse(llm, opening: list[dict[str, str]], params) -> None:
             except ValueError as error:  # refused by the template, or the conversation has become too long
                 print(f"ksana: error: {error}; /reset starts anew", file=sys.stderr)
             except KeyboardInterrupt:
+                interrupts.forget()
                 print("\nksana: answer stopped, and the message dropped", file=sys.stderr)
             else:
                 messages = [*asked, {"role": "assistant", "content": answer}]
