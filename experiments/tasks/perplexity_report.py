@@ -99,7 +99,7 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
     draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
     said = [
         f"Perplexity by position in the text; position 0 is BOS. Columns ppl score every position of the texts "
-        f"({count['all']:,} tokens, {len(names)} texts), the same in every row."
+        f"({count['all']:,} tokens, {len(names)} {'text' if len(names) == 1 else 'texts'}), the same in every row."
     ]
     if count["sampled"]:
         said.append(
@@ -160,12 +160,15 @@ def reading(rows: Sequence[ResultRow]) -> str:
         return ""
     # Rows that read the same are equal: the first of them is named.
     (least, best), (most, worst) = (pick(scored, key=lambda s: round(s[0], 2)) for pick in (min, max))
-    equals = [r for _, r in scored if r is not best and not noise.differ(best, r, key)]
-    doubt = "" if worst is best else noise.doubt(best, worst, key)
-    how = "has the lowest perplexity (" if doubt or equals else "predicts best (perplexity "
-    said = f"At positions {low:,} to {high - 1:,} {best.name!r} {how}{least:,.2f}"
-    said += f", against {most:,.2f} of {worst.name!r}" if worst is not best else ""
-    said += f"; {doubt})" if doubt else f"; {len(equals)} others within the noise)" if equals else ")"
+    said = f"At positions {low:,} to {high - 1:,} {best.name!r} "
+    if worst is best:
+        said += f"has a perplexity of {least:,.2f}"
+    else:
+        equals = [r for _, r in scored if r is not best and not noise.differ(best, r, key)]
+        doubt = noise.doubt(best, worst, key)
+        said += "has the lowest perplexity (" if doubt or equals else "predicts best (perplexity "
+        said += f"{least:,.2f}, against {most:,.2f} of {worst.name!r}"
+        said += f"; {doubt})" if doubt else f"; {len(equals)} others within the noise)" if equals else ")"
     held = [(live, r) for _, r in scored if (live := r.mean("live_kv_bytes"))]
     mine = best.mean("live_kv_bytes")
     if held and mine:

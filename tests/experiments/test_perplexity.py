@@ -97,6 +97,8 @@ def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experimen
     # 15 tokens in blocks of 4.
     assert {r.mean("live_kv_bytes") for r in made.rows} == {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
     assert any("Texts that fit one step are held whole" in note for note in made.notes)
+    if not given:
+        assert made.reading == "At positions 0 to 14 'this configuration' has a perplexity of 3.43, with 4 KiB of KV."
     figure = Figure()
     Perplexity().draw(figure, made.rows)
     drawn = {float(y) for line in figure.axes[1].lines for y in line.get_ydata()}
