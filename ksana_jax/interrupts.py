@@ -16,6 +16,7 @@ from types import FrameType
 _requested = False
 _num_deferred = 0
 _in_command = False
+_retries = False  # the next SIGINT is one that came before, and could not be raised then
 
 
 def requested() -> bool:
@@ -101,9 +102,29 @@ def _take_over() -> bool:
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    global _requested
-    again, _requested = _requested, True
-    if again or not _num_deferred:
+    global _requested, _retries
+    again, _requested = _requested and not _retries, True
+    _retries = False
+    if again:
         raise KeyboardInterrupt
-    if _in_command:
-        os.write(2, b"ksana: stops after this step; Ctrl-C again stops at once\n")
+    if _num_deferred:
+        if _in_command:
+            os.write(2, b"ksana: stops after this step; Ctrl-C again stops at once\n")
+    elif _is_importing(frame):
+        # Extension modules made with nanobind, which jaxlib has many of, end the process with a segmentation fault when
+        # they are freed half imported.
+        _retries = True
+        arguments = threading.main_thread().ident, signal.SIGINT
+        retry = threading.Timer(0.01, signal.pthread_kill, arguments)
+        retry.daemon = True
+        retry.start()
+    else:
+        raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

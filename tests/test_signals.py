@@ -141,6 +141,28 @@ def test_ctrl_c_while_the_command_starts():
     assert (done.returncode, done.stderr, done.stdout) == (130, "ksana: interrupted\n", "")
 
 
+IN_CREATION = """
+import _imp, signal
+from ksana_jax import interrupts
+create = _imp.create_dynamic
+def press(spec, *more):
+    module = create(spec, *more)
+    if spec.name == "jaxlib._jax":
+        signal.raise_signal(signal.SIGINT)
+    return module
+_imp.create_dynamic = press
+with interrupts.command():
+    from jaxlib import _jax
+    import time
+    time.sleep(20)
+"""
+
+
+def test_ctrl_c_does_not_leave_an_extension_module_half_made():
+    done = subprocess.run([sys.executable, "-c", IN_CREATION], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "ksana: interrupted\n")
+
+
 def test_ctrl_c_while_text_is_generated():
     arguments = ["generate", "ksana-tiny", "-p", "def f(x):", "--max-tokens", "400", "--seed", "0"]
     process = subprocess.Popen(
