@@ -9,6 +9,7 @@ import numpy as np
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.kv.patterns import FAR
+from ksana_jax.sampling.bias import bias_of
 from ksana_jax.sequence import Rows
 from ksana_jax.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
 from ksana_jax.step import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
@@ -280,8 +281,6 @@ class BatchBuilder:
             split, end = seq.num_prompt, int(rows.num_tokens[row])
             in_prompt[tile, rows.token_ids[row, :split]] = True
             counts[tile] = np.bincount(rows.token_ids[row, split:end], minlength=self.vocab_size)
-            for token, value in (seq.params.logit_bias or {}).items():
-                bias[tile, token] = value
-            if end - split < seq.params.min_tokens:
-                bias[tile, list(seq.stop_ids)] = -np.inf
+            output = rows.token_ids[row, split:end]
+            bias[tile] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
         return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from ksana_jax import vllm_names
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv import replacement
@@ -218,3 +220,14 @@ class EngineConfig:
     def plain(self) -> dict[str, Any]:
         """Returns the fields as values that JSON can hold, for records: a policy of your own goes by its name."""
         return {f.name: name_of(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Returns the configuration that keywords of `LLM` ask for, vLLM's among them.
+
+    Raises:
+      ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
+    """
+    fields = [f.name for f in dataclasses.fields(EngineConfig)]
+    known = vllm_names.translated(settings, vllm_names.LLM, [*fields, "pattern", "load_format", "tokenizer"])
+    return EngineConfig(**known)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, TypeVar
+
+from ksana_jax import vllm_names
+
+T = TypeVar("T")
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each step needs twice as many candidates as beams
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
 
 
 class FinishReason(enum.StrEnum):
@@ -27,9 +33,23 @@ def _number(name: str, value, low: float, high: float, integer: bool = False) ->
         raise ValueError(f"{name} is {value!r}, must be {what} from {low:,} to {high:,}")
 
 
+def _taking_vllm_names(kind: type[T]) -> type[T]:
+    """Lets a dataclass be made with keywords of vLLM's that it has no fields for; see `vllm_names`."""
+    init = kind.__init__
+    fields = [f.name for f in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+
+    @functools.wraps(init)
+    def __init__(self, *args, **given):
+        init(self, *args, **vllm_names.translated(given, kind.__name__, fields))
+
+    kind.__init__ = __init__
+    return kind
+
+
+@_taking_vllm_names
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens of one request are chosen; names and meaning as in vLLM.
+    """How tokens of one request are chosen; names and meaning as in vLLM, see docs/coming-from-vllm.md.
 
     Args:
       n: completions per prompt; with beam_width, how many of the best beams are returned.
@@ -48,10 +68,14 @@ class SamplingParams:
       stop_token_ids: ids that end the output.
       ignore_eos: go on after an end-of-sequence id.
       min_tokens: no end-of-sequence or stop id before that many tokens.
-      max_tokens: most tokens of output.
+      max_tokens: most tokens of output; None goes on to max_model_len.
+      bad_words: strings whose tokens, as the tokenizer writes them at the start of a text or after a space, are never
+        completed; the same letters in other tokens are not caught.
+      allowed_token_ids: the only ids that may be chosen; None allows all.
       logprobs: log-probabilities of that many top tokens, and of the chosen one; None for none.
       prompt_logprobs: the same for each prompt token.
       detokenize: whether to make text.
+      skip_special_tokens: leave special tokens out of the text.
 
     Log-probabilities are those of the model, before penalties, temperature and truncation.
 
@@ -75,10 +99,13 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
+    bad_words: list[str] | tuple[str, ...] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
 
     def __post_init__(self):
         _number("n", self.n, 1, MAX_N, integer=True)
@@ -96,17 +123,19 @@ class SamplingParams:
         if self.seed is not None:
             _number("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
         _number("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
-        _number("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+        if self.max_tokens is not None:
+            _number("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0, MAX_LOGPROBS, integer=True)
-        for name in ("ignore_eos", "detokenize"):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be True or False")
         self._check_stops()
         self._check_bias()
+        self._check_words()
         self._check_beams()
 
     def _check_beams(self):
@@ -121,8 +150,8 @@ class SamplingParams:
             name for name, wanted in (
                 ("stop", bool(self.stop_strings)), ("logprobs", self.logprobs is not None),
                 ("prompt_logprobs", self.prompt_logprobs is not None), ("min_tokens", self.min_tokens > 0),
-                ("penalties or logit_bias", self.penalised), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1),
-                ("min_p", self.min_p > 0),
+                ("penalties, logit_bias, bad_words or allowed_token_ids", self.penalised),
+                ("top_k", self.top_k > 0), ("top_p", self.top_p < 1), ("min_p", self.min_p > 0),
             ) if wanted
         ]  # fmt: skip
         if unsupported:
@@ -152,6 +181,24 @@ class SamplingParams:
             _number("logit_bias key", token, 0, 2**31 - 1, integer=True)
             _number(f"logit_bias[{token}]", value, -100, 100)
 
+    def _check_words(self):
+        words, allowed = self.bad_words, self.allowed_token_ids
+        if not isinstance(words, (list, tuple, type(None))) or len(words or ()) > MAX_BAD_WORDS:
+            raise ValueError(f"bad_words is {words!r:.60}, must be a list of at most {MAX_BAD_WORDS} strings")
+        for word in words or ():
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words has {word!r:.60}, each must be a string that is not blank")
+        if allowed is None:
+            return
+        if not isinstance(allowed, (list, tuple)) or not allowed:
+            raise ValueError(f"allowed_token_ids is {allowed!r:.60}, must be a list of at least one integer, or None")
+        for token in allowed:
+            _number("allowed_token_ids", token, 0, 2**31 - 1, integer=True)
+
+    def max_len(self, num_prompt: int, max_model_len: int) -> int:
+        """Tokens at which a sequence ends, prompt included."""
+        return max_model_len if self.max_tokens is None else min(num_prompt + self.max_tokens, max_model_len)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -171,7 +218,7 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether it changes scores before one is chosen."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalties or bool(self.logit_bias)
+        return penalties or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
 
 class Logprob(NamedTuple):
@@ -185,8 +232,9 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One completion.
 
-    logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for. cumulative_logprob: sum
-    over the tokens of a beam; None otherwise. error: why it ended, where finish_reason is "error".
+    logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for.
+    cumulative_logprob: sum over the tokens, where log-probabilities were asked for, and of a beam; None otherwise.
+    error: why it ended, where finish_reason is "error".
     """
 
     index: int

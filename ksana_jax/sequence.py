@@ -59,6 +59,7 @@ class Sequence:
       seed: of its random stream.
       owner: the request it belongs to; the scheduler does not look inside.
       request_id, index: what it is called where blocks are shown; index is its completion's, or a beam's own.
+      bad_words: token ids of what its request must not say, see `sampling.bias`.
       salt: of its prefixes; only sequences of the same salt share them.
       guided: its request appends its tokens (beam search), not the scheduler.
 
@@ -88,6 +89,7 @@ class Sequence:
     owner: Any = None
     request_id: str = ""
     index: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
     salt: str = ""
     guided: bool = False
     idles: bool = False

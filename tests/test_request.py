@@ -19,11 +19,11 @@ FIELDS = {
     "frequency_penalty": ([-2, 2.0], [-2.1, 2.1]),
     "seed": ([None, 0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0]),
     "min_tokens": ([0, 16], [-1, 17, 2.0]),  # 17 is more than the default max_tokens
-    "max_tokens": ([1, 2**31 - 1], [0, -1, 2**31, 2.0]),
+    "max_tokens": ([None, 1, 2**31 - 1], [0, -1, 2**31, 2.0]),
     "logprobs": ([None, 0, 20], [-1, 21, 1.0]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21, 1.0]),
 }
-NUMBERS = [name for name in FIELDS if name not in ("seed", "logprobs", "prompt_logprobs")]
+NUMBERS = [name for name in FIELDS if name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs")]
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -54,7 +54,7 @@ def test_none_is_refused_where_it_means_nothing(name):
         SamplingParams(**{name: None})
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "detokenize"])
+@pytest.mark.parametrize("name", ["ignore_eos", "detokenize", "skip_special_tokens"])
 @pytest.mark.parametrize("value", [0, 1, None, "no"])
 def test_switches_take_true_and_false_only(name, value):
     with pytest.raises(ValueError, match=f"^{name} is {value!r}, must be True or False$"):

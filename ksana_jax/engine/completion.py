@@ -42,7 +42,9 @@ class Completion:
         self._detokenizer = None
         if self.tokenizer:
             # What comes after the prompt: the first word keeps its space.
-            self._detokenizer = IncrementalDetokenizer(self.tokenizer, context=self.seq.token_ids.tolist())
+            self._detokenizer = IncrementalDetokenizer(
+                self.tokenizer, self.seq.params.skip_special_tokens, context=self.seq.token_ids.tolist()
+            )
 
     @property
     def watched(self) -> bool:
@@ -61,6 +63,7 @@ class Completion:
         self.token_ids.append(token)
         if self.logprobs is not None and scores is not None:
             self.logprobs.append(top_logprobs(scores, tile, token, self.seq.params.logprobs or 0))
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[tile])
         if self._detokenizer is None or not (self.streams or self._stops):
             return None
         if self.seq.finish_reason is FinishReason.STOP:  # an id that ends the output has no text

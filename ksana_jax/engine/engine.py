@@ -18,7 +18,7 @@ from ksana_jax.engine import report
 from ksana_jax.engine.beam import Beams, advance, num_candidates
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
-from ksana_jax.engine.intake import check_request, seed_of
+from ksana_jax.engine.intake import bad_word_ids, check_request, seed_of
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import AttentionPattern, LiveRange
 from ksana_jax.metrics import StepRecord
@@ -80,7 +80,7 @@ class Engine:
         """Raises ValueError if a request can never be served; see `check_request`."""
         check_request(
             prompt_token_ids, params, self.scheduler, vocab_size=self.builder.vocab_size,
-            max_model_len=self.max_model_len, has_tokenizer=self.tokenizer is not None,
+            max_model_len=self.max_model_len, tokenizer=self.tokenizer, eos_ids=self.eos_ids,
         )  # fmt: skip
 
     def new_request(
@@ -162,11 +162,12 @@ class Engine:
             token_ids=token_ids,
             params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
             stop_ids=tuple(dict.fromkeys(stop_ids)),
-            max_len=min(count + params.max_tokens, self.max_model_len),
+            max_len=params.max_len(count, self.max_model_len),
             seed=seed,
             owner=request,
             request_id=request.request_id,
             index=index,
+            bad_words=bad_word_ids(params.bad_words, self.tokenizer),
             salt=salt,
             num_blocks_by_origin=request.metrics.num_blocks_by_origin,
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.request import SamplingParams
+from ksana_jax.sampling.bias import bad_word_ids
 from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.tokenizers import Tokenizer
 
 
 def check_request(
@@ -15,7 +17,8 @@ def check_request(
     *,
     vocab_size: int,
     max_model_len: int,
-    has_tokenizer: bool,
+    tokenizer: Tokenizer | None,
+    eos_ids: tuple[int, ...],
 ) -> None:
     """Checks that a request can be served.
 
@@ -32,19 +35,24 @@ def check_request(
     low, high = int(prompt_token_ids.min()), int(prompt_token_ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"prompt has token id {low if low < 0 else high}, ids go from 0 to {vocab_size - 1}")
-    for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids or ())):
-        if ids and max(ids) >= vocab_size:
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if (ids := getattr(params, name)) and max(ids) >= vocab_size:
             raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {vocab_size - 1}")
-    if params.detokenize and not has_tokenizer:
+    bad = {ids[0] for ids in bad_word_ids(params.bad_words, tokenizer) if len(ids) == 1}
+    if params.allowed_token_ids is not None:
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_ids)}
+        if not set(params.allowed_token_ids) - bad - (ends if params.min_tokens else set()):
+            raise ValueError("allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them")
+    if params.detokenize and tokenizer is None:
         raise ValueError("this engine has no tokenizer: set detokenize=False")
     if params.beam_width > scheduler.max_num_seqs:
         raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
-    max_len = min(count + params.max_tokens, max_model_len)
+    max_len = params.max_len(count, max_model_len)
     needed, blocks = scheduler.blocks_to_finish(max_len), scheduler.blocks
     needed *= max(params.beam_width, 1)  # beams wait for each other: all of them must fit, even unshared
     if needed > blocks.num_blocks:
         raise ValueError(
-            f"prompt of {count:,} tokens and max_tokens {params.max_tokens:,} need {needed:,} KV blocks of "
+            f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
             f"{blocks.block_size} tokens, the pool has {blocks.num_blocks:,}"
         )
 

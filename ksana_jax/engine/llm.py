@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
+from ksana_jax import vllm_names
 from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.compilation_cache import keep_compiled_steps
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig, engine_config
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.fingerprint import fingerprint
+from ksana_jax.engine.progress import progress_bar
+from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.disk_tier import BlockFormat, DiskTier
 from ksana_jax.kv.memory import KVMemory
@@ -35,9 +37,9 @@ from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.shipped import model_path
-from ksana_jax.tokenizers import Tokenizer, load_tokenizer, render_chat
+from ksana_jax.tokenizers import Tokenizer, load_tokenizer
 
-Prompt = str | Mapping[str, Any]
+_GENERATE_KEYWORDS = ("prompts", "sampling_params", "prompt_token_ids", "use_tqdm")
 logger = logging.getLogger("ksana_jax")
 
 
@@ -49,8 +51,9 @@ class LLM:
       pattern: which positions are attended to: an `AttentionPattern`, its fields as a dict, a preset's name such as
         "streaming_llm" (`kv.presets`), or a list with one for each layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
-      tokenizer: None loads the directory's, if it has one.
-      settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ...
+      tokenizer: None loads the directory's, if it has one; another directory loads that one's.
+      settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ... vLLM's names
+        such as gpu_memory_utilization work too, see docs/coming-from-vllm.md.
 
     Raises:
       ValueError: the model or the settings cannot be; the message says which and why.
@@ -62,17 +65,22 @@ class LLM:
         *,
         pattern: PatternLike | Seq[PatternLike] | None = None,
         load_format: Literal["auto", "dummy"] = "auto",
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         **settings: Any,
     ):
-        config, before = _engine_config(settings), resident_bytes()
+        if not isinstance(model, (str, os.PathLike)):
+            raise ConfigError(f"model is of type {type(model).__name__}, must be the path of a directory or a name")
+        config, before = engine_config(settings), resident_bytes()
+        self.name = str(model)
         model_dir = model_path(model)
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
         self.model_config, params = load_model(
             model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
         )
-        if tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = load_tokenizer(model_path(tokenizer))
+        elif tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
             tokenizer = load_tokenizer(model_dir)
         self._start(config, params, pattern, tokenizer, before)
 
@@ -80,10 +88,10 @@ class LLM:
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
         """An engine around weights that are already in memory."""
         self = cls.__new__(cls)
-        self.model_config = model_config.validate()
+        self.model_config, self.name = model_config.validate(), "from_params"
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         before = resident_bytes()
-        config = _engine_config(settings)
+        config = engine_config(settings)
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
         self._start(config, params, pattern, tokenizer, before and max(before - weights, 0))
@@ -98,6 +106,9 @@ class LLM:
             check_embedding_on_host(model)
             params = embedding_on_host(params)
         if tokenizer is not None:
+            if not isinstance(tokenizer, Tokenizer):
+                kind = type(tokenizer).__name__
+                raise ConfigError(f"tokenizer is of type {kind}, must be a path, a ksana_jax Tokenizer or None")
             check_tokenizer(model, tokenizer)
         self.tokenizer = tokenizer
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
@@ -184,6 +195,26 @@ class LLM:
             self.engine.flush()
             self.engine.memory.disk.close()
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends what still runs, and closes."""
+        for request_id in list(self.engine.requests):
+            self.engine.abort(request_id)
+        self.close()
+
+    def __repr__(self) -> str:
+        model, config, pool = self.model_config, self.config, gib(self.num_blocks * self.block_bytes)
+        parts = (
+            f"{self.name}: {model.family}, {model.num_params:,} weights, {config.dtype}",
+            f"{self.num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",
+            f"max_model_len {config.max_model_len:,}",
+            f"attention {' | '.join(dict.fromkeys(map(str, self.patterns)))}",
+            f"{len(self.engine.requests)} requests",
+        )
+        return f"LLM({'; '.join(parts)})"
+
     # ------------------------------------------------------------------ what an experiment looks at
 
     @property
@@ -258,15 +289,24 @@ class LLM:
     # ------------------------------------------------------------------ requests
 
     def generate(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
+        use_tqdm: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts.
 
         Several threads may call this and `stream` at once; their requests then share steps.
 
         Args:
-          prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of those.
+          prompts: a text, token ids, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of those.
           sampling_params: one for all, or one for each; None takes the defaults.
+          prompt_token_ids: the prompts, where they are all token ids.
+          use_tqdm: draw a progress bar on standard error.
+          others: keywords of vLLM's that change nothing here.
 
         Returns:
           One output for each prompt, in order.
@@ -275,8 +315,13 @@ class LLM:
           ValueError: a request can never be served; then none of this call is, and others go on.
           RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
         """
-        requests = self._make_requests(prompts, sampling_params, streams=False)
-        outputs = {output.request_id: output for output in self.engine.serve(requests) if output.finished}
+        vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
+        requests, outputs = self._make_requests(prompts, sampling_params, False, prompt_token_ids), {}
+        with progress_bar(requests, use_tqdm) as update:
+            for output in self.engine.serve(requests):
+                if output.finished:
+                    outputs[output.request_id] = output
+                update()
         return [outputs[request.request_id] for request in requests]
 
     def stream(
@@ -291,77 +336,40 @@ class LLM:
     def chat(
         self,
         messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
-        return self.generate(self.chat_prompts(messages), sampling_params)
+        """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
+
+        Args:
+          others: keywords of `generate`.
+        """
+        return self.generate(self.chat_prompts(messages), sampling_params, **others)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer.
+
+        Raises:
+          ValueError: this model has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer")
+        return self.tokenizer
 
     def chat_prompts(self, messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]]) -> list[Prompt]:
         """Lays conversations out with the chat template, as prompts for `generate` and `stream`."""
-        if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer, so no chat template")
-        if not isinstance(messages, (list, tuple)):
-            raise ValueError(f"messages is a {type(messages).__name__}, must be a list")
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
-        texts = [render_chat(self.tokenizer, c, add_generation_prompt=True) for c in conversations]
-        # A template writes the special tokens itself.
-        return [{"prompt": t, "prompt_token_ids": self.tokenizer.encode(t, add_special_tokens=False)} for t in texts]
+        return chat_prompts(messages, self.tokenizer)
 
-    def _make_requests(self, prompts, sampling_params, streams: bool) -> list[Request]:
-        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        if not isinstance(prompts, (list, tuple)):
-            raise ValueError(f"prompts is a {type(prompts).__name__}, must be a string, a dict or a list of them")
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        elif not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
-            raise ValueError("sampling_params must be a SamplingParams or a list of them")
-        elif len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params were given")
-        read = [self._read(prompt) for prompt in prompts]
-        for (_, ids, _), p in zip(read, params, strict=True):
-            self.engine.validate(ids, p)
+    def _make_requests(self, prompts, sampling_params, streams: bool, prompt_token_ids=None) -> list[Request]:
+        read = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer)
+        for prompt, params in read:
+            self.engine.validate(prompt.token_ids, params)
         return [
-            self.engine.new_request(ids, p, prompt=text, streams=streams, cache_salt=salt)
-            for (text, ids, salt), p in zip(read, params, strict=True)
-        ]
-
-    def _read(self, prompt: Prompt) -> tuple[str | None, np.ndarray, str]:
-        """Text, token ids and cache salt of a prompt."""
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        elif not isinstance(prompt, Mapping):
-            raise ValueError(f"a prompt is a string or a dict, not {type(prompt).__name__}")
-        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
-            raise ValueError(
-                f"a prompt has unknown keys {', '.join(unknown)}; it takes prompt, prompt_token_ids and cache_salt"
+            self.engine.new_request(
+                prompt.token_ids, params, prompt=prompt.text, streams=streams, cache_salt=prompt.cache_salt
             )
-        text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
-        if not isinstance(salt, str):
-            raise ValueError(f"cache_salt is a {type(salt).__name__}, must be a string")
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"prompt is a {type(text).__name__}, must be a string")
-        if "prompt_token_ids" not in prompt:
-            if text is None or self.tokenizer is None:
-                missing = "text" if self.tokenizer else "tokenizer: give prompt_token_ids"
-                raise ValueError(f"prompt has no {missing}")
-            return text, np.array(self.tokenizer.encode(text), np.int32), salt
-        given = prompt["prompt_token_ids"]
-        ids = np.asarray(given)
-        if ids.shape == (0,):
-            return text, np.zeros(0, np.int32), salt
-        truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy takes them for 0 and 1
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
-            raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
-        return text, ids, salt
-
-
-def _engine_config(settings: dict[str, Any]) -> EngineConfig:
-    unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(EngineConfig)})
-    if unknown:
-        raise ConfigError(f"LLM has no setting {', '.join(unknown)}")
-    return EngineConfig(**settings)
+            for prompt, params in read
+        ]
 
 
 def recompute_cost(model: ModelConfig, block_size: int) -> Callable[[int], float]:

@@ -12,7 +12,7 @@ from ksana_jax.batch import Buckets
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.runner import Runner
 from ksana_jax.kv.patterns import LiveRange
-from ksana_jax.planner.devices import GIB, this_device
+from ksana_jax.planner.devices import GIB, physical_bytes, this_device
 from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
@@ -44,11 +44,13 @@ def pool_size(
     caching and memory_fraction it is all that is left, since whatever is not needed keeps prefixes.
 
     Raises:
-      ConfigError: not one block fits; the message has the figures.
+      ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
     """
     block_bytes = config.block_size * kv_bytes_per_token(model, config.dtype)
     weights = weights_bytes(model, config.dtype, config.embedding_device)
+    _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
+        _check_pool(config.num_blocks, block_bytes, weights)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
     width = live.max_live_blocks(config.block_size, max_model_len, config.max_num_batched_tokens)
     wanted, step = config.max_num_seqs * width, None
@@ -74,7 +76,23 @@ def pool_size(
         if config.enable_prefix_caching:
             wanted = affordable
     num_blocks = min(wanted, affordable)
+    _check_pool(num_blocks, block_bytes, weights)
     return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step)
+
+
+def _check_pool(num_blocks: int, block_bytes: int, weights: int) -> None:
+    device, pool = this_device(), num_blocks * block_bytes
+    if weights + pool > device.memory_bytes:
+        raise ConfigError(
+            f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {gib(pool)} beside {gib(weights)} of weights, "
+            f"{device.name} has {gib(device.memory_bytes)}: set num_blocks or memory_bytes"
+        )
+
+
+def _check_host_memory(num_bytes: int) -> None:
+    # The system may promise more than there is, and end the process once it is written to.
+    if num_bytes > (physical := physical_bytes()):
+        raise ConfigError(f"host_cache_bytes is {num_bytes:,} ({gib(num_bytes)}), this machine has {gib(physical)}")
 
 
 class Compared(NamedTuple):

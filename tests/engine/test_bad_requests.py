@@ -64,11 +64,11 @@ PROMPTS = {
     "a text that is a number": ({"prompt": 5}, "prompt is a int, must be a string"),
     "a text that is a number, beside ids": ({"prompt": 5, "prompt_token_ids": [1]}, "prompt is a int"),
     "half of a surrogate pair": ("a\ud800", "half of a surrogate pair at character 1"),
-    "a number": ([5], "a prompt is a string or a dict, not int"),
-    "None in a list": ([None], "a prompt is a string or a dict, not NoneType"),
-    "ids without a dict": ([1, 2, 3], "a prompt is a string or a dict, not int"),
-    "None": (None, "prompts is a NoneType"),
-    "bytes": (b"abc", "prompts is a bytes"),
+    "a number": ([5.5], "a prompt is a text, a list of token ids or a dict, not float"),
+    "None in a list": ([None], "a prompt is a text, a list of token ids or a dict, not NoneType"),
+    "ids and a text": ([1, "a"], NO_IDS),
+    "None": (None, "prompts is None, must be a text, a list of token ids, a dict, or a list of those"),
+    "bytes": (b"abc", "prompts is of type bytes, must be a text"),
 }
 
 
@@ -105,7 +105,7 @@ def test_ids_in_sampling_params_are_held_against_the_vocabulary(llm, name):
     "given", [{"temperature": 0.5}, "greedy", 5, [None], [{"n": 1}], SamplingParams, [GREEDY, 3]], ids=range(7)
 )
 def test_sampling_params_of_another_type_are_refused(llm, given):
-    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams or a list of them"):
+    with pytest.raises(ValueError, match=r"sampling_params (is|has) .*must be a SamplingParams"):
         llm.generate("a", given)
 
 
@@ -169,11 +169,21 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"blok_size": 8}, "LLM has no setting blok_size"),
+        ({"blok_size": 8}, "LLM has no setting 'blok_size'; the nearest is 'block_size'"),
         ({"block_size": 0}, "block_size is 0, must be a positive integer"),
         ({"max_rotated_sinks": -1}, "max_rotated_sinks is -1, must be an integer from 0 or None"),
         ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "random"}, "policy is 'random', must be one of fcfs"),
+        ({"policy": []}, r"policy is \[\], must be one of fcfs"),
+        ({"prefix_eviction": []}, r"prefix_eviction is \[\], must be one of lru"),
+        ({"disk_cache_dir": 5}, "disk_cache_dir is 5, must be the path of a folder or None"),
+        ({"disk_cache_dir": ""}, "disk_cache_dir is '', must be the path of a folder or None"),
+        (
+            {"host_cache_bytes": 10**15},
+            r"host_cache_bytes is 1,000,000,000,000,000 \(931322.57 GiB\), this machine has",
+        ),
+        ({"num_blocks": 10**9}, "1,000,000,000 KV blocks of .* bytes take .* GiB beside .* of weights, cpu has .* GiB"),
+        ({"memory_bytes": 10**15, "max_num_seqs": 10**9}, "KV blocks of .* bytes take .*: set num_blocks or memory_by"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):

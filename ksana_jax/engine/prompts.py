@@ -1,0 +1,132 @@
+"""Reads the prompts and sampling settings of a call, in all the forms that users give them in. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ksana_jax.request import SamplingParams
+from ksana_jax.tokenizers import Tokenizer, render_chat
+
+# A text, its token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text}.
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+
+_FORMS = "a text, a list of token ids, a dict, or a list of those"
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt's text, where it has one, its token ids, and its cache salt."""
+
+    text: str | None
+    token_ids: np.ndarray
+    cache_salt: str
+
+
+def read_requests(
+    prompts: Any, sampling_params: Any, prompt_token_ids: Any, tokenizer: Tokenizer | None
+) -> list[tuple[ReadPrompt, SamplingParams]]:
+    """Returns the requests of a call of `LLM.generate`, whose arguments these are.
+
+    Raises:
+      ValueError: an argument is of another type or length than it must be.
+    """
+    if prompts is None and prompt_token_ids is None:
+        raise ValueError(f"prompts is None, must be {_FORMS}")
+    if prompt_token_ids is not None:
+        if prompts is not None:
+            raise ValueError("prompts and prompt_token_ids were given: a prompt that has both is a dict")
+        prompts = prompt_token_ids
+        if not _is_ids(prompts) and not isinstance(prompts, (list, tuple)):
+            raise ValueError(f"prompt_token_ids is of type {type(prompts).__name__}, must be lists of integers")
+    if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
+        prompts = [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts is of type {type(prompts).__name__}, must be {_FORMS}")
+    read = [read_prompt(prompt, tokenizer) for prompt in prompts]
+    return list(zip(read, _read_params(sampling_params, len(read)), strict=True))
+
+
+def _is_ids(prompts: Any) -> bool:
+    """Whether it is one prompt's ids: a list of integers, none of them in a list of its own."""
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return isinstance(prompts, (list, tuple)) and bool(prompts) and isinstance(prompts[0], (int, np.integer))
+
+
+def _read_params(given: Any, count: int) -> list[SamplingParams]:
+    params = SamplingParams() if given is None else given
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, (list, tuple)):
+        kind = type(params).__name__
+        raise ValueError(f"sampling_params is of type {kind}, must be a SamplingParams or a list of them")
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise ValueError(f"sampling_params has a {type(entry).__name__}, each must be a SamplingParams")
+    if len(params) != count:
+        raise ValueError(f"{count} prompts and {len(params)} sampling_params were given")
+    return list(params)
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> ReadPrompt:
+    """Returns text, ids and salt of one prompt.
+
+    Raises:
+      ValueError: it is none, or it has neither ids nor a text that can be encoded.
+    """
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    elif isinstance(prompt, (list, tuple, np.ndarray)):
+        prompt = {"prompt_token_ids": prompt}
+    elif not isinstance(prompt, Mapping):
+        raise ValueError(f"a prompt is a text, a list of token ids or a dict, not {type(prompt).__name__}")
+    if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
+        raise ValueError(
+            f"a prompt has unknown keys {', '.join(unknown)}; it takes prompt, prompt_token_ids and cache_salt"
+        )
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+    if not isinstance(salt, str):
+        raise ValueError(f"cache_salt is a {type(salt).__name__}, must be a string")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt is a {type(text).__name__}, must be a string")
+    if "prompt_token_ids" in prompt:
+        return ReadPrompt(text, _token_ids(prompt["prompt_token_ids"]), salt)
+    if text is None or tokenizer is None:
+        missing = "text" if tokenizer else "tokenizer: give prompt_token_ids"
+        raise ValueError(f"prompt has no {missing}")
+    return ReadPrompt(text, np.array(tokenizer.encode(text), np.int32), salt)
+
+
+def _token_ids(given: Any) -> np.ndarray:
+    try:
+        ids = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        raise ValueError("prompt_token_ids must be a list of integers, not lists of different lengths") from None
+    if ids.shape == (0,):
+        return np.zeros(0, np.int32)
+    truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy takes them for 0 and 1
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
+        raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
+    return ids
+
+
+def chat_prompts(messages: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Returns conversations as prompts, laid out with the tokenizer's chat template.
+
+    Args:
+      messages: a conversation, or a list of them; each is a list of {"role": ..., "content": ...}.
+
+    Raises:
+      ValueError: they are something else, or there is no template.
+    """
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer, so no chat template")
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages is a {type(messages).__name__}, must be a list")
+    one = bool(messages) and isinstance(messages[0], Mapping)
+    conversations: Any = [messages] if one else messages
+    texts = [render_chat(tokenizer, c, add_generation_prompt=True) for c in conversations]
+    # A template writes the special tokens itself.
+    return [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
