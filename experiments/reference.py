@@ -7,13 +7,16 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from experiments.config import Experiment
 from experiments.tasks import TASKS, task_named
 from ksana_jax.config import EngineConfig
+from ksana_jax.kv import replacement
 from ksana_jax.kv.patterns import SINK_POSITIONS, AttentionPattern
 from ksana_jax.kv.presets import PRESETS
+from ksana_jax.scheduler import policies
 
 INTRODUCTION = """\
 # Experiment files
@@ -70,6 +73,7 @@ def markdown() -> str:
         _table(Experiment),
         "## `engine`\n\nThese are keyword arguments of `LLM` too.\n",
         _table(EngineConfig),
+        f"`policy` is one of {_names(policies.POLICIES)}; `prefix_eviction` of {_names(replacement.POLICIES)}.\n",
         "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
         _table(AttentionPattern),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` beside fields that replace theirs:\n\n{presets}\n",
@@ -85,6 +89,10 @@ def _table(cls: type) -> str:
         f"| `{f.name}` | {_cell(f.type)} | {_cell(f'`{f.default}`')} | {_cell(f.meaning)} |\n" for f in fields_of(cls)
     ]
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _names(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in choices)
 
 
 def _cell(text: str) -> str:

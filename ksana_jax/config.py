@@ -123,36 +123,36 @@ class EngineConfig:
       dtype: of weights and KV: "f32", "bf16" or "f16", in any common spelling ("float32", "half", jnp.bfloat16). "auto"
         is what the checkpoint says that it is in, but "f32" for "f16" on a CPU, where XLA multiplies float16 3 to 20
         times slower (2048 x 8192, 1 to 32 rows).
-      block_size: tokens in a KV block.
-      num_blocks: blocks in the pool; None takes what max_num_seqs sequences need, within memory_bytes.
-      max_model_len: most tokens of a sequence, prompt and output; None takes the model's max_position.
-      max_num_seqs: most sequences running at once.
-      max_num_batched_tokens: most tokens computed in a step.
-      query_tile: tokens of one sequence that share a tile of attention in a step. On a Hopper GPU tiles of 128 and more
+      block_size: tokens of a KV block.
+      num_blocks: blocks in the pool; None allocates what max_num_seqs sequences need, within memory_bytes.
+      max_model_len: maximum tokens of a sequence, prompt plus output; None takes the model's max_position.
+      max_num_seqs: maximum number of sequences that run at once.
+      max_num_batched_tokens: maximum number of tokens computed in a step.
+      query_tile: tokens of one sequence that form a tile of attention in a step. On a Hopper GPU tiles of 128 and more
         queries x query heads of a group have a kernel of their own: 32 with groups of four, 128 with MHA.
-      policy: order of the waiting requests: a key of `scheduler.policies.POLICIES`, "package.module:name" of your own,
+      policy: order of the waiting requests: a name in `scheduler.policies.POLICIES`, "package.module:name" of your own,
         or the function itself.
-      max_rotated_sinks: most sink tokens that a pattern may place at "cache" or "ceiling" positions; None takes what
-        the pattern needs. A sweep that changes patterns on one engine gives its largest.
-      memory_bytes: budget of the pool when num_blocks is None and memory_fraction is too.
-      memory_fraction: part of the device's memory that weights, pool and a step's temporary buffers may fill together
-        when num_blocks is None; see `planner`.
-      enable_prefix_caching: keep full blocks after use and find them again by what they hold. Off by default: a
+      max_rotated_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions; None
+        takes what the pattern needs. A sweep over patterns on one engine sets it to the largest of them.
+      memory_bytes: upper limit of the pool when neither num_blocks nor memory_fraction is given.
+      memory_fraction: fraction of the device's memory that weights, pool and the temporary buffers of a step may take
+        together when num_blocks is None; see `planner`.
+      enable_prefix_caching: keep full blocks after use and find them again by their content. Off by default, because a
         measurement that repeats its prompts would otherwise measure the cache.
-      prefix_eviction: which cached blocks go first: a key of `kv.replacement.POLICIES`, "package.module:name" of your
-        own, or the function itself.
-      shared_prefix_attention: attend once to blocks that rows of a step share, and merge.
-      preempt: what becomes of the keys and values of a row that makes room: "swap" moves them to the host, "recompute"
-        drops them, "auto" takes what measured copies and steps say is cheaper. Without host memory it is "recompute".
-      host_cache_bytes: preallocated host memory for swapped rows and cached prefixes.
-      disk_cache_dir: folder of the disk tier; None has none.
-      disk_cache_bytes: most bytes of this model's files in it; those of other models stay uncounted.
-      cache_write: when cached prefixes go to the next slower tier: "back" when they are evicted, "through" when they
-        are computed, "drop" never.
-      embedding_device: where the token embedding rests and is looked up.
-      attention_implementation: of paged attention, a name of `ops.implementations`; "auto" takes the first that serves
-        the model on this device. `ksana doctor` lists them.
-      seed: of the requests that bring none.
+      prefix_eviction: which cached blocks are evicted first: a name in `kv.replacement.POLICIES`, "package.module:name"
+        of your own, or the function itself.
+      shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
+      preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"
+        drops them, "auto" chooses what is cheaper by measured copies and steps. Without host memory it is "recompute".
+      host_cache_bytes: host memory, allocated at the start, for swapped sequences and cached prefixes.
+      disk_cache_dir: folder of the disk tier; None is no disk tier.
+      disk_cache_bytes: maximum bytes of this model's files in that folder; files of other models are not counted.
+      cache_write: when cached prefixes are written to the next slower tier: "back" when they are evicted, "through"
+        when they are computed, "drop" never.
+      embedding_device: where the token embedding is stored and looked up.
+      attention_implementation: name of an implementation of paged attention; "auto" takes the first that serves the
+        model on this device. `ksana doctor` lists them.
+      seed: seed of requests that have none of their own.
     """
 
     dtype: str = "f32"

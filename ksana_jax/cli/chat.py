@@ -65,7 +65,7 @@ def converse(llm, opening: list[dict[str, str]], params) -> None:
                 [prompt] = llm.chat_prompts(asked)
                 answer = print_stream(llm, prompt, params)
             except ValueError as error:  # refused by the template, or the conversation has become too long
-                print(f"ksana: error: {error}; /reset starts anew", file=sys.stderr)
+                print(f"ksana: error: {error}; /reset starts again", file=sys.stderr)
             except KeyboardInterrupt:
                 interrupts.forget()
                 print("\nksana: answer stopped, and the message dropped", file=sys.stderr)

@@ -56,15 +56,16 @@ class AttentionPattern:
       global  global_every is given and j % global_every == 0
 
     Args:
-      window: tokens, the query's own included; None sees the whole text.
-      num_sinks: first tokens of the text that stay visible.
+      window: tokens, including the query's own; None sees the whole text.
+      num_sinks: number of first tokens of the text that stay visible.
       stride: 1 is dense; 2 sees every second token of the window (dilated).
-      global_every: every such position stays visible.
-      sink_position: where a query stands when it looks at a sink. None, the default, becomes "cache" where there are
+      global_every: positions that are multiples of this stay visible.
+      sink_position: the position from which a query looks at a sink. None, the default, becomes "cache" where there are
         both a window and sinks, and "absolute" otherwise.
-        "absolute": at its own position i.
-        "cache": at min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
-        "ceiling": beyond the window, at a distance of min(i - j, sink_ceiling) (LM-Infinite, arXiv:2308.16137).
+        "absolute": its own position i.
+        "cache": min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
+        "ceiling": beyond the window, the position at a distance of min(i - j, sink_ceiling) (LM-Infinite,
+        arXiv:2308.16137).
       sink_ceiling: tokens; only with "ceiling", where it defaults to the window.
 
     Raises:

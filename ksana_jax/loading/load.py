@@ -34,7 +34,8 @@ IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def array_dtype(name: str) -> Any:
-    """
+    """The jax dtype of a name such as "bf16".
+
     Raises:
       ConfigError: not a dtype that weights can have.
     """
@@ -106,7 +107,8 @@ def _log(done: str, config: ModelConfig, params: Params, began: float) -> None:
 
 
 def check_embedding_on_host(config: ModelConfig) -> None:
-    """
+    """Checks that keeping the token embedding on the host would free device memory.
+
     Raises:
       ConfigError: the embedding is the output head too, which the device needs.
     """

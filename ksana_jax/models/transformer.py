@@ -23,8 +23,8 @@ from ksana_jax.models.layers import linear, rms_norm, swiglu
 # layer is a Python int, q and k are not yet rotated, and state is whatever travels from layer to layer.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-# Random weights are drawn so many at a time: drawing needs six times as much memory beside its result, and is faster
-# where that fits into the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
+# Random weights drawn at a time. Drawing needs six times as much memory besides its result, and is faster where that
+# fits into the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
 DRAWN_AT_ONCE = 2**16
 
 
@@ -56,7 +56,7 @@ class LayerParams:
 class Params:
     """Weights of a model. head is None where the embedding is tied.
 
-    embed is in NumPy where it rests on the host: then no program may use it.
+    embed is a NumPy array where it is kept on the host; no compiled program may use it then.
     """
 
     embed: jax.Array  # [V, D]

@@ -76,7 +76,8 @@ class Memory:
 
     @classmethod
     def of(cls, config: ModelConfig, asked: PlanRequest, budget: int, step: StepCost) -> Memory:
-        """
+        """The memory of a model under a request, on a device with `budget` bytes.
+
         Raises:
           ConfigError: model and request cannot go together.
         """

@@ -21,7 +21,8 @@ def one_line(error: object, limit: int = 300) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """
+    """Reads a tokenizer's file whole.
+
     Raises:
       TokenizerError: the file cannot be read, is empty or has more than MAX_FILE_BYTES.
     """
@@ -39,7 +40,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """
+    """Reads a tokenizer's file as UTF-8.
+
     Raises:
       TokenizerError: as `read_bytes`, or the file is not UTF-8.
     """

@@ -74,7 +74,8 @@ class Fields:
             self.problem(name, value, supported)
 
     def check(self) -> None:
-        """
+        """Refuses the config if any problem was noted.
+
         Raises:
           ConfigError: one line with every problem noted so far.
         """
