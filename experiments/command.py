@@ -64,7 +64,8 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
 
 def _show(made: Report) -> None:
     """Prints table, reading and notes."""
-    table = tables.terminal(made.title, made.rows, made.columns)
+    Console(highlight=False).print(f"[italic]{escape(made.title)}[/italic]")
+    table = tables.terminal(made.rows, made.columns)
     # Squeezed numbers cannot be read: a narrow terminal wraps the table's lines instead.
     console = Console(highlight=False)
     console.width = max(console.width, _WIDEST)

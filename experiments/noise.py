@@ -68,7 +68,8 @@ def notes(rows: Sequence[ResultRow], columns: Iterable[Column]) -> list[str]:
     pairs = ((a, b, key) for key in several for a in measured[key] for b in measured[key] if a is not b)
     if any(paired_differences(*pair) for pair in pairs):
         said += "; where rows saw the same texts, those of their differences on each"
-    return [said + ".", *(f"Not resolved, of one run each: {c.title}." for c in compared if c.key in single)]
+    titles = [c.title for c in compared if c.key in single]
+    return [said + ".", *[f"Not resolved, of one run each: {'; '.join(titles)}."] * bool(titles)]
 
 
 def doubt(a: ResultRow, b: ResultRow, key: str) -> str:

@@ -117,14 +117,14 @@ def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str
     return text.getvalue()
 
 
-def terminal(title: str, rows: Sequence[ResultRow], columns: Sequence[Column]):
+def terminal(rows: Sequence[ResultRow], columns: Sequence[Column]):
     """The table for a rich console; heads take two lines where they can."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     heads, cells, bold = grid(rows, columns)
-    table = Table(title=escape(title) or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
         table.add_column(
             escape(head.replace(" ", "\n", 1)), justify="left" if i < len(heads) - len(columns) else "right"

@@ -19,7 +19,7 @@ import numpy as np
 from experiments.figures import COLOURS
 from experiments.models import model_dir
 from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
-from experiments.tasks.paired import forced, pairs, speeds, timed
+from experiments.tasks.paired import doubt, forced, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ class HostEmbedding(BaseTask):
         for row in rows:
             more, gained = row.mean("more_measured"), row.mean("more_throughput")
             if more is not None and gained is not None:
-                said.append(f"{row.name}: {100 * more:+.0f} % blocks, {100 * gained:+.1f} % throughput")
+                unsure = f" ({said_of})" if (said_of := doubt(row)) else ""
+                said.append(f"{row.name}: {100 * more:+.0f} % blocks, {100 * gained:+.1f} % throughput{unsure}")
         return "; ".join(said) + "." if said else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from experiments import text_files, texts
 from experiments.figures import integer_ticks, line_style
 from experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext, number
-from experiments.tasks.paired import forced, of_side, pairs, speeds, timed
+from experiments.tasks.paired import doubt, forced, of_side, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 from ksana_jax.request import MAX_BEAM_WIDTH, MAX_N
 
@@ -150,6 +150,11 @@ class MemorySharing(BaseTask):
                 said.append(
                     f"{label or 'this configuration'}: {_span([100 * s for s in saved], 0)} % of the blocks saved and "
                     f"{_span(gains, 2)} times the requests/s"
+                    + (
+                        f" ({unsure} of {len(wide)} not resolved)"
+                        if (unsure := sum(bool(doubt(r)) for r in wide))
+                        else ""
+                    )
                 )
         return "Sharing, in the same pool: " + "; ".join(said) + "." if said else ""
 

@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.tasks.base import Measurement
+from experiments.noise import NUM_DEVIATIONS
+from experiments.tasks.base import Measurement, ResultRow
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
@@ -99,3 +100,20 @@ def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
             result[f"{name}_{side}"] = statistics.median(m[name] for m in runs)
     result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in (*without, *with_))
     return result
+
+
+def doubt(row: ResultRow) -> str:
+    """What a sentence has to add to a row's gain: nothing if its pairs tell it from 1 beyond the noise.
+
+    The two runs of a pair are of the same work, one after the other: the deviation is that of their ratios.
+    """
+    ratios = [
+        a["seconds"] / b["seconds"]
+        for trial in row.trials
+        for a, b in zip(of_side(trial, "without"), of_side(trial, "with"), strict=True)
+    ]
+    if len(ratios) < 2:
+        return "not resolved: one run each"
+    if abs(statistics.fmean(ratios) - 1) > NUM_DEVIATIONS * statistics.stdev(ratios):
+        return ""
+    return f"not resolved: within {NUM_DEVIATIONS} standard deviations of 1"

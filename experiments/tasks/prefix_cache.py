@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.figures import COLOURS
 from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
-from experiments.tasks.paired import forced, of_side, pairs, speeds, timed
+from experiments.tasks.paired import doubt, forced, of_side, pairs, speeds, timed
 from ksana_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -119,7 +119,11 @@ class PrefixCache(BaseTask):
         return said
 
     def reading(self, rows: Sequence[ResultRow]) -> str:
-        gains = [f"{gain:.2f} ({row.name})" for row in rows if (gain := row.mean("gain")) is not None]
+        gains = [
+            f"{gain:.2f} ({'; '.join(filter(None, [row.name, doubt(row)]))})"
+            for row in rows
+            if (gain := row.mean("gain")) is not None
+        ]
         return f"With the cache, throughput is so many times that without: {', '.join(gains)}." if gains else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:

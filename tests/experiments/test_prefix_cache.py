@@ -65,8 +65,9 @@ def test_both_engines_serve_all_trials_of_the_experiment(measured):
 
 def test_the_sentence_gives_the_gain_of_every_row(measured):
     folder, made, _ = measured
-    gains = [f"{row.mean('gain'):.2f} (shared_percent {share})" for row, share in zip(made.rows, (0, 80), strict=True)]
-    assert made.reading.endswith(f"that without: {', '.join(gains)}.")
+    for row, share in zip(made.rows, (0, 80), strict=True):
+        # What follows is whether so few pairs on a busy machine resolve it.
+        assert f"{row.mean('gain'):.2f} (shared_percent {share}" in made.reading
     assert (folder / "figure.png").stat().st_size > 0
 
 
