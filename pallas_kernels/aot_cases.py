@@ -55,8 +55,9 @@ PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32, "h": 256},
     {"q": 32, "sinks": 1},
     {"q": 32, "h": 256, "b": 16, "sinks": 4},
-    *({"q": 32, "h": h, "registers": True} for h in (64, 96, 128, 256)),
-    {"q": 32, "sinks": 4, "registers": True},
+    {"q": 32, "sinks": 4},
+    *({"q": 32, "h": h, "registers": False} for h in (64, 96, 128, 256)),
+    {"q": 32, "sinks": 4, "registers": False},
 )
 MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
 WRITES: tuple[dict[str, Any], ...] = (

@@ -62,9 +62,6 @@ class Kernels(NamedTuple):
         if self.prefill is None or call.shared or call.tile * num_heads < PREFILL_ROWS * cache.blocks.shape[3]:
             return self.ragged
         *_, num_kv_heads, block_size, head_dim = cache.blocks.shape
-        # With a head dim of 256 what is compiled is not quite what was interpreted: not before a GPU has checked it.
-        if head_dim > 128:
-            return self.ragged
         needs = num_heads, num_kv_heads, head_dim, block_size, cache.blocks.dtype, where.num_rotated_sinks
         return self.ragged if _lacks(self.prefill, call.tile, *needs) else self.prefill
 

@@ -176,7 +176,7 @@ def test_decode_sweeps_pairs_of_stages_and_workers_and_leaves_prefill_out(monkey
     asked = []
     kernels = {
         "hopper": lambda *args, **keywords: asked.append((keywords["stages"], keywords["num_workers"])),
-        "hopper_prefill": None, "hopper_prefill, weights in registers": None, "triton_decode": None,
+        "hopper_prefill": None, "hopper_prefill, weights in shared memory": None, "triton_decode": None,
     }  # fmt: skip
     for module in (candidates, decode):
         monkeypatch.setattr(module, "implementations", lambda: kernels)

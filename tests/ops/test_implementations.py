@@ -137,14 +137,15 @@ def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name):
 
 
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
-    def served(tile: int, pattern: str = "full", kernels: Kernels = HOPPER) -> list[str]:
-        _, cache, batch, shape = make_step(0, shared=True, tile=tile)
-        where = Where(1, batch, shape, PATTERNS[pattern].arrays(), make_rope(RopeConfig(), H), 0)
+    def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER) -> list[str]:
+        _, _, batch, shape = make_step(0, shared=True, tile=tile)
+        cache = KVCache(jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16))
+        where = Where(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
         names = {kernels.decode: "decode", kernels.ragged: "ragged", kernels.prefill: "prefill", FEW: "few"}
         return [names[kernels.serving(call, where, cache, N)] for call in calls(batch, shape)]
 
     # Singles, tiles, what singles share: 64 queries of a group of 2 are 128 rows.
-    assert served(64) == ["few", "prefill", "few"]
+    assert served(64) == served(64, head_dim=256) == ["few", "prefill", "few"]
     assert served(32) == ["few", "few", "few"]
     assert served(64, kernels=TRITON) == ["decode", "ragged", "ragged"]
 
