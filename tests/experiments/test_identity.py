@@ -139,6 +139,8 @@ def test_where_sinks_stand_makes_no_difference_without_sinks(model):
 
     assert ids(sink_position="cache") == ids(sink_position="absolute") == ids()
     assert ids(num_sinks=1, sink_position="cache") != ids(num_sinks=1, sink_position="absolute")
+    # Records of before the default changed say "absolute" themselves, and stay apart from it.
+    assert ids(num_sinks=1) == ids(num_sinks=1, sink_position="cache")
 
 
 def test_full_attention_is_not_the_model_s_own_pattern(model):
