@@ -1,34 +1,27 @@
 """Chat templates: messages to the text that a model was trained on, through a Jinja sandbox.
 
-A template is code that comes with a model. The sandbox keeps it from Python's internals and from changing what it is
-given, and the limits here stop what would run or grow without end by mistake or by plain malice. They are no quota of
-memory or time: a template that is built to waste both still can.
+A template is code that comes with a model. `template_sandbox` keeps it from Python's internals and counts its work, so
+that none takes more than about a second or 100 MB, whether by mistake or by plain malice.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
 from jinja2.exceptions import SecurityError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ksana_jax.tokenizers import template_budget
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
+from ksana_jax.tokenizers.template_sandbox import counted_range, environment, strftime
 
-MAX_TEMPLATE_CHARS = 2**20
+# Several times the longest that is published; a longer one would take seconds to compile.
+MAX_TEMPLATE_CHARS = 2**17
 MAX_OUTPUT_CHARS = 2**20
-MAX_RANGE_STEPS = 100_000
-# Numbers that methods and filters may be given: str.ljust, indent and the like allocate such a width at once.
-MAX_ARGUMENT = 2**20
-_KEPT_GLOBALS = ("namespace", "cycler", "joiner")
 
 
 class ChatTemplateError(ValueError):
@@ -61,7 +54,6 @@ def render_chat(
     _check_messages(messages)
     if tokenizer.chat_template is None:
         raise ValueError(f"{tokenizer.source} comes without a chat template")
-    budget = _Budget()
     given = {
         "messages": [dict(message) for message in messages],
         "tools": None,
@@ -69,10 +61,11 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
         "bos_token": tokenizer.bos_token,
         "eos_token": tokenizer.eos_token,
-        "strftime_now": lambda form: (now or datetime.datetime.now()).strftime(_checked_format(form)),
-        "range": budget.range,
+        "strftime_now": lambda form: strftime(now or datetime.datetime.now(), form),
+        "range": counted_range,
         **variables,
     }
+    budget = template_budget.start()
     try:
         parts, length = [], 0
         for part in _compile(tokenizer.chat_template).generate(given):
@@ -87,6 +80,8 @@ def render_chat(
         raise ChatTemplateError("chat template refused: it calls itself without end") from None
     except Exception as error:  # a template can make Python raise anything: division by zero, a missing key
         raise ChatTemplateError(f"chat template refused: {one_line(error) or type(error).__name__}") from None
+    finally:
+        template_budget.end(budget)
 
 
 def _check_messages(messages: Any) -> None:
@@ -103,114 +98,8 @@ def _check_messages(messages: Any) -> None:
                 raise ValueError(f"messages[{index}] {key!r:.60} is {type(value).__name__}, must be a string")
 
 
-class _Budget:
-    """Steps of all ranges of one rendering together, so that nested loops count as what they are."""
-
-    def __init__(self):
-        self._left = MAX_RANGE_STEPS
-
-    def range(self, *args: int) -> range:
-        steps = range(*args)
-        self._left -= len(steps)
-        if self._left < 0:
-            raise SecurityError(f"its ranges have more than {MAX_RANGE_STEPS:,} steps")
-        return steps
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks what an assistant said, for training; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with limits on single operations that would allocate without measure."""
-
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sized = [value for value in (left, right) if isinstance(value, (str, bytes, list, tuple))]
-        if operator == "+" and sum(map(len, sized)) > MAX_OUTPUT_CHARS:
-            raise SecurityError(f"it joins more than {MAX_OUTPUT_CHARS:,} characters")
-        if operator == "*" and sized and any(isinstance(n, int) and n * len(s) > MAX_OUTPUT_CHARS
-                                             for s in sized for n in (left, right)):  # fmt: skip
-            raise SecurityError(f"it repeats to more than {MAX_OUTPUT_CHARS:,} characters")
-        if operator == "%" and isinstance(left, str):
-            _checked_format(left, percent=True)
-        if operator == "**" and not (isinstance(left, (int, float)) and abs(right) <= 64 and abs(left) <= MAX_ARGUMENT):
-            raise SecurityError("its powers are too large")
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(obj, "__self__", None)  # None for what only keeps its arguments: namespace, dict, macros
-        if owner is not None:
-            _check_numbers(getattr(obj, "__name__", "a method"), (*args, *kwargs.values()))
-        return super().call(context, obj, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's stand-in for str.format, which looks at the widths before it formats."""
-        stand_in = super().wrap_str_format(value)
-        if stand_in is None:
-            return None
-
-        def checked(*args: Any, **kwargs: Any) -> str:
-            _checked_format(value.__self__)
-            _check_numbers("format", (*args, *kwargs.values()))
-            return stand_in(*args, **kwargs)
-
-        return checked
-
-
-def _check_numbers(name: str, values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
-            raise SecurityError(f"it calls {name} with {one_line(value, 30)}")
-
-
-def _checked_format(form: str, percent: bool = False) -> str:
-    if re.search(r"\d{5}", form) or (percent and "*" in form):
-        raise SecurityError(f"it formats with {form!r:.40}, a width of 10,000 or more")
-    return form
-
-
-def _with_checks(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # also takes over what Jinja notes on a filter's function
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _check_numbers(name, (*args[1:], *kwargs.values()))
-        if name == "format":
-            _checked_format(str(args[0]), percent=True)
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.cache
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation], autoescape=False
-    )
-    environment.globals = {name: environment.globals[name] for name in _KEPT_GLOBALS}
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    filters = {**environment.filters, "tojson": _tojson}
-    environment.filters = {name: _with_checks(name, function) for name, function in filters.items()}
-    return environment
-
-
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_TEMPLATE_CHARS:
         raise SecurityError(f"it has {len(source):,} characters; supported: at most {MAX_TEMPLATE_CHARS:,}")
-    return _environment().from_string(source)
+    return environment().from_string(source)

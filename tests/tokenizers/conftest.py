@@ -8,6 +8,8 @@ import pytest
 import sentencepiece
 import tokenizers
 
+from ksana_jax.tokenizers import load_tokenizer, render_chat
+
 TEXT = """A cache keeps the keys and the values of all tokens that came before, so that a step computes one token only.
 The first tokens of a text draw attention whatever they say; a window that forgets them forgets how to write.
 for index in range(10):
@@ -17,6 +19,7 @@ Größe und Maß, déjà vu, naïve façade: einige Wörter mit Umlauten, quelqu
 Слово за слово, блок за блоком. 日本語の文章も少しだけあります。
 """.splitlines()
 
+HELLO = [{"role": "user", "content": "hello"}]
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -100,3 +103,19 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     config = {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": CHAT}
     (found["byte-level"] / "tokenizer_config.json").write_text(json.dumps(config))
     return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directories):
+    return load_tokenizer(directories["byte-level"])
+
+
+@pytest.fixture
+def render(tokenizer, monkeypatch):
+    """Renders a template's source."""
+
+    def render(template, messages=HELLO, **options):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return render_chat(tokenizer, messages, **options)
+
+    return render

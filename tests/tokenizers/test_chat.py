@@ -7,23 +7,9 @@ import shutil
 import pytest
 
 from ksana_jax.tokenizers import ChatTemplateError, load_tokenizer, render_chat
-from ksana_jax.tokenizers.chat import MAX_OUTPUT_CHARS
+from ksana_jax.tokenizers.chat import MAX_OUTPUT_CHARS, MAX_TEMPLATE_CHARS
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directories):
-    return load_tokenizer(directories["byte-level"])
-
-
-@pytest.fixture
-def render(tokenizer, monkeypatch):
-    def render(template, messages=HELLO, **options):
-        monkeypatch.setattr(tokenizer, "chat_template", template)
-        return render_chat(tokenizer, messages, **options)
-
-    return render
 
 
 def test_messages_are_laid_out_and_their_marks_become_ids(tokenizer):
@@ -146,8 +132,10 @@ def test_output_is_limited(render):
     long = [{"role": "user", "content": "x" * (MAX_OUTPUT_CHARS + 1)}]
     with pytest.raises(ChatTemplateError, match="output is longer than 1,048,576 characters"):
         render("{{ messages[0].content }}", long)
-    with pytest.raises(ChatTemplateError, match="1,048,577 characters; supported: at most 1,048,576"):
-        render("x" * (MAX_OUTPUT_CHARS + 1))
+    with pytest.raises(ChatTemplateError, match="it has 131,073 characters; supported: at most 131,072"):
+        render("x" * (MAX_TEMPLATE_CHARS + 1))
+    with pytest.raises(ChatTemplateError, match="it has 26,002 statements and expressions; supported: at most 20,000"):
+        render("{{a}}" * 26_000)
 
 
 def test_messages_are_not_changed_by_a_template(render):
