@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,19 @@ def test_verbose_says_what_is_loaded_and_compiled_wherever_it_stands(place):
     assert (quiet.returncode, quiet.stderr) == (0, "")
     assert loud.returncode == 0 and loud.stdout.count("\n") == 1
     assert all(said in loud.stderr for said in ("loaded ", "KV pool: ", "compiled StepShape("))
+
+
+def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypatch, tmp_path):
+    hiding = types.ModuleType("experiments")
+    hiding.__path__ = [str(tmp_path)]
+
+    def run(*_, **__):
+        monkeypatch.setitem(sys.modules, "experiments", hiding)
+        raise ModuleNotFoundError("No module named 'experiments.command'", name="experiments.command")
+
+    monkeypatch.setattr("experiments.command.run_and_report", run)
+    error = fails(capsys, "run", "quickstart")
+    assert f"'experiments.command'; {tmp_path} hides the package 'experiments' of ksana_jax" in error
 
 
 def test_an_unknown_option_is_explained_by_the_command_itself(capsys):
