@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each step needs twice as many candidates as beams
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
+MIN_REPETITION_PENALTY = 1e-6
 MAX_BAD_WORDS = 256
 
 
@@ -116,8 +117,10 @@ class SamplingParams:
             raise ValueError("top_p is 0, must be above 0 and at most 1")
         _number("min_p", self.min_p, 0, 1)
         _number("repetition_penalty", self.repetition_penalty, 0, 100)
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty is 0, must be above 0 and at most 100")
+        if self.repetition_penalty < MIN_REPETITION_PENALTY:  # scores divided by less may be infinite in float32
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}, must be at least {MIN_REPETITION_PENALTY}"
+            )
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
@@ -298,3 +301,14 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+    def check(self) -> RequestOutput:
+        """Returns the output itself.
+
+        Raises:
+          FloatingPointError: a completion has ended with an error: its scores were not finite.
+        """
+        for output in self.outputs:
+            if output.error is not None:
+                raise FloatingPointError(f"{self.request_id}: {output.error}")
+        return self

@@ -172,6 +172,8 @@ class StepInput:
 class StepOutput:
     """What an executor returns: tokens [S] sampled after each tile's last token, and the scores asked for.
 
+    A token is -1 where the scores are not finite, so that none can be chosen.
+
     move_s: seconds that the step's moves took, where they were waited for; 0 where that is not known.
     """
 

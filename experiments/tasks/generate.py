@@ -80,7 +80,7 @@ class Generate(BaseTask):
             if not compiled:
                 break
         for output in outputs:
-            yield _request(output)
+            yield _request(output.check())
         yield {"metric": "speed", "seconds": seconds, "compiled_while_timed": compiled,
                "num_output_tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}  # fmt: skip
         yield {"metric": "kv", **_blocks_over_time(llm, outputs)}

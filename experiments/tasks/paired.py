@@ -36,7 +36,7 @@ def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[Sampl
     """
     llm.clear_records()
     compiled, began = llm.num_compilations, time.perf_counter()
-    outputs = llm.generate(list(prompts), list(params))
+    outputs = [output.check() for output in llm.generate(list(prompts), list(params))]
     seconds = time.perf_counter() - began
     records = list(llm.records)
     peak = max(records, key=lambda r: r.unshared_blocks)

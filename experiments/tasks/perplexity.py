@@ -175,9 +175,13 @@ def _stream(llm: LLM, ids: list[int]) -> np.ndarray:
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     (output,) = llm.generate({"prompt_token_ids": ids}, params)
-    entries = output.prompt_logprobs
+    entries = output.check().prompt_logprobs
     assert entries is not None and len(entries) == len(ids)
-    return np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])  # pyright: ignore[reportOptionalSubscript]
+    found = np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])  # pyright: ignore[reportOptionalSubscript]
+    if not np.isfinite(found).all():
+        first = int(np.argmin(np.isfinite(found)))
+        raise FloatingPointError(f"the log-probability of token {first + 1} of the text is {found[first]}")
+    return found
 
 
 def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> np.ndarray:

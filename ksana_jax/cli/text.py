@@ -64,5 +64,6 @@ def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:
         shown, text = len(text), output.outputs[0].text
         sys.stdout.write(text[shown:])
         sys.stdout.flush()
+        output.check()
     sys.stdout.write("\n")
     return text

@@ -12,6 +12,8 @@ from ksana_jax.sequence import Sequence
 from ksana_jax.step import TokenScores
 from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
 
+NO_TOKEN = "the scores of the next token are not finite: NaN or infinity in weights, KV cache or adjusted scores"
+
 
 @dataclasses.dataclass(eq=False)
 class Completion:
@@ -91,6 +93,8 @@ class Completion:
             return
         self._closed = True
         seq = self.seq
+        if seq.finish_reason is FinishReason.ERROR:
+            self.error = NO_TOKEN
         if not self.watched:
             self.token_ids = seq.token_ids[seq.num_prompt :].tolist()
             if self._detokenizer:

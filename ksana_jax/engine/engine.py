@@ -194,8 +194,7 @@ class Engine:
         for request in requests:
             if self.requests.get(request.request_id) is request:
                 self._changes.begin()
-                for seq in (*request.sequences, *(c.seq for c in request.completions)):
-                    self.scheduler.finish(seq, FinishReason.ABORT)
+                self._end(request, FinishReason.ABORT)
                 self._close(request)
                 request.notify()
 
@@ -288,13 +287,7 @@ class Engine:
             if request.finished:
                 self._close(request, now)
             request.notify()
-        self.records.append(
-            StepRecord(
-                now, batch.num_tokens, len(batch.singles), len(self.scheduler.order), len(self.scheduler.waiting),
-                self.scheduler.blocks.num_used, peak_blocks, self.scheduler.num_preemptions, unshared_blocks,
-                self.scheduler.blocks.num_idle,
-            )
-        )  # fmt: skip
+        self.records.append(report.record(self.scheduler, batch, now, peak_blocks, unshared_blocks))
         for observe in self.observers:
             observe(self)
         if not self.scheduler.has_work:
@@ -374,12 +367,21 @@ class Engine:
         for seq, row in [(self.scheduler.rows.seqs[row], row) for row in progress.guided.tolist()]:
             assert seq is not None
             request, tile = seq.owner, tile_of[row]
+            if output.tokens[tile] < 0:
+                self._end(request, FinishReason.ERROR)
+                reported.setdefault(request)
+            if request.finished:
+                continue
             top = slice(request.beams.num_candidates)
             if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
                 continue
             if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.salt)):
                 report.finish_beams(request)
                 reported.setdefault(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        for seq in (*request.sequences, *(c.seq for c in request.completions)):
+            self.scheduler.finish(seq, reason)
 
     def _stop_by_text(self, seq: Sequence, stop: str) -> None:
         if seq.finish_reason is FinishReason.LENGTH:  # by the same token

@@ -25,7 +25,7 @@ def score(llm: LLM, token_ids: Sequence[int], window: int, positions: Sequence[i
     ids = np.asarray(token_ids)
     prompts = [{"prompt_token_ids": ids[max(t - window, 0) : t + 1]} for t in positions]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate(prompts, params)
+    outputs = [output.check() for output in llm.generate(prompts, params)]
     last = [(o.prompt_logprobs or [{}])[-1] or {} for o in outputs]
     return np.array([entry[int(ids[t])].logprob for entry, t in zip(last, positions, strict=True)])
 
@@ -36,5 +36,5 @@ def generate(llm: LLM, token_ids: Sequence[int], window: int, num_tokens: int) -
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
     for _ in range(num_tokens):
         [output] = llm.generate({"prompt_token_ids": ids[-window:]}, params)
-        ids.append(output.outputs[0].token_ids[0])
+        ids.append(output.check().outputs[0].token_ids[0])
     return ids[len(token_ids) :]

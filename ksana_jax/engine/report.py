@@ -1,10 +1,12 @@
-"""What a step says about requests besides their tokens: times, scores of prompts, the best beams. Changes no books."""
+"""What a step says besides its tokens: times, scores of prompts, the best beams, its own record. Changes no books."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ksana_jax.engine.completion import Completion, Request, top_logprobs
+from ksana_jax.metrics import StepRecord
+from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Rows
 from ksana_jax.step import ScheduledBatch, StepOutput
 
@@ -55,6 +57,17 @@ def add_prompt_scores(
             token_id = int(rows.token_ids[row, first + offset])
             seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
         seq.num_scored = max(seq.num_scored, end + 1)
+
+
+def record(
+    scheduler: Scheduler, batch: ScheduledBatch, now: float, peak_blocks: int, unshared_blocks: int
+) -> StepRecord:
+    """The record of a step that has been booked."""
+    blocks = scheduler.blocks
+    return StepRecord(
+        now, batch.num_tokens, len(batch.singles), len(scheduler.order), len(scheduler.waiting), blocks.num_used,
+        peak_blocks, scheduler.num_preemptions, unshared_blocks, blocks.num_idle,
+    )  # fmt: skip
 
 
 def finish_beams(request: Request) -> None:

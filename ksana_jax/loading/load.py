@@ -188,11 +188,24 @@ def _same(a: StoredTensor, b: StoredTensor) -> bool:
 def read_tensor(stored: StoredTensor, dtype, to_device: bool = True) -> jax.Array | np.ndarray:
     """One tensor as an array on the default device, or in NumPy; done when it returns."""
     host = aligned_empty(stored.shape, dtype)
+    flat = host.reshape(host.shape or (1,))
     for rows, piece in chunks(stored):
-        host.reshape(host.shape or (1,))[rows] = piece
+        with np.errstate(over="ignore"):  # is found below
+            flat[rows] = piece
+        if not all_finite(flat[rows]):
+            kind = host.dtype if all_finite(piece) else piece.dtype
+            raise LoadError(f"{stored.path}: {stored.name} has values that are NaN or infinite in {kind.name}")
     if not to_device:
         return host
     return jax.block_until_ready(jax.device_put(host))
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no float is NaN or infinite, by the bits of the exponent: NumPy has no fast isfinite of bfloat16."""
+    kind = {2: np.uint16, 4: np.uint32}[values.dtype.itemsize]
+    exponent = kind(np.array(np.inf, values.dtype).view(kind))
+    bits, step = values.reshape(-1).view(kind), 2**18  # pieces that stay in the cache
+    return all(int((bits[i : i + step] & exponent).max()) < int(exponent) for i in range(0, len(bits), step))
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:

@@ -47,8 +47,16 @@ def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> 
         text grows, so they have that of the longest text from the start (none beyond original_max_len: the default).
 
     Raises:
-      ValueError: an unknown kind.
+      ValueError: an unknown kind, or numbers that give no finite frequencies in float32.
     """
+    with np.errstate(all="ignore"):
+        rope = _make_rope(config, head_dim, max_len)
+    if not (np.isfinite(rope.inv_freq).all() and np.isfinite(np.float32(rope.scale))):
+        raise ValueError(f"rope has frequencies or a scale that are not finite: {config}")
+    return rope
+
+
+def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:
     base = config.theta
     if config.kind == "dynamic":
         longest, original = max_len or 0, config.original_max_len or 0

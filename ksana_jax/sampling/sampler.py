@@ -12,19 +12,21 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     """One token [S] for each row of float32 scores [S, V]; None takes the most probable everywhere.
 
     A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows. Of equal scores
-    the lowest id wins.
+    the lowest id wins. A row whose best score is not finite (one score is NaN, or all are -inf) gets -1.
     """
+    if settings is not None:
+        logits_SV = adjust(logits_SV, settings)
+    greedy, best = jnp.argmax(logits_SV, axis=-1), jnp.max(logits_SV, axis=-1, keepdims=True)
+    usable = jnp.isfinite(best[:, 0])
     if settings is None:
-        return jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
-    logits_SV = adjust(logits_SV, settings)
-    greedy = jnp.argmax(logits_SV, axis=-1)
+        return jnp.where(usable, greedy, -1).astype(jnp.int32)
     heat = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
     # From the best downwards: a small temperature must not take it to infinity.
-    below_best = logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True)
+    below_best = logits_SV - best
     kept = truncate(below_best / heat[:, None], settings.top_k, settings.top_p, settings.min_p)
     # Gumbel's trick: the largest of (score + noise) is distributed as the softmax of the scores.
     drawn = jnp.argmax(kept + _noise(settings, logits_SV.shape[-1]), axis=-1)
-    return jnp.where(settings.temperature > 0, drawn, greedy).astype(jnp.int32)
+    return jnp.where(usable, jnp.where(settings.temperature > 0, drawn, greedy), -1).astype(jnp.int32)
 
 
 def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:

@@ -32,7 +32,7 @@ from ksana_jax.step import ScheduledBatch
 
 @dataclasses.dataclass
 class Progress:
-    """What a step brought: rows that got a token, the tokens, and the sequences that ended by it (of `rows[ended]`).
+    """What a step brought: rows that got a token, the tokens, which of them ended by it, and all sequences that ended.
 
     guided: rows that have computed all their tokens and whose request chooses the next one.
     """
@@ -341,7 +341,7 @@ class Scheduler:
 
         Args:
           tokens: for each of `batch.rows`, the token sampled after its last computed one; ignored where the row has
-            more to compute.
+            more to compute. A negative one ends its sequence with FinishReason.ERROR.
         """
         r, rows = self.rows, batch.rows
         r.num_computed[rows] += batch.num_per_row
@@ -355,6 +355,10 @@ class Scheduler:
         sampled = rows
         if not complete.all():
             sampled, tokens = rows[complete], tokens[complete]
+        finished: list[Sequence] = []
+        if tokens.min(initial=0) < 0:
+            finished += self._fail(sampled[tokens < 0])
+            sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
         length = r.append(sampled, tokens)
         stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
         ended = stopped | (length >= r.max_len[sampled])
@@ -362,7 +366,6 @@ class Scheduler:
             self.held.index_full(rows)
         if self.queue.leaders:
             self._fork_prompts(sampled)
-        finished: list[Sequence] = []
         if ended.any():
             for row, token, by_id in zip(sampled[ended], tokens[ended], stopped[ended], strict=True):
                 seq = r.seqs[row]
@@ -374,6 +377,12 @@ class Scheduler:
             rows = rows[r.alive[rows]]
         self.held.return_invisible(rows)
         return Progress(sampled, tokens, ended, finished, guided)
+
+    def _fail(self, rows: np.ndarray) -> list[Sequence]:
+        seqs = [seq for row in rows if (seq := self.rows.seqs[row]) is not None]
+        for seq in seqs:
+            self.finish(seq, FinishReason.ERROR)
+        return seqs
 
     def _fork_prompts(self, rows: np.ndarray) -> None:
         """Shares the blocks of prompts that are computed with the sequences that wait for them."""

@@ -8,6 +8,7 @@ import pytest
 from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
 from ksana_jax.kv.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
+from ksana_jax.models.rope import make_rope
 
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip
@@ -146,6 +147,13 @@ REFUSED = [
     (LLAMA, {"rope_theta": math.nan}, ["rope_theta is nan", "positive finite"]),
     (LLAMA, {"rope_theta": math.inf}, ["rope_theta is inf"]),
     (LLAMA, {"rope_theta": -1}, ["rope_theta is -1"]),
+    (LLAMA, {"rope_theta": 5e-324}, ["rope_theta is 5e-324", "from 1 to 1e+15"]),
+    (LLAMA, {"rope_theta": 1e300}, ["rope_theta is 1e+300"]),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1e-300}}, ["rope_scaling.factor is 1e-300", "from 0.001"]),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
+     ["rope_scaling.attention_factor is 1e+300"]),
+    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1e-300,
+                                 "high_freq_factor": 4}}, ["rope_parameters.low_freq_factor is 1e-300"]),
     (LLAMA, {"rope_theta": None}, ["rope_theta is None"]),
     (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}},
      ["rope_scaling type is 'longrope'", "default, linear, dynamic, llama3, yarn"]),
@@ -251,3 +259,8 @@ def test_model_that_its_family_cannot_express_is_not_written(change, lost):
     with pytest.raises(ConfigError) as refusal:
         config_to_hf(dataclasses.replace(ModelConfig(num_layers=2), **change))
     assert lost in str(refusal.value)
+
+
+def test_rope_of_numbers_without_finite_frequencies_is_refused():
+    with pytest.raises(ValueError, match="rope has frequencies or a scale that are not finite"):
+        make_rope(RopeConfig("linear", factor=1e-300), 8)

@@ -53,11 +53,14 @@ class Fields:
             self.problem(name, value, f"must be an integer from 1 to {most:,}")
         return 1
 
-    def number(self, name: str, value: Any) -> float:
-        """A positive finite number, given by the caller under the name to report."""
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+    def number(self, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
+        """A positive finite number from low to high, given by the caller under the name to report."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            self.problem(name, value, "must be a positive finite number")
+        elif not low <= value <= high:
+            self.problem(name, value, f"must be from {low:g} to {high:g}")
+        else:
             return float(value)
-        self.problem(name, value, "must be a positive finite number")
         return 1.0
 
     def flag(self, name: str) -> bool:

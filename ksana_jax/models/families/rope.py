@@ -12,6 +12,12 @@ from ksana_jax.config import RopeConfig
 from ksana_jax.models.families.fields import Fields, is_integer
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+# Far beyond what any model uses, and within what float32 can multiply with positions and vectors.
+RANGES = {
+    "rope_theta": (1, 1e15), "factor": (1e-3, 1e6), "low_freq_factor": (1e-3, 1e6), "high_freq_factor": (1e-3, 1e6),
+    "beta_fast": (1e-3, 1e6), "beta_slow": (1e-3, 1e6), "attention_factor": (1e-3, 1e3), "mscale": (1e-3, 1e3),
+    "mscale_all_dim": (1e-3, 1e3),
+}  # fmt: skip
 KNOWN = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
@@ -41,7 +47,7 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
 
 def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position: int) -> RopeConfig:
     def number(name: str) -> float:
-        return fields.number(f"{where}.{name}", form.get(name))
+        return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
 
     def optional(name: str) -> float | None:
         return number(name) if form.get(name) else None  # transformers takes 0 for "not given" here
@@ -52,10 +58,12 @@ def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position
         return RopeConfig()
     theta = form.get("rope_theta")
     if theta is not None:
-        theta = fields.number(f"{where}.rope_theta", theta)
+        theta = fields.number(f"{where}.rope_theta", theta, *RANGES["rope_theta"])
     else:
         given = fields.get("rope_theta")
-        theta = 10_000.0 if given is None and "rope_theta" not in fields.values else fields.number("rope_theta", given)
+        theta = 10_000.0
+        if given is not None or "rope_theta" in fields.values:
+            theta = fields.number("rope_theta", given, *RANGES["rope_theta"])
     if form.get("partial_rotary_factor") not in (None, 1):
         fields.problem(f"{where}.partial_rotary_factor", form["partial_rotary_factor"], "supported: 1.0")
 
