@@ -228,6 +228,5 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
       ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
     """
-    fields = [f.name for f in dataclasses.fields(EngineConfig)]
-    known = vllm_names.translated(settings, vllm_names.LLM, [*fields, "pattern", "load_format", "tokenizer"])
-    return EngineConfig(**known)
+    known = {f.name for f in dataclasses.fields(EngineConfig)} | {"pattern", "load_format", "tokenizer"}
+    return EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known))

@@ -37,7 +37,7 @@ def _number(name: str, value, low: float, high: float, integer: bool = False) ->
 def _taking_vllm_names(kind: type[T]) -> type[T]:
     """Lets a dataclass be made with keywords of vLLM's that it has no fields for; see `vllm_names`."""
     init = kind.__init__
-    fields = [f.name for f in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+    fields = {f.name for f in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
 
     @functools.wraps(init)
     def __init__(self, *args, **given):

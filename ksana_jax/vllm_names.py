@@ -7,7 +7,7 @@ docs/coming-from-vllm.md (`python -m ksana_jax.vllm_names` prints it).
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 from ksana_jax.errors import ConfigError
@@ -128,7 +128,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def translated(given: Mapping[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[str, Any]:
     """Returns keyword arguments by their names here.
 
     Args:
@@ -138,6 +138,8 @@ def translated(given: Mapping[str, Any], where: str, known: Collection[str]) -> 
     Raises:
       ConfigError: a name is unknown, with the nearest one or what is here instead; a value of vLLM's is not supported.
     """
+    if given.keys() <= known:
+        return dict(given)
     table = {entry.name: entry for entry in NAMES if entry.where == where}
     found: dict[str, Any] = {}
     for name, value in given.items():

@@ -88,6 +88,7 @@ def test_an_engine_takes_vllms_names_together():
     [
         (lambda: engine_config({"max_num_seq": 4}), "LLM has no setting 'max_num_seq'; the nearest is 'max_num_seqs'"),
         (lambda: engine_config({"gpu_memory_utilisation": 4}), "the nearest is 'gpu_memory_utilization'"),
+        (lambda: engine_config({"patern": "full"}), "LLM has no setting 'patern'; the nearest is 'pattern'"),
         (lambda: engine_config({"zzzz": 4}), "LLM has no setting 'zzzz'"),
         (
             lambda: engine_config({"swap_space": 1, "host_cache_bytes": 1}),
@@ -152,6 +153,11 @@ def test_an_llm_is_closed_at_the_end_of_with_and_says_what_it_is(tmp_path):
     settings = {"enable_prefix_caching": True, "host_cache_bytes": 2**16, "disk_cache_dir": str(tmp_path)}
     with make_llm(Letters(), pattern="streaming_llm", **settings) as llm:
         said = repr(llm)
+        llm.set_pattern(["full", {"preset": "streaming_llm", "window": 8}])
+        assert "attention full | window=8, num_sinks=4" in repr(llm)
+        with pytest.raises(ValueError, match="there is no attention pattern 'sliding'"):
+            llm.set_pattern("sliding")
+        llm.set_pattern("streaming_llm")
         llm.generate("x.y and more text than a block holds", SamplingParams(max_tokens=9))
         unread = llm.stream("x.y", SamplingParams(max_tokens=9))
         next(unread)

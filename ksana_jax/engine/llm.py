@@ -39,7 +39,7 @@ from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.shipped import model_path
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer
 
-_GENERATE_KEYWORDS = ("prompts", "sampling_params", "prompt_token_ids", "use_tqdm")
+_GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm"}
 logger = logging.getLogger("ksana_jax")
 
 
