@@ -17,6 +17,8 @@ from pallas_kernels.ptx.tma import TensorMap
 _ELEMENT_BITS = {8: 2, 0: 4, 1: 8, 2: 16, 3: 32, 4: 64, 5: 16, 6: 32, 7: 16, 9: 32, 10: 64}
 # Swizzles by CUtensorMapSwizzle, and by bytes, of which 16 is none.
 _SWIZZLES = {0: 0, 16: 0, 1: 32, 2: 64, 3: 128, 32: 32, 64: 64, 128: 128}
+# Functions that start a kernel: of jax 0.10, and since 0.12, where it is described first.
+_LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
 _COPIES = (
     "builtin.unrealized_conversion_cast", "llvm.ptrtoint", "llvm.inttoptr", "llvm.trunc", "llvm.sext", "llvm.zext",
     "llvm.bitcast", "llvm.addrspacecast",
@@ -73,22 +75,24 @@ def read_launch(passes: str) -> Launch:
     Raises:
       ValueError: none is there, or another version of Mosaic GPU wrote it in a way unknown here.
     """
-    call = passes.rfind("llvm.call @mosaic_gpu_launch_kernel(")
-    start = passes.rfind("llvm.func @", 0, call)
-    if call < 0 or start < 0:
+    calls = list(re.finditer(rf"llvm\.call @({'|'.join(_LAUNCHES)})\(", passes))
+    start = passes.rfind("llvm.func @", 0, calls[-1].start()) if calls else -1
+    if start < 0:
         raise ValueError("no launch in the log of Mosaic GPU's passes; another version of jax?")
-    host = _Host()
-    for line in passes[start : passes.index("\n", call)].splitlines()[1:]:
+    signature, *lines = passes[start : passes.index("\n", calls[-1].start())].splitlines()
+    host = _Host(re.findall(r"(%\w+): !llvm\.ptr", signature))
+    for line in lines:
         host.run(re.sub(r"\s*loc\(.*\)\s*$", "", line).strip())
     assert host.launch is not None
     return host.launch
 
 
 class _Host:
-    """Carries the function out, a line at a time. Its third argument points to pointers to the buffers."""
+    """Carries the function out, a line at a time. The last of its arguments points to pointers to the buffers."""
 
-    def __init__(self):
-        self.values: dict[str, Any] = {f"%arg{i}": Pointer(f"arg {i}") for i in range(3)}
+    def __init__(self, arguments: list[str]):
+        self.values: dict[str, Any] = {name: Pointer(f"argument {name}") for name in arguments}
+        self.values[arguments[-1]] = Pointer("buffers")
         self.memory: dict[Pointer, Any] = {}
         self.maps: dict[Pointer, TensorMapOf] = {}
         self.launch: Launch | None = None
@@ -130,7 +134,7 @@ class _Host:
             return None
         if operation == "llvm.load":
             pointer = self.values[names[0]]
-            if pointer.region == "arg 2":
+            if pointer.region == "buffers":
                 return Pointer(f"buffer {pointer.offset // 8}")
             return self.memory.get(pointer, Contents(pointer.region))
         if operation in ("llvm.add", "llvm.mul", "llvm.sub"):
@@ -145,7 +149,7 @@ class _Host:
         raise ValueError(f"{operation} in a host function of Mosaic GPU; another version of jax?")
 
     def _element(self, rest: str) -> Pointer:
-        match = re.match(r"(?:inbounds )?(%\w+)\[([^\]]*)\] : .*-> !llvm\.ptr, (.*)$", rest)
+        match = re.match(r"(?:[a-z|]+ )?(%\w+)\[([^\]]*)\] : .*-> !llvm\.ptr, (.*)$", rest)
         if match is None:
             raise ValueError(f"llvm.getelementptr {rest}: another version of jax?")
         pointer = self.values[match.group(1)]
@@ -164,15 +168,18 @@ class _Host:
                 base, kind, self._array(sizes, rank), self._array(strides, rank), swizzle, self._array(box, rank)
             )
             return None
-        if not rest.startswith("@mosaic_gpu_launch_kernel"):
+        if rest.startswith("@mosaic_gpu_launch_kernel"):
+            _, *numbers, shared_bytes, _, params = values
+        elif rest.startswith("@mosaic_gpu_build_kernel_spec"):
+            _, *numbers, shared_bytes, _, _, params, _ = values
+        else:
             raise ValueError(f"llvm.call {rest.split('(')[0]} in a host function of Mosaic GPU: not modelled")
-        _, *numbers, shared_bytes, _, params = values
         grid, cluster, threads = numbers[:3], numbers[3:6], numbers[6:9]
         if any(n > 1 for n in cluster):
             raise NotImplementedError(f"clusters of {cluster} blocks")
         found, maps = [], {}
         while (pointer := self.memory.get(Pointer(params.region, 8 * len(found)))) is not None:
-            value = self.memory[pointer]
+            value = self.memory.get(pointer, Contents(pointer.region))
             if isinstance(value, Contents):
                 at = {(len(found), where.offset): x for where, x in self.maps.items() if where.region == value.region}
                 maps |= at
