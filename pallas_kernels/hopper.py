@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def ragged_paged_attention(
     work: Work | None = None,
     num_workers: int | None = None,
     stages: int | None = None,
-    interpret=None,
+    interpret: Any = False,
 ):
     """Attends tiles of queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
 
@@ -77,7 +78,7 @@ def ragged_paged_attention(
       num_workers: blocks of threads that the work is cut for; by default as many as run at once: two for each
         multiprocessor, with a head dim of 256 one.
       stages: pieces of 64 keys and values that each of them holds at once; 2 by default, or 3 of 8 or 4 bits.
-      interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
+      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
 
     Raises:
       NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.

@@ -297,7 +297,7 @@ def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, lay
     scales = None if scales is None else scales.reshape(len(pool), *narrow.scales_shape(pool))
     kernel = call(
         "hopper_attention",
-        functools.partial(_attend, config=config, plain=interpret is not None),
+        functools.partial(_attend, config=config, plain=bool(interpret)),
         (config.num_workers,),
         out_type=(
             jax.ShapeDtypeStruct((n, groups, config.rows, width), jnp.float32),

@@ -9,6 +9,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import hopper_interpreter
+
 ROWS = 64  # of a wgmma
 LOG2E = math.log2(math.e)
 
@@ -91,8 +93,9 @@ def int32(x) -> jax.Array:
 
 
 def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
+    parameters = hopper_interpreter.parameters(interpret)
     return plgpu.kernel(
-        body,
+        hopper_interpreter.interpreted(body) if parameters else body,
         out_type=out_type,
         scratch_types=scratch_types,
         grid=grid,
@@ -104,7 +107,7 @@ def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroup
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=0,  # rows of a wgmma are reduced within a warp
         ),
-        interpret=interpret,
+        interpret=parameters,
         num_threads=warpgroups if warpgroups > 1 else None,
         thread_name="group" if warpgroups > 1 else None,
     )
@@ -112,6 +115,8 @@ def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroup
 
 def load(ref, index) -> jax.Array:
     """ref[index] from global memory in whatever layout is needed; Mosaic wants to be asked for slow ones."""
+    if hopper_interpreter.loads_plainly():
+        return ref[index]
     if jax.__version_info__ < (0, 11):  # takes the index apart
         return plgpu.load(ref, index, optimized=False)
     return plgpu.load(ref.at[index], optimized=False)  # pyright: ignore[reportCallIssue]

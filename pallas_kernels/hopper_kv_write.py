@@ -26,6 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import hopper_interpreter
 from pallas_kernels.kv_write_reference import LARGEST, SMALLEST, Written, check
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -202,14 +203,14 @@ def _check_supported(q, k, pool, plain_loads: bool) -> None:
 
 
 def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_norm=None, eps=1e-6, q_scale=1.0,
-             sink_rope=None, tokens_per_block=1, interpret=None) -> Written:  # fmt: skip
+             sink_rope=None, tokens_per_block=1, interpret: Any = False) -> Written:  # fmt: skip
     """Writes this step's keys and values to the pool, in place; `kv_write_reference.kv_write` states the contract.
 
     To be called under jax.jit, with pool and scales donated.
 
     Args:
       tokens_per_block: how many tokens a block of threads writes; the largest divisor of T that divides it is taken.
-      interpret: parameters of the GPU interpreter, for machines without a GPU.
+      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
 
     Raises:
       NotImplementedError: another head dim or type of pool, more heads than registers hold, one head on jax 0.10.
@@ -248,7 +249,7 @@ def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_n
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             unsafe_no_auto_barriers=True,  # safe here: threads exchange nothing but shuffles within a warp
         ),
-        interpret=interpret,
+        interpret=hopper_interpreter.parameters(interpret),
         name="kv_write",
     )
     results = dict(zip(outputs, kernel(*arrays.values(), *refs.values())))

@@ -15,6 +15,7 @@ Source: heavy hitters, arXiv:2306.14048, section 4.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -136,7 +137,7 @@ def probability_mass(
     work: Work | None = None,
     num_workers: int | None = None,
     stages: int | None = None,
-    interpret=None,
+    interpret: Any = False,
 ) -> jax.Array:
     """The attention weight that each slot got: [S, K, P * B] float32; see `reference.probability_mass`.
 
@@ -144,7 +145,7 @@ def probability_mass(
       work: from `hopper.plan_work`, as the attention takes it; None makes it here.
       num_workers: blocks of threads that the work is cut for, as of the attention.
       stages: pieces of 64 keys that each of them holds at once; 64 KB of them by default.
-      interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
+      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
 
     Raises:
       NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -55,7 +56,7 @@ def ragged_paged_attention(
     stages: int = 2,
     take_turns: bool = True,
     registers: bool = True,
-    interpret=None,
+    interpret: Any = False,
 ):
     """Attends tiles of many queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
 
@@ -67,7 +68,7 @@ def ragged_paged_attention(
         shared memory, counted in the emulator of PTX. With a head dim of 256 a compiled kernel sums in place in any
         case: separate sums would not fit the registers. jax's interpreter can do neither and does without;
         `pallas_kernels.ptx` holds both forms to the reference.
-      interpret: `plgpu.InterpretGPUParams` runs the kernel on the CPU.
+      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
 
     Raises:
       NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.
@@ -84,7 +85,7 @@ def ragged_paged_attention(
     _, _, split = split_tiles(tables, starts, positions, CONSUMERS * per_half)
     split = jnp.pad(split, ((0, 0), (0, CONSUMERS * per_half - split.shape[1])), constant_values=-1)
     tiles, rows = split.shape[0] // s, per_half * group
-    compiled = interpret is None
+    compiled = not interpret
     config = Config(
         kv_heads, h, block_size, pool.dtype, jnp.dtype(out_dtype or q.dtype), stages, soft_cap, take_turns,
         registers and compiled, (registers or h > 128) and compiled, 0 if q_sink is None else q_sink.shape[2],

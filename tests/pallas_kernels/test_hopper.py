@@ -52,6 +52,11 @@ def test_layers_can_share_one_work_list():
     assert (own == shared).all()
 
 
+def test_interpret_true_is_all_that_a_machine_without_a_gpu_needs():
+    spec = Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, block_size=64)
+    check(hopper.ragged_paged_attention, spec, num_workers=1, interpret=True)
+
+
 def test_what_the_kernel_lacks_is_named():
     def attempt(**changes):
         spec = dataclasses.replace(Spec(rows=((5, 1),)), **changes)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -134,6 +135,12 @@ def test_the_kernel_writes_what_the_reference_writes_and_nothing_else(case):
     args, given = make(case, np.random.default_rng(CASES.index(case)))
     with interpreting():
         compare(jax.block_until_ready(write(args, given)), case, args, given)
+
+
+def test_interpret_true_is_all_that_a_machine_without_a_gpu_needs():
+    args, given = make(CASES[0], np.random.default_rng(0))
+    write = functools.partial(hopper_kv_write.kv_write, **options(CASES[0]), interpret=True)
+    compare(jax.jit(lambda args, given: write(*args, **given))(args, given), CASES[0], args, given)
 
 
 def test_the_reference_is_what_the_engine_does_in_five_operations():
