@@ -1,5 +1,6 @@
 """What `python -m experiments.gpu` measures, in which order, and how it judges, without a GPU."""
 
+import dataclasses
 import os
 import sys
 import threading
@@ -9,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu import candidates, cases, parts, timing
+from experiments.gpu import candidates, cases, parts, step_parts, timing
 from experiments.gpu import race as race_module
 from experiments.gpu.compiling import Compiling
 from experiments.gpu.context import Context, read_records
 from experiments.gpu.gauges import Gauges
 from experiments.gpu.race import Entry, race
-from experiments.gpu.sections import correctness, decode, prefill
+from experiments.gpu.sections import correctness, decode, prefill, step, throughput
 from experiments.gpu.table import table
 from experiments.gpu.where import dump_tile, where_wrong
 from pallas_kernels.patterns import FAR, Pattern
@@ -142,7 +143,9 @@ def test_correctness_begins_with_llamas_shapes_and_hoppers_kernels(tmp_path, mon
     # Single queries are not for prefill's kernel.
     assert asked == ["hopper"] * 3 + ["triton"] * 3
     checks = [r for r in read_records(context.records) if r["kind"] == "check" and r["who"] == "triton"]
-    assert not any(r["right"] for r in checks) and all(r["by_columns"] for r in checks)
+    assert not any(r["right"] for r in checks) and all(r["by_columns"] and r["by_row"] for r in checks)
+    fine = [r for r in read_records(context.records) if r["kind"] == "check" and r["who"] == "hopper"]
+    assert all(max(r["by_columns"]) == max(r["by_head"]) == 0 for r in fine)
     assert [r for r in checks if "dumped" in r] == checks[:1] and (tmp_path / "wrong_tile.npy").exists()
 
 
@@ -258,3 +261,37 @@ def test_a_wrong_candidate_is_timed_but_marked_and_one_that_cannot_run_is_report
     assert "bad (WRONG)" in table(only_bad)
     # Begun anew after a fault, it measures nothing twice.
     assert race(context, "decode, blocks of 64", [Entry(case, tried)]) == measured
+
+
+def test_throughput_compiles_late_steps_when_they_are_asked_for(tmp_path, monkeypatch):
+    def late(context, lowered, **_):
+        return {name: TimeoutError("it was not compiled in time") for name, _ in lowered}
+
+    monkeypatch.setattr(throughput, "compile_in_parallel", late)
+    monkeypatch.setattr(throughput, "SMALL", dataclasses.replace(throughput.SMALL, num_layers=1))
+    context = make_context(tmp_path, "throughput")
+    throughput.run(context)
+    records = read_records(context.records)
+    [ahead] = [r for r in records if r.get("name") == "steps compiled ahead"]
+    assert ahead["compiled"] == 0 and set(ahead["late"].values()) == {"it was not compiled in time"}
+    [result] = [r for r in records if r["kind"] == "throughput"]
+    assert result["output_tokens"] > 0 and result["seconds"]
+
+
+def test_a_decode_step_is_taken_apart(tmp_path):
+    config = dataclasses.replace(throughput.SMALL, num_layers=1)
+    llm = step.make_llm(config, ((4, 32),), block_size=16)
+    some = step_parts.Step(llm, 4, 32, "4 rows of 32")
+    llm.runner.compile_step(some.shape)
+    context = make_context(tmp_path, "step")
+    step_parts.take_apart(context, some)
+    records = read_records(context.records)
+    assert not [r for r in records if r["kind"] == "failed"], records
+    assert [r["mode"] for r in records if r["kind"] == "step"] == [
+        "without attention and cache", "sampling at temperature 1", "without command buffers"]  # fmt: skip
+    assert "ENTRY" in (tmp_path / "step_after_optimizations.txt").read_text()
+    assert (tmp_path / "step_kernels.txt").read_text().startswith("a step of 4 rows of 32\n")
+    # The network alone needs keys and values too: XLA would leave out their products.
+    q, k, v = (jnp.ones((2, n, 4)) for n in (4, 2, 2))
+    for changed in ((q, 2 * k, v), (q, k, 2 * v)):
+        assert (step_parts._with_all(*changed) != step_parts._with_all(q, k, v)).all()

@@ -141,8 +141,8 @@ class _Batch:
                     out = jax.block_until_ready(poisoned(program, self._args, self._keywords))
                     again = jax.block_until_ready(program(self._args, self._keywords))
                 found = compare(out, right) | {"repeatable": _same(out, again)}
+                found |= _where(context, out, right, found["right"])
                 if not found["right"]:
-                    found |= _where(context, out, right)
                     context.say(f"{name} is WRONG on {case}: {found}")
                 context.record("check", metric="correctness", case=case, who=name, ours=True, **found)
             except Exception as error:
@@ -162,10 +162,12 @@ def _takes(name: str, attend: Any, spec: arguments.Spec) -> bool:
     return not (name.startswith("hopper_prefill") and spec.q_tile == 1)
 
 
-def _where(context: Context, out: Any, right: Any) -> dict[str, Any]:
-    """Where a result is wrong; the first wrong tile of the run is kept as a file."""
+def _where(context: Context, out: Any, right: Any, is_right: bool) -> dict[str, Any]:
+    """Errors by column and head; where a result is wrong by query too, and the run's first wrong tile as a file."""
     a, b = (x[0] if isinstance(x, tuple) else x for x in (out, right))
     found = where_wrong(a, b, ROW_TOLERANCE)
+    if is_right:
+        return {key: found[key] for key in ("by_columns", "by_head")}
     if found["tile"] is not None and dump_tile(context.out / "wrong_tile.npy", a, b, found["tile"]):
         found["dumped"] = "wrong_tile.npy"
     return found

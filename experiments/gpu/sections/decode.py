@@ -30,7 +30,7 @@ def run(context: Context) -> None:
     for case in cases:
         kinds = [*TORCH, *(["torch FlexAttention (dense)"] if case.name in FLEX_ON else [])]
         parts = on_this_device(case) if case.name in PARTS_ON else []
-        entries.append(Entry(case, [*ours(case), *parts, *jax_peers(case)], kinds))
+        entries.append(Entry(case, [*ours(case), *jax_peers(case), *parts], kinds))
     try:
         measured = race(context, "decode, blocks of 64", entries, peer=peer)
     finally:
