@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Any
 from experiments.gpu.context import Context
 from experiments.gpu.marks import mark
 
-WORKERS = 12
+# Of few processors no more: the first programs are to be done first, and one that is slow must not hold up all.
+WORKERS = min(12, max(4, os.cpu_count() or 1))
 # Of a compilation by itself, after which it counts as one that hangs.
 COMPILE_S = 90.0
 

@@ -77,7 +77,8 @@ def measured(
     Args:
       spare_s: seconds that must be left to the section for another round to begin.
     """
-    context.timing_begins()
+    if samplers:
+        context.timing_begins()
     with context.gauges.watch() as readings:
         times, failed = rounds(samplers, count=count, left=lambda: context.left() - spare_s)
     return times, failed, readings
