@@ -16,7 +16,7 @@ from types import FrameType
 _requested = False
 _num_deferred = 0
 _in_command = False
-_retries = False  # the next SIGINT is one that came before, and could not be raised then
+_retry: threading.Timer | None = None  # sends again a SIGINT that could not be raised when it came
 
 
 def requested() -> bool:
@@ -82,6 +82,9 @@ class command:
         global _in_command, _requested
         interrupted, _requested = _requested, False
         if interrupted:
+            if _retry is not None:
+                _retry.cancel()
+                _retry.join()
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends what may hang
         elif self._restores:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,9 +105,8 @@ def _take_over() -> bool:
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    global _requested, _retries
-    again, _requested = _requested and not _retries, True
-    _retries = False
+    global _requested, _retry
+    again, _requested, _retry = _requested and _retry is None, True, None
     if again:
         raise KeyboardInterrupt
     if _num_deferred:
@@ -113,11 +115,9 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     elif _is_importing(frame):
         # Extension modules made with nanobind, which jaxlib has many of, end the process with a segmentation fault when
         # they are freed half imported.
-        _retries = True
-        arguments = threading.main_thread().ident, signal.SIGINT
-        retry = threading.Timer(0.01, signal.pthread_kill, arguments)
-        retry.daemon = True
-        retry.start()
+        _retry = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        _retry.daemon = True
+        _retry.start()
     else:
         raise KeyboardInterrupt
 

@@ -163,6 +163,23 @@ def test_ctrl_c_does_not_leave_an_extension_module_half_made():
     assert (done.returncode, done.stderr) == (130, "ksana: interrupted\n")
 
 
+ENDS_AT_ONCE = """
+import signal, time
+from ksana_jax import interrupts
+press = compile("signal.raise_signal(signal.SIGINT)", "<frozen importlib._bootstrap>", "exec")
+try:
+    with interrupts.command():
+        exec(press)
+finally:
+    time.sleep(0.1)
+"""
+
+
+def test_a_command_that_ends_meanwhile_is_not_hit_by_what_is_sent_again():
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "ksana: interrupted\n")
+
+
 def test_ctrl_c_while_text_is_generated():
     arguments = ["generate", "ksana-tiny", "-p", "def f(x):", "--max-tokens", "400", "--seed", "0"]
     process = subprocess.Popen(
