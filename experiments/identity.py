@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.tasks import task_named
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.config import EngineConfig
 from ksana_jax.kv.patterns import AttentionPattern
 
 
@@ -43,7 +43,7 @@ def recorded_id(start: Mapping[str, Any]) -> str:
     """Today's id of a recorded trial, whichever version wrote it; the id it carries where its config does not say."""
     try:
         return trial_id(start["config"])
-    except (ConfigError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return start["trial"]
 
 

@@ -12,7 +12,7 @@ from ksana_jax import vllm_names
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv import replacement
-from ksana_jax.kv.patterns import FULL, AttentionPattern
+from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.plugins import name_of
 from ksana_jax.scheduler import policies
 
@@ -111,6 +111,8 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
+# The host keeps arrays with a row for each.
+MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "xla")
 
@@ -187,6 +189,8 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}, must be a positive integer")
+            if value > (most := {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}.get(name, FAR - 1)):
+                raise ConfigError(f"{name} is {value:,}, must be at most {most:,}")
         for name, allowed in (("preempt", ("swap", "recompute", "auto")), ("cache_write", ("back", "through", "drop")),
                               ("embedding_device", ("device", "host")),
                               ("attention_implementation", ATTENTION_IMPLEMENTATIONS)):  # fmt: skip

@@ -183,7 +183,12 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
             r"host_cache_bytes is 1,000,000,000,000,000 \(931322.57 GiB\), this machine has",
         ),
         ({"num_blocks": 10**9}, "1,000,000,000 KV blocks of .* bytes take .* GiB beside .* of weights, cpu has .* GiB"),
-        ({"memory_bytes": 10**15, "max_num_seqs": 10**9}, "KV blocks of .* bytes take .*: set num_blocks or memory_by"),
+        ({"max_num_seqs": 10**12}, "max_num_seqs is 1,000,000,000,000, must be at most 1,048,576"),
+        ({"max_model_len": 10**30}, "max_model_len is 1,000,.*, must be at most 1,073,741,823"),
+        (
+            {"memory_bytes": 10**15, "max_num_seqs": 10**6, "block_size": 4096},
+            "KV blocks of .* bytes take .*: set num_blocks or memory_by",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):

@@ -50,6 +50,8 @@ def without(record, *names):
         lambda r: [*r, *r[1:6]],  # measured twice: the first counts
         lambda r: [r[0], *(without(x, "num_measurements") for x in r[1:])],  # as earlier versions wrote it
         lambda r: [*r[1:], r[0]],  # the plan last
+        lambda r: [*r, {**r[1], "trial": "x", "config": "abc"}],  # a trial that says nothing, and has no end
+        lambda r: [*r, {**r[1], "trial": "x", "config": {**r[1]["config"], "seed": float("nan")}}],
     ],
 )
 def test_lines_that_leave_no_doubt_about_the_results_change_nothing(written, harmless):
