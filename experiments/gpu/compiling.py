@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.gpu.context import Context
@@ -83,12 +83,16 @@ class Compiling:
 
 
 def compile_in_parallel(
-    context: Context, lowered: Sequence[tuple[Any, Any]], *, timeout_s: float, who: str = "XLA", case: str = ""
+    context: Context, lowered: Sequence[tuple[Any, Any]], *, timeout_s: float, case: str, who: Callable[[Any], str]
 ) -> dict[Any, Any]:
-    """{name: compiled, or the exception} of (name, lowered) pairs; a TimeoutError for those that were not done."""
+    """{name: compiled, or the exception} of (name, lowered) pairs; a TimeoutError for those that were not done.
+
+    Args:
+      who: of a name, the candidate to leave out where compiling it aborts the process.
+    """
     compiling, found = Compiling(context), {}
     for name, low in lowered:
-        compiling.submit(name, low, who=who, case=case or str(name))
+        compiling.submit(name, low, who=who(name), case=case)
     compiling.wait(timeout_s)
     for name, _ in lowered:
         try:

@@ -1,6 +1,7 @@
 """What `python -m experiments.gpu` measures, in which order, and how it judges, without a GPU."""
 
 import dataclasses
+import json
 import os
 import sys
 import threading
@@ -9,10 +10,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.gpu import candidates, cases, parts, step_parts, timing
 from experiments.gpu import race as race_module
-from experiments.gpu.compiling import Compiling
+from experiments.gpu.compiling import Compiling, compile_in_parallel
 from experiments.gpu.context import Context, read_records
 from experiments.gpu.gauges import Gauges
 from experiments.gpu.race import Entry, race
@@ -90,6 +92,21 @@ def test_a_slow_compiler_does_not_hold_up_the_first_timing(tmp_path, monkeypatch
     times = [r for r in read_records(context.records) if r["kind"] == "time"]
     assert [(r["who"], r["late"]) for r in times] == [("fast", False)] * 2 + [("slow", True)] * 2
     assert times[0]["compiling"] == 2
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_what_is_being_compiled_is_on_disk_until_it_is_done(tmp_path, careful):
+    context, seen = make_context(tmp_path), []
+    context.careful = careful
+
+    class Lowered:
+        def compile(self, options):
+            seen.extend(json.loads(path.read_text()) for path in tmp_path.glob("mark-*.json"))
+            return "compiled"
+
+    lowered, who = [("a", Lowered())], "kernel {}".format
+    assert compile_in_parallel(context, lowered, timeout_s=30, case="64x4k", who=who) == {"a": "compiled"}
+    assert seen == [{"what": "runs" if careful else "compiles", "who": "kernel a", "case": "64x4k"}]
 
 
 def test_clocks_and_power_stand_beside_what_is_timed(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from experiments.gpu.peer import TorchPeer
 from pallas_kernels import aot
 
 # Kernels as the engine uses them; compiled by the CPU for this GPU, while the rest of the section goes on.
-KERNELS = r"^hopper (attention( codes=\w+)?|prefill q=32( h=128 registers=True)?|mass|kv write)$"
+KERNELS = r"^hopper (attention( codes=\w+)?|prefill q=32( h=128 registers=False)?|mass|kv write)$"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "torch", "triton", "transformers",
             "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc", "omegaconf", "sentencepiece")  # fmt: skip
 

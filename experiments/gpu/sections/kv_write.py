@@ -80,11 +80,13 @@ def _time(context: Context, num_tokens: int) -> None:
             continue
         try:
             step = step_of(write)
-            lowered.append(((name, 1), jax.jit(step, donate_argnums=0).lower((q, pool), shared, owns[0])))
-            lowered.append(((name, calls), chain(step, calls).lower((q, pool), shared, owns)))
+            with context.guard(name, case, seconds=60):
+                lowered.append(((name, 1), jax.jit(step, donate_argnums=0).lower((q, pool), shared, owns[0])))
+                lowered.append(((name, calls), chain(step, calls).lower((q, pool), shared, owns)))
         except Exception as error:
             context.failed(f"{name} on {case}", error, who=name, case=case)
-    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() - 8, 1), case=case)
+    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() - 8, 1), case=case,
+                                   who=lambda key: key[0])  # fmt: skip
     right = jax.block_until_ready(jax.jit(step_of(kv_write_reference.kv_write))((q, pool), shared, owns[0]))
     samplers: dict[str, Sampler] = {}
     verdicts: dict[str, bool] = {}

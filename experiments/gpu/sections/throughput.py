@@ -42,7 +42,8 @@ def run(context: Context) -> None:
         lowered = [(str(i), llm.runner.lower_step(shape)) for i, shape in enumerate(shapes)]
     context.say(f"compiling {len(shapes)} steps")
     # What is late is compiled when a step asks for it.
-    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() * 0.6, 5), who=name, case=FIRST_RUN)
+    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() * 0.6, 5), case=FIRST_RUN,
+                                   who=lambda _: name)  # fmt: skip
     found = {shapes[int(index)]: p for index, p in programs.items() if not isinstance(p, Exception)}
     llm.runner._compiled |= found
     late = {index: str(p)[:300] for index, p in programs.items() if isinstance(p, Exception)}
