@@ -1,4 +1,4 @@
-"""Keeps processes apart that would use one folder: a lock on a file in it."""
+"""Keeps two processes from using one folder at the same time, by a lock on a file in it."""
 
 from __future__ import annotations
 

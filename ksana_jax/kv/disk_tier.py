@@ -10,8 +10,8 @@ written before it. Nothing here raises into the engine, and nothing but `flush` 
     more writes than the disk takes                    are dropped and counted
 
 Blocks of each format (model, shape, dtype, codec) lie in a folder of their own, so that caches of other models are left
-alone; the budget is this format's. A process holds that folder locked. A block's file has the 64 hex digits of its key
-for a name: such a name, in such a folder, is ours.
+alone; the budget is this format's. A process holds that folder locked. A block's file is named by the 64 hex digits of
+its key; in a folder named by a format's digest, files of such names belong to the tier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a chat template may spend: work, which stands for time and for memory alike. Knows values, no Jinja.
+"""The budget of work of a chat template, which bounds its time and its memory. Knows values, not Jinja's syntax.
 
 A unit of work is a character made. A call, a filter or a turn of a loop costs STEP of them, reading text a quarter.
 WORK units take about a second on one core, and make at most 80 MB of text.
@@ -39,7 +39,7 @@ class Budget:
             raise SecurityError(f"it takes more than {WORK:,} units of work: characters made, {STEP} for each step")
 
     def size(self, value: Any) -> int:
-        """Characters of a value written out, about; what stands in it several times counts each time.
+        """Characters of a value when written out, roughly. What a value holds several times counts each time.
 
         Raises:
           SecurityError: more than MAX_VALUE, or nested deeper than MAX_DEPTH.
@@ -48,7 +48,7 @@ class Budget:
         return size
 
     def _size(self, value: Any, depth: int) -> tuple[int, bool]:
-        """The size, and whether it stays: a namespace can change."""
+        """The size, and whether it is final: that of a namespace is not."""
         if isinstance(value, str):
             return len(value), True
         if isinstance(value, int):
@@ -77,11 +77,11 @@ class Budget:
         return total, stays
 
     def read(self, value: Any) -> int:
-        """What it costs to go through a value once."""
+        """Units of work for going through a value once."""
         return self.size(value) // 4
 
     def made(self, value: Any) -> Any:
-        """Charges for a value that is new, and returns it. Of what it holds only texts and lengths count."""
+        """Charges for a new value and returns it. Items count by their lengths: what they hold was charged before."""
         if isinstance(value, str):
             self.charge(len(value))
         elif isinstance(value, int):
@@ -89,7 +89,7 @@ class Budget:
                 raise SecurityError(f"an integer of more than {MAX_INTEGER_BITS:,} bits")
         elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
             inner = value.values() if isinstance(value, Mapping) else value
-            # The numbers of items first: going through them is work as well.
+            # The number of items first: going through them is work as well.
             self.charge(ITEM * len(value))
             self.charge(sum(len(part) for part in inner if isinstance(part, (str, list, tuple))))
         return value

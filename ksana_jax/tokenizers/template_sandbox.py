@@ -28,15 +28,15 @@ MAX_RANGE_STEPS = 100_000
 # Numbers that methods and filters may be given: str.ljust, indent and the like allocate such a width at once.
 MAX_ARGUMENT = 2**20
 MAX_FORMAT_WIDTH = 10_000
-# Some ten times what published templates have; compiling takes a second.
+# About ten times what published templates have; compiling this many takes a second.
 MAX_NODES = 20_000
-# Units of work of each of them; looking up a name that is not there takes longest.
+# Units of work for each of them in a loop's body; the slowest is looking up a name that does not exist.
 NODE = 5
 MAX_JSON_INDENT = 8
 _KEPT_GLOBALS = ("namespace", "cycler", "joiner")
-# They look at one item at most, or count what is counted already.
+# Filters that look at one item at most, or at a length.
 _CONSTANT = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
-# They take items one by one, and each that they compute on by a call of its own.
+# Filters that go through items without reading them; a filter or test that they apply to each is charged by itself.
 _SHALLOW = frozenset((
     "batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
 ))  # fmt: skip
@@ -51,13 +51,13 @@ _STRING_METHODS = frozenset((
     "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition",
     "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill",
 ))  # fmt: skip
-# Of a string they take the characters one by one, each as a string of its own.
+# Filters that split a string into one string per character.
 _ITEMWISE = frozenset((
     "batch", "dictsort", "groupby", "join", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr",
     "slice", "sort", "sum", "unique",
 ))  # fmt: skip
 MAX_ITEMWISE_CHARS = 2**16
-# They compare each character of one text with each of another, or a good part of them.
+# Methods whose worst case compares every character of one text with every character of another.
 _PAIRWISE = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"))
 
 

@@ -1,8 +1,8 @@
 """A run goes on only as the run that it began as. Knows configurations and files of JSON, no arrays.
 
 A run's folder keeps what its parts were made from: tokens.npz the corpus and the tokenizer's settings, the checkpoints
-the fields of the configuration. A resumed run with other values is refused, except for those in MAY_CHANGE, which say
-where a run writes, when it ends and how often it looks up, not what is learned in a step.
+the fields of the configuration. A resumed run with other values is refused, except for those in MAY_CHANGE: they say
+where a run writes, when it ends and how often it reports, not what a step learns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ksana_jax.config import ConfigError
 from ksana_jax.files import read_bytes
 from ksana_jax.training.settings import TrainConfig
 
-# num_steps and budget_s also stretch the learning rate's decay: a run may be prolonged, and ended early.
-# corpus_dir may be another place of the same files, whose digest tokens.npz keeps.
+# num_steps and budget_s also move the learning rate's decay: a run may be extended or ended early.
+# corpus_dir may be another folder with the same files, whose digest is in tokens.npz.
 MAY_CHANGE = frozenset({
     "out_dir", "export_dir", "first_export_s", "corpus_dir", "num_steps", "budget_s", "log_every", "eval_every",
     "eval_sequences", "checkpoint_every_s", "checkpoint_every", "keep_checkpoints",
