@@ -23,7 +23,8 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.patterns import AttentionPattern, LiveRange
 from ksana_jax.metrics import StepRecord
 from ksana_jax.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
-from ksana_jax.scheduler.scheduler import Progress, Scheduler
+from ksana_jax.scheduler.progress import Progress
+from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
 from ksana_jax.step import Executor, StepOutput
 from ksana_jax.tokenizers import Tokenizer
@@ -242,11 +243,7 @@ class Engine:
         return outputs
 
     def step(self) -> list[Request]:
-        """Computes one step.
-
-        Returns:
-          Requests that have something new to report: a completion that ended, or text of one that streams.
-        """
+        """Computes one step; returns requests with something new: a completion that ended, text of one that streams."""
         return self._changes.run(self._step)
 
     def _step(self) -> list[Request]:

@@ -7,7 +7,6 @@ and a restart after preemption are the same thing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,25 +23,11 @@ from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission, Room
 from ksana_jax.scheduler.policies import Policy, make_policy
+from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step import ScheduledBatch
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a step brought: rows that got a token, the tokens, which of them ended by it, and all sequences that ended.
-
-    guided: rows that have computed all their tokens and whose request chooses the next one.
-    """
-
-    rows: np.ndarray
-    tokens: np.ndarray
-    ended: np.ndarray
-    finished: list[Sequence]
-    guided: np.ndarray
-
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 _NO_ROWS = np.zeros(0, np.intp)

@@ -214,6 +214,28 @@ def test_a_restart_finds_what_is_there_and_removes_temporary_files(open_tier):
     assert_books(tier)
 
 
+def test_after_a_reset_the_books_say_what_is_in_the_folder(open_tier):
+    tier, blocks = open_tier(), chain(4)
+    write(tier, *blocks[:3])
+    # An interrupt has left the books half written: a file is missing, another was never submitted, bytes are pending.
+    tier._files.remove(tier._files.by_key[blocks[0].key])
+    tier._files.add(blocks[3].key, blocks[3])
+    tier._pending_bytes = 10**9
+    tier.reset()
+    assert_books(tier)
+    assert all(read(tier, facts) for facts in blocks[:3]) and blocks[3].key not in tier
+    write(tier, blocks[3])
+    assert read(tier, blocks[3]) and not tier.counters.dropped
+
+
+def test_a_reset_of_a_folder_that_has_gone_turns_the_tier_off(open_tier):
+    tier = open_tier()
+    write(tier, *chain(1))
+    shutil.rmtree(tier.folder)
+    tier.reset()
+    assert not tier.enabled and len(open_tier.told) == 1
+
+
 def test_other_formats_have_folders_of_their_own(open_tier, tmp_path):
     (facts,) = chain(1)
     tiers = [open_tier(format) for format in (FORMAT, BF16, dataclasses.replace(FORMAT, model_fingerprint="b"))]

@@ -1,0 +1,23 @@
+"""What a step brought, for whoever reports it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ksana_jax.sequence import Sequence
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a step brought: rows that got a token, the tokens, which of them ended by it, and all sequences that ended.
+
+    guided: rows that have computed all their tokens and whose request chooses the next one.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    ended: np.ndarray
+    finished: list[Sequence]
+    guided: np.ndarray
