@@ -170,8 +170,8 @@ def _bind(equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params, functions = equation.primitive.get_bind_params(equation.params), ()
     if isinstance(params, tuple):  # of some versions of jax
         functions, params = params
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*functions, *inputs, **params)
+    # Not in the equation's own context, which since jax 0.11 says that this is a GPU.
+    out = equation.primitive.bind(*functions, *inputs, **params)
     return out if equation.primitive.multiple_results else [out]
 
 
