@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_a_fifo_is_refused_at_once(path):
 
 
 def test_a_folder_and_a_device_are_refused(path):
-    for odd in (path.parent, "/dev/zero"):
+    for odd in (path.parent, Path("/dev/zero")):
         for function in (files.open_to_read, files.open_to_update):
             with pytest.raises(UnsafeFile, match=r"is a (folder|device or a socket), must be a plain file"):
                 function(odd)

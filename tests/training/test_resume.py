@@ -102,7 +102,9 @@ def test_counts_of_tokens_beyond_32_bits_are_saved(tmp_path, tiny_config, tokens
     config = load_config(tiny_config, [f"out_dir={tmp_path}"])
     state = init_state(config)
     checkpoints.save(tmp_path, state, Progress(5, tokens, 2.5), 3, fixed_fields(config))
-    restored, progress = checkpoints.restore(tmp_path, state, fixed_fields(config))
+    found = checkpoints.restore(tmp_path, state, fixed_fields(config))
+    assert found is not None
+    restored, progress = found
     assert progress == Progress(5, tokens, 2.5)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
 
@@ -111,7 +113,8 @@ def test_counts_that_were_saved_in_32_bits_are_read(tmp_path, tiny_config):
     config = load_config(tiny_config, [f"out_dir={tmp_path}"])
     state = init_state(config)
     save_checkpoint(tmp_path, {"state": state, "tokens": np.int32(77), "elapsed_s": np.float32(2.5)}, step=5)
-    assert checkpoints.restore(tmp_path, state, fixed_fields(config))[1] == Progress(5, 77, 2.5)
+    found = checkpoints.restore(tmp_path, state, fixed_fields(config))
+    assert found is not None and found[1] == Progress(5, 77, 2.5)
 
 
 def test_a_vocabulary_that_the_corpus_cannot_fill_is_one_line(tiny_config, tmp_path):
