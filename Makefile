@@ -60,7 +60,8 @@ run-soak: $(READY)
 	@echo "== tests marked as soak"
 	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=0 tests $(ARGS)
 	@echo "== kernels of several warpgroups in jax's interpreter"
-	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" tests/pallas_kernels tests/ops
+	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" --ignore tests/pallas_kernels/ptx \
+	  tests/pallas_kernels tests/ops
 	@echo "== simulated lives"
 	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
 
