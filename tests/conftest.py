@@ -1,6 +1,7 @@
 """Settings of every test: the CPU, compiled steps kept between runs, and the same hypothesis examples each time."""
 
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,9 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config):
+    # A shell starts background jobs with SIGINT ignored, and so would all commands that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Environment variables rather than jax.config: they reach the commands that tests start, and jax stays unimported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if getattr(config, "cache", None) is not None:  # pytest -p no:cacheprovider
