@@ -21,6 +21,10 @@ def test_an_exception_at_any_line_leaves_an_empty_engine_that_serves_again():
         assert any(place.startswith(part) for place in places), f"no interrupt in {part}: {sorted(places)}"
 
 
+def test_beams_of_two_requests_that_hold_all_blocks_are_preempted_though_a_read_from_disk_awaits_its_turn():
+    interrupt_some(range(2431, 2432))  # did not end
+
+
 @pytest.mark.soak
 def test_two_thousand_exceptions_leave_no_damage():
     hit = interrupt_some(range(1000, 3200))

@@ -54,6 +54,11 @@ class Loads:
         """Blocks that waiting sequences still expect from disk."""
         return sum(len(load.reads) for load in self._active.values())
 
+    @property
+    def num_reading(self) -> int:
+        """Those of them that the disk has not read yet."""
+        return sum(not read.future.done() for load in self._active.values() for read in load.reads)
+
     def missing(self, seq: Sequence, found: list[Node], limit: int) -> list[int]:
         """Which blocks of a sequence are worth reading from disk, by number.
 

@@ -181,8 +181,9 @@ class Scheduler:
         work, or all of it waits for the disk (`memory.loads`)."""
         self.memory.loads.poll()
         batch = self._schedule()
-        # Rows whose requests wait for others of theirs to get in compute nothing, and may hold all blocks.
-        while batch is None and len(self.order) and self.waiting and not self.memory.loads.num_pending:
+        # Rows whose requests wait for others of theirs to get in compute nothing, and may hold all blocks. A read that
+        # is done may be of a sequence that waits behind them.
+        while batch is None and len(self.order) and self.waiting and not self.memory.loads.num_reading:
             self._preempt(int(self.order[-1]))
             batch = self._schedule()
         return batch
