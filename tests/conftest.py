@@ -2,11 +2,14 @@
 
 import os
 import signal
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
+import pytest
 
+from ksana_jax import interrupts
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
@@ -16,9 +19,6 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config):
-    # A shell starts background jobs with SIGINT ignored, and so would all commands that tests interrupt.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Environment variables rather than jax.config: they reach the commands that tests start, and jax stays unimported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if getattr(config, "cache", None) is not None:  # pytest -p no:cacheprovider
@@ -27,3 +27,12 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {os.environ['JAX_PLATFORMS']}"
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Gives each test Python's own handling of Ctrl-C: a shell starts background jobs with SIGINT ignored, and what one
+    test leaves of an interrupt must not reach the next."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts._requested, interrupts._num_deferred, interrupts._in_command = False, 0, False
