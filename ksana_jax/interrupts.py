@@ -1,8 +1,11 @@
 """Ctrl-C between steps instead of within one. Imports the standard library only: the `ksana` command starts with it.
 
 Python raises KeyboardInterrupt wherever it happens to be: in the middle of the engine's books, or in a callback of a
-library that swallows it. Within `deferred` the first Ctrl-C only sets a flag, which is looked at when the step is done
+library that swallows it. Within `defer` the first Ctrl-C only sets a flag, which is looked at when the step is done
 (`check`); a second one raises at once.
+
+Whether something is deferred is read off the stack of the main thread and kept nowhere else: a counter would be wrong
+for good after an exception in the lines that count.
 """
 
 from __future__ import annotations
@@ -11,10 +14,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _requested = False
-_num_deferred = 0
 _in_command = False
 _retry: threading.Timer | None = None  # sends again a SIGINT that could not be raised when it came
 
@@ -38,28 +45,32 @@ def forget() -> None:
     _requested = False
 
 
-class deferred:
-    """Lets what runs within come to its end before Ctrl-C takes effect. May be nested; does nothing in other threads
-    than the main one, which handles signals."""
+def defer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a function, which comes to its end before Ctrl-C takes effect.
 
-    def __enter__(self) -> None:
-        global _num_deferred
-        self._restores, self._here = False, threading.current_thread() is threading.main_thread()
-        if self._here:
-            _num_deferred += 1
-            self._restores = _take_over()
+    Calls may be nested: the outermost one raises. It is a plain call in threads other than the main one, which handles
+    signals, and where a handler of the user's own is installed.
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        global _num_deferred, _requested
-        if not self._here:
-            return
-        _num_deferred -= 1
-        if self._restores:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if kind is not None:  # which is what Ctrl-C was for
-                _requested = False
-        if kind is None and not _num_deferred:
-            check()
+    Returns:
+      what the function returns.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C was pressed meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function(*args, **kwargs)
+    is_outermost, pressed = not _is_deferred(sys._getframe(1)), False
+    if is_outermost and not _in_command:
+        forget()  # an exception may have kept an earlier call from doing so
+    _take_over()
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        if is_outermost:
+            pressed = _give_back()
+    if pressed:
+        raise KeyboardInterrupt
+    return result
 
 
 class command:
@@ -75,7 +86,8 @@ class command:
 
     def __enter__(self) -> None:
         global _in_command
-        self._restores = _take_over()
+        self._is_outermost = not _in_command
+        _take_over()
         _in_command = True
 
     def __exit__(self, *_: object) -> None:
@@ -86,40 +98,55 @@ class command:
                 _retry.cancel()
                 _retry.join()
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends what may hang
-        elif self._restores:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._restores:
+        if self._is_outermost:
             _in_command = False
         if interrupted:
             print(self._message, file=sys.stderr, flush=True)
             raise SystemExit(130) from None
+        _give_back()
 
 
-def _take_over() -> bool:
+def _take_over() -> None:
     """Handles SIGINT, unless a handler of the user's own does."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
-        return True
-    return False
+
+
+def _give_back() -> bool:
+    """Leaves SIGINT to Python again, except within a command: whether Ctrl-C was pressed."""
+    global _requested
+    try:
+        if signal.getsignal(signal.SIGINT) is _handle and not _in_command:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    finally:
+        pressed, _requested = _requested, _requested and _in_command
+    return pressed
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
     global _requested, _retry
     again, _requested, _retry = _requested and _retry is None, True, None
-    if again:
-        raise KeyboardInterrupt
-    if _num_deferred:
+    if not again and _is_deferred(frame):
         if _in_command:
             os.write(2, b"ksana: stops after this step; Ctrl-C again stops at once\n")
-    elif _is_importing(frame):
+    elif not again and _is_importing(frame):
         # Extension modules made with nanobind, which jaxlib has many of, end the process with a segmentation fault when
         # they are freed half imported.
         _retry = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         _retry.daemon = True
         _retry.start()
     else:
+        _requested = _in_command
         raise KeyboardInterrupt
+
+
+def _is_deferred(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is defer.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from ksana_jax import interrupts
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
@@ -31,8 +30,6 @@ def pytest_report_header(config):
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
-    """Gives each test Python's own handling of Ctrl-C: a shell starts background jobs with SIGINT ignored, and what one
-    test leaves of an interrupt must not reach the next."""
+    """Gives each test Python's own handling of Ctrl-C: a shell starts background jobs with SIGINT ignored."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupts._requested, interrupts._num_deferred, interrupts._in_command = False, 0, False

@@ -1,5 +1,6 @@
 """Ctrl-C waits for the end of what is deferred, is never lost, and leaves handlers as they were."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import pytest
 
 from ksana_jax import interrupts
+from tests.interrupts import Interrupt
 
 
 def press():
@@ -15,43 +17,54 @@ def press():
 
 
 def test_ctrl_c_takes_effect_at_the_end_of_what_is_deferred():
+    def step():
+        press()
+        done.append(1)
+
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with interrupts.deferred():
-            press()
-            done.append(1)
+        interrupts.defer(step)
     assert done and not interrupts.requested()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_what_is_deferred_gets_its_arguments_and_returns_its_result():
+    assert interrupts.defer(divmod, 7, 2) == (3, 1)
+
+
 def test_ctrl_c_twice_takes_effect_at_once():
+    def step():
+        press()
+        press()
+        done.append(1)
+
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with interrupts.deferred():
-            press()
-            press()
-            done.append(1)
+        interrupts.defer(step)
     assert not done
     interrupts.check()  # nothing is left of it
 
 
-def test_sections_can_be_nested_and_checked_in_between():
+def test_calls_can_be_nested_and_checked_in_between():
+    def step():
+        interrupts.defer(press)
+        done.append("after the inner one")
+        interrupts.check()
+        done.append("never")
+
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with interrupts.deferred():
-            with interrupts.deferred():
-                press()
-            done.append("after the inner one")
-            interrupts.check()
-            done.append("never")
+        interrupts.defer(step)
     assert done == ["after the inner one"] and not interrupts.requested()
 
 
 def test_another_exception_is_not_replaced():
+    def step():
+        press()
+        raise ValueError("first")
+
     with pytest.raises(ValueError, match="first"):
-        with interrupts.deferred():
-            press()
-            raise ValueError("first")
+        interrupts.defer(step)
     assert not interrupts.requested()
 
 
@@ -59,17 +72,15 @@ def test_a_handler_of_the_users_own_stays():
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
     try:
-        with interrupts.deferred():
-            press()
-            assert pressed
+        interrupts.defer(press)
+        assert pressed
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_are_left_alone():
     def work():
-        with interrupts.deferred():
-            seen.append(signal.getsignal(signal.SIGINT))
+        seen.append(interrupts.defer(signal.getsignal, signal.SIGINT))
         interrupts.check()
 
     seen = []
@@ -77,6 +88,39 @@ def test_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_exception_at_any_line_of_the_bookkeeping_costs_no_later_ctrl_c(error):
+    def step():
+        press()
+        done.append(1)
+
+    num_lines = []
+    for line in range(1, 200):
+        interrupt = Interrupt(error("as told"), line, None)
+        with contextlib.suppress(KeyboardInterrupt, MemoryError), interrupt:
+            interrupts.defer(step if line % 2 else list)
+        num_lines.append(interrupt.num_lines)
+        done = []
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.defer(step)
+        assert done == [1], f"at once, after {interrupt.where}"
+        interrupts.check()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert not interrupts.requested(), f"left over, after {interrupt.where}"
+    assert max(num_lines) < 199  # there is no line after these
+
+
+def test_a_command_where_ctrl_c_is_ignored_leaves_nothing_behind():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts.command():
+        pass
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.defer(press)
+    interrupts.defer(list)
 
 
 PRESSED = """
@@ -101,7 +145,7 @@ SWALLOWED = "gc.callbacks.append(callback); gc.collect(); gc.callbacks.clear()"
         ("signal.raise_signal(signal.SIGINT); print('never')", ["over"]),
         (f"{SWALLOWED}; print('swallowed')", ["swallowed", "over"]),
         (
-            f"{SWALLOWED}\n        with interrupts.deferred(): print('a step')\n        print('never')",
+            f"{SWALLOWED}\n        interrupts.defer(print, 'a step')\n        print('never')",
             ["a step", "over"],
         ),
         ("try: signal.raise_signal(signal.SIGINT)\n        except KeyboardInterrupt: raise ImportError", ["over"]),
@@ -119,8 +163,8 @@ def test_a_command_in_a_larger_process_leaves_its_handler():
     with interrupts.command():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
-        press()
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.defer(press)
     interrupts.check()
 
 

@@ -219,8 +219,7 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    with interrupts.deferred():
-                        outputs = self._changes.run(self._advance, news)
+                    outputs = interrupts.defer(self._changes.run, self._advance, news)
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self._changes.give_way()

@@ -98,78 +98,100 @@ def run(config: TrainConfig) -> None:
     """Trains, logs to out_dir/train_log.jsonl, checkpoints to out_dir/checkpoints, and exports at the end.
 
     A run that has reached num_steps or budget_s only exports its newest checkpoint: num_steps=1 does that at any time.
+    Ctrl-C ends it after the step that is being computed.
 
     Raises:
       ConfigError: out_dir holds a run of another configuration; see `resume`.
       FloatingPointError: the loss is no longer finite.
     """
-    train_files, held_files = prepare(config)
-    out = Path(config.out_dir)
-    batches = Batches(train_files, context=config.context, batch_size=config.batch_size, seed=config.seed)
-    held_out = heldout_sequences(held_files, config.context, config.eval_sequences)
-    model = config.model_config()
-    logger.info(
-        "%d training tokens, %d held out, %.2f M parameters, %d steps per epoch",
-        len(train_files.tokens), len(held_files.tokens), model.num_params / 1e6, batches.steps_per_epoch,
-    )  # fmt: skip
+    training = _Run(config)
+    if not training.is_over:  # or else the log is left alone: another process may be going on with the run
+        training.open_log()
+    while not training.is_over:
+        interrupts.defer(training.step)
+    export(config, training.state)
 
-    state, saved = init_state(config), Progress()
-    if restored := checkpoints.restore(out / "checkpoints", state, fixed_fields(config)):
-        state, saved = restored
-        logger.info("resumes at step %d, %.0f s", saved.step, saved.elapsed_s)
-    train_step = make_train_step(config)
-    step, tokens = saved.step, saved.tokens
-    start = time.monotonic() - saved.elapsed_s
-    logged_s, logged_tokens, losses = saved.elapsed_s, tokens, []
 
-    def elapsed_s() -> float:
-        return time.monotonic() - start
+class _Run:
+    """The state of a training run between two steps; restored from the newest checkpoint in out_dir."""
 
-    def over() -> bool:
-        steps_done = config.num_steps is not None and step >= config.num_steps
-        return steps_done or (config.budget_s is not None and elapsed_s() >= config.budget_s)
+    def __init__(self, config: TrainConfig):
+        train_files, held_files = prepare(config)
+        self._config, self._out, self._model = config, Path(config.out_dir), config.model_config()
+        self._batches = Batches(train_files, context=config.context, batch_size=config.batch_size, seed=config.seed)
+        self._held_out = heldout_sequences(held_files, config.context, config.eval_sequences)
+        logger.info(
+            "%d training tokens, %d held out, %.2f M parameters, %d steps per epoch",
+            len(train_files.tokens), len(held_files.tokens), self._model.num_params / 1e6,
+            self._batches.steps_per_epoch,
+        )  # fmt: skip
+        self.state, self._saved = init_state(config), Progress()
+        if restored := checkpoints.restore(self._out / "checkpoints", self.state, fixed_fields(config)):
+            self.state, self._saved = restored
+            logger.info("resumes at step %d, %.0f s", self._saved.step, self._saved.elapsed_s)
+        self._train_step = make_train_step(config)
+        self._num_steps, self._num_tokens = self._saved.step, self._saved.tokens
+        self._start = time.monotonic() - self._saved.elapsed_s
+        self._logged_s, self._logged_tokens = self._saved.elapsed_s, self._num_tokens
+        self._losses: list[Any] = []  # of the steps since the last line of the log
+        self.is_over = self._reached_end()
 
-    if over():  # the log is left alone: another process may be going on with the run
-        export(config, state)
-        return
-    log = TrainLog(out / "train_log.jsonl", saved.step)
-    last = False
-    while not last:
-        with interrupts.deferred():
-            rate = config.learning_rate * learning_rate_scale(config, step, elapsed_s())
-            inputs, targets = batches[step]
-            if len(losses) > 1:
-                losses[-2].block_until_ready()  # the device is one step ahead of the host, not more
-            state, loss = train_step(state, inputs, targets, np.float32(rate))
-            losses.append(loss)
-            step, tokens = step + 1, tokens + int(np.sum(targets != IGNORED))
-            last = over()
-            if step % config.log_every and not last:
-                continue
+    def open_log(self) -> None:
+        self._log = TrainLog(self._out / "train_log.jsonl", self._saved.step)
 
-            mean_loss = float(np.mean([float(loss) for loss in losses]))
-            if not np.isfinite(mean_loss):
-                raise FloatingPointError(
-                    f"loss is {mean_loss} at step {step}; the last checkpoint is of step {saved.step}"
-                )
-            now = elapsed_s()
-            record = {
-                "step": step, "tokens": tokens, "loss": round(mean_loss, 5), "lr": float(f"{rate:.4g}"),
-                "tokens_per_s": round((tokens - logged_tokens) / max(now - logged_s, 1e-9)), "elapsed_s": round(now, 1),
-            }  # fmt: skip
-            if step % config.eval_every == 0 or last:
-                record |= evaluate(state.params, *held_out, config=model, batch_size=config.batch_size)
-            log.write(record)
-            logger.info("%s", record)
-            logged_s, logged_tokens, losses = elapsed_s(), tokens, []
-
+    def step(self) -> None:
+        """Computes one step; logs, evaluates and checkpoints when it is time to."""
+        config = self._config
+        rate = config.learning_rate * learning_rate_scale(config, self._num_steps, self._elapsed_s())
+        inputs, targets = self._batches[self._num_steps]
+        if len(self._losses) > 1:
+            self._losses[-2].block_until_ready()  # the device is one step ahead of the host, not more
+        self.state, loss = self._train_step(self.state, inputs, targets, np.float32(rate))
+        self._losses.append(loss)
+        self._num_steps, self._num_tokens = self._num_steps + 1, self._num_tokens + int(np.sum(targets != IGNORED))
+        self.is_over = self._reached_end()
+        if self._num_steps % config.log_every == 0 or self.is_over:
+            self._report(rate)
             every = config.checkpoint_every
-            if last or elapsed_s() - saved.elapsed_s >= config.checkpoint_every_s or (every and step % every == 0):
-                earlier, saved = saved, Progress(step, tokens, elapsed_s())
-                checkpoints.save(out / "checkpoints", state, saved, config.keep_checkpoints, fixed_fields(config))
-                if config.first_export_s and earlier.elapsed_s < config.first_export_s <= saved.elapsed_s and not last:
-                    export(config, state)
-    export(config, state)
+            is_due = self._elapsed_s() - self._saved.elapsed_s >= config.checkpoint_every_s
+            if self.is_over or is_due or (every and self._num_steps % every == 0):
+                self._checkpoint()
+
+    def _report(self, rate: float) -> None:
+        mean_loss = float(np.mean([float(loss) for loss in self._losses]))
+        if not np.isfinite(mean_loss):
+            raise FloatingPointError(
+                f"loss is {mean_loss} at step {self._num_steps}; the last checkpoint is of step {self._saved.step}"
+            )
+        now, tokens = self._elapsed_s(), self._num_tokens - self._logged_tokens
+        record = {
+            "step": self._num_steps, "tokens": self._num_tokens, "loss": round(mean_loss, 5),
+            "lr": float(f"{rate:.4g}"), "tokens_per_s": round(tokens / max(now - self._logged_s, 1e-9)),
+            "elapsed_s": round(now, 1),
+        }  # fmt: skip
+        if self._num_steps % self._config.eval_every == 0 or self.is_over:
+            record |= evaluate(
+                self.state.params, *self._held_out, config=self._model, batch_size=self._config.batch_size
+            )
+        self._log.write(record)
+        logger.info("%s", record)
+        self._logged_s, self._logged_tokens, self._losses = self._elapsed_s(), self._num_tokens, []
+
+    def _checkpoint(self) -> None:
+        config, before_s = self._config, self._saved.elapsed_s
+        self._saved = Progress(self._num_steps, self._num_tokens, self._elapsed_s())
+        folder = self._out / "checkpoints"
+        checkpoints.save(folder, self.state, self._saved, config.keep_checkpoints, fixed_fields(config))
+        if config.first_export_s and before_s < config.first_export_s <= self._saved.elapsed_s and not self.is_over:
+            export(config, self.state)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def _reached_end(self) -> bool:
+        config = self._config
+        steps_done = config.num_steps is not None and self._num_steps >= config.num_steps
+        return steps_done or (config.budget_s is not None and self._elapsed_s() >= config.budget_s)
 
 
 def export(config: TrainConfig, state: TrainState) -> Path:
