@@ -6,7 +6,7 @@ Run it, from the folder of this file or with the folder on the Python path:
 
 A task is a dataclass of settings, `run` (one trial's measurements), `summarise` (a trial's numbers) and `columns` (what
 the table shows). Seeds, resumption, shards, tables with spreads and a figure come with it. What else a task may give,
-such as checks of its settings or a figure of its own, is in `experiments.tasks.base.BaseTask`.
+such as checks of its settings or a figure of its own, is in `ksana_jax.experiments.tasks.base.BaseTask`.
 
 Source of the question: Mohtashami and Jaggi, arXiv:2305.16300, section 4.2.
 """
@@ -18,9 +18,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext
 from ksana_jax import SamplingParams
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext
 
 _FILLER = "    pass\n"
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ksana_jax.config import EngineConfig, ModelConfig
     from ksana_jax.engine.llm import LLM
-    from ksana_jax.kv.patterns import AttentionPattern
     from ksana_jax.loading.load import load_model
+    from ksana_jax.patterns import AttentionPattern
     from ksana_jax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _PUBLIC = {
     "RequestOutput": "ksana_jax.request",
     "CompletionOutput": "ksana_jax.request",
     "Logprob": "ksana_jax.request",
-    "AttentionPattern": "ksana_jax.kv.patterns",
+    "AttentionPattern": "ksana_jax.patterns",
     "ModelConfig": "ksana_jax.config",
     "EngineConfig": "ksana_jax.config",
     "load_model": "ksana_jax.loading.load",

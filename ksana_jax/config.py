@@ -12,7 +12,7 @@ from ksana_jax import vllm_names
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv import replacement
-from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern
+from ksana_jax.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.plugins import name_of
 from ksana_jax.scheduler import policies
 

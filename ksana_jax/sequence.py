@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ksana_jax.kv.patterns import FAR
+from ksana_jax.patterns import FAR
 from ksana_jax.request import FinishReason, SamplingParams
 
 

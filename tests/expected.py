@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ksana_jax.kv.patterns import FULL, AttentionPattern
+from ksana_jax.patterns import FULL, AttentionPattern
 from tests.fakes import VOCAB, reference_hidden, reference_tokens, score, until_stop
 from tests.reference import literal
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import FAR, FULL, AttentionPattern, LiveRange
+from ksana_jax.patterns import FAR, FULL, AttentionPattern, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step import Moves, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.step.builder import BatchBuilder, Buckets
+from ksana_jax.step.contract import Moves, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 from tests.reference import literal
 
 VOCAB = 97

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.kv.patterns import AttentionPattern, per_layer
+from ksana_jax.patterns import AttentionPattern, per_layer
 
 
 def _norm(x, weight, eps):

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_index import Scope, sha256
 from ksana_jax.kv.replacement import POLICIES as EVICTIONS
+from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason, SamplingParams
 from ksana_jax.scheduler.policies import POLICIES
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
-from tests.kv.disk_double import TroubledDisk
+from tests.kv.disk.double import TroubledDisk
 
 
 @dataclasses.dataclass

@@ -175,16 +175,16 @@ def test_verbose_says_what_is_loaded_and_compiled_wherever_it_stands(place):
 
 
 def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypatch, tmp_path):
-    hiding = types.ModuleType("experiments")
+    hiding = types.ModuleType("pallas_kernels")
     hiding.__path__ = [str(tmp_path)]
 
     def run(*_, **__):
-        monkeypatch.setitem(sys.modules, "experiments", hiding)
-        raise ModuleNotFoundError("No module named 'experiments.command'", name="experiments.command")
+        monkeypatch.setitem(sys.modules, "pallas_kernels", hiding)
+        raise ModuleNotFoundError("No module named 'pallas_kernels.hopper'", name="pallas_kernels.hopper")
 
-    monkeypatch.setattr("experiments.command.run_and_report", run)
+    monkeypatch.setattr("ksana_jax.experiments.command.run_and_report", run)
     error = fails(capsys, "run", "quickstart")
-    assert f"'experiments.command'; {tmp_path} hides the package 'experiments' of ksana_jax" in error
+    assert f"'pallas_kernels.hopper'; {tmp_path} hides the package 'pallas_kernels' of ksana_jax" in error
 
 
 def test_an_unknown_option_is_explained_by_the_command_itself(capsys):

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from ksana_jax import LLM, SamplingParams, cli
-from ksana_jax.engine.runner import Runner
+from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
 
 TEMPLATE = (

@@ -24,7 +24,7 @@ def test_the_citation_has_the_fields_of_its_format_and_our_version():
     assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text() and citation["license"] == "Apache-2.0"
 
 
-@pytest.mark.parametrize("package", ["ksana_jax", "pallas_kernels", "experiments"])
+@pytest.mark.parametrize("package", ["ksana_jax", "pallas_kernels"])
 def test_type_checkers_are_told_that_packages_carry_types(package):
     assert (ROOT / package / "py.typed").is_file()
     assert "py.typed" in (ROOT / "pyproject.toml").read_text().split(f"{package} = [")[1].split("]")[0]

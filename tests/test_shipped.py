@@ -43,7 +43,7 @@ def test_what_is_not_shipped_stays_the_path_it_was(name, tmp_path, monkeypatch):
 
 def test_experiments_of_a_built_package_resolve_outside_the_repository(tmp_path):
     source, built = tmp_path / "source", tmp_path / "built"
-    for name in ("ksana_jax", "pallas_kernels", "experiments", "configs"):
+    for name in ("ksana_jax", "pallas_kernels", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -52,7 +52,7 @@ def test_experiments_of_a_built_package_resolve_outside_the_repository(tmp_path)
     assert (built / "ksana_jax" / "py.typed").is_file()
     # Trials of prefix_cache name configs/models/bench-s, as from the repository's root.
     code = (
-        "import experiments.config as c, ksana_jax\n"
+        "import ksana_jax.experiments.config as c, ksana_jax\n"
         "print(ksana_jax.__file__, *[c.load(n).name for n in ('quickstart', 'prefix_cache', 'host_embedding')])"
     )
     done = subprocess.run(

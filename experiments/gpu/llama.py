@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig, RopeConfig
-from ksana_jax.kv.cache import KVCache
 from ksana_jax.models.transformer import Params, is_shape, param_shapes
+from ksana_jax.ops.pool import KVCache
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14_336,

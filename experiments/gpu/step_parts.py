@@ -29,8 +29,8 @@ class Step:
     """
 
     def __init__(self, llm, batch: int, text: int, label: str):
-        from ksana_jax.kv.patterns import FAR
-        from ksana_jax.step import StepArrays, StepInput
+        from ksana_jax.patterns import FAR
+        from ksana_jax.step.contract import StepArrays, StepInput
 
         self.llm, self.runner, self.batch, self.text, self.label = llm, llm.runner, batch, text, label
         self.lowered: Any = None
@@ -64,7 +64,7 @@ class Step:
 
     def warm_settings(self):
         """Sampling at temperature 1, without top-k, top-p and penalties."""
-        from ksana_jax.step import SamplingArrays
+        from ksana_jax.step.contract import SamplingArrays
 
         rows = self.shape.num_singles
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)

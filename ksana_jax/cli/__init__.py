@@ -103,6 +103,6 @@ def _why_missing(error: ImportError) -> str:
     """What to do about a module that is not found."""
     package = (error.name or "").partition(".")[0]
     places = [*getattr(sys.modules.get(package), "__path__", ())]
-    if package in ("experiments", "pallas_kernels") and places:
+    if package == "pallas_kernels" and places:
         return f"{places[0]} hides the package {package!r} of ksana_jax: take its folder off PYTHONPATH, or rename it"
     return "is everything installed? (pip install -e .)"

@@ -43,7 +43,7 @@ def doctor(as_json: AsJson = False) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from experiments.environment import environment
+    from ksana_jax.experiments.environment import environment
     from ksana_jax.ops.implementations import explain
 
     console, found, attention = Console(highlight=False), environment(), explain()
@@ -97,6 +97,6 @@ def kernels_check(
     as_json: AsJson = False,
 ) -> None:
     """Compiles kernels and whole steps for a GPU, on a machine without one: registers, spills, memory, pool copies."""
-    from ksana_jax.kernel_check import main as check
+    from ksana_jax.compile_check.kernels import main as check
 
     raise typer.Exit(check(target, only=only, as_json=as_json))

@@ -18,7 +18,7 @@ def run(
     shard: Annotated[str, typer.Option(help="k/n: the k-th of n parts, for job arrays")] = "1/1",
 ) -> None:
     """Runs an experiment, or resumes one that was interrupted; prints its table and writes its figure."""
-    from experiments.command import run_and_report
+    from ksana_jax.experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]
     raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug))
@@ -34,7 +34,7 @@ def report(
 
     Runs that scored different texts are refused: their numbers say nothing about each other.
     """
-    from experiments.command import report_and_show
+    from ksana_jax.experiments.command import report_and_show
 
     report_and_show(folders, out)
 
@@ -44,7 +44,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="a CSV file", show_default="standard output")] = None,
 ) -> None:
     """Prints a run as CSV, a row for each finished trial: label, grid, seed, trial id, every number of its summary."""
-    from experiments.export import export as make
+    from ksana_jax.experiments.export import export as make
     from ksana_jax.files import write_atomic
 
     text = make(folder)
@@ -65,6 +65,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Shows who owns which KV block: a picture of the pool over one trial, numbers, and a list of blocks."""
-    from experiments.inspection import inspect_and_show
+    from ksana_jax.experiments.inspection import inspect_and_show
 
     inspect_and_show(file, overrides or [], out, row, step, as_json)

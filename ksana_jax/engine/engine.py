@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from ksana_jax import interrupts
-from ksana_jax.batch import BatchBuilder
 from ksana_jax.engine import report
 from ksana_jax.engine.beam import Beams, advance, num_candidates
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.intake import bad_word_ids, check_request, seed_of
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import AttentionPattern, LiveRange
 from ksana_jax.metrics import StepRecord
+from ksana_jax.patterns import AttentionPattern, LiveRange
 from ksana_jax.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
 from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
-from ksana_jax.step import Executor, StepOutput
+from ksana_jax.step.builder import BatchBuilder
+from ksana_jax.step.contract import Executor, StepOutput
 from ksana_jax.tokenizers import Tokenizer
 
 

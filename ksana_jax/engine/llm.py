@@ -14,7 +14,6 @@ from typing import Any, Literal
 import jax
 
 from ksana_jax import vllm_names
-from ksana_jax.batch import BatchBuilder, Buckets
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig, engine_config
 from ksana_jax.dtypes import canonical_dtype
@@ -22,21 +21,22 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
-from ksana_jax.engine.runner import Runner
-from ksana_jax.kv.disk_tier import BlockFormat, DiskTier
+from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import AttentionPattern, LiveRange
 from ksana_jax.kv.prefix_index import Scope
-from ksana_jax.kv.presets import PatternLike, read_patterns
 from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.loading.load import auto_dtype, check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
+from ksana_jax.pattern_presets import PatternLike, read_patterns
+from ksana_jax.patterns import AttentionPattern, LiveRange
 from ksana_jax.planner.engine import Compared, gib, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
+from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.shipped import model_path
+from ksana_jax.step.builder import BatchBuilder, Buckets
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm"}

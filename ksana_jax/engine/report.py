@@ -8,7 +8,7 @@ from ksana_jax.engine.completion import Completion, Request, top_logprobs
 from ksana_jax.metrics import StepRecord
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Rows
-from ksana_jax.step import ScheduledBatch, StepOutput
+from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:

@@ -21,15 +21,15 @@ import numpy as np
 from ksana_jax.kv.block_manager import BlockManager, NoFreeBlocks
 from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.counters import Counters
-from ksana_jax.kv.disk_tier import BlockFacts, DiskTier
+from ksana_jax.kv.disk.tier import BlockFacts, DiskTier
 from ksana_jax.kv.loads import Loads
-from ksana_jax.kv.patterns import FULL, LiveRange
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.kv.replacement import Policy, find_policy
 from ksana_jax.kv.snapshot import Owner, Snapshot, take
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
-from ksana_jax.step import Moves
+from ksana_jax.patterns import FULL, LiveRange
+from ksana_jax.step.contract import Moves
 
 # Blocks that `flush` moves and writes before it waits for the disk.
 FLUSHED_AT_ONCE = 64

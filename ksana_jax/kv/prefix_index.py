@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.kv.tier import Node
+from ksana_jax.patterns import AttentionPattern
 
 # Salts remembered before those without blocks are forgotten.
 MAX_ROOTS = 1024

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.kv.cache import KVCache
-from ksana_jax.kv.patterns import FAR, SINK_POSITIONS, PatternArrays
 from ksana_jax.models.rope import Rope
-from ksana_jax.step import StepArrays, StepShape
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.patterns import FAR, SINK_POSITIONS, PatternArrays
+from ksana_jax.step.contract import StepArrays, StepShape
 
 # Keys of a row, and queries of different rows, that are looked at together: few enough for the processor's own caches.
 # On two CPU cores a decode step of 32 rows with up to 384 tokens (8 layers, bfloat16) took 38 ms with all rows at once,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ksana_jax import patterns
 from ksana_jax.config import ModelConfig
-from ksana_jax.kv import patterns
-from ksana_jax.kv.cache import KVCache, storage_dtype
 from ksana_jax.ops.attention import ragged_paged_attention, write
+from ksana_jax.ops.pool import KVCache, storage_dtype
 
 
 class Needs(NamedTuple):

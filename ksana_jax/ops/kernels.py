@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.kv.cache import KVCache
-from ksana_jax.kv.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.ops.attention import CEILING, Queries, Where, write
-from ksana_jax.step import StepArrays, StepShape
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
+from ksana_jax.step.contract import StepArrays, StepShape
 from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
 from pallas_kernels.patterns import Pattern
 

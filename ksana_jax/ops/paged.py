@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.kv.cache import KVCache
-from ksana_jax.kv.patterns import PatternArrays
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.attention import Where
 from ksana_jax.ops.implementations import Implementation
-from ksana_jax.step import StepArrays, StepShape
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.patterns import PatternArrays
+from ksana_jax.step.contract import StepArrays, StepShape
 
 
 def paged_attend(

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import jax
 
-from ksana_jax.batch import Buckets
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.engine.runner import Runner
-from ksana_jax.kv.patterns import LiveRange
+from ksana_jax.patterns import LiveRange
 from ksana_jax.planner.devices import GIB, physical_bytes, this_device
 from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
-from ksana_jax.step import StepShape
+from ksana_jax.runner.runner import Runner
+from ksana_jax.step.builder import Buckets
+from ksana_jax.step.contract import StepShape
 
 logger = logging.getLogger("ksana_jax")
 

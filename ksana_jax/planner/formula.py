@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import canonical_dtype
-from ksana_jax.kv.patterns import FAR, AttentionPattern, LiveRange, per_layer
 from ksana_jax.loading.load import check_embedding_on_host
+from ksana_jax.patterns import FAR, AttentionPattern, LiveRange, per_layer
 from ksana_jax.planner.step_memory import StepCost
 from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
 

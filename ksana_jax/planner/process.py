@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from ksana_jax.step import StepShape
+from ksana_jax.step.contract import StepShape
 
 MIB = 2**20
 # What the compiler leaves behind when it is first used, what each program keeps, and what a step keeps for each layer

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ksana_jax.batch import Buckets
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.planner.devices import compile_target, find_device
 from ksana_jax.planner.engine import gib
 from ksana_jax.planner.formula import MAX_CONTEXT
 from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
+from ksana_jax.step.builder import Buckets
 
 
 def main(model: str, device: str, *, buckets: bool = False, as_json: bool = False, **request) -> None:

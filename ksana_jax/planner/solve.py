@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.loading.config_json import load_config
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.devices import Device, compile_target, find_device
 from ksana_jax.planner.formula import Memory, PlanRequest, largest
 from ksana_jax.planner.step_memory import NO_STEP, StepCost, measure_step

@@ -16,13 +16,13 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.engine.runner import Runner
-from ksana_jax.kv.cache import KVCache
-from ksana_jax.kv.patterns import FULL
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.transformer import Params
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
-from ksana_jax.step import StepShape
+from ksana_jax.runner.runner import Runner
+from ksana_jax.step.contract import StepShape
 from pallas_kernels import aot
 
 # Layers that are compiled of a deeper model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.step import SamplingArrays
+from ksana_jax.step.contract import SamplingArrays
 
 
 def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_cache import Hit
+from ksana_jax.patterns import LiveRange
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.sequence import Sequence
 

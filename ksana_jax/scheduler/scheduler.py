@@ -14,12 +14,12 @@ import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import LiveRange
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.row_blocks import RowBlocks
 from ksana_jax.kv.snapshot import Owner
 from ksana_jax.kv.tier import DEVICE, HOST
+from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission, Room
 from ksana_jax.scheduler.policies import Policy, make_policy
@@ -27,7 +27,7 @@ from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
-from ksana_jax.step import ScheduledBatch
+from ksana_jax.step.contract import ScheduledBatch
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 _NO_ROWS = np.zeros(0, np.intp)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.engine.beam import Beams, advance
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason
 from ksana_jax.sequence import Sequence
 from tests.engine.small import VOCAB, assert_idle, make_llm, model

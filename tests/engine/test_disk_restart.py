@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ksana_jax import SamplingParams, failpoints
+from ksana_jax import SamplingParams
 from ksana_jax.config import ConfigError
-from ksana_jax.kv.disk_tier import DiskTier
+from ksana_jax.kv.disk import failpoints
+from ksana_jax.kv.disk.tier import DiskTier
 from tests.engine.small import VOCAB, make_llm
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.bench import host
-from ksana_jax.kv.patterns import FULL, AttentionPattern
+from ksana_jax.patterns import FULL, AttentionPattern
 from ksana_jax.request import FinishReason
 from tests.fakes import (
     FULLY,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
-from ksana_jax.engine import movers
+from ksana_jax.runner import movers
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 

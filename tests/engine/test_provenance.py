@@ -6,8 +6,8 @@ from concurrent.futures import Executor, Future
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.kv.disk_tier import BlockFormat, DiskTier
-from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
+from ksana_jax.patterns import AttentionPattern
 from tests.engine.small import Letters, make_llm
 from tests.fakes import asking, make_engine, prompt_of, run, step
 

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fake_llm
 import fake_task
 
-from experiments import run as run_module
-from experiments.models import model_dir
-from experiments.tasks import TASKS
+from ksana_jax.experiments import run as run_module
+from ksana_jax.experiments.models import model_dir
+from ksana_jax.experiments.tasks import TASKS
 
 
 @pytest.fixture

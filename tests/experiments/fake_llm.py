@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from ksana_jax.config import EngineConfig, ModelConfig
-from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange, per_layer
+from ksana_jax.patterns import FULL, AttentionPattern, LiveRange, per_layer
 from ksana_jax.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.tasks import TASKS
-from experiments.tasks.base import BaseTask, Column, number
+from ksana_jax.experiments.tasks import TASKS
+from ksana_jax.experiments.tasks.base import BaseTask, Column, number
 
 
 @dataclasses.dataclass
@@ -49,11 +49,11 @@ def register():
 if __name__ == "__main__":
     register()
     # What a device is asked takes seconds; a fake task has none.
-    from experiments import run as run_module
+    from ksana_jax.experiments import run as run_module
 
     run_module.environment = lambda: {"pid": os.getpid()}
-    from experiments.config import load
-    from experiments.report import report
+    from ksana_jax.experiments.config import load
+    from ksana_jax.experiments.report import report
 
     folder = Path(sys.argv[2])
     print(run_module.run(load(sys.argv[1]), folder), flush=True)

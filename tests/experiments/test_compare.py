@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments.compare import compare
-from experiments.config import plan
-from experiments.export import export
-from experiments.run import run
 from ksana_jax import cli
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.compare import compare
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.export import export
+from ksana_jax.experiments.run import run
 
 
 def ksana(*args):

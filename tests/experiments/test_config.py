@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import load, patterns_of, plan
 from ksana_jax import AttentionPattern
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.config import load, patterns_of, plan
 
 pytestmark = pytest.mark.usefixtures("fake")
 
@@ -150,7 +150,7 @@ def test_the_id_changes_with_a_setting_a_seed_and_the_weights(model):
     assert len(ids) == 4
     assert trial_id("settings.y=0.5") == trial_id()
     Path(model, "model.safetensors").write_bytes(b"weights")
-    from experiments.models import fingerprint
+    from ksana_jax.experiments.models import fingerprint
 
     fingerprint.cache_clear()
     assert trial_id() not in ids
@@ -182,7 +182,7 @@ def test_layers_can_have_patterns_of_their_own(model):
     path = Path(model, "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
     (trial,) = plan(small(model, layer_patterns=[{"window": 4}, {}])).trials
-    from experiments.config import patterns_of
+    from ksana_jax.experiments.config import patterns_of
 
     assert [str(p) for p in patterns_of(trial.config)] == ["window=4", "full"]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import fake_task
 import pytest
 
-from experiments.config import load, plan
-from experiments.report import report
-from experiments.run import run
-from experiments.tasks import task_named
-from experiments.tasks.base import BaseTask, Column, ResultRow, number
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.config import load, plan
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
+from ksana_jax.experiments.tasks import task_named
+from ksana_jax.experiments.tasks.base import BaseTask, Column, ResultRow, number
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -65,7 +65,7 @@ def test_a_task_needs_run_summarise_and_columns_only(model, tmp_path):
         ("test_extension:Partial", "which lacks columns, summarise"),
         ("test_extension:Nothing", "has no 'Nothing'"),
         ("no_such_module:Task", "there is no module 'no_such_module'"),
-        ("fake_task:FakeSettings", "which is not a subclass of experiments.tasks.base.BaseTask"),
+        ("fake_task:FakeSettings", "which is not a subclass of ksana_jax.experiments.tasks.base.BaseTask"),
         ("perplexitty", "the nearest is 'perplexity'. A task of your own is 'package.module:Class'"),
     ],
 )

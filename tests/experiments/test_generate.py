@@ -2,11 +2,11 @@
 
 import pytest
 
-from experiments.config import plan
-from experiments.report import report
-from experiments.run import run
-from experiments.tasks.base import ResultRow
-from experiments.tasks.generate import Generate
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
+from ksana_jax.experiments.tasks.base import ResultRow
+from ksana_jax.experiments.tasks.generate import Generate
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 import pytest
 
-from experiments.config import plan
-from experiments.report import report
-from experiments.run import run
-from experiments.tasks import host_embedding
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
+from ksana_jax.experiments.tasks import host_embedding
 from tests.loading.models_on_disk import write_config
 from tests.planner.models import STEP
 

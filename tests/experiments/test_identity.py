@@ -8,14 +8,14 @@ from pathlib import Path
 import fake_task
 import pytest
 
-from experiments import identity
-from experiments.config import plan
-from experiments.records import read
-from experiments.report import report
-from experiments.run import run
+from ksana_jax import pattern_presets as presets
 from ksana_jax.config import EngineConfig
-from ksana_jax.kv import presets
-from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.experiments import identity
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.records import read
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
+from ksana_jax.patterns import AttentionPattern
 
 pytestmark = pytest.mark.usefixtures("fake")
 # Written when ids were hashes of whole configs.
@@ -95,7 +95,7 @@ class LaterPattern(AttentionPattern):
 
 
 def test_settings_that_a_later_version_adds_leave_ids_as_they_are(old_folder, monkeypatch):
-    from experiments import config
+    from ksana_jax.experiments import config
 
     given = {**OLD, "settings": {"y": 0.25}}
     before = [t.id for t in plan(given).trials]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import figures, pool_figure
-from experiments.inspection import Moment
 from ksana_jax import cli
+from ksana_jax.experiments import figures, pool_figure
+from ksana_jax.experiments.inspection import Moment
 from ksana_jax.kv.pool_trace import CACHED, FREE, PoolTrace
 from tests.fakes import asking, make_engine, prompt_of, step
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments import noise
-from experiments.tasks.base import Column, ResultRow, number
+from ksana_jax.experiments import noise
+from ksana_jax.experiments.tasks.base import Column, ResultRow, number
 
 SPEED = Column("speed", "tokens/s", number(0), "max")
 PPL = Column("ppl", "ppl", number(2), "min")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments.tasks.base import ResultRow
-from experiments.tasks.paired import doubt, of_side, pairs, speeds
+from ksana_jax.experiments.tasks.base import ResultRow
+from ksana_jax.experiments.tasks.paired import doubt, of_side, pairs, speeds
 
 
 class Side:

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from fake_llm import fake_recompute_score
 
-from experiments.config import plan
-from experiments.report import report
-from experiments.run import run
-from experiments.tasks.base import ResultRow
-from experiments.tasks.perplexity import Perplexity, sample_positions
-from experiments.tasks.perplexity_figure import _from_sample
-from experiments.tasks.perplexity_report import span
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
+from ksana_jax.experiments.tasks.base import ResultRow
+from ksana_jax.experiments.tasks.perplexity import Perplexity, sample_positions
+from ksana_jax.experiments.tasks.perplexity_figure import _from_sample
+from ksana_jax.experiments.tasks.perplexity_report import span
 
 VARIANTS = [
     {"name": "full"},

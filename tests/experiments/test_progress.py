@@ -6,9 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from experiments import progress
-from experiments.config import plan
-from experiments.run import run
+from ksana_jax.experiments import progress
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.run import run
 
 pytestmark = pytest.mark.usefixtures("fake")
 

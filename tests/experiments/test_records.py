@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from experiments.config import plan
-from experiments.records import read
-from experiments.report import report
-from experiments.run import run
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.records import read
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
 
 pytestmark = pytest.mark.usefixtures("fake")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import reference
-from experiments.config import Experiment, plan
-from experiments.tasks import TASKS, task_named
 from ksana_jax import cli
 from ksana_jax.config import EngineConfig
-from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.experiments import reference
+from ksana_jax.experiments.config import Experiment, plan
+from ksana_jax.experiments.tasks import TASKS, task_named
+from ksana_jax.patterns import AttentionPattern
 
 DOCS, EXAMPLES = Path(__file__).parents[2] / "docs", Path(__file__).parents[2] / "examples"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import plan
-from experiments.records import RecordFile, Shard, locked, read
-from experiments.report import report
-from experiments.run import run
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.records import RecordFile, Shard, locked, read
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
 
 pytestmark = pytest.mark.usefixtures("fake")
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_shards_partition_the_trials_and_together_make_the_same_table(model, tmp
 def test_shards_that_shared_a_machine_are_noted_where_speed_was_measured(model, tmp_path, monkeypatch):
     import fake_task
 
-    from experiments import run as run_module
+    from ksana_jax.experiments import run as run_module
 
     machine = {"machine": "a"}
     monkeypatch.setattr(run_module, "environment", lambda: machine)
@@ -221,7 +221,7 @@ def test_a_failing_trial_is_recorded_and_the_others_go_on(model, tmp_path):
 def test_a_table_is_not_lost_to_its_figure(model, tmp_path, monkeypatch, capsys):
     import fake_task
 
-    from experiments.command import report_and_show
+    from ksana_jax.experiments.command import report_and_show
 
     def fails(self, figure, rows):
         # What a user reads is printed by now.
@@ -253,7 +253,7 @@ def test_records_say_what_made_them(model, tmp_path):
 
 
 def test_the_environment_names_commit_versions_and_device():
-    from experiments.environment import environment
+    from ksana_jax.experiments.environment import environment
 
     found = environment()
     assert {"commit", "dirty", "python", "packages", "device", "cores", "xla_flags"} <= found.keys()

@@ -6,8 +6,8 @@ import re
 import pytest
 from matplotlib.text import Text
 
-from experiments import figures, tables
-from experiments.tasks.base import Column, ResultRow, number
+from ksana_jax.experiments import figures, tables
+from ksana_jax.experiments.tasks.base import Column, ResultRow, number
 
 COLUMNS = [Column("a", "A_1 %", number(1), "min"), Column("b", "B", number(0), "max", exact=True)]
 

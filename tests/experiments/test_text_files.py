@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from experiments import text_files
-from experiments.config import load, plan
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments import text_files
+from ksana_jax.experiments.config import load, plan
 
 
 @pytest.fixture

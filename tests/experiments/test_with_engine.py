@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from experiments import texts
-from experiments.config import plan
-from experiments.report import report
-from experiments.run import run
-from experiments.tasks.perplexity import sample_positions
+from ksana_jax.experiments import texts
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.report import report
+from ksana_jax.experiments.run import run
+from ksana_jax.experiments.tasks.perplexity import sample_positions
 
 # Texts beyond the training context are what these experiments are for.
 pytestmark = pytest.mark.filterwarnings("ignore:max_model_len")

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.tier import DEVICE, HOST
+from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, prompt_of
-from tests.kv.disk_double import DiskDouble
+from tests.kv.disk.double import DiskDouble
 
 SIZE = 4
 

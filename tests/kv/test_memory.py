@@ -7,7 +7,7 @@ from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, prompt_of
-from tests.kv.disk_double import DiskDouble
+from tests.kv.disk.double import DiskDouble
 
 SIZE = 4
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.tier import DEVICE
+from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 from tests.reference import literal

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import FULL, AttentionPattern
 from ksana_jax.kv.snapshot import STATES, BlockRecord, Ownership, Snapshot
 from ksana_jax.kv.tier import DEVICE, HOST
+from ksana_jax.patterns import FULL, AttentionPattern
 from tests.fakes import asking, make_engine, prompt_of, step
 
 

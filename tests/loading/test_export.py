@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.loading import LoadError, export_hf, load_model
 from ksana_jax.models.transformer import init_params
+from ksana_jax.patterns import AttentionPattern
 from tests.golden.cases import golden_cases
 from tests.loading.models_on_disk import TINY
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.kv.patterns import per_layer
 from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import Params, forward, logits
+from ksana_jax.patterns import per_layer
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_len"))

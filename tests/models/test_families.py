@@ -6,9 +6,9 @@ import math
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
-from ksana_jax.kv.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from ksana_jax.models.rope import make_rope
+from ksana_jax.patterns import FULL, AttentionPattern
 
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ModelConfig, RopeConfig
-from ksana_jax.kv.patterns import FULL
 from ksana_jax.loading import load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.transformer import Params
+from ksana_jax.patterns import FULL
 from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
 from tests.models.reference import pattern_logits
 

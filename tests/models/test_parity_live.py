@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ModelConfig, RopeConfig
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import init_params
+from ksana_jax.patterns import AttentionPattern
 from tests.golden.cases import golden_cases
 from tests.models.reference import pattern_logits
 

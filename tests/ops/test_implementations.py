@@ -11,13 +11,13 @@ import pytest
 
 import pallas_kernels
 from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig, RopeConfig
-from ksana_jax.kv.cache import KVCache
-from ksana_jax.kv.patterns import FAR
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, choose, explain
 from ksana_jax.ops.kernels import Attention, Kernels, calls
-from ksana_jax.step import StepArrays, StepShape
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.patterns import FAR
+from ksana_jax.step.contract import StepArrays, StepShape
 from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS

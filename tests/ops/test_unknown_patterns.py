@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax import LLM, AttentionPattern, SamplingParams, patterns
 from ksana_jax.cli import app
 from ksana_jax.config import ModelConfig
-from ksana_jax.engine.runner import Runner
-from ksana_jax.kv import patterns
-from ksana_jax.kv.patterns import FAR, PatternArrays
 from ksana_jax.ops import implementations
 from ksana_jax.ops.implementations import Needs, choose, explain
 from ksana_jax.ops.kernels import HOPPER, TRITON, kernel_pattern
+from ksana_jax.patterns import FAR, PatternArrays
+from ksana_jax.runner.runner import Runner
 from tests import reference
 from tests.engine.small import VOCAB, model
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import RopeConfig
-from ksana_jax.kv.cache import KVCache
 from ksana_jax.models.layers import rms_norm
 from ksana_jax.models.rope import make_rope
+from ksana_jax.ops.pool import KVCache
 from pallas_kernels import hopper_kv_write, kv_write_reference
 from pallas_kernels.hopper_kv_write import row_layouts
 from tests.pallas_kernels.interpreter import PARAMS, interpreting

@@ -5,16 +5,16 @@ import logging
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.batch import Buckets
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.kv.patterns import FULL, LiveRange
+from ksana_jax.patterns import FULL, LiveRange
 from ksana_jax.planner import engine as planner_engine
 from ksana_jax.planner import pool_size
 from ksana_jax.planner.devices import Device
 from ksana_jax.planner.engine import Compared
 from ksana_jax.planner.step_memory import StepBytes, step_bytes
-from ksana_jax.shared_prefix import SHARED_ROWS
-from ksana_jax.step import StepShape
+from ksana_jax.step.builder import Buckets
+from ksana_jax.step.contract import StepShape
+from ksana_jax.step.shared_prefix import SHARED_ROWS
 from tests.engine.small import SMALL, model
 
 MIB = 2**20

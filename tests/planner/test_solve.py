@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ksana_jax.config import ConfigError
-from ksana_jax.kv.patterns import AttentionPattern
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner import plan
 from ksana_jax.planner.formula import MAX_CONTEXT, Memory, PlanRequest
 from ksana_jax.planner.step_memory import NO_STEP

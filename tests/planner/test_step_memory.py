@@ -10,7 +10,7 @@ from ksana_jax import SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.planner import step_memory
 from ksana_jax.planner.step_memory import measure_step, program_bytes, step_bytes
-from ksana_jax.step import StepShape
+from ksana_jax.step.contract import StepShape
 from pallas_kernels import aot
 from tests.engine.small import SMALL, Letters, make_llm, model
 

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.cache import make_cache, storage_dtype
 from ksana_jax.loading import load_model
+from ksana_jax.ops.pool import make_cache, storage_dtype
 from ksana_jax.planner import kv_bytes_per_token, weights_bytes
 from ksana_jax.planner.devices import DEVICES
 from ksana_jax.planner.terms import embedding_bytes

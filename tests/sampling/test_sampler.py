@@ -6,7 +6,7 @@ import pytest
 from scipy.special import chdtrc
 
 from ksana_jax.sampling.sampler import adjust, sample, score, truncate
-from ksana_jax.step import SamplingArrays
+from ksana_jax.step.contract import SamplingArrays
 from tests.sampling.reference import nucleus_margin, penalised, probabilities, softmax
 
 V = 32

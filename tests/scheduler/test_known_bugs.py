@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.kv.prefix_index import sha256
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason
 from tests.fakes import FULLY, FakeExecutor, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
-from tests.kv.disk_double import DiskDouble
+from tests.kv.disk.double import DiskDouble
 
 SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
 NEVER_LATE = {"load_timeout_s": 1e9}

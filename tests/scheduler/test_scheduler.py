@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence

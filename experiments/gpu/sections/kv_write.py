@@ -13,7 +13,7 @@ from experiments.gpu.candidates import relative_error
 from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
 from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, measured
-from ksana_jax.kv.cache import KVCache
+from ksana_jax.ops.pool import KVCache
 from pallas_kernels import kv_write_reference
 
 # Of the measured copy bandwidth, for 8k tokens.

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.patterns import per_layer
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.mistral import MISTRAL
 from ksana_jax.models.families.qwen2 import QWEN2
 from ksana_jax.models.families.qwen3 import QWEN3
+from ksana_jax.patterns import per_layer
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 

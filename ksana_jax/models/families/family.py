@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.patterns import AttentionPattern
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields, is_integer
 from ksana_jax.models.families.rope import read_rope, write_rope
+from ksana_jax.patterns import AttentionPattern
 
 # Fields of Params and LayerParams by their Hugging Face names.
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}

@@ -1,0 +1,1 @@
+"""Compiles kernels and steps for hardware that is not there."""

@@ -1,0 +1,72 @@
+"""`ksana kernels check`: the kernels, and whole steps of the engine, compiled for a GPU where there is none."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from typing import Any
+
+from ksana_jax.compile_check import tpu
+from ksana_jax.config import ModelConfig
+from ksana_jax.loading.load import abstract_params
+from ksana_jax.patterns import FULL
+from ksana_jax.runner.runner import Runner
+from ksana_jax.step.contract import StepShape
+from pallas_kernels import aot
+from pallas_kernels.check import SOURCES, Case, check
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128_256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14_336,
+    max_position=8192,
+)  # fmt: skip
+BLOCK_SIZE = 64
+
+
+# Decode of one row and of 64 rows; 32 rows beside eight tiles of prompts, 64 tokens each.
+TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
+SHAPES = (StepShape(1, 0, 1, TABLE_WIDTH), StepShape(64, 0, 1, TABLE_WIDTH), StepShape(32, 8, 64, TABLE_WIDTH))
+
+
+def cases(target: aot.Target) -> list[Case]:
+    """Steps of a Llama-8B shape in bfloat16, rows of up to 8k tokens, by implementation of paged attention."""
+    used, *others = ("hopper", "triton", "xla") if target.hopper else ("triton", "xla")
+    return [
+        Case(
+            "step of Llama-8B",
+            {"attention": attention, "rows": shape.num_singles, "tiles": shape.num_tiles},
+            functools.partial(step, attention=attention, shape=shape),
+        )
+        for attention, shape in [*((used, shape) for shape in SHAPES), *((other, SHAPES[1]) for other in others)]
+    ]
+
+
+def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: int = 4096):
+    """A step of the engine's own Runner. The pool of 4,096 blocks is 32 GiB."""
+    params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
+    runner = Runner(
+        LLAMA_8B, params, (FULL,) * LLAMA_8B.num_layers, dtype="bf16", num_blocks=num_blocks,
+        block_size=BLOCK_SIZE, max_model_len=LLAMA_8B.max_position, max_rotated_sinks=0, attention=attention,
+        device=aot.device(target),
+    )  # fmt: skip
+    with aot.described(target):
+        return runner.lower_step(shape)
+
+
+def main(target: str, *, only: str, as_json: bool) -> int:
+    """Checks, prints, and returns the exit status: 1 when something failed, 2 when the extra is not installed.
+
+    Raises:
+      ValueError: no such target, no such case.
+    """
+    if target in tpu.TARGETS:
+        return tpu.main(target, only=only, as_json=as_json)
+    if target not in (known := aot.targets()):  # said before anything that is not installed
+        raise ValueError(f"unknown target {target!r}; there are {', '.join(sorted([*known, *tpu.TARGETS]))}")
+    if line := aot.missing():
+        print(f"ksana: error: {line}", file=sys.stderr)
+        return 2
+    found: dict[str, Any] = check(target, only=only, sources=(*SOURCES, "ksana_jax.compile_check.kernels:cases"))
+    if as_json:
+        print(json.dumps(found), flush=True)
+    return int(found["failed"] > 0)

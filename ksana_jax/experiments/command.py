@@ -1,0 +1,78 @@
+"""`ksana run`: plan, run, report, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from ksana_jax.experiments import progress, tables
+from ksana_jax.experiments.compare import compare
+from ksana_jax.experiments.config import load
+from ksana_jax.experiments.records import Shard
+from ksana_jax.experiments.report import Report, draw, read_report, write_tables
+from ksana_jax.experiments.run import run
+
+_WIDEST = 1000  # characters
+
+
+def run_and_report(
+    file: Path, overrides: Sequence[str], out: Path | None, shard: str = "1/1", debug: bool = False
+) -> int:
+    """Runs what is left of an experiment and shows the report of all that is done.
+
+    Args:
+      out: output folder; None takes runs/NAME.
+
+    Returns:
+      Exit code: 0, or 1 when trials failed.
+    """
+    part = Shard.parse(shard)
+    plan = load(file, overrides)
+    folder = out or Path("runs") / plan.name
+    errors = Console(stderr=True, highlight=False)
+    with progress.shown(errors) as callbacks:
+        outcome = run(plan, folder, part, debug=debug, **callbacks)
+    report_and_show([folder])
+    if outcome.num_skipped:
+        errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were done already")
+    for label, error in outcome.failed.items():
+        errors.print(f"failed: {escape(label)}: {escape(error)}")
+    return 1 if outcome.failed else 0
+
+
+def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
+    """Makes the report of a folder, or of several side by side, and prints it.
+
+    Args:
+      out: where tables and figure go; None takes the folder, of several writes nothing.
+    """
+    one = len(folders) == 1
+    made = read_report(folders[0]) if one else compare(folders)
+    out = folders[0] if one and out is None else out
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    # The table is on disk and on the terminal before a figure is tried.
+    files = write_tables(made, out) if out is not None else []
+    _show(made)
+    if out is not None:
+        files += draw(made, out) + ["records.jsonl", "run.json"] * (out == folders[0])
+        Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
+
+
+def _show(made: Report) -> None:
+    """Prints table, reading and notes."""
+    Console(highlight=False).print(f"[italic]{escape(made.title)}[/italic]")
+    table = tables.terminal(made.rows, made.columns)
+    # Squeezed numbers cannot be read: a narrow terminal wraps the table's lines instead.
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDEST)
+    width = console.measure(table).maximum
+    Console(highlight=False, width=width).print(table)
+    console = Console(highlight=False)
+    if made.reading:
+        console.print(f"[bold]{escape(made.reading)}[/bold]")
+    for note in made.notes:
+        console.print(f"[dim]{escape(note)}[/dim]")

@@ -1,0 +1,69 @@
+"""Several runs side by side in one table, if they measured the same. Knows records and reports, no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+from ksana_jax.config import ConfigError
+from ksana_jax.experiments.report import Report, of_rows, read_report
+from ksana_jax.experiments.tasks.base import ResultRow
+
+
+def compare(folders: Sequence[Path]) -> Report:
+    """The report of the rows of several folders, each row labelled with its run.
+
+    Raises:
+      FileNotFoundError: a folder has no records.
+      ConfigError: their tasks differ, or they scored different texts or positions, told apart by content.
+    """
+    names = _names(folders)
+    reports = {name: read_report(folder) for name, folder in zip(names, folders, strict=True)}
+    first = reports[names[0]]
+    for name, made in reports.items():
+        if type(made.task) is not type(first.task):
+            kinds = [type(task).__name__ for task in (first.task, made.task)]
+            raise ConfigError(f"{names[0]} is of task {kinds[0]}, {name} of {kinds[1]}: they have no columns in common")
+        _check_samples(names[0], first.rows, name, made.rows)
+    keys = list(dict.fromkeys(key for made in reports.values() for row in made.rows for key in row.point))
+    rows, notes = [], []
+    for name, made in reports.items():
+        for row in made.rows:
+            label = f"{name}: {row.label}" if row.label else name
+            rows.append(dataclasses.replace(row, label=label, point={key: row.point.get(key) for key in keys}))
+        planned, done = sum(r.num_planned for r in made.rows), sum(len(r.trials) for r in made.rows)
+        if done < planned:
+            notes.append(f"{done} of {planned} trials of {name} are done.")
+    failed = {trial: error for made in reports.values() for trial, error in made.failed.items()}
+    return of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Names of the folders, or their paths where two have the same name."""
+    whole = [folder.resolve() for folder in folders]
+    if len(set(whole)) < len(whole):
+        raise ConfigError(f"a folder is named twice: {', '.join(map(str, folders))}")
+    names = [folder.name for folder in whole]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _check_samples(a: str, a_rows: Sequence[ResultRow], b: str, b_rows: Sequence[ResultRow]) -> None:
+    """Refuses runs whose values of the same key come from different samples."""
+    mine, theirs = _samples(a_rows), _samples(b_rows)
+    for key in mine.keys() & theirs.keys():
+        if mine[key] != theirs[key]:
+            raise ConfigError(
+                f"{a} and {b} scored different texts or positions ({len(mine[key])} and {len(theirs[key])} draws, "
+                f"{len(mine[key] & theirs[key])} in common): numbers compare only on the same content, tokenizer, "
+                "num_texts, num_tokens, bucket_tokens and seeds"
+            )
+
+
+def _samples(rows: Sequence[ResultRow]) -> dict[str, set[Hashable]]:
+    """{summary key: all that the rows measured it on}."""
+    found: dict[str, set[Hashable]] = {}
+    for row in rows:
+        for key, samples in row.samples.items():
+            found.setdefault(key, set()).update(samples)
+    return found

@@ -1,0 +1,371 @@
+"""What an experiment is: a YAML file, dotted overrides, and the list of trials they stand for. Knows no engine, no jax.
+
+A trial is one point: model, engine settings, attention pattern, task settings and a seed, all resolved. Its id is a
+hash of those that are not defaults and of its inputs (weights, texts): a changed value is another trial, a changed
+label or a setting added by a later version is not.
+
+Numbers may be given in multiples of the model's training context: `window: ${context:1/4}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseException
+from yaml import YAMLError
+
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.experiments import dotted
+from ksana_jax.experiments.identity import canonical, trial_id
+from ksana_jax.experiments.models import fingerprint, num_layers, training_context
+from ksana_jax.experiments.tasks import task_named
+from ksana_jax.pattern_presets import read_pattern
+from ksana_jax.patterns import AttentionPattern
+from ksana_jax.shipped import experiment_names, experiment_path
+
+
+@dataclasses.dataclass
+class Experiment:
+    """The fields of an experiment's YAML file.
+
+    name: of the default output folder in runs/; the file's name when empty. One path component; --out takes any path.
+    title: one line above the table.
+    task: name of a task (`ksana tasks` lists them), or "package.module:Class" of your own.
+    model: a Hugging Face directory, or the name of a shipped model.
+    load_format: "auto" reads the weights, "dummy" draws them.
+    engine: fields of `EngineConfig`; max_model_len null takes what the task needs.
+    pattern: fields of `AttentionPattern`, a preset's name (`kv.presets`), or {preset: name} and fields that replace
+      those of the preset; null takes the model's own.
+    layer_patterns: one pattern for each layer, instead of `pattern`.
+    settings: the task's own fields.
+    variants: named rows, each {name: ..., dotted.key: value}; empty for one row.
+    grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most 10,000.
+    seeds: each row runs once for each; tables then give mean and standard deviation.
+    """
+
+    name: str = ""
+    title: str = ""
+    task: str = "perplexity"
+    model: str = "ksana-tiny"
+    load_format: str = "auto"
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    pattern: Any = None
+    layer_patterns: list[Any] = dataclasses.field(default_factory=list)
+    settings: Any = None
+    variants: list[Any] = dataclasses.field(default_factory=list)
+    grid: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+
+# Resolving one takes about a millisecond, running it seconds at least.
+MAX_TRIALS = 10_000
+
+# What makes a trial what it is; the rest names, orders and multiplies trials.
+TRIAL_KEYS = ("task", "model", "load_format", "engine", "pattern", "layer_patterns", "settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One point of an experiment. config: resolved, plain values, keys TRIAL_KEYS, `seed` and `inputs`."""
+
+    id: str
+    label: str
+    seed: int
+    config: dict[str, Any]
+
+    @property
+    def engine_key(self) -> str:
+        """Equal for trials that can share a loaded engine; the pattern is set without reloading."""
+        return canonical([self.config[k] for k in ("model", "load_format", "engine")])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table: its trials differ in seed only. point: the grid's keys and this row's values."""
+
+    label: str
+    point: dict[str, Any]
+    trials: tuple[Trial, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An experiment, resolved. source: the experiment's fields as plain values, for run.json."""
+
+    name: str
+    title: str
+    task: str
+    rows: tuple[Row, ...]
+    source: dict[str, Any]
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Each trial once, in order of the rows."""
+        return list({t.id: t for row in self.rows for t in row.trials}.values())
+
+    def max_rotated_sinks(self, trial: Trial) -> int:
+        """Most sinks at moved positions in any trial that shares this trial's engine."""
+        patterns = [p for t in self.trials if t.engine_key == trial.engine_key for p in patterns_of(t.config)]
+        return max((p.num_rotated_sinks for p in patterns), default=0)
+
+
+def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
+    """The patterns that a trial's config names: none (the model's own), one for all layers, or one for each."""
+    given = config["layer_patterns"] or ([config["pattern"]] if config["pattern"] is not None else [])
+    return [read_pattern(pattern) for pattern in given]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """Reads an experiment and its overrides ("key=value", dotted) into a plan.
+
+    Raises:
+      FileNotFoundError: there is no such file, model or text.
+      ConfigError: an unknown key (with the nearest name), a value of the wrong type or out of range.
+    """
+    path = experiment_path(path)
+    if not path.is_file():
+        known = ", ".join(experiment_names())
+        raise FileNotFoundError(f"{path}: no such experiment file; shipped experiments: {known}")
+    try:
+        return plan(_read(path), overrides, default_name=path.stem, folder=path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: keys or lists are nested too deeply to be read") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dotted.plain(OmegaConf.load(path))
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"not a YAML file of keys and values: {' '.join(str(error).split())}") from error
+
+
+def plan(
+    given: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    default_name: str = "experiment",
+    folder: Path | None = None,
+) -> Plan:
+    """The trials of an experiment given as plain values; see `load`.
+
+    Args:
+      folder: where relative input files of `given` start; those of overrides start at the working directory.
+    """
+    pinned = dotted.dotlist(overrides)
+    if folder is not None:
+        given = _anchored(given, folder, str(pinned.get("task", given.get("task", Experiment.task))))
+    # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
+    given = _merge(given, pinned)
+    experiment = _typed(given)
+    source = dotted.plain(experiment)
+    name = _folder_name(source["name"] or default_name)
+    _check_seeds(source["seeds"])
+    variants, grid = _variants(source["variants"]), _grid(source["grid"])
+    _refuse_pinned(pinned, variants, grid)
+    _check_size(len(variants), grid, len(source["seeds"]))
+    base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
+    rows = []
+    for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
+        config = _resolved(_merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True)))))
+        # A preset is shown by its name, other values as they are resolved.
+        point = {k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)
+                 for k, v in zip(grid, values, strict=True)}  # fmt: skip
+        full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
+        trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
+        rows.append(Row(label, point, trials))
+    return Plan(name, source["title"], source["task"], tuple(rows), source)
+
+
+def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, Any]:
+    """An experiment's values with the paths of its settings' input files, in rows and grid too, put behind a folder."""
+    fields = dataclasses.fields(task_named(task).Settings)
+    keys = {f"settings.{field.name}" for field in fields if field.metadata.get("files")}
+
+    def walk(node: Any, key: str = "") -> Any:
+        if isinstance(node, Mapping):
+            return {k: walk(v, f"{key}.{k}" if key else str(k)) for k, v in node.items()}
+        if isinstance(node, list) and key in ("", *keys):
+            return [walk(item, key) for item in node]
+        if key in keys and isinstance(node, str) and not node.startswith("${"):
+            return str(folder / node)
+        return node
+
+    return {**walk(given), **{k: walk(given[k]) for k in ("variants", "grid") if k in given}}
+
+
+def _folder_name(name: str) -> str:
+    if name.startswith(".") or any(char in "/\\" or not char.isprintable() for char in name):
+        raise ConfigError(
+            f"name is {name!r:.80}, must be one path component that begins with no dot; --out takes any folder"
+        )
+    if (size := len(name.encode())) > 200:
+        raise ConfigError(f"name has {size:,} bytes, must have at most 200: it names a folder")
+    return name
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds:
+        raise ConfigError("seeds is empty: give at least one")
+    for seed in seeds:
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"seeds has {seed}, must be integers from 0 and below 2^63")
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds is {seeds!r:.80}: the same seed twice is one measurement, not two")
+
+
+def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds: int) -> None:
+    count = math.prod([num_variants, num_seeds, *map(len, grid.values())])
+    if count > MAX_TRIALS:
+        factors = [f"{num_variants} variants", *(f"{len(v):,} of {k}" for k, v in grid.items()), f"{num_seeds} seeds"]
+        raise ConfigError(f"{count:,} trials ({' x '.join(factors)}); supported: at most {MAX_TRIALS:,}")
+
+
+def _merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Later values over earlier ones; a pattern that is a preset's name merges as {preset: name}."""
+    return dotted.merge(*(
+        {**part, "pattern": {"preset": part["pattern"]}} if isinstance(part.get("pattern"), str) else part
+        for part in parts
+    ))  # fmt: skip
+
+
+def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
+    config = {**config, "seed": seed}
+    return Trial(trial_id(config), label or config["task"], seed, config)
+
+
+def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's config as plain values, checked, with the digests of what it reads; the seed comes later."""
+    try:
+        config = dotted.plain(_typed(raw), resolve=True)
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+    config = {k: config[k] for k in TRIAL_KEYS}
+    task = task_named(config["task"])
+    if config["settings"] is None:
+        raise ConfigError("settings is null, must be a mapping; leave it out for the defaults")
+    try:
+        settings = task.Settings(**config["settings"])
+        patterns = [dataclasses.asdict(pattern) for pattern in patterns_of(config)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # All fields, whatever form they were given in: equal patterns make equal trials.
+    if config["layer_patterns"]:
+        config["layer_patterns"] = patterns
+    elif patterns:
+        [config["pattern"]] = patterns
+    task.check(config)  # before a length that follows from its settings is somebody else's error
+    if config["engine"]["max_model_len"] is None:
+        config["engine"]["max_model_len"] = task.max_model_len(settings)
+    config["engine"] = EngineConfig(**config["engine"]).plain()  # one spelling of each value
+    given, wanted = len(config["layer_patterns"]), num_layers(config["model"])
+    if given and wanted is not None and given != wanted:
+        raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")
+    config["inputs"] = {**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)}
+    return config
+
+
+def _typed(given: Mapping[str, Any]):
+    """An experiment's fields with their types, the task's settings included.
+
+    Raises:
+      ConfigError: an unknown key or a value of the wrong type.
+    """
+    OmegaConf.register_resolver("context", _context, replace=True)
+    schema = OmegaConf.structured(Experiment)
+    try:
+        task = str(given.get("task", schema.task))
+        schema.settings = OmegaConf.structured(task_named(task).Settings)
+        _check_containers(given, dotted.plain(schema))
+        return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+
+
+def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses a mapping in place of a list, which an override such as `seeds[0]=1` makes, and the reverse."""
+    for key, value in given.items():
+        default, name = defaults.get(key), f"{prefix}{key}"
+        if isinstance(default, list) and isinstance(value, Mapping):
+            raise ConfigError(
+                f"{name} is a list, of which an item cannot be set by itself: give all of it, {name}=[...]"
+            )
+        if isinstance(default, Mapping) and isinstance(value, list):
+            raise ConfigError(f"{name} is {value!r:.60}, must be a mapping of keys to values")
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            _check_containers(value, default, f"{name}.")
+
+
+def _context(multiple: int | float | str, *, _root_) -> int:
+    """`${context:1/4}` in a YAML file: so many times the model's training context, in tokens."""
+    try:
+        tokens = Fraction(str(multiple)) * training_context(_root_.model)
+    except ValueError as error:
+        raise ConfigError(f"${{context:{multiple}}} is not a multiple such as 4 or 1/2") from error
+    if tokens.denominator != 1:
+        raise ConfigError(f"${{context:{multiple}}} is {float(tokens):g} tokens of {_root_.model}, not a whole number")
+    return int(tokens)
+
+
+def _explained(error: OmegaConfBaseException) -> ConfigError:
+    cause = error.__cause__
+    if isinstance(cause, (ConfigError, FileNotFoundError)):
+        return ConfigError(str(cause))
+    key = error.full_key or error.key
+    if isinstance(error, ConfigKeyError) and dataclasses.is_dataclass(error.object_type):
+        names = [f.name for f in dataclasses.fields(error.object_type)]
+        nearest = difflib.get_close_matches(str(error.key), names, n=1, cutoff=0.0)
+        hint = f"the nearest is {nearest[0]!r}" if nearest else "there are none here"
+        return ConfigError(f"unknown key {key!r}; {hint}")
+    message = str(error).splitlines()[0]
+    if isinstance(error, KeyValidationError):
+        message += ": a key is text, in quotes where YAML takes it for null or a number"
+    return ConfigError(f"{key}: {message}" if key else message)
+
+
+def _variants(given: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
+    variants = []
+    for item in given:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
+            raise ConfigError(f"each of variants needs a name, {item!r:.80} has none")
+        variants.append((item["name"], dotted.nested({k: v for k, v in item.items() if k != "name"})))
+    names = [name for name, _ in variants]
+    if doubled := {n for n in names if names.count(n) > 1}:
+        raise ConfigError(f"variants have the same name: {', '.join(sorted(doubled))}")
+    for name, changes in variants:
+        _only_trial_keys(f"variant {name!r}", changes)
+    return variants or [("", {})]
+
+
+def _grid(given: Mapping[str, Any]) -> dict[str, list[Any]]:
+    grid = dotted.flat(given)
+    _only_trial_keys("grid", dotted.nested(grid))
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{key} is {values!r}, must be a list of values")
+    return grid
+
+
+def _only_trial_keys(where: str, changes: Mapping[str, Any]) -> None:
+    for key in changes:
+        if key not in TRIAL_KEYS or key == "task":
+            names = [k for k in TRIAL_KEYS if k != "task"]
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown key {key!r} in {where}; the nearest is {nearest!r}")
+
+
+def _refuse_pinned(pinned: Mapping[str, Any], variants: Sequence[tuple[str, dict]], grid: Mapping[str, Any]) -> None:
+    for key in dotted.flat({k: v for k, v in pinned.items() if k in TRIAL_KEYS}):
+        rows = [name for name, changes in variants if key in dotted.flat(changes)] + ["the grid"] * (key in grid)
+        if rows:
+            raise ConfigError(f"{key} is set by {', '.join(rows)}, so overriding it for all rows would change nothing")

@@ -1,0 +1,43 @@
+"""A run as one table with a row for each trial, for programs: pandas, R, a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from ksana_jax.config import ConfigError
+from ksana_jax.experiments.records import read
+from ksana_jax.experiments.report import summary
+from ksana_jax.experiments.tables import csv_text
+from ksana_jax.experiments.tasks import task_named
+
+
+def export(folder: Path) -> str:
+    """CSV text: row label, the grid's columns, seed, trial id and every summary number, in full precision.
+
+    Finished trials only, in the plan's order; a number that a trial lacks is empty.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records name no plan, or are not records.
+    """
+    records = read(folder)
+    if records.plan is None:
+        raise ConfigError(f"{folder}: the records name no experiment")
+    name = records.plan["task"]
+    task = task_named(name)
+    found = []
+    for row in records.plan["rows"]:
+        for trial in row["trials"]:
+            if trial in records.done:
+                left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
+                found.append((left, {key: value for key, value, _ in summary(task, name, trial, records.done[trial])}))
+    point = list(records.plan["rows"][0]["point"]) if records.plan["rows"] else []
+    keys = list(dict.fromkeys(key for _, numbers in found for key in numbers))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", *point, "seed", "trial", *keys])
+    for left, numbers in found:
+        writer.writerow([*map(csv_text, left), *(repr(numbers[k]) if k in numbers else "" for k in keys)])
+    return text.getvalue()

@@ -1,0 +1,81 @@
+"""Which differences between rows are beyond the noise. Knows values and what they were measured on, no tasks.
+
+The rule, in tables and sentences alike: two rows differ when their means are more than two standard deviations apart.
+Where both measured the same samples (texts), the deviation is that of their differences on them, which leaves out what
+the samples have in common; otherwise it is pooled over both rows. One value has no deviation: nothing is resolved then.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from ksana_jax.experiments.tasks.base import Column, ResultRow
+
+NUM_DEVIATIONS = 2
+
+
+def differ(a: ResultRow, b: ResultRow, key: str) -> bool:
+    """Whether the means of two rows are further apart than the noise."""
+    if differences := paired_differences(a, b, key):
+        return abs(statistics.fmean(differences)) > NUM_DEVIATIONS * statistics.stdev(differences)
+    deviations, means = (a.sd(key), b.sd(key)), (a.mean(key), b.mean(key))
+    if None in deviations:
+        return False
+    pooled = math.sqrt(statistics.fmean(sd**2 for sd in deviations if sd is not None))
+    return abs((means[0] or 0.0) - (means[1] or 0.0)) > NUM_DEVIATIONS * pooled
+
+
+def paired_differences(a: ResultRow, b: ResultRow, key: str) -> list[float]:
+    """a's values less b's on the same samples; empty unless both have the same ones, two or more."""
+    mine, theirs = (dict(zip(r.samples.get(key, ()), r.values.get(key, ()), strict=False)) for r in (a, b))
+    if len(mine) < 2 or None in mine or mine.keys() != theirs.keys():
+        return []
+    return [mine[sample] - theirs[sample] for sample in mine]
+
+
+def leaders(rows: Sequence[ResultRow], column: Column) -> list[ResultRow]:
+    """The rows whose value is set in bold: the best, and any that reads the same, if all others differ from it.
+
+    Of counts that repeat exactly any difference that can be read counts.
+    """
+    measured = [r for r in rows if r.mean(column.key) is not None]
+    if column.best is None or not measured:
+        return []
+    first = (min if column.best == "min" else max)(measured, key=lambda r: r.mean(column.key) or 0.0)
+
+    def written(row: ResultRow) -> str:
+        return column.write(row.mean(column.key) or 0.0)
+
+    others = [r for r in measured if written(r) != written(first)]
+    if not others or not (column.exact or all(differ(first, r, column.key) for r in others)):
+        return []
+    return [r for r in measured if written(r) == written(first)]
+
+
+def notes(rows: Sequence[ResultRow], columns: Iterable[Column]) -> list[str]:
+    """How the table's bold numbers are to be read, in a sentence."""
+    compared = [c for c in columns if c.best and not c.exact]
+    measured = {c.key: [r for r in rows if r.mean(c.key) is not None] for c in compared}
+    several = [key for key, found in measured.items() if len(found) > 1]
+    if not several:
+        return []
+    single = [key for key in several if all(len(r.values[key]) == 1 for r in measured[key])]
+    if len(single) == len(several):
+        return ["Not resolved: one run each. What is bold are exact counts."]
+    said = f"Bold: best by more than {NUM_DEVIATIONS} standard deviations"
+    pairs = ((a, b, key) for key in several for a in measured[key] for b in measured[key] if a is not b)
+    if any(paired_differences(*pair) for pair in pairs):
+        said += "; where rows saw the same texts, those of their differences on each"
+    titles = [c.title for c in compared if c.key in single]
+    return [said + ".", *[f"Not resolved, of one run each: {'; '.join(titles)}."] * bool(titles)]
+
+
+def doubt(a: ResultRow, b: ResultRow, key: str) -> str:
+    """What a sentence that compares two rows has to add: nothing where they differ beyond the noise."""
+    if differ(a, b, key):
+        return ""
+    if min(len(r.values.get(key, ())) for r in (a, b)) < 2:
+        return "not resolved: one run each"
+    return f"not resolved: within {NUM_DEVIATIONS} standard deviations"

@@ -1,0 +1,90 @@
+"""What a user sees of a run while it goes on: a bar on a terminal, elsewhere a line for each trial that has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypedDict
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ksana_jax.experiments.run import Ended
+from ksana_jax.experiments.tasks import task_named
+from ksana_jax.experiments.tasks.base import ResultRow
+
+
+class Callbacks(TypedDict, total=False):
+    """Arguments of `run.run`."""
+
+    on_progress: Callable[[int, int, str, float], None]
+    on_end: Callable[[Ended], None]
+
+
+@contextlib.contextmanager
+def shown(console: Console) -> Iterator[Callbacks]:
+    """Shows a run on a console while the context lasts. Gives the callbacks of `run.run`."""
+    if not console.is_terminal:
+        yield {"on_end": Lines(console)}
+        return
+    columns = (TextColumn("{task.completed:.1f}/{task.total} trials"), BarColumn(), TimeElapsedColumn(),
+               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("loading", total=None)
+        started = False
+
+        def on_progress(done: int, total: int, label: str, fraction: float) -> None:
+            nonlocal started
+            if not started:
+                # Trials that were found done took no time, and say nothing of how long the others take.
+                progress.reset(bar, completed=done, total=total)
+                started = True
+            progress.update(bar, completed=done + fraction, description=escape(label))
+
+        yield {"on_progress": on_progress}
+
+
+class Lines:
+    """Writes "3/27  window=64, seed 0  12.4 s  ETA 5 min  ppl 5.64" after each trial, for logs."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock = console, clock
+        self._began, self._count = clock(), 0
+
+    def __call__(self, ended: Ended) -> None:
+        self._count += 1
+        left = (self._clock() - self._began) / self._count * (ended.num_trials - ended.num_ended)
+        result = f"failed: {ended.error}" if ended.error else _headline(ended)
+        parts = [
+            f"{ended.num_ended}/{ended.num_trials}",
+            f"{ended.trial.label}, seed {ended.trial.seed}",
+            duration(ended.seconds),
+            f"ETA {duration(left)}" if ended.num_ended < ended.num_trials else "",
+            result,
+        ]
+        line = "  ".join(part for part in parts if part)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _headline(ended: Ended) -> str:
+    """Title and value of the column that says most of a trial."""
+    # A line of a log is no reason to end a run: the report says what is wrong with a summary.
+    with contextlib.suppress(Exception):
+        task = task_named(ended.trial.config["task"])
+        numbers: dict[str, Any] = {k: [v] for k, v in task.summarise(ended.measurements).items() if math.isfinite(v)}
+        row = ResultRow(ended.trial.label, {}, 1, [ended.measurements], numbers)
+        column = task.headline([row])
+        if column is not None and (value := row.mean(column.key)) is not None:
+            return f"{column.title} {column.write(value)}"
+    return ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds with one digit below a minute, whole minutes below an hour, hours and minutes beyond."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes = max(round(seconds / 60), 1)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,267 @@
+"""What a run writes: append-only JSON lines, one a measurement, flushed at once; and how they are read back. No jax.
+
+Kinds of line, each with "schema_version" and "kind":
+
+  plan         name, title, task and rows of the experiment, whenever it differs from the last one written
+  start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
+  measurement  one number or curve of the trial that began last
+  done         the trial is complete, with num_measurements lines; lines of a trial without it count for nothing
+  failed       the trial raised: "error" says what
+
+Reading tolerates what leaves no doubt about the results: a `start` without an end (a run was killed), a second `done`
+or `failed` (the first `done` of a trial counts), a `failed` without a `start`. All else is refused with its line: a
+measurement or a first `done` outside a `start` (of which attempt?), a count that differs (lines were lost or doubled),
+a field that is missing or of another type. Deleting the `done` line of such a trial has `ksana run` measure it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from ksana_jax.config import ConfigError
+from ksana_jax.experiments.identity import recorded_id
+from ksana_jax.files import open_to_update, read_bytes
+from ksana_jax.folder_lock import FolderInUse, FolderLock
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count`, counted from 1: the trials whose place in the plan is index - 1 modulo count."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Reads "k/n".
+
+        Raises:
+          ConfigError: it is not two integers with 1 <= k <= n.
+        """
+        k, _, n = text.partition("/")
+        if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+            raise ConfigError(f"shard {text!r} is not k/n with 1 <= k <= n, for instance 1/4")
+        return cls(int(k), int(n))
+
+    @property
+    def suffix(self) -> str:
+        """Of this shard's file names; the whole has none."""
+        return "" if self.count == 1 else f".{self.index}-of-{self.count}"
+
+
+WHOLE = Shard()
+
+
+@dataclasses.dataclass
+class Records:
+    """What an output folder holds, by today's trial ids; see `identity`.
+
+    plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
+    record of that measurement}. failed: {trial id: error} of
+    trials whose last attempt raised. num_at_once: most shards that measured on one machine at the same time, as far as
+    the records tell.
+    """
+
+    plan: dict[str, Any] | None = None
+    done: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    starts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    num_at_once: int = 1
+
+
+def read(folder: Path) -> Records:
+    """All records of a folder, of all its shards.
+
+    Raises:
+      FileNotFoundError: the folder has none.
+      ConfigError: a line is not a record, or is out of place; with file and line number. See the module.
+    """
+    files = sorted(folder.glob("records*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no records.jsonl here; `ksana run` writes one")
+    records, ids = Records(), {}
+    running = [_read_file(path, records, ids) for path in files]
+    records.num_at_once = _most_at_once([span for spans in running for span in spans])
+    if records.plan is not None:
+        rows = [{**row, "trials": [ids.get(t, t) for t in row["trials"]]} for row in records.plan["rows"]]
+        records.plan = {**records.plan, "rows": rows}
+    return records
+
+
+_Span = tuple[str, float, float]  # machine, and when a trial began and ended on it
+
+
+def _most_at_once(spans: list[_Span]) -> int:
+    """Most spans of one machine that overlap."""
+    most = 1
+    for machine in {span[0] for span in spans}:
+        # Where one ends as another begins they do not overlap: -1 sorts first.
+        events = [(t, step) for m, begin, end in spans if m == machine for t, step in ((begin, 1), (end, -1))]
+        most = max([most, *itertools.accumulate(step for _, step in sorted(events))])
+    return most
+
+
+def _span(start: dict[str, Any], done: dict[str, Any]) -> list[_Span]:
+    environment = start.get("environment")
+    machine = environment.get("machine") if isinstance(environment, dict) else None
+    times = [record.get("time") for record in (start, done)]
+    if not isinstance(machine, str) or not all(isinstance(t, _NUMBER) for t in times):
+        return []
+    return [(machine, *times)]  # pyright: ignore[reportReturnType]
+
+
+def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]:
+    """Adds what a file holds to the records, and to ids the trials it starts: {id in the file: today's id}."""
+    opened: dict[str, list[dict[str, Any]]] = {}
+    starts: dict[str, dict[str, Any]] = {}
+    spans: list[_Span] = []
+    for where, record in _lines(path):
+        kind, trial = record["kind"], record.get("trial", "")
+        if kind == "plan":
+            if records.plan is None or record["time"] >= records.plan["time"]:
+                records.plan = record
+        elif kind == "start":
+            opened[trial] = []
+            ids[trial] = recorded_id(record)
+            starts[trial] = record
+        elif kind == "measurement":
+            if trial not in opened:
+                raise ConfigError(f"{where} measures trial {trial}, which is not running there: no start before it")
+            opened[trial].append(record)
+        elif kind == "done":
+            if trial in opened:
+                measured = opened.pop(trial)
+                _check_count(where, record, len(measured))
+                spans += _span(starts[trial], record)
+                records.done.setdefault(ids[trial], measured)
+                records.starts.setdefault(ids[trial], starts[trial])
+                records.failed.pop(ids[trial], None)
+            elif ids.get(trial) not in records.done:
+                raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
+        elif kind == "failed":
+            opened.pop(trial, None)
+            known = ids[trial] if trial in ids else trial
+            if known not in records.done:
+                records.failed[known] = record["error"]
+    return spans
+
+
+def _check_count(where: str, done: dict[str, Any], count: int) -> None:
+    if done.get("num_measurements", count) != count:
+        raise ConfigError(
+            f"{where} ends trial {done['trial']} after {done['num_measurements']} measurements, the file has {count} "
+            "of it; without this line `ksana run` measures the trial again"
+        )
+
+
+_NUMBER = (int, float)
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "plan": {"name": str, "title": str, "task": str, "rows": list, "time": _NUMBER},
+    "start": {"trial": str},
+    "measurement": {"trial": str, "metric": str},
+    "done": {"trial": str},
+    "failed": {"trial": str, "error": str},
+}
+_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, "trials": list}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE line N", record) of each line, its kind known and its fields of the right types."""
+    for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
+        where = f"{path} line {number}"
+        if not line.endswith(b"\n"):
+            # A run was killed within this line, or is writing it now.
+            warnings.warn(f"{path}: the last line is torn and left out ({len(line)} bytes)", stacklevel=4)
+            return
+        try:
+            record = json.loads(line)
+            version = record["schema_version"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(f"{where} is not a record: {line[:60]!r}") from error
+        if version != SCHEMA_VERSION:
+            raise ConfigError(f"{where} has schema_version {version!r:.20}, this version reads {SCHEMA_VERSION}")
+        _check_fields(where, record)
+        yield where, record
+
+
+def _check_fields(where: str, record: dict[str, Any]) -> None:
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ConfigError(f"{where} is of kind {kind!r:.20}, must be one of {', '.join(_FIELDS)}")
+    _check_types(f"{where}, a {kind} line", record, _FIELDS[kind])
+    if kind == "plan":
+        for row in record["rows"]:
+            _check_types(f"{where}, a row of the plan", row, _ROW_FIELDS)
+            if not all(isinstance(trial, str) for trial in row["trials"]):
+                raise ConfigError(f"{where}, a row of the plan: trials is {row['trials']!r:.60}, must be a list of ids")
+            if row["point"].keys() != record["rows"][0]["point"].keys():
+                raise ConfigError(f"{where}: the rows of the plan have different points")
+
+
+def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ...]]) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what}: {values!r:.60} is not an object")
+    for name, wanted in fields.items():
+        if name not in values:
+            raise ConfigError(f"{what}: it has no {name!r}")
+        if not isinstance(values[name], wanted):
+            raise ConfigError(f"{what}: {name!r} is {values[name]!r:.60}")
+
+
+class RecordFile:
+    """Appends records to one file. Opening it cuts off a torn last line, with a warning.
+
+    Raises:
+      ConfigError: there is a link, a FIFO or the like of that name.
+    """
+
+    def __init__(self, path: Path):
+        self._file: IO[bytes] = open(open_to_update(path, os.O_APPEND), "a+b")
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            warnings.warn(f"{path}: dropped a torn last line ({len(content) - whole} bytes)", stacklevel=2)
+            self._file.truncate(whole)
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Writes one record and hands it to the operating system, so that killing this process cannot lose it."""
+        line = json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        if kind == "done":
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, shard: Shard) -> Iterator[None]:
+    """Holds a folder for one run; different shards share it. The kernel lets go when the process ends, however it ends.
+
+    Raises:
+      ConfigError: another run holds it, with its pid, or a lock file is no plain file.
+    """
+    with contextlib.ExitStack() as held:
+        held.callback(_lock(folder / ".lock", shared=shard.count > 1).release)
+        if shard.count > 1:
+            held.callback(_lock(folder / f".lock{shard.suffix}").release)
+        yield
+
+
+def _lock(path: Path, shared: bool = False) -> FolderLock:
+    try:
+        return FolderLock(path, shared)
+    except FolderInUse as holder:
+        raise ConfigError(f"{path.parent} is in use by a run with pid {holder}; wait for it or use --out") from None

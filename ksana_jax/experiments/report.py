@@ -1,0 +1,147 @@
+"""Tables, a figure and one sentence, made from the records of a folder and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.config import ConfigError
+from ksana_jax.experiments import figures, noise, tables
+from ksana_jax.experiments.records import Records, read
+from ksana_jax.experiments.tasks import task_named
+from ksana_jax.experiments.tasks.base import BaseTask, Column, ResultRow
+from ksana_jax.files import write_atomic
+
+FIGURE_INCHES = 3.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a folder's records say. failed: {trial id: error}."""
+
+    name: str
+    title: str
+    task: BaseTask
+    rows: list[ResultRow]
+    columns: list[Column]
+    notes: list[str]
+    reading: str
+    failed: dict[str, str]
+
+
+def report(folder: Path) -> Report:
+    """Writes table.md, table.csv and table.tex, then figure.png and figure.pdf; equal records give equal bytes.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records name no plan, are not records, or are not those of the plan's task.
+    """
+    made = read_report(folder)
+    write_tables(made, folder)
+    draw(made, folder)
+    return made
+
+
+def read_report(folder: Path) -> Report:
+    """What a folder's records say, before anything is written."""
+    records = read(folder)
+    if records.plan is None:
+        raise ConfigError(f"{folder}: the records name no experiment")
+    task = task_named(records.plan["task"])
+    rows = result_rows(records, task)
+    notes = [*_progress_note(rows), *_shared_note(records, rows)]
+    return of_rows(records.plan["name"], records.plan["title"], task, rows, notes, records.failed)
+
+
+def of_rows(
+    name: str, title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
+) -> Report:
+    """The report of rows with notes of how they came about; those of their numbers follow."""
+    columns = task.columns(rows)
+    said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
+    return Report(name, title or name, task, rows, columns, said, task.reading(rows), failed)
+
+
+def write_tables(made: Report, folder: Path) -> list[str]:
+    """Writes table.md, table.csv and table.tex and returns these names."""
+    notes = [made.reading, *made.notes] if made.reading else made.notes
+    files = {
+        "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
+        "table.csv": tables.comma_separated(made.rows, made.columns),
+        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes, made.name),
+    }
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return list(files)
+
+
+def draw(made: Report, folder: Path) -> list[str]:
+    """Draws figure.png and figure.pdf, returns these names. A failure is a warning, and an older figure is removed."""
+    try:
+        files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
+    except Exception as error:
+        # A figure of other numbers would stand beside the new table.
+        for kind in figures.KINDS:
+            (folder / f"figure.{kind}").unlink(missing_ok=True)
+        warnings.warn(f"figure not drawn: {type(error).__name__}: {' '.join(str(error).split())}", stacklevel=2)
+        return []
+    for kind, content in files.items():
+        write_atomic(folder / f"figure.{kind}", content)
+    return [f"figure.{kind}" for kind in files]
+
+
+def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
+    """The plan's rows with what has been measured so far."""
+    assert records.plan is not None
+    rows = []
+    for row in records.plan["rows"]:
+        done = {t: records.done[t] for t in row["trials"] if t in records.done}
+        values: dict[str, dict[Hashable, float]] = defaultdict(dict)
+        for trial, measurements in done.items():
+            for key, value, sample in summary(task, records.plan["task"], trial, measurements):
+                values[key].setdefault(_Own(trial) if sample is None else sample, value)
+        given = {key: list(found.values()) for key, found in values.items()}
+        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, _Own) for s in found)}
+        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), list(done.values()), given, samples))
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """The sample of a trial that shares it with no other."""
+
+    trial: str
+
+
+def summary(
+    task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]
+) -> list[tuple[str, float, Hashable | None]]:
+    """(key, value, what it was measured on) of each finite number of a trial."""
+    try:
+        found = {k: v for k, v in task.summarise(measurements).items() if math.isfinite(v)}
+        return [(key, value, task.sample(key, measurements)) for key, value in found.items()]
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        # Measurements are what a file holds: what a task cannot read of them, it did not write.
+        raise ConfigError(
+            f"the measurements of trial {trial} are not what task {name!r} writes: {type(error).__name__}: {error}; "
+            "without its `done` line in the records `ksana run` measures it again"
+        ) from error
+
+
+def _progress_note(rows: list[ResultRow]) -> list[str]:
+    planned, done = sum(r.num_planned for r in rows), sum(len(r.trials) for r in rows)
+    return [f"{done} of {planned} trials are done."] if done < planned else []
+
+
+def _shared_note(records: Records, rows: list[ResultRow]) -> list[str]:
+    is_time = any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values)
+    if records.num_at_once < 2 or not is_time:
+        return []
+    return [
+        f"Up to {records.num_at_once} shards ran on one machine at the same time: times and speeds are of a part of it."
+    ]

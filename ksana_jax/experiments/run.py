@@ -1,0 +1,214 @@
+"""Runs the trials of a plan, one after another, skipping those that are done. Safe to kill at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ksana_jax import interrupts
+from ksana_jax.config import EngineConfig
+from ksana_jax.experiments.config import Plan, Trial, patterns_of
+from ksana_jax.experiments.environment import environment
+from ksana_jax.experiments.records import WHOLE, RecordFile, Shard, locked, read
+from ksana_jax.experiments.tasks import task_named
+from ksana_jax.files import replacing, write_atomic
+
+if TYPE_CHECKING:
+    from ksana_jax import LLM
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call of `run` did, in trials. failed: {label and seed: error}."""
+
+    num_done: int
+    num_skipped: int
+    failed: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A trial that has just been done, or has failed with an error. num_ended: of num_trials, with those found done."""
+
+    trial: Trial
+    seconds: float
+    measurements: list[dict[str, Any]]
+    error: str | None
+    num_ended: int
+    num_trials: int
+
+
+class EnginePool:
+    """Keeps the engine used last: trials that differ in nothing but the pattern take it over."""
+
+    def __init__(self, plan: Plan, make_llm: Callable[..., LLM] | None = None):
+        self._plan = plan
+        self._make_llm = make_llm
+        self._key: str | None = None
+        self._llm: LLM | None = None
+
+    def drop(self) -> None:
+        """Lets the engine go: a trial failed on it, and what that left behind is nothing for the next one."""
+        self._llm, self._key = None, None
+        gc.collect()  # the old pool of blocks goes before a new one comes
+
+    def get(self, trial: Trial) -> LLM:
+        """The trial's engine, idle, its pattern set and its step records empty."""
+        patterns = patterns_of(trial.config)
+        if self._llm is None or self._key != trial.engine_key:
+            self.drop()
+            self._llm, self._key = self._build(trial), trial.engine_key
+        llm = self._llm
+        assert llm is not None
+        # None is the model's own.
+        llm.set_pattern(patterns if trial.config["layer_patterns"] else next(iter(patterns), None))
+        llm.clear_records()
+        return llm
+
+    def _build(self, trial: Trial) -> LLM:
+        if self._make_llm is None:
+            from ksana_jax import LLM
+
+            self._make_llm = LLM
+        default = dataclasses.asdict(EngineConfig())
+        given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
+        given.setdefault("max_rotated_sinks", self._plan.max_rotated_sinks(trial))
+        return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
+
+
+@dataclasses.dataclass
+class Context:
+    """See `tasks.base.TrialContext`."""
+
+    trial: Trial
+    pool: EnginePool
+    report_progress: Callable[[float], None]
+    folder: Path | None = None  # of the records; None keeps no arrays
+
+    def progress(self, fraction: float) -> None:
+        self.report_progress(fraction)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.trial.config
+
+    @property
+    def seed(self) -> int:
+        return self.trial.seed
+
+    @property
+    def llm(self) -> LLM:
+        return self.pool.get(self.trial)
+
+    def save(self, name: str, **arrays: np.ndarray) -> str:
+        file_name = f"{self.trial.id}.{name}.npz"
+        if self.folder is not None:
+            with replacing(self.folder / file_name) as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+        return file_name
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    shard: Shard = WHOLE,
+    make_llm: Callable[..., LLM] | None = None,
+    on_progress: Callable[[int, int, str, float], None] = lambda done, total, label, fraction: None,
+    on_end: Callable[[Ended], None] = lambda ended: None,
+    debug: bool = False,
+) -> Outcome:
+    """Runs this shard's trials of a plan into a folder and returns what happened.
+
+    Args:
+      folder: made if need be; trials found done in it are skipped, whichever shard did them.
+      make_llm: called as `LLM`; tests hand in a fake.
+      on_progress: called with trials done, trials in all, the current label and how much of it is done.
+      on_end: called after each trial that ran.
+      debug: let a trial's error through; otherwise it is recorded, and the other trials go on.
+
+    Raises:
+      ConfigError: another run uses the folder, or a link or a FIFO stands there in place of a file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, shard):
+        path = folder / f"records{shard.suffix}.jsonl"
+        with contextlib.closing(RecordFile(path)) as file:
+            before = read(folder)
+            _write_plan(plan, before.plan, file)
+            _write_run(plan, folder, shard)
+            mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
+            todo = [t for t in mine if t.id not in before.done]
+            failed, pool = {}, EnginePool(plan, make_llm)
+            for num_done, trial in enumerate(_by_engine(todo), start=len(mine) - len(todo)):
+                progress = _Progress(on_progress, num_done, len(mine), trial.label)
+                progress(0.0)
+                began, measurements, message = time.perf_counter(), [], None
+                try:
+                    _run_trial(trial, Context(trial, pool, progress, folder), file, measurements)
+                except Exception as error:
+                    if debug:
+                        raise
+                    pool.drop()
+                    message = " ".join(f"{type(error).__name__}: {error}".split())
+                    failed[f"{trial.label}, seed {trial.seed}"] = message
+                    file.append("failed", trial=trial.id, error=message, time=time.time())
+                seconds = time.perf_counter() - began
+                on_end(Ended(trial, seconds, measurements, message, num_done + 1, len(mine)))
+            on_progress(len(mine), len(mine), "", 0.0)
+    return Outcome(len(todo) - len(failed), len(mine) - len(todo), failed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    on_progress: Callable[[int, int, str, float], None]
+    num_done: int
+    total: int
+    label: str
+
+    def __call__(self, fraction: float) -> None:
+        interrupts.check()
+        self.on_progress(self.num_done, self.total, self.label, fraction)
+
+
+def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: list[dict[str, Any]]) -> None:
+    """Writes a trial's records, and adds its measurements to the list."""
+    file.append("start", trial=trial.id, label=trial.label, seed=trial.seed, config=trial.config, time=time.time(),
+                environment=environment())  # fmt: skip
+    began = time.perf_counter()
+    for measurement in task_named(trial.config["task"]).run(context):
+        file.append("measurement", trial=trial.id, **measurement)
+        measurements.append(measurement)
+    seconds = time.perf_counter() - began
+    file.append("done", trial=trial.id, num_measurements=len(measurements), seconds=seconds, time=time.time())
+
+
+def _by_engine(trials: list[Trial]) -> Iterator[Trial]:
+    """Trials of one engine together, in the plan's order otherwise, so that no engine is built twice."""
+    order = {key: i for i, key in enumerate(dict.fromkeys(t.engine_key for t in trials))}
+    yield from sorted(trials, key=lambda t: order[t.engine_key])
+
+
+def _write_plan(plan: Plan, last: dict[str, Any] | None, file: RecordFile) -> None:
+    rows = [{"label": r.label, "point": r.point, "trials": [t.id for t in r.trials]} for r in plan.rows]
+    fields = {"name": plan.name, "title": plan.title, "task": plan.task, "rows": rows}
+    if last is None or any(last[k] != v for k, v in fields.items()):
+        file.append("plan", **fields, time=time.time())
+
+
+def _write_run(plan: Plan, folder: Path, shard: Shard) -> None:
+    content = {
+        "name": plan.name,
+        "experiment": plan.source,
+        "trials": [{"id": t.id, "label": t.label, "seed": t.seed, "config": t.config} for t in plan.trials],
+        "environment": environment(),
+        "shard": f"{shard.index}/{shard.count}",
+    }
+    write_atomic(folder / f"run{shard.suffix}.json", json.dumps(content, indent=2) + "\n")

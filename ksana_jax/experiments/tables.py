@@ -1,0 +1,134 @@
+"""Result rows as Markdown, CSV, LaTeX (booktabs) and terminal tables. Knows columns and numbers, not what they mean.
+
+Labels are text of the user's: each format escapes what it would take for markup, and a line break becomes a space.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ksana_jax.experiments import noise
+from ksana_jax.experiments.tasks.base import Column, ResultRow
+
+MISSING = "—"
+
+
+def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
+    """The table as text: heads, cells, and which cells are best beyond the noise; see `noise.leaders`."""
+    labelled = any(r.label for r in rows)
+    keys = list(rows[0].point) if rows else []
+    heads = ["row"] * labelled + [k.rpartition(".")[2] for k in keys] + [c.title for c in columns]
+    cells, bold = [], []
+    leading = [{id(row) for row in noise.leaders(rows, column)} for column in columns]
+    for row in rows:
+        left = [row.label] * labelled + [MISSING if row.point[k] is None else str(row.point[k]) for k in keys]
+        left = [_line(text) for text in left]
+        cells.append(left + [_cell(row, c) for c in columns])
+        bold.append([False] * len(left) + [id(row) in best for best in leading])
+    return heads, cells, bold
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(row: ResultRow, column: Column) -> str:
+    mean, sd = row.mean(column.key), row.sd(column.key)
+    if mean is None:
+        return MISSING
+    return column.write(mean) + (f" ± {column.write(sd)}" if sd is not None and not (column.exact and sd == 0) else "")
+
+
+def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
+    heads, cells, bold = grid(rows, columns)
+    num_left = len(heads) - len(columns)
+    lines = [f"## {_line(title)}", ""] if title else []
+    lines += ["| " + " | ".join(heads) + " |"]
+    lines += ["|" + "|".join([" --- "] * num_left + [" ---: "] * len(columns)) + "|"]
+    for texts, bolds in zip(cells, bold, strict=True):
+        marked = [f"**{t}**" if b else t.replace("|", "\\|") for t, b in zip(texts, bolds, strict=True)]
+        lines.append("| " + " | ".join(marked) + " |")
+    return "\n".join([*lines, "", *(f"{_line(note)}  " for note in notes)]).rstrip() + "\n"
+
+
+def latex(
+    title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str], name: str = ""
+) -> str:
+    """A table environment; needs the booktabs package and nothing else.
+
+    Args:
+      name: of the run; \\ref{tab:NAME} refers to the table.
+    """
+    heads, cells, bold = grid(rows, columns)
+    num_left = len(heads) - len(columns)
+    lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
+    lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * len(columns)}}}", r"\toprule"]
+    lines += [" & ".join(_tex(h) for h in heads) + r" \\", r"\midrule"]
+    for texts, bolds in zip(cells, bold, strict=True):
+        marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
+        lines.append(" & ".join(marked) + r" \\")
+    caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
+    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
+    # What \label cannot hold, such as # and spaces, becomes a hyphen.
+    lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+_TEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "—": "---", "–": "--", "±": r"$\pm$", "×": r"$\times$",
+        "≤": r"$\leq$", "≥": r"$\geq$", "→": r"$\to$", "←": r"$\leftarrow$", "≈": r"$\approx$", "∞": r"$\infty$",
+        "−": "$-$", "·": r"$\cdot$", "…": r"\ldots{}", "µ": r"$\mu$", "\N{NO-BREAK SPACE}": "~"}  # fmt: skip
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(char, char) for char in text)
+
+
+def csv_text(value: Any) -> Any:
+    """Returns a value for a CSV file: text on one line, with an apostrophe before what a spreadsheet would run.
+
+    That is text that begins with = + - or @ (OWASP, "CSV Injection"). Numbers stay numbers.
+    """
+    if not isinstance(value, str):
+        return value
+    text = _line(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str:
+    """Full precision: label, grid, then mean, standard deviation and count of every summary key, shown or not.
+
+    Labels and values of the grid that look like formulas are quoted; see `csv_text`.
+    """
+    shown = [c.key for c in columns]
+    keys = shown + sorted({k for r in rows for k in r.values} - set(shown))
+    points = list(rows[0].point) if rows else []
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", *points, "seeds", *(name for k in keys for name in (k, f"{k}_sd"))])
+    for row in rows:
+        numbers = [v for k in keys for v in (row.mean(k), row.sd(k))]
+        left = [csv_text(value) for value in (row.label, *row.point.values())]
+        writer.writerow([*left, len(row.trials), *("" if v is None else repr(v) for v in numbers)])
+    return text.getvalue()
+
+
+def terminal(rows: Sequence[ResultRow], columns: Sequence[Column]):
+    """The table for a rich console; heads take two lines where they can."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    heads, cells, bold = grid(rows, columns)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for i, head in enumerate(heads):
+        table.add_column(
+            escape(head.replace(" ", "\n", 1)), justify="left" if i < len(heads) - len(columns) else "right"
+        )
+    for texts, bolds in zip(cells, bold, strict=True):
+        table.add_row(*(f"[bold]{escape(t)}[/bold]" if b else escape(t) for t, b in zip(texts, bolds, strict=True)))
+    return table

@@ -1,0 +1,166 @@
+"""What a task is: settings, a run that yields measurements, and how they become a table and a figure."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import statistics
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+
+Measurement = dict[str, Any]
+
+# Metadata of a setting that is a list of files which the task reads. Relative ones in a YAML file start at its folder.
+# Their names are no part of a trial's id: `BaseTask.inputs` has to give a digest of what they hold.
+INPUT_FILES = {"files": True}
+
+
+def number(digits: int) -> Callable[[float], str]:
+    """Writes a number with that many digits after the point and commas between thousands."""
+    return lambda value: f"{value:,.{digits}f}"
+
+
+def kib(value: float) -> str:
+    return f"{value / 1024:,.1f}".removesuffix(".0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the table. key: of the summary; write: a value as text; best: which value is set in bold.
+
+    exact: the same work gives the same value, a count: it is written without a deviation of 0, and any difference that
+    can be read counts. Other columns are subject to noise, see `ksana_jax.experiments.noise`.
+    """
+
+    key: str
+    title: str
+    write: Callable[[float], str]
+    best: Literal["min", "max"] | None = None
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultRow:
+    """A row of the table with its results. trials: the measurements of each finished trial, one trial a seed.
+
+    values: {summary key: its values}, one for each sample: of trials that measured the same one the first counts.
+    samples: {summary key: what each value was measured on}; see `BaseTask.sample`.
+    """
+
+    label: str
+    point: Mapping[str, Any]
+    num_planned: int
+    trials: Sequence[Sequence[Measurement]]
+    values: Mapping[str, Sequence[float]]
+    samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What the figure and the sentence call the row."""
+        parts = [self.label] * bool(self.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in self.point.items()]
+        return ", ".join(parts) or "this configuration"
+
+    def mean(self, key: str) -> float | None:
+        """Mean over samples; None where nothing was measured."""
+        values = self.values.get(key, ())
+        return statistics.fmean(values) if values else None
+
+    def sd(self, key: str) -> float | None:
+        """Standard deviation over samples; None below two."""
+        values = self.values.get(key, ())
+        return statistics.stdev(values) if len(values) > 1 else None
+
+
+class TrialContext(Protocol):
+    """What a running trial is given."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The trial's resolved configuration."""
+        ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def llm(self) -> LLM:
+        """The trial's engine, its pattern set; shared with trials that differ in nothing but the pattern."""
+        ...
+
+    def progress(self, fraction: float) -> None:
+        """Says how much of the trial is done, 0 to 1."""
+        ...
+
+    def save(self, name: str, **arrays: np.ndarray) -> str:
+        """Writes arrays to TRIAL.NAME.npz beside the records, and returns that file name, for a measurement."""
+        ...
+
+
+@dataclasses.dataclass
+class NoSettings:
+    """The settings of a task that has none."""
+
+
+class BaseTask(abc.ABC):
+    """One kind of measurement. A task gives Settings, run, summarise and columns, and what else it knows better.
+
+    Adding one: a file with such a class and a line in TASKS, or `task: my_package.my_module:MyTask` in the YAML file.
+    """
+
+    Settings: type = NoSettings  # a dataclass; its fields are those of `settings` in the YAML file
+
+    @abc.abstractmethod
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        """Yields measurements, each written at once: plain values, with a "metric" that names what it is."""
+
+    @abc.abstractmethod
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """One trial's numbers, by the keys that columns use; what was not measured is absent."""
+
+    @abc.abstractmethod
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        """The columns to show for these rows; the CSV file has every summary key besides."""
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        """What a trial's summary key was measured on, such as digests of texts.
+
+        Trials of a row with equal samples are one measurement of that key; rows with the same samples are compared by
+        their differences on each. None: every trial is a measurement of its own.
+        """
+        return None
+
+    def max_model_len(self, settings: Any) -> int | None:
+        """Tokens of the longest sequence that the settings need; None leaves it to the model."""
+        return None
+
+    def inputs(self, settings: Any) -> dict[str, str]:
+        """Digests of what the task reads, so that changed inputs are another trial."""
+        return {}
+
+    def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raises ConfigError where settings and pattern cannot go together."""
+
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        """The column that says most of a trial in one number: the first with a best value. None if there is none."""
+        return next((column for column in self.columns(rows) if column.best), None)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        """What a reader must know to compare the rows, a sentence each."""
+        return []
+
+    def reading(self, rows: Sequence[ResultRow]) -> str:
+        """One sentence that the numbers say."""
+        return ""
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Draws the rows into an empty figure of column width: lines against the grid's last key if that is a number,
+        bars otherwise."""
+        from ksana_jax.experiments.tasks.row_figure import draw_columns
+
+        draw_columns(figure, rows, self.columns(rows))

@@ -1,0 +1,224 @@
+"""Generation under load: time to the first token, time per token, throughput, and the KV blocks it takes over time."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ksana_jax.config import ConfigError
+from ksana_jax.experiments import noise, text_files, texts
+from ksana_jax.experiments.figures import line_style
+from ksana_jax.experiments.tasks.base import (
+    INPUT_FILES,
+    BaseTask,
+    Column,
+    Measurement,
+    ResultRow,
+    TrialContext,
+    kib,
+    number,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+    from ksana_jax.request import RequestOutput
+
+# Points of a curve kept in a record; a long run has more steps than a figure has pixels.
+_MAX_POINTS = 500
+
+
+@dataclasses.dataclass
+class GenerateSettings:
+    """Fields of `settings` in a generate experiment.
+
+    texts: what prompts are cut from: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+      relative to the YAML file. None takes the held-out texts. The seed draws among them.
+    num_prompts: requests, all there from the beginning.
+    prompt_tokens: tokens of each prompt, BOS included.
+    output_tokens: tokens of each output, forced.
+    temperature: 0 takes the most probable token.
+    """
+
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
+    num_prompts: int = 8
+    prompt_tokens: int = 128
+    output_tokens: int = 64
+    temperature: float = 0.0
+
+
+class Generate(BaseTask):
+    """See the module."""
+
+    Settings = GenerateSettings
+
+    def max_model_len(self, settings: GenerateSettings) -> int:
+        return settings.prompt_tokens + settings.output_tokens
+
+    def inputs(self, settings: GenerateSettings) -> dict[str, str]:
+        return {"texts": text_files.digest(settings.texts)}
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        for name in ("num_prompts", "prompt_tokens", "output_tokens"):
+            if (value := config["settings"][name]) < 1:
+                raise ConfigError(f"settings.{name} is {value}, must be at least 1")
+        settings = GenerateSettings(**config["settings"])
+        texts.check_model(
+            config["model"], settings.texts, settings.num_prompts, settings.prompt_tokens, "settings.num_prompts"
+        )
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
+        prompts = texts.pieces(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, trial.seed)
+        compiled_before, compiled = llm.num_compilations, 0
+        # Again when the first time compiled: seconds are of running.
+        for _ in range(2):
+            llm.clear_records()
+            before, began = llm.num_compilations, time.perf_counter()
+            # A salt of its own: what a prefix cache gives comes from this run.
+            salt = uuid.uuid4().hex
+            salted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
+            outputs = llm.generate(salted, _params(settings, trial.seed))
+            seconds, compiled = time.perf_counter() - began, llm.num_compilations - before
+            trial.progress(0.5)
+            if not compiled:
+                break
+        for output in outputs:
+            yield _request(output.check())
+        yield {"metric": "speed", "seconds": seconds, "compiled_while_timed": compiled,
+               "num_output_tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}  # fmt: skip
+        yield {"metric": "kv", **_blocks_over_time(llm, outputs)}
+        yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
+               "in_all": llm.num_compilations}  # fmt: skip
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """ttft_s, tpot_s: means over requests. ttft_max_s: of the request that waited longest. tokens_per_s: output."""
+        requests = [m for m in measurements if m["metric"] == "request"]
+        (speed,) = [m for m in measurements if m["metric"] == "speed"]
+        (kv,) = [m for m in measurements if m["metric"] == "kv"]
+        result = {
+            "tokens_per_s": speed["num_output_tokens"] / speed["seconds"],
+            "compiled_while_timed": speed["compiled_while_timed"],
+            "live_kv_bytes": kv["max_live_blocks"] * kv["block_bytes"],
+            "peak_kv_bytes": kv["max_peak_blocks"] * kv["block_bytes"],
+            "num_preemptions": kv["num_preemptions"],
+        }
+        for name in ("ttft_s", "tpot_s"):
+            if given := [m[name] for m in requests if m[name] is not None]:
+                result[name] = statistics.fmean(given)
+        result["ttft_max_s"] = max((m["ttft_s"] or 0 for m in requests), default=0)
+        return result
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        def milliseconds(value: float) -> str:
+            return f"{value * 1000:,.1f}"
+
+        return [
+            Column("ttft_s", "TTFT, ms", milliseconds, "min"),
+            Column("tpot_s", "TPOT, ms", milliseconds, "min"),
+            Column("tokens_per_s", "output tokens/s", number(0), "max"),
+            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
+            Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
+        ]
+
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        return next(c for c in self.columns(rows) if c.key == "tokens_per_s")
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        said = [
+            "TTFT and TPOT: means over requests that all arrive at once.",
+            "Live KV: most held between steps; peak KV: most held within a step.",
+        ]
+        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
+            said.append("Times of some rows include compilation.")
+        if any((r.mean("num_preemptions") or 0) > 0 for r in rows):
+            said.append("Some rows preempted requests: their pool ran dry.")
+        return said
+
+    def reading(self, rows: Sequence[ResultRow]) -> str:
+        measured = [(speed, r) for r in rows if (speed := r.mean("tokens_per_s"))]
+        if not measured:
+            return ""
+        fastest, row = max(measured, key=lambda m: m[0])
+        if len(measured) == 1:
+            return f"{row.name!r} has {fastest:,.0f} output tokens/s."
+        slowest, last = min(measured, key=lambda m: m[0])
+        if doubt := noise.doubt(row, last, "tokens_per_s"):
+            said = f"Rows have {slowest:,.0f} to {fastest:,.0f} output tokens/s ({doubt})"
+        else:
+            equals = [r for _, r in measured if r is not row and not noise.differ(row, r, "tokens_per_s")]
+            said = f"{row.name!r} is fastest with {fastest:,.0f} output tokens/s, {fastest / slowest:.2f} times "
+            said += f"{last.name!r}" + (f" ({len(equals)} others within the noise)" if equals else "")
+        peaks = [(peak, r) for _, r in measured if (peak := r.mean("peak_kv_bytes"))]
+        if peaks:
+            (least, small), (most, large) = min(peaks, key=lambda p: p[0]), max(peaks, key=lambda p: p[0])
+            if small is not large and least < most:
+                said += f"; {small.name!r} needs least KV, {kib(least)} KiB at its peak"
+                said += f", {large.name!r} most, {kib(most)} KiB"
+        return said + "."
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Live KV over time above, requests running below; one line a row."""
+        above, below = figure.subplots(2, 1, sharex=True)
+        for index, row in enumerate(r for r in rows if r.trials):
+            kv = next(m for m in row.trials[0] if m["metric"] == "kv")
+            scale = kv["block_bytes"] / 1024
+            above.step(
+                kv["time_s"], [b * scale for b in kv["live_blocks"]], where="post", label=row.name, **line_style(index)
+            )
+            below.step(kv["time_s"], kv["num_running"], where="post", **line_style(index))
+        above.set_ylabel("live KV (KiB)")
+        below.set_ylabel("requests running")
+        below.set_xlabel("time (s)")
+        for axes in (above, below):
+            axes.set_ylim(bottom=0)
+        if above.lines:
+            figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+
+
+def _params(settings: GenerateSettings, seed: int):
+    from ksana_jax import SamplingParams
+
+    count = settings.output_tokens
+    return SamplingParams(
+        max_tokens=count,
+        min_tokens=count,
+        ignore_eos=True,
+        temperature=settings.temperature,
+        seed=seed,
+        detokenize=False,
+    )
+
+
+def _request(output: RequestOutput) -> Measurement:
+    metrics = output.metrics
+    return {
+        "metric": "request",
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_output_tokens": len(output.outputs[0].token_ids),
+        "ttft_s": metrics.ttft_s,
+        "tpot_s": metrics.tpot_s,
+        "num_preemptions": metrics.num_preemptions,
+    }
+
+
+def _blocks_over_time(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    records = list(llm.records)
+    start = records[0].ended_s
+    kept = records[:: -(-len(records) // _MAX_POINTS)]
+    return {
+        "block_bytes": llm.block_bytes,
+        "num_blocks": llm.num_blocks,
+        "max_live_blocks": max(int(r.blocks_in_use) for r in records),
+        "max_peak_blocks": max(int(r.peak_blocks) for r in records),
+        "num_preemptions": sum(o.metrics.num_preemptions for o in outputs),
+        "num_steps": len(records),
+        "time_s": [r.ended_s - start for r in kept],
+        "live_blocks": [int(r.blocks_in_use) for r in kept],
+        "num_running": [int(r.num_running) for r in kept],
+    }

@@ -1,0 +1,252 @@
+"""Streaming perplexity: how well each next token is predicted, far beyond the training context, and what the KV costs.
+
+Every text is scored in one pass through the engine, the cache policy applied while scoring: a token's query sees what
+it would see had the text been generated. The baseline "sliding window with recomputation" re-runs the window before
+every scored token, so it is scored on a sample of positions; every row reports that sample too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ksana_jax.config import ConfigError
+from ksana_jax.experiments import text_files, texts
+from ksana_jax.experiments.tasks import perplexity_figure, perplexity_report
+from ksana_jax.experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext
+from ksana_jax.patterns import FULL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+
+
+@dataclasses.dataclass
+class PerplexitySettings:
+    """Fields of `settings` in a perplexity experiment.
+
+    method: "stream" scores with the engine's cache as it streams, "recompute" re-runs the window for every token.
+    texts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`; relative to the YAML file. None
+      takes the held-out texts of the embedded model's corpus. A long one gives as many disjoint
+      excerpts as it holds; the seed draws among all of them, and seeds 0, 1, 2, ... share none while there are enough.
+    num_texts: excerpts scored, one after another.
+    num_tokens: tokens of each excerpt, BOS included.
+    bucket_tokens: length of a bucket of positions; null takes the model's training context.
+    sampled_per_bucket: positions of each text and bucket, the first bucket left out, that every row, recomputation
+      included, is scored on.
+    save_tokens: keep every scored token in TRIAL.tokens.npz beside the records: arrays text_digest, position, token_id
+      and logprob, an entry a token. A text's digest and name are in the trial's nll records.
+    """
+
+    method: Literal["stream", "recompute"] = "stream"
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
+    num_texts: int = 3
+    num_tokens: int = 4096
+    bucket_tokens: int | None = None
+    sampled_per_bucket: int = 0
+    save_tokens: bool = False
+
+
+class Perplexity(BaseTask):
+    """See the module."""
+
+    Settings = PerplexitySettings
+
+    def max_model_len(self, settings: PerplexitySettings) -> int:
+        return settings.num_tokens + 1
+
+    def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
+        # Which excerpts a seed draws has changed since the first stage.
+        return {"texts": text_files.digest(settings.texts), "excerpts": "disjoint"}
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        settings = PerplexitySettings(**config["settings"])
+        least = {"num_texts": 1, "num_tokens": 2, "sampled_per_bucket": 0, "bucket_tokens": 1}
+        for name, low in least.items():
+            if (value := getattr(settings, name)) is not None and value < low:
+                raise ConfigError(f"settings.{name} is {value}, must be at least {low}")
+        if settings.method == "recompute":
+            pattern = config["pattern"] or {}
+            if pattern.get("window") is None or config["layer_patterns"]:
+                raise ConfigError("settings.method 'recompute' needs pattern.window, the tokens that it re-runs")
+            if pattern != dataclasses.asdict(FULL) | {"window": pattern["window"]}:
+                raise ConfigError("settings.method 'recompute' takes a window and no other field of the pattern")
+            if settings.sampled_per_bucket < 1:
+                raise ConfigError("settings.method 'recompute' needs settings.sampled_per_bucket of 1 or more")
+        texts.check_model(
+            config["model"], settings.texts, settings.num_texts, settings.num_tokens, "settings.num_texts"
+        )
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        settings, llm = PerplexitySettings(**trial.config["settings"]), trial.llm
+        bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
+        chosen = texts.choose(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
+        compiled_before = llm.num_compilations
+        scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
+        for index, excerpt in enumerate(chosen):
+            ids = excerpt.ids
+            sample = sample_positions(len(ids), bucket_tokens, settings.sampled_per_bucket, [trial.seed, index])
+            if settings.method == "recompute" and not len(sample):
+                raise ConfigError(
+                    f"{len(ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
+                )
+            every = np.arange(1, len(ids))
+            positions, subset = (sample, "sampled") if settings.method == "recompute" else (every, "all")
+            timed = _Timed(llm)
+            if settings.method == "recompute":
+                log_probs = timed(_recompute, llm, ids, trial.config["pattern"]["window"], sample)
+            else:
+                log_probs = timed(_stream, llm, ids)
+            scored.append((excerpt, positions, log_probs))
+            yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
+            if subset == "all" and len(sample):
+                yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
+            yield {"metric": "speed", "text": excerpt.name, "num_scored": len(positions), "seconds": timed.seconds,
+                   "compiled_while_timed": timed.compiled}  # fmt: skip
+            if settings.method == "recompute":
+                # Runs over several windows went side by side; memory is that of one.
+                llm.clear_records()
+                _recompute(llm, ids, trial.config["pattern"]["window"], sample[-1:])
+            yield {"metric": "kv", "text": excerpt.name, "method": settings.method, **_kv(llm, settings.method)}
+            trial.progress((index + 1) / len(chosen))
+        if settings.save_tokens:
+            yield {"metric": "tokens", "file": trial.save("tokens", **_tokens(scored))}
+        yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
+               "in_all": llm.num_compilations}  # fmt: skip
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        return perplexity_report.summarise(measurements)
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        return perplexity_report.sample(key, measurements)
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        return perplexity_report.columns(rows)
+
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        """Perplexity at the last positions."""
+        return next((c for c in reversed(self.columns(rows)) if "ppl" in c.key), None)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        return perplexity_report.notes(rows)
+
+    def reading(self, rows: Sequence[ResultRow]) -> str:
+        return perplexity_report.reading(rows)
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        perplexity_figure.draw(figure, rows)
+
+
+class _Timed:
+    """Runs something and keeps its seconds; runs it again when the first time compiled, so that seconds are of running.
+
+    compiled: compilations within the time that counts; 0 unless the second run compiled too.
+    """
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self.seconds = math.nan
+        self.compiled = 0
+
+    def __call__(self, work: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
+        result = self._once(work, *args)
+        return self._once(work, *args) if self.compiled else result
+
+    def _once(self, work: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
+        self._llm.clear_records()
+        before, began = self._llm.num_compilations, time.perf_counter()
+        result = work(*args)
+        self.seconds = time.perf_counter() - began
+        self.compiled = self._llm.num_compilations - before
+        return result
+
+
+def _stream(llm: LLM, ids: list[int]) -> np.ndarray:
+    """Log-probabilities [len(ids) - 1] of ids[1:], each given all that the cache still holds."""
+    from ksana_jax import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": ids}, params)
+    entries = output.check().prompt_logprobs
+    assert entries is not None and len(entries) == len(ids)
+    found = np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])  # pyright: ignore[reportOptionalSubscript]
+    if not np.isfinite(found).all():
+        first = int(np.argmin(np.isfinite(found)))
+        raise FloatingPointError(f"the log-probability of token {first + 1} of the text is {found[first]}")
+    return found
+
+
+def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> np.ndarray:
+    from ksana_jax.engine.recompute import score
+
+    llm.set_pattern(FULL)
+    return np.asarray(score(llm, ids, window, positions.tolist()))
+
+
+def sample_positions(num_tokens: int, bucket_tokens: int, per_bucket: int, seed: Sequence[int]) -> np.ndarray:
+    """Sorted text positions, that many from each bucket but the first, or all that it has; the same in every row."""
+    rng = np.random.default_rng(seed)
+    picked = [np.zeros(0, np.int64)]
+    for start in range(bucket_tokens, num_tokens, bucket_tokens):
+        bucket = np.arange(start, min(start + bucket_tokens, num_tokens))
+        picked.append(rng.choice(bucket, min(per_bucket, len(bucket)), replace=False))
+    return np.sort(np.concatenate(picked))
+
+
+def _by_bucket(
+    excerpt: texts.Excerpt, subset: str, positions: np.ndarray, log_probs: np.ndarray, bucket_tokens: int
+) -> Iterator[Measurement]:
+    sums: dict[int, list[float]] = defaultdict(list)
+    for position, value in zip(positions.tolist(), log_probs.tolist(), strict=True):
+        sums[position // bucket_tokens].append(value)
+    digest = hashlib.sha256(positions.astype("<i8").tobytes()).hexdigest()[:12]
+    for bucket, values in sorted(sums.items()):
+        yield {
+            "metric": "nll",
+            "text": excerpt.name,
+            "text_digest": excerpt.digest,
+            "text_tokens": len(excerpt.ids),
+            "subset": subset,
+            "bucket": bucket,
+            "bucket_tokens": bucket_tokens,
+            "sum": -math.fsum(values),
+            "count": len(values),
+            "positions": digest,
+        }
+
+
+def _tokens(scored: Sequence[tuple[texts.Excerpt, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Columns of a table with a row for each scored token."""
+    return {
+        "text_digest": np.repeat([e.digest for e, _, _ in scored], [len(p) for _, p, _ in scored]),
+        "position": np.concatenate([p for _, p, _ in scored]).astype(np.int32),
+        "token_id": np.concatenate([np.array(e.ids)[p] for e, p, _ in scored]).astype(np.int32),
+        "logprob": np.concatenate([v for _, _, v in scored]),
+    }
+
+
+def _kv(llm: LLM, method: str) -> dict[str, Any]:
+    """Blocks of the one running sequence, from the engine's records.
+
+    Returns:
+      peak_blocks: most held within a step. When streaming also, step by step: position, tokens computed after it;
+      live_blocks, held after it. The last step is left out: it frees everything.
+    """
+    records = list(llm.records)
+    result: dict[str, Any] = {
+        "block_bytes": llm.block_bytes,
+        "peak_blocks": max(int(r.peak_blocks) for r in records),
+        "num_preemptions": sum(int(r.num_preemptions) for r in records),
+    }
+    if method == "stream":
+        result["position"] = np.cumsum([r.num_tokens for r in records])[:-1].tolist()
+        result["live_blocks"] = [int(r.blocks_in_use) for r in records[:-1]]
+    return result

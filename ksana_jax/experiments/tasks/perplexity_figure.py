@@ -1,0 +1,109 @@
+"""The figure of a perplexity experiment, two panels: what is predicted above, what it costs in KV below."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ksana_jax.experiments.figures import line_style
+from ksana_jax.experiments.tasks.base import ResultRow
+from ksana_jax.experiments.tasks.perplexity_report import live_blocks, method, spans
+from ksana_jax.experiments.tasks.row_figure import against_numbers, draw_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
+    """Against position in the text, one line a row; of a grid of numbers, against its last key."""
+    from matplotlib.ticker import LogLocator
+
+    measured = [row for row in rows if row.trials]
+    above, below = figure.subplots(2, 1, sharex=True)
+    if _is_grid(measured):
+        _against_last_key(above, below, measured)
+    else:
+        _against_position(above, below, measured)
+        above.set_yscale("log")
+        above.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    # A window of one token holds nothing between steps: zeros alone have no logarithm.
+    if any(np.any(np.asarray(line.get_ydata()) > 0) for line in below.lines):
+        below.set_yscale("log", base=2)
+    below.set_ylabel("live KV (KiB)")
+    for axis in (above.yaxis, below.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+    if above.lines or above.containers:
+        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+
+
+def _is_grid(rows: Sequence[ResultRow]) -> bool:
+    """Whether lines over the last key say more than one line a row: two keys or more, numbers, all streamed."""
+    if not rows or len(rows[0].point) < 2 or any(row.label or method(row) != "stream" for row in rows):
+        return False
+    return against_numbers(rows)
+
+
+def _against_last_key(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
+    low, high = spans(rows, "ppl_")[-1]
+    draw_lines(above, rows, f"ppl_{low}_{high}")
+    draw_lines(below, rows, "live_kv_bytes", scale=1024)
+    above.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
+    below.set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
+
+
+def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
+    size = next((m["bucket_tokens"] for row in rows for m in row.trials[0] if m["metric"] == "nll"), 1)
+    for index, row in enumerate(rows):
+        style = line_style(index)
+        curve = next(m for m in row.trials[0] if m["metric"] == "kv")
+        scale = curve["block_bytes"] / 1024
+        if method(row) == "recompute":
+            nll = _from_sample(row, rows)
+            # What the run over one window takes; between two tokens there is nothing.
+            below.axhline(curve["peak_blocks"] * scale, **style)
+        else:
+            nll = bucket_nll(row, "all")
+            # A text that fits one step is a point at its end.
+            end = next(m["text_tokens"] for m in row.trials[0] if m["metric"] == "nll")
+            held = [b * scale for b in live_blocks(curve)]
+            below.plot(curve["position"] or [end], held, marker="" if curve["position"] else "o", **style)
+        buckets = sorted(nll)
+        label = row.name + (" (sampled)" if method(row) == "recompute" else "")
+        above.plot(
+            [(b + 0.5) * size for b in buckets], [math.exp(min(nll[b], 700)) for b in buckets], label=label, **style
+        )
+    above.set_ylabel("perplexity")
+    below.set_xlabel("position in the text (tokens)")
+
+
+def bucket_nll(row: ResultRow, subset: str) -> dict[int, float]:
+    """{bucket: mean negative log-likelihood a token, in nats}, all texts and seeds together."""
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for trial in row.trials:
+        for m in trial:
+            if m["metric"] == "nll" and m["subset"] == subset:
+                sums[m["bucket"]][0] += m["sum"]
+                sums[m["bucket"]][1] += m["count"]
+    return {bucket: total / count for bucket, (total, count) in sums.items()}
+
+
+def _from_sample(row: ResultRow, rows: Sequence[ResultRow]) -> dict[int, float]:
+    """A sampled row's curve as if every position were scored: that of the row most like it, plus what they differ by on
+    the sample. A few tokens a bucket vary with their content; their differences between two rows hardly do (the
+    difference estimator of survey sampling)."""
+    mine = bucket_nll(row, "sampled")
+    best: tuple[float, dict[int, float]] | None = None
+    for other in rows:
+        sampled, every = bucket_nll(other, "sampled"), bucket_nll(other, "all")
+        if not mine.keys() <= sampled.keys() & every.keys():
+            continue
+        distance = sum((mine[b] - sampled[b]) ** 2 for b in mine)
+        if best is None or distance < best[0]:
+            best = distance, {b: every[b] + mine[b] - sampled[b] for b in mine}
+    return best[1] if best else mine

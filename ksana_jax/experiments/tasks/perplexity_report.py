@@ -1,0 +1,197 @@
+"""How perplexity measurements become columns, notes and a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from ksana_jax.experiments import noise
+from ksana_jax.experiments.tasks.base import Column, Measurement, ResultRow, kib, number
+
+
+def span(bucket: int) -> tuple[int, int]:
+    """The span of buckets [low, high) that a bucket is shown in: 0, 1, 2-3, 4-7, 8-15, ..."""
+    low = 1 << (bucket.bit_length() - 1) if bucket else 0
+    return low, max(1, 2 * low)
+
+
+def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """One trial's numbers.
+
+    ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
+    live_kv_bytes, peak_kv_bytes: most between steps, within one.
+    tokens_per_s: tokens scored a second, compilation left out.
+    """
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    speed, kv, result = [], [], {}
+    for m in measurements:
+        if m["metric"] == "nll":
+            prefix, size = "sampled_" if m["subset"] == "sampled" else "", m["bucket_tokens"]
+            low, high = span(m["bucket"])
+            for key in (f"{prefix}ppl", f"{prefix}ppl_{low * size}_{min(high * size, m['text_tokens'])}"):
+                sums[key][0] += m["sum"]
+                sums[key][1] += m["count"]
+        elif m["metric"] == "speed":
+            speed.append(m)
+        elif m["metric"] == "kv":
+            kv.append(m)
+        elif m["metric"] == "compilations":
+            result["num_compilations"] = m["count"]
+    # Not by exp alone: a dense cache beyond its context can go past the largest float.
+    result.update({key: math.exp(min(total / count, 700)) for key, (total, count) in sums.items()})
+    if speed:
+        result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
+        result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
+    if kv:
+        result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
+    # Recomputation holds nothing between two tokens; its peak is what it costs.
+    if streamed := [m for m in kv if m["method"] == "stream"]:
+        result["live_kv_bytes"] = max(max(live_blocks(m)) * m["block_bytes"] for m in streamed)
+    return result
+
+
+def sample(key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+    """Texts and positions that a perplexity comes from; None for other keys, whose values repeats can change."""
+    for prefix, subset in (("sampled_ppl", "sampled"), ("ppl", "all")):
+        if key.startswith(prefix):
+            return _scored_places(measurements, subset)
+    return None
+
+
+def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
+    """(text, bucket, count, positions) of all that a trial scored: texts by content, or by name in older records."""
+    nll = [m for m in trial if m["metric"] == "nll" and m["subset"] == subset]
+    return tuple((m.get("text_digest", m["text"]), m["bucket"], m["count"], m["positions"]) for m in nll)
+
+
+def live_blocks(kv: Measurement) -> list[int]:
+    """Blocks held after each step of a streamed text but the last, which releases everything.
+
+    A text that fits one step has no other: what that step held stands for it.
+    """
+    return kv["live_blocks"] or [kv["peak_blocks"]]
+
+
+def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
+    """The spans of positions [low, high) that the summaries have under "PREFIXlow_high", in order."""
+    keys = {k for r in rows for k in r.values if k.startswith(prefix) and k.removeprefix(prefix)[:1].isdigit()}
+    return sorted(tuple(int(n) for n in k.removeprefix(prefix).split("_")) for k in keys)  # pyright: ignore
+
+
+def columns(rows: Sequence[ResultRow]) -> list[Column]:
+    digits = number(2)
+    shown = [Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min") for a, b in spans(rows, "ppl_")]
+    if sampled := spans(rows, "sampled_ppl_"):
+        shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
+    shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
+    shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
+    return [*shown, Column("tokens_per_s", "tokens/s", number(0), "max")]
+
+
+def notes(rows: Sequence[ResultRow]) -> list[str]:
+    found = [m for r in rows for trial in r.trials for m in trial if m["metric"] == "nll"]
+    if not found:
+        return []
+    names = {m.get("text_digest", m["text"]) for m in found}
+    count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
+    seeds = max(len(r.trials) for r in rows)
+    draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
+    said = [
+        f"Perplexity by position in the text; position 0 is BOS. Columns ppl score every position of the texts "
+        f"({count['all']:,} tokens, {len(names)} {'text' if len(names) == 1 else 'texts'}), the same in every row."
+    ]
+    if count["sampled"]:
+        said.append(
+            f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, recomputation too."
+        )
+        if any(method(r) == "recompute" for r in rows):
+            said.append("In the figure, recomputation is the line most like it plus their difference on the sample.")
+    if draws > 1:
+        said.append(
+            f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are of one seed."
+        )
+    said += _repeats(rows)
+    said.append("Live KV: most held between steps; peak KV: most held within a step, its chunk included.")
+    if any(m["metric"] == "kv" and m.get("live_blocks") == [] for r in rows for trial in r.trials for m in trial):
+        said.append(
+            "Texts that fit one step are held whole: their live KV is peak KV, whatever the pattern. A smaller "
+            "engine.max_num_batched_tokens cuts them into chunks."
+        )
+    for subset in ("all", "sampled"):
+        by_seed = zip(
+            *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False
+        )
+        if any(len(set(places)) > 1 for places in by_seed):
+            said.append("NOT COMPARABLE: rows were scored on different positions or texts.")
+    if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
+        said.append("tokens/s of some rows includes compilation.")
+    return said
+
+
+def _scored(trial: Sequence[Measurement], subset: str) -> int:
+    return sum(m["count"] for m in trial if m["metric"] == "nll" and m["subset"] == subset)
+
+
+def _places(row: ResultRow, subset: str) -> list[tuple]:
+    """For each seed, what was scored; empty where the row has no such subset."""
+    return [places for trial in row.trials if (places := _scored_places(trial, subset))]
+
+
+def _repeats(rows: Sequence[ResultRow]) -> list[str]:
+    """Which seeds drew texts that another had drawn, in words."""
+    most, of = max(((len(r.trials) - len(set(places)), len(places)) for r in rows
+                    for places in [_places(r, "all") or _places(r, "sampled")]), default=(0, 0))  # fmt: skip
+    if not most:
+        return []
+    if most == of - 1:
+        return [f"{of} seeds scored the same text: counted once."]
+    return [f"{most} of {of} seeds scored a text that another had scored: counted once."]
+
+
+def reading(rows: Sequence[ResultRow]) -> str:
+    """The best, the worst and the price of the best, at the last positions that were scored in every row's way."""
+    if not (found := spans(rows, "ppl_")):
+        return ""
+    low, high = found[-1]
+    key = f"ppl_{low}_{high}"
+    scored = [(ppl, r) for r in rows if (ppl := r.mean(key)) is not None]
+    if not scored:
+        return ""
+    # Rows that read the same are equal: the first of them is named.
+    (least, best), (most, worst) = (pick(scored, key=lambda s: round(s[0], 2)) for pick in (min, max))
+    said = f"At positions {low:,} to {high - 1:,} {best.name!r} "
+    if worst is best:
+        said += f"has a perplexity of {least:,.2f}"
+    else:
+        equals = [r for _, r in scored if r is not best and not noise.differ(best, r, key)]
+        doubt = noise.doubt(best, worst, key)
+        said += "has the lowest perplexity (" if doubt or equals else "predicts best (perplexity "
+        said += f"{least:,.2f}, against {most:,.2f} of {worst.name!r}"
+        said += f"; {doubt})" if doubt else f"; {len(equals)} others within the noise)" if equals else ")"
+    held = [(live, r) for _, r in scored if (live := r.mean("live_kv_bytes"))]
+    mine = best.mean("live_kv_bytes")
+    if held and mine:
+        largest, owner = max(held, key=lambda h: h[0])
+        if owner is best:
+            said += (
+                f", with {kib(mine)} KiB of KV, the most of all rows"
+                if len(held) > 1
+                else f", with {kib(mine)} KiB of KV"
+            )
+        else:
+            said += f", with {kib(mine)} KiB of KV, {mine / largest:.1%} of what {owner.name!r} holds"
+    for row in rows:
+        theirs, ours = row.mean("sampled_ppl"), best.mean("sampled_ppl")
+        if method(row) == "recompute" and theirs and ours:
+            ratio = (best.mean("tokens_per_s") or math.nan) / (row.mean("tokens_per_s") or math.nan)
+            said += f"; on the sampled positions {row.name!r} has {theirs:,.2f} against its {ours:,.2f}"
+            said += f", {ratio:,.0f} times slower" if ratio > 1 else ""
+            said += f" ({doubt})" if (doubt := noise.doubt(best, row, "tokens_per_s")) and ratio > 1 else ""
+            break
+    return said + "."
+
+
+def method(row: ResultRow) -> str:
+    """How the row was scored; empty where nothing was."""
+    return next((m["method"] for trial in row.trials for m in trial if m["metric"] == "kv"), "")

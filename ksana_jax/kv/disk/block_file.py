@@ -1,0 +1,231 @@
+"""One KV block in one file: its bytes, and how they are checked. Knows files and arrays; no tiers, no jax.
+
+    8 bytes   magic
+    4         version
+    4         length of the header
+    8         length of the payload
+    16        BLAKE2b of all of the above, the header and the payload
+    header    JSON: model, shape, dtype, codec, key, parent, tokens, start; bytes in hex
+    payload   the array as it lies in memory
+
+A file is written under a temporary name and renamed, so that its name stands for a whole file as long as the machine
+stays up. It is not synced: after a power failure there may be anything under that name, which the checksum tells.
+Checked on every read, a file is either exactly what was written for this key by an equal engine, or not used.
+The checksum is against accidents. Whoever can write to the folder can write blocks that pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+import ml_dtypes  # noqa: F401  numpy knows "bfloat16" by it
+import numpy as np
+
+from ksana_jax.files import create, open_to_read
+from ksana_jax.kv.disk.failpoints import failpoint
+
+MAGIC = b"KSANA KV"
+VERSION = 1
+MAX_HEADER_BYTES = 2**20
+_CHECKED = struct.Struct("<8sIIQ")
+_DIGEST_BYTES = 16
+PREFIX_BYTES = _CHECKED.size + _DIGEST_BYTES
+
+
+class BadBlockFile(ValueError):
+    """A file that is not a whole block of the expected kind: one line that says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormat:
+    """What all blocks of one cache have in common.
+
+    Args:
+      model_fingerprint: of what keys and values follow from; see `engine.fingerprint`.
+      block_shape: of one block's array. dtype: numpy's name of its elements' type.
+      codec: how keys and values rest in it.
+    """
+
+    model_fingerprint: str
+    block_shape: tuple[int, ...]
+    dtype: str
+    codec: str = "raw"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block's array."""
+        return math.prod(self.block_shape) * np.dtype(self.dtype).itemsize
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hex digits that differ between formats."""
+        return hashlib.sha256(json.dumps(dataclasses.astuple(self)).encode()).hexdigest()[:32]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFacts:
+    """What one block holds.
+
+    Args:
+      key, parent: digests (32 bytes, of SHA-256) of this block with all before it, and of those before it; see
+        `kv.prefix_index`.
+      tokens: int32 bytes. start: text position of the first.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    start: int
+
+
+def write_block(path: Path, temporary: Path, format: BlockFormat, facts: BlockFacts, data: np.ndarray) -> None:
+    """Writes a block's file whole or not at all.
+
+    Args:
+      temporary: a name in the same folder that nothing has; gone afterwards.
+      data: [*block_shape], contiguous.
+
+    Raises:
+      OSError: neither path nor temporary is left behind, as far as that is possible. FileExistsError: there is
+        something named temporary, which stays.
+    """
+    header = encode_header(format, facts)
+    payload = data.reshape(-1).view(np.uint8).data
+    checked = _CHECKED.pack(MAGIC, VERSION, len(header), len(payload))
+    failpoint("disk.before_write")
+    file = create(temporary)
+    try:
+        with file:
+            file.write(checked)
+            file.write(_checksum(checked, header, payload))
+            file.write(header)
+            half = len(payload) // 2
+            file.write(payload[:half])
+            file.flush()
+            failpoint("disk.half_written")
+            file.write(payload[half:])
+        failpoint("disk.before_rename")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+    failpoint("disk.after_rename")
+
+
+def read_block(path: Path, format: BlockFormat, expected: BlockFacts, out: np.ndarray) -> bool:
+    """Reads a block's file if it is what is expected.
+
+    Args:
+      out: [*block_shape], written to only if all is well.
+
+    Returns:
+      Whether it was read. False for an intact file of another text that has the same key.
+
+    Raises:
+      BadBlockFile: the file is not an intact block of this format with this key.
+      OSError: it cannot be read.
+    """
+    failpoint("disk.before_read")
+    with open_to_read(path) as file:
+        checked, checksum, header_bytes = _read_prefix(file, format)
+        header = file.read(header_bytes)
+        payload = np.empty(format.nbytes, np.uint8)
+        num_read = len(header) + file.readinto(payload.data)
+    if num_read != header_bytes + format.nbytes:
+        raise BadBlockFile(f"it ended after {num_read:,} of {header_bytes + format.nbytes:,} bytes")
+    if _checksum(checked, header, payload.data) != checksum:
+        raise BadBlockFile("its checksum is wrong")
+    facts = _decode_header(header, format)
+    if facts.key != expected.key:
+        raise BadBlockFile(f"it holds block {facts.key.hex()}")
+    if facts != expected:
+        return False
+    np.copyto(out, payload.view(out.dtype).reshape(out.shape))
+    return True
+
+
+def read_facts(path: Path, format: BlockFormat) -> BlockFacts:
+    """Reads the header of a block's file only; the payload may still be damaged.
+
+    Raises:
+      BadBlockFile: see `read_block`.
+      OSError: it cannot be read.
+    """
+    with open_to_read(path, buffering=4096) as file:
+        _, _, header_bytes = _read_prefix(file, format)
+        return _decode_header(file.read(header_bytes), format)
+
+
+def encode_header(format: BlockFormat, facts: BlockFacts) -> bytes:
+    return json.dumps(
+        {
+            "model": format.model_fingerprint,
+            "shape": format.block_shape,
+            "dtype": format.dtype,
+            "codec": format.codec,
+            "key": facts.key.hex(),
+            "parent": facts.parent.hex(),
+            "tokens": facts.tokens.hex(),
+            "start": facts.start,
+        }
+    ).encode()
+
+
+def file_bytes(format: BlockFormat, facts: BlockFacts) -> int:
+    """Bytes of a block's file."""
+    return PREFIX_BYTES + len(encode_header(format, facts)) + format.nbytes
+
+
+def _checksum(*parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _read_prefix(file: BinaryIO, format: BlockFormat) -> tuple[bytes, bytes, int]:
+    """The checked part of a file's prefix, its checksum, and the header's length: all within bounds."""
+    size = os.fstat(file.fileno()).st_size
+    prefix = file.read(PREFIX_BYTES)
+    if len(prefix) < PREFIX_BYTES:
+        raise BadBlockFile(f"it has only {len(prefix)} bytes")
+    checked, checksum = prefix[: _CHECKED.size], prefix[_CHECKED.size :]
+    magic, version, header_bytes, payload_bytes = _CHECKED.unpack(checked)
+    if magic != MAGIC:
+        raise BadBlockFile("it does not begin as a block does")
+    if version != VERSION:
+        raise BadBlockFile(f"it is of version {version}, this is {VERSION}")
+    if payload_bytes != format.nbytes:
+        raise BadBlockFile(f"its block has {payload_bytes:,} bytes, must be {format.nbytes:,}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise BadBlockFile(f"its header has {header_bytes:,} bytes; supported: at most {MAX_HEADER_BYTES:,}")
+    if size != PREFIX_BYTES + header_bytes + payload_bytes:
+        raise BadBlockFile(f"it has {size:,} bytes of {PREFIX_BYTES + header_bytes + payload_bytes:,}")
+    return checked, checksum, header_bytes
+
+
+def _decode_header(header: bytes, format: BlockFormat) -> BlockFacts:
+    try:
+        values = json.loads(header)
+        found = BlockFormat(values["model"], tuple(values["shape"]), values["dtype"], values["codec"])
+        key, parent, tokens = (bytes.fromhex(values[name]) for name in ("key", "parent", "tokens"))
+        facts = BlockFacts(key, parent, tokens, values["start"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise BadBlockFile("its header cannot be understood") from None
+    for field in dataclasses.fields(BlockFormat):
+        there, wanted = getattr(found, field.name), getattr(format, field.name)
+        if there != wanted:
+            raise BadBlockFile(f"its {field.name} is {there!r:.100}, must be {wanted!r:.100}")
+    if type(facts.start) is not int:
+        raise BadBlockFile("its header cannot be understood")
+    return facts

@@ -1,0 +1,105 @@
+"""Which block files there are, and which goes first when room is needed. Knows keys and sizes; touches no file."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+
+from ksana_jax.kv.disk.block_file import BlockFacts
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class BlockFile:
+    """A file that is there, or about to be.
+
+    facts: None until its header is known. used: rises with each use. size: bytes, None until it is stored.
+    """
+
+    key: bytes
+    facts: BlockFacts | None
+    used: int
+    size: int | None = None
+
+
+class BlockFiles:
+    """All files of a tier. Not safe for threads.
+
+    A block is of use only together with those that stand before it, so of a chain the last goes first.
+    """
+
+    def __init__(self):
+        self.by_key: dict[bytes, BlockFile] = {}
+        self.unknown: dict[bytes, BlockFile] = {}  # found at the start, headers unread
+        self.num_bytes = 0
+        self.num_stored = 0
+        self._num_children: collections.Counter[bytes] = collections.Counter()
+        self._heap: list[tuple[int, bytes]] = []
+        self._uses = itertools.count()
+
+    def add(self, key: bytes, facts: BlockFacts | None) -> BlockFile:
+        """Notes a file that is about to be; it cannot go before it is stored."""
+        file = self.by_key[key] = BlockFile(key, None, next(self._uses))
+        if facts is None:
+            self.unknown[key] = file
+        else:
+            self.learn(file, facts)
+        return file
+
+    def store(self, file: BlockFile, size: int) -> None:
+        """Notes that a file is there, unless it was removed meanwhile."""
+        if self.by_key.get(file.key) is file:
+            file.size = size
+            self.num_bytes += size
+            self.num_stored += 1
+            self._consider(file)
+
+    def learn(self, file: BlockFile, facts: BlockFacts) -> None:
+        """Notes what a file holds."""
+        if file.facts is None and self.by_key.get(file.key) is file:
+            file.facts = facts
+            self.unknown.pop(file.key, None)
+            self._num_children[facts.parent] += 1
+
+    def use(self, file: BlockFile) -> None:
+        file.used = next(self._uses)
+        self._consider(file)
+
+    def remove(self, file: BlockFile) -> None:
+        """Forgets a file, if it is known."""
+        if self.by_key.get(file.key) is not file:
+            return
+        del self.by_key[file.key]
+        self.unknown.pop(file.key, None)
+        if file.size is not None:
+            self.num_bytes -= file.size
+            self.num_stored -= 1
+        if file.facts is not None:
+            parent = file.facts.parent
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
+                if parent in self.by_key:
+                    self._consider(self.by_key[parent])
+
+    def victim(self) -> BlockFile | None:
+        """The file to go next; None if each is continued by one that is, or is about to be."""
+        while self._heap:
+            used, key = self._heap[0]
+            file = self.by_key.get(key)
+            if file is not None and file.used == used and self._evictable(file):
+                return file
+            heapq.heappop(self._heap)
+        return None
+
+    def _evictable(self, file: BlockFile) -> bool:
+        return file.size is not None and not self._num_children[file.key]
+
+    def _consider(self, file: BlockFile) -> None:
+        if self._evictable(file):
+            heapq.heappush(self._heap, (file.used, file.key))
+            if len(self._heap) > 4 * len(self.by_key) + 64:  # mostly entries of files that were used again
+                current = [f for f in self.by_key.values() if self._evictable(f)]
+                self._heap = [(f.used, f.key) for f in current]
+                heapq.heapify(self._heap)

@@ -1,0 +1,303 @@
+"""Runs steps on the device: compiled per bucket ahead of time, counted, the KV pool donated. Knows no requests."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.rope import Rope, make_rope
+from ksana_jax.models.transformer import Params, forward, logits
+from ksana_jax.ops.implementations import Needs, choose
+from ksana_jax.ops.paged import paged_attend
+from ksana_jax.ops.pool import KVCache, make_cache, storage_dtype
+from ksana_jax.patterns import AttentionPattern, PatternArrays, stack
+from ksana_jax.request import MAX_LOGPROBS, SamplingParams
+from ksana_jax.runner.compiling import compile_all, compiled
+from ksana_jax.runner.movers import BlockMover
+from ksana_jax.sampling.sampler import sample, score
+from ksana_jax.step.contract import Moves, SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+
+# Of a step, by platform. XLA's rematerialisation counts the pool, which is written in place, once for each write. It
+# then takes the memory for full and computes in every layer what layers share: a third more kernels for Llama-8B.
+# LLVM's first level of optimisation compiles a step in four fifths of the time, and the step is as fast as with the
+# third (8 layers, 32 rows, medians of six: 5.3 against 5.8 s in float32, 3.8 against 3.9 s in bfloat16).
+COMPILER_OPTIONS = {
+    "cpu": {"xla_backend_optimization_level": 1},
+    "gpu": {"xla_disable_hlo_passes": "rematerialization"},
+}
+# Scores of the whole vocabulary are made for so many prompt tokens at a time.
+SCORED_AT_ONCE = 128
+
+
+class _Seen(NamedTuple):
+    """The patterns of all layers: as given, which layers are alike, and as arrays. They change together."""
+
+    patterns: tuple[AttentionPattern, ...]
+    alike: tuple[int, ...]
+    arrays: PatternArrays | None
+
+
+class Runner:
+    """The model on one device, with its KV pool: an `Executor`.
+
+    Args:
+      params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
+      dtype: of keys and values: "f32", "bf16" or "f16".
+      num_blocks, block_size: of the pool.
+      max_model_len: longest text; some kinds of rope depend on it.
+      max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).
+      num_host_blocks: blocks of host memory.
+      embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
+      attention: name of an implementation of paged attention; "auto" takes the first that serves.
+      device: that steps are compiled for, where it is not jax's first one.
+
+    Raises:
+      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        patterns: Sequence[AttentionPattern],
+        *,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_rotated_sinks: int,
+        num_host_blocks: int = 0,
+        embedding_device: str = "device",
+        attention: str = "auto",
+        device: Any = None,
+    ):
+        self.config, self.params = config, params
+        self.embeds_on_host = embedding_device == "host"
+        device = device or jax.devices()[0]
+        self.platform = device.platform
+        needs = Needs.of(config, dtype=dtype, block_size=block_size, num_rotated_sinks=max_rotated_sinks, device=device)
+        self.implementation = choose(needs, attention)
+        self.num_rotated_sinks = max_rotated_sinks
+        self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)
+        self.sink_width = -(-max_rotated_sinks // block_size)
+        self._pool = (num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim,
+                      storage_dtype(dtype, self.platform))  # fmt: skip
+        make = functools.partial(make_cache, *self._pool)
+        planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
+        self.cache: KVCache = jax.eval_shape(make) if planned else make()
+        self.mover = BlockMover(self.cache, num_host_blocks)
+        self._compiled: dict[Any, Callable] = {}
+        self._seen = _Seen((), (), None)
+        self.set_patterns(patterns)
+
+    @property
+    def num_compilations(self) -> int:
+        """Functions compiled so far."""
+        return len(self._compiled) + self.mover.num_compilations
+
+    @property
+    def programs(self) -> dict[Any, Any]:
+        """What is compiled: steps by their StepShape, and others by tuples that begin with "sample" or "score"."""
+        return dict(self._compiled)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return self.cache.blocks.nbytes // self.cache.num_blocks
+
+    @property
+    def patterns(self) -> tuple[AttentionPattern, ...]:
+        """What each layer attends to."""
+        return self._seen.patterns
+
+    def check_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Checks that steps can serve some patterns.
+
+        Raises:
+          ValueError: more sinks are seen from elsewhere than the compiled step has room for.
+        """
+        room = self.num_rotated_sinks
+        for p in patterns:
+            if p.num_rotated_sinks > room:
+                raise ValueError(
+                    f"the pattern has {p.num_sinks} sinks at {p.sink_position!r} positions, this engine was made for "
+                    f"at most {room}; give it max_rotated_sinks={p.num_sinks}"
+                )
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Changes what each layer sees; the numbers are data, so nothing is compiled again, unless other layers than
+        before are alike.
+
+        Raises:
+          ValueError: see `check_patterns`.
+        """
+        self.check_patterns(patterns)
+        alike = tuple(list(patterns).index(p) for p in patterns)
+        if self.implementation.plan and alike != self._seen.alike:
+            self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
+        self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
+
+    def reset(self) -> np.ndarray:
+        """Reallocates the pool and the host's blocks; see `step.Executor`."""
+        self.cache.blocks.delete()  # first: there may not be room for two
+        self.cache = make_cache(*self._pool)
+        self.mover.reset()
+        return self.mover.host_blocks
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step; see `step.Executor`."""
+        saved, move_s = [], 0.0
+        if step.moves is not None:
+            self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
+        run = self.compile_step(step.shape)
+        arrays = step.arrays
+        if self.embeds_on_host:
+            arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
+        self.cache, hidden = run(self.params, self.cache, arrays, self._seen.arrays)
+        prompt_scores = None
+        if step.targets is not None:
+            top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
+            score_prompt = self._program(*self._score_program(step.shape.num_tokens, top))
+            prompt_scores = score_prompt(self.params, hidden, step.targets)
+        top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
+        finish = self.compile_sampler(hidden, step.arrays.last, step.sampling, top)
+        tokens, scores = finish(self.params, hidden, step.arrays.last, step.sampling)
+        self.mover.finish(saved)  # while the device computes
+        return StepOutput(
+            tokens=np.asarray(tokens),
+            move_s=move_s,
+            scores=None if scores is None else TokenScores(*(np.asarray(x) for x in scores)),
+            prompt_scores=None if prompt_scores is None else TokenScores(*(np.asarray(x) for x in prompt_scores)),
+        )
+
+    def move(self, moves: Moves) -> None:
+        """Makes moves outside a step; see `step.Executor`."""
+        self.cache, saved, _ = self.mover.start(self.cache, moves)
+        self.mover.finish(saved)
+
+    def warm_up(self, shapes: Sequence[StepShape], asked: Sequence[SamplingParams] = (), workers: int = 1) -> None:
+        """Compiles the steps of some shapes; already compiled ones cost nothing.
+
+        Args:
+          asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
+          workers: programs compiled at once.
+        """
+        vocab = self.config.vocab_size
+        counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
+        tops = {None} | {_bucket_of_top(count, vocab) for count in counts if count is not None}
+        prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
+        dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
+        programs: dict[Any, Callable] = {shape: functools.partial(self.lower_step, shape) for shape in shapes}
+        for shape in shapes:
+            size = shape.num_singles + shape.num_tiles
+            hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
+            last = jax.ShapeDtypeStruct((size,), jnp.int32)
+            for settings in (None, *(_sampling_shapes(size, vocab if d else None) for d in dense)):
+                programs |= [self._sample_program(hidden, last, settings, top) for top in tops]
+            programs |= [self._score_program(shape.num_tokens, top) for top in prompt_tops]
+        new = {key: lower for key, lower in programs.items() if key not in self._compiled}
+        self._compiled |= compile_all(new, workers)
+
+    def _program(self, key: Any, lower: Callable[[], Any]) -> Callable:
+        if key not in self._compiled:
+            self._compiled[key] = compiled(key, lower)
+        return self._compiled[key]
+
+    def compile_step(self, shape: StepShape) -> Callable:
+        """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D])."""
+        return self._program(shape, functools.partial(self.lower_step, shape))
+
+    def compile_sampler(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
+        """Logits and the choice of tokens: (params, hidden [T, D], last [S], sampling) -> (tokens [S], scores).
+
+        Args:
+          hidden, last, sampling: arrays, or their shapes. num_top: most probable tokens to score; None scores nothing.
+        """
+        return self._program(*self._sample_program(hidden, last, sampling, num_top))
+
+    def lower_step(self, shape: StepShape):
+        """Lowers a step without compiling it, to look at the program."""
+        size, width, tokens = shape.num_singles + shape.num_tiles, shape.table_width, shape.num_tokens
+        ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((size, width)),
+                            ints((size, width)), ints((size,)))  # fmt: skip
+        if shape.shared_rows:
+            shared = ints((shape.num_groups, width))
+            arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
+        if self.embeds_on_host:
+            rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
+            arrays = arrays._replace(tokens=rows)
+        run = functools.partial(
+            _run, shape=shape, config=self.config, rope=self.rope, alike=self._seen.alike,
+            num_rotated_sinks=self.num_rotated_sinks, implementation=self.implementation,
+        )  # fmt: skip
+        step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))
+        return step.lower(self.params, self.cache, arrays, self._seen.arrays)
+
+    def _sample_program(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None):
+        """Key of the program that chooses tokens, and what lowers it."""
+        dense = sampling is not None and sampling.counts is not None
+
+        def lower():
+            run = jax.jit(functools.partial(_choose_tokens, num_top=num_top))
+            return run.lower(self.params, hidden, last, sampling)
+
+        return ("sample", hidden.shape[0], last.shape[0], sampling is not None, dense, num_top), lower
+
+    def _score_program(self, num_tokens: int, num_top: int):
+        """Key of the program that scores prompt tokens, and what lowers it."""
+
+        def lower():
+            hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
+            targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+            return jax.jit(functools.partial(_score_tokens, num_top=num_top)).lower(self.params, hidden, targets)
+
+        return ("score", num_tokens, num_top), lower
+
+
+def _sampling_shapes(size: int, vocab_size: int | None) -> Any:
+    """Shapes of SamplingArrays; those of penalties and biases where a vocabulary is given."""
+
+    def array(dtype, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((size, *more), dtype)
+
+    f32, i32 = array(jnp.float32), array(jnp.int32)
+    settings = SamplingArrays(f32, i32, f32, f32, array(jnp.uint32, 2), i32, f32, f32, f32)
+    if vocab_size is None:
+        return settings
+    counts, in_prompt, bias = (array(dtype, vocab_size) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
+    return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)
+
+
+def _bucket_of_top(count: int, vocab_size: int) -> int:
+    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
+
+
+def _run(params, cache, arrays, patterns, *, shape, config, **how):
+    attend = paged_attend(arrays, shape, patterns, config=config, **how)
+    hidden, cache = forward(params, arrays.tokens, attend, cache, config=config)
+    return cache, hidden
+
+
+def _choose_tokens(params, hidden, last, sampling, *, num_top):
+    scores_SV = logits(params, hidden[last])
+    tokens = sample(scores_SV, sampling)
+    return tokens, None if num_top is None else score(scores_SV, tokens, num_top)
+
+
+def _score_tokens(params, hidden, targets, *, num_top):
+    group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
+    if group < 16:
+        group = hidden.shape[0]
+    parts = jax.lax.map(
+        lambda part: score(logits(params, part[0]), part[1], num_top),
+        (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
+    )
+    return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), parts)

@@ -1,0 +1,131 @@
+"""jax's TPU kernel behind the contract, run on the CPU; and what is compiled for a TPU that is not there."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ksana_jax.compile_check import kernels, tpu_attention
+from ksana_jax.compile_check import tpu as tpu_check
+from pallas_kernels.arguments import CHUNKED, RAGGED, WINDOW, Spec, make
+from pallas_kernels.patterns import FULL
+from tests.pallas_kernels.contract import check
+
+SPECS = (
+    Spec(rows=RAGGED, num_heads=8, num_kv_heads=4, head_dim=128, block_size=32, num_layers=3, layer=0),
+    Spec(rows=((257, 1), (0, 0), (1, 1), (64, 1)), num_kv_heads=1, head_dim=128, soft_cap=10.0, seed=1),
+    Spec(rows=((75, 9), (0, 0), (1, 1)), q_tile=4, num_heads=2, head_dim=128, evict_every=3, seed=2),
+    Spec(rows=CHUNKED, q_tile=8, num_heads=8, head_dim=128, block_size=64, evict_every=2, seed=3),
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """pallas_call interpreted. The interpreter of TPU programs (pltpu.InterpretParams) cannot reshape a reference, as
+    this kernel does, and the plain one cannot store under a mask at a fixed index, so that a select does it."""
+
+    def store(ref, value, *, mask):
+        ref[...] = jnp.where(mask, value, ref[...])
+
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    monkeypatch.setattr(pltpu, "store", store)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_kernel_of_jax_keeps_the_contract(interpreted, spec):
+    def attend(*args, pattern, **keywords):  # numbers of a pattern are traced here, and these are of FULL
+        return tpu_attention.ragged_paged_attention(*args, **keywords)
+
+    assert spec.pattern == FULL
+    check(attend, spec, tokens_at_once=64, queries_at_once=8)
+
+
+def test_it_serves_a_pool_that_rests_in_its_own_order(interpreted):
+    spec = SPECS[0]
+    pool = make(spec)[0][1]
+    num_blocks, num_layers, _, kv_heads, block_size, head_dim = pool.shape
+    pages = pool.transpose(0, 1, 4, 3, 2, 5).reshape(num_blocks * num_layers, block_size, 2 * kv_heads, head_dim)
+
+    def attend(q, pool, tables, starts, positions, *, layer, **of_full_attention):
+        page_ids = tables * num_layers + layer
+        return tpu_attention.attend_pages(q, pages, page_ids, starts, positions, tokens_at_once=64, queries_at_once=4)
+
+    check(attend, spec)
+
+
+@pytest.mark.parametrize(
+    ("changed", "keywords", "line"),
+    [
+        ({"pattern": WINDOW}, {}, "full attention only, known when compiled: Pattern.window=40"),
+        ({"dtype": "float16"}, {}, "bfloat16 throughout, not float16 for float16 to float16"),
+        ({}, {"out_dtype": jnp.float32}, "not bfloat16 for bfloat16 to float32"),
+        ({"head_dim": 64}, {}, "compiles for head dim 128, not 64"),
+        ({"num_heads": 6, "num_kv_heads": 3}, {}, "1, 2, 4 or a multiple of 8 kv heads, not 3"),
+        ({"return_lse": True}, {}, "no log-sum-exp"),
+        ({"sink_logits": True}, {}, "no learned sinks"),
+        ({"sink_queries": 1}, {}, "no second query"),
+    ],
+    ids=str,
+)
+def test_what_it_lacks_is_said(changed, keywords, line):
+    arguments, given = make(Spec(**{"rows": ((20, 1),), "head_dim": 128, **changed}))
+    with pytest.raises(NotImplementedError, match=line):
+        tpu_attention.ragged_paged_attention(*arguments, **given, **keywords)
+
+
+def test_a_pattern_of_traced_numbers_is_refused():
+    arguments, given = make(Spec(rows=((20, 1),), head_dim=128))
+    with pytest.raises(NotImplementedError, match="known when compiled"):
+        jax.jit(tpu_attention.ragged_paged_attention)(*arguments, layer=1, pattern=given["pattern"])
+
+
+def test_without_the_compiler_one_line_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(tpu_check.importlib.util, "find_spec", lambda name: None)
+    assert kernels.main("v5e", only="", as_json=False) == 2
+    assert capsys.readouterr().err == (
+        "ksana: error: compiling for a TPU needs libtpu; install the extra: pip install 'ksana-jax[aot-tpu]'\n"
+    )
+
+
+@pytest.mark.skipif(tpu_check.missing() is not None, reason=str(tpu_check.missing()))
+def test_steps_and_the_kernel_of_jax_are_compiled_for_a_tpu_that_is_not_there():
+    """What rows see is copied for the kernel, twice; in a pool that rests in the kernel's own order nothing is."""
+    command = [sys.executable, "-c", "from ksana_jax.cli import main; main()", "kernels", "check", "--target", "v5e"]
+    done = subprocess.run([*command, "--only", "decode", "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["target"] == "v5e" and found["failed"] == 0
+    step, gathered, in_order = found["kernels"]
+    assert step["kernels"] == 0 and step["alias_bytes"] == step["pool_bytes"] == 2 << 30
+    assert step["temp_bytes"] < 16 << 20
+    num_visible = tpu_check.DECODE.num_singles * tpu_check.TABLE_WIDTH
+    visible = num_visible * gathered["pool_bytes"] // (tpu_check.NUM_BLOCKS * tpu_check.LLAMA.num_layers)
+    assert gathered["kernels"] == 1 and gathered["temp_bytes"] >= 2 * visible
+    assert in_order["kernels"] == tpu_check.LLAMA.num_layers and in_order["temp_bytes"] < 1 << 20
+    assert in_order["alias_bytes"] == in_order["pool_bytes"]
+
+
+@pytest.mark.skipif(tpu_check.missing() is not None, reason=str(tpu_check.missing()))
+def test_a_pool_that_is_copied_fails_the_check():
+    def turned(sharding, num_blocks):
+        def run(pool, q, tables, starts, positions):
+            pages = pool.transpose(0, 1, 4, 3, 2, 5)[:, 1].reshape(num_blocks, 64, 16, 128)
+            return tpu_attention.attend_pages(q, pages, tables, starts, positions)
+
+        q, tables, starts, positions, _ = tpu_check.tiles(tpu_check.DECODE)
+        pool = jax.ShapeDtypeStruct((num_blocks, 2, 2, 8, 64, 128), jnp.bfloat16)
+        return tpu_check.lower(sharding, run, pool, q, tables, starts, positions)
+
+    row = tpu_check.compile_case(tpu_check.Case("a layer turned", {}, turned), "v5e")
+    assert "bytes of temporaries, one layer's keys are 536,870,912" in row["reason"]
+    row = tpu_check.compile_case(tpu_check.Case("refused", {}, lambda *args: 1 / 0), "v5e")
+    assert row["reason"] == "ZeroDivisionError: division by zero"

@@ -1,0 +1,151 @@
+"""What is compiled and when, and what the compiled step does with the pool: no compilation after the warm-up, the pool
+updated where it lies."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.models.transformer import init_params
+from ksana_jax.step.contract import StepShape
+from tests.engine.small import VOCAB, assert_idle, model
+from tests.reference import reference_logprobs
+
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=20, seed=1),
+    SamplingParams(temperature=1.3, top_k=4, min_p=0.01, max_tokens=9, frequency_penalty=0.5, logit_bias={3: 1.0}),
+    SamplingParams(temperature=0, max_tokens=7, logprobs=3, prompt_logprobs=0),
+    SamplingParams(temperature=1.0, min_tokens=4, max_tokens=11, logprobs=1, n=2),
+]
+ASKED = [SamplingParams(**{**vars(p), "detokenize": False}) for p in ASKED]
+
+
+class Compilations:
+    """jax's own count of what the compiler was asked for, cached on disk or not."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, event: str, duration_s: float, **_):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations():
+    counter = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    yield counter
+    jax.monitoring.unregister_event_duration_listener(counter)
+
+
+def mixed_workload(llm, seed: int) -> int:
+    """Requests of all kinds and lengths that come and go; returns the most blocks that one held."""
+    rng, most = np.random.default_rng(seed), 0
+    for step in range(60):
+        if step % 3 == 0:
+            prompt = rng.integers(2, VOCAB, rng.integers(1, 30))
+            llm.engine.add_request(prompt, ASKED[rng.integers(len(ASKED))])
+        if step % 17 == 16 and llm.engine.requests:
+            llm.engine.abort(next(iter(llm.engine.requests)))
+        llm.engine.step()
+        most = max(most, int(llm.engine.scheduler.rows.num_blocks.max()))
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert_idle(llm)
+    return most
+
+
+def test_nothing_is_compiled_after_the_warm_up_whatever_is_asked_for(compilations):
+    config = dataclasses.replace(model()[0], num_layers=1)
+    llm = LLM.from_params(config, init_params(config), block_size=2, num_blocks=36, max_num_seqs=2,
+                          max_num_batched_tokens=16, query_tile=16, max_model_len=48)  # fmt: skip
+    builder = llm.engine.builder
+    widths = (16, 24)
+    llm.engine.builder = dataclasses.replace(builder, buckets=dataclasses.replace(builder.buckets, widths=widths))
+    before = compilations.count
+    new = llm.warm_up(sampling_params=ASKED)
+    assert new == llm.num_compilations
+    assert compilations.count - before >= new, "jax counts the same compilations, so its count can be relied upon"
+    before = compilations.count
+    used = {mixed_workload(llm, seed) for seed in range(3)}
+    assert max(used) > widths[0], "the workload is mixed enough to need more than one width"
+    assert llm.num_compilations == new
+    assert compilations.count == before
+    assert llm.engine.scheduler.num_preemptions > 0, "and to run the pool dry"
+    assert llm.warm_up(sampling_params=ASKED) == 0
+
+
+POOL_BYTES = 64 * 2**20
+# Blocks [M, L, 2, K, B, H] of 2 layers, 2 heads, 16 tokens, 8 numbers.
+BLOCK_NUMBERS = 2 * 2 * 2 * 16 * 8
+SHAPES = [StepShape(8, 0, 16, 4), StepShape(8, 1, 16, 4)]
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def large_pool(request):
+    config, params = model()
+    params = jax.tree.map(lambda x: x.astype("bfloat16" if request.param == "bf16" else "float32"), params)
+    num_blocks = POOL_BYTES // (BLOCK_NUMBERS * (2 if request.param == "bf16" else 4))
+    llm = LLM.from_params(config, params, dtype=request.param, block_size=16, num_blocks=num_blocks, max_num_seqs=8,
+                          max_num_batched_tokens=16, query_tile=16, max_model_len=64)  # fmt: skip
+    assert llm.runner.cache.blocks.nbytes == POOL_BYTES == llm.num_blocks * llm.block_bytes
+    return llm
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["singles", "singles and a tile"])
+def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
+    compiled = large_pool.runner.compile_step(shape)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= POOL_BYTES
+    # What the step works with is a thousandth of the pool here; one copy of the pool would be all of it.
+    assert memory.temp_size_in_bytes < POOL_BYTES / 100
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < POOL_BYTES / 100
+    assert copies_of_the_pool(compiled.as_text(), large_pool.runner.cache.blocks.size) == []
+
+
+def copies_of_the_pool(program: str, num_elements: int) -> list[str]:
+    """Instructions of an HLO program that copy or convert as many numbers as the pool has, in whatever shape."""
+    found = []
+    for line in program.splitlines():
+        instruction = re.search(r"= \w+\[([\d,]*)\]\S* (copy|copy-start|convert|broadcast|transpose)\(", line)
+        if instruction and np.prod([int(n) for n in instruction[1].split(",") if n]) >= num_elements:
+            found.append(line.strip())
+    return found
+
+
+def test_the_test_above_would_notice_a_copy(large_pool):
+    blocks = large_pool.runner.cache.blocks
+    compiled = jax.jit(lambda x: x.at[0].set(0)).lower(blocks).compile()  # not donated: the result is a copy
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+    assert copies_of_the_pool(compiled.as_text(), blocks.size)
+
+
+def test_the_pool_stays_at_its_address_from_step_to_step(large_pool):
+    runner = large_pool.runner
+    address = runner.cache.blocks.unsafe_buffer_pointer()
+    prompts = [{"prompt_token_ids": np.random.default_rng(n).integers(2, VOCAB, n)} for n in (1, 5, 16, 33, 40)]
+    asked = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    seen = set()
+    for _ in large_pool.stream(prompts, asked):
+        seen.add(runner.cache.blocks.unsafe_buffer_pointer())
+    assert seen == {address}
+    assert_idle(large_pool)
+
+
+# float32 against float64 through two layers; bfloat16 has 8 bits for scores of up to 15, and a few roundings in a row
+# (0.26 at most here, while the log-probabilities themselves spread by 3).
+TOLERANCES = {"f32": 1e-4, "bf16": 0.5}
+
+
+def test_log_probabilities_through_the_pool_are_those_of_the_dense_model(large_pool):
+    text = np.random.default_rng(0).integers(2, VOCAB, 60)  # several chunks, several blocks
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    [output] = large_pool.generate({"prompt_token_ids": text}, asked)
+    got = [entry[int(token)].logprob for entry, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]
+    expected = reference_logprobs(large_pool.runner.params, large_pool.model_config, text)
+    tolerance = TOLERANCES[large_pool.config.dtype]
+    np.testing.assert_allclose(got, expected[np.arange(59), text[1:]], atol=tolerance)

@@ -1,0 +1,164 @@
+"""A scheduled step as arrays: layout, padding, and the shapes it can have."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ksana_jax.patterns import FAR, FULL, AttentionPattern
+from ksana_jax.sequence import Rows, Sequence
+from ksana_jax.step.builder import BatchBuilder, Buckets, ladder
+from ksana_jax.step.contract import ScheduledBatch, StepShape
+from tests.fakes import VOCAB, asking, make_engine, prompt_of, run, two_layers
+
+B, M, Q = 4, 50, 4
+NOWHERE = M * B
+
+
+def rows_with(*sequences, **settings) -> Rows:
+    """Rows from (tokens, computed tokens, blocks)."""
+    rows = Rows(num_rows=len(sequences) + 1, table_width=6)
+    for row, (token_ids, computed, blocks) in enumerate(sequences):
+        seq = Sequence(row, np.array(token_ids, np.int32), asking(**settings), (), max_len=64, seed=(row << 32) + 7)
+        rows.place(seq, row)
+        rows.num_computed[row] = computed
+        rows.num_blocks[row] = len(blocks)
+        rows.block_tables[row, : len(blocks)] = blocks
+        rows.block_starts[row, : len(blocks)] = B * np.arange(len(blocks))
+    return rows
+
+
+def builder(singles=(2, 4), tiles=(1, 2, 4), widths=(3, 6)) -> BatchBuilder:
+    return BatchBuilder(Buckets(singles, tiles, widths, Q), B, M, VOCAB)
+
+
+def batch_of(singles=(), **chunks) -> ScheduledBatch:
+    """Rows of singles; rows and counts of chunks as row_2=6."""
+    pairs = np.array([(int(name[4:]), count) for name, count in chunks.items()], np.intp).reshape(-1, 2)
+    return ScheduledBatch(np.array(singles, np.intp), pairs[:, 0], pairs[:, 1])
+
+
+def test_singles_come_first_and_chunks_follow_in_tiles_of_one_row():
+    rows = rows_with(
+        (range(10, 19), 8, [30, 31, 32]),  # one token left, the first of its third block
+        (range(40, 47), 1, [20, 21]),  # six left: a whole tile and half of one
+    )
+    step, ends = builder().build(batch_of([0], row_1=6), rows)
+    a = step.arrays
+    assert step.shape == StepShape(num_singles=4, num_tiles=2, query_tile=Q, table_width=3)
+    assert a.tokens.tolist() == [18, 0, 0, 0, 41, 42, 43, 44, 45, 46, 0, 0]
+    assert a.positions.tolist() == [8, -1, -1, -1, 1, 2, 3, 4, 5, 6, -1, -1]
+    assert a.slots.tolist() == [32 * B, *[NOWHERE] * 3, 81, 82, 83, 84, 85, 86, NOWHERE, NOWHERE]
+    assert a.block_tables[[0, 4, 5]].tolist() == [[30, 31, 32], [20, 21, 0], [20, 21, 0]]
+    assert a.block_starts.tolist() == [[0, 4, 8], *[[FAR] * 3] * 3, *[[0, 4, FAR]] * 2]
+    assert ends.tolist() == [0, 5]
+    assert a.last[ends].tolist() == [0, 9]
+
+
+def test_a_full_step_of_singles_holds_no_padding():
+    rows = rows_with(([1, 2, 3], 2, [5]), ([4, 5, 6, 7, 8], 4, [6, 7]))
+    step, ends = builder().build(batch_of([1, 0]), rows)
+    assert step.shape == StepShape(2, 0, Q, 3)
+    assert step.arrays.tokens.tolist() == [8, 3] and step.arrays.positions.tolist() == [4, 2]
+    assert step.arrays.slots.tolist() == [7 * B, 5 * B + 2]
+    assert step.arrays.block_starts.tolist() == [[0, 4, FAR], [0, FAR, FAR]]
+    assert ends.tolist() == [0, 1]
+
+
+def test_arrays_of_a_step_do_not_change_with_the_rows():
+    # The device may still be reading them when the next step is scheduled.
+    rows = rows_with(([1, 2, 3], 2, [5]), ([4, 5, 6, 7, 8], 4, [6, 7]))
+    step, _ = builder(widths=(6,)).build(batch_of([0, 1]), rows)
+    arrays = [a for a in step.arrays if a is not None]
+    before = [a.copy() for a in arrays]
+    for array in (rows.token_ids, rows.num_computed, rows.block_tables, rows.block_starts):
+        array += 1
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, before, strict=True))
+
+
+def test_a_chunk_after_returned_blocks_finds_its_slots_by_text_position():
+    rows = rows_with((range(30), 17, [9, 8, 7]))
+    rows.block_starts[0, :3] = [0, 16, 20]  # a sink block, and the window
+    step, _ = builder().build(batch_of(row_0=5), rows)
+    assert step.arrays.slots[:5].tolist() == [8 * B + 1, 8 * B + 2, 8 * B + 3, 7 * B, 7 * B + 1]
+
+
+def test_greedy_rows_bring_no_sampling_arrays():
+    step, _ = builder().build(batch_of([0]), rows_with(([1, 2], 1, [3])))
+    assert step.sampling is None and step.num_logprobs is None and step.targets is None
+
+
+def test_sampling_settings_lie_where_a_rows_last_token_is():
+    rows = rows_with(([1, 2, 3], 2, [5]), (range(7), 1, [6, 7]), temperature=0.5, top_k=9, top_p=0.75, min_p=0.25)
+    rows.num_tokens[0] += 2  # after two tokens of output
+    step, ends = builder().build(batch_of([0], row_1=6), rows)
+    s = step.sampling
+    assert s.temperature.tolist() == [0.5, 0, 0, 0, 0, 0.5]
+    assert s.top_k.tolist() == [9, 0, 0, 0, 0, 9]
+    assert s.top_p.tolist() == [0.75, 1, 1, 1, 1, 0.75] and s.min_p.tolist() == [0.25, 0, 0, 0, 0, 0.25]
+    assert s.seeds[ends].tolist() == [[0, 7], [1, 7]]
+    assert s.num_outputs.tolist() == [2, 0, 0, 0, 0, 0]
+    assert s.counts is None and s.in_prompt is None and s.bias is None
+    assert {a.dtype.name for a in s if a is not None} == {"float32", "int32", "uint32"}
+
+
+def test_penalties_and_biases_see_prompt_and_output_apart():
+    settings = {"presence_penalty": 1.0, "logit_bias": {5: 2.0}}
+    rows = rows_with(([1, 2, 2], 0, [5]), **settings)
+    rows.append(np.array([0]), np.array([9]))
+    rows.append(np.array([0]), np.array([9]))
+    rows.num_computed[0] = 4
+    step, _ = builder().build(batch_of([0]), rows)
+    s = step.sampling
+    assert np.flatnonzero(s.in_prompt[0]).tolist() == [1, 2]
+    assert np.flatnonzero(s.counts[0]).tolist() == [9] and s.counts[0, 9] == 2
+    assert np.flatnonzero(s.bias[0]).tolist() == [5] and s.bias[0, 5] == 2
+    assert not s.counts[1].any() and s.presence_penalty.tolist() == [1, 0]
+
+
+def test_prompt_tokens_are_scored_where_the_token_before_them_is_computed():
+    rows = rows_with((range(50, 57), 1, [6, 7]), prompt_logprobs=2)
+    step, _ = builder().build(batch_of(row_0=6), rows)
+    # Positions 1 to 6 predict tokens 2 to 6; nothing is known after the last.
+    assert step.targets.tolist() == [52, 53, 54, 55, 56, -1, -1, -1]
+    assert step.num_prompt_logprobs == 2
+
+
+@given(smallest=st.integers(1, 40), largest=st.integers(1, 300), ratio=st.sampled_from([1.25, 1.5, 2.0, 4.0]))
+def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, ratio):
+    sizes = ladder(smallest, largest, ratio)
+    assert sizes[0] == min(smallest, largest) and sizes[-1] == largest
+    assert all(a < b <= max(ratio * a, a + 1) for a, b in itertools.pairwise(sizes))
+
+
+@given(
+    max_num_seqs=st.integers(1, 40), max_num_tiles=st.integers(1, 20), width=st.integers(1, 300),
+    min_singles=st.sampled_from([1, 8]), data=st.data(),
+)  # fmt: skip
+def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, max_num_tiles, width, min_singles, data):
+    buckets = Buckets.of(max_num_seqs, max_num_tiles, width, Q, min_singles)
+    singles = data.draw(st.integers(0, max_num_seqs))
+    tiles = data.draw(st.integers(0 if singles else 1, max_num_tiles))
+    wide = data.draw(st.integers(1, width))
+    shape = buckets.shape(singles, tiles, wide)
+    assert shape.num_singles >= singles and shape.num_tiles >= tiles and shape.table_width >= wide
+    assert shape in buckets.all_shapes(wide) and set(buckets.all_shapes(wide)) <= set(buckets.all_shapes())
+    assert len(set(buckets.all_shapes())) == len(buckets.all_shapes())
+
+
+@pytest.mark.parametrize("pattern", [FULL, AttentionPattern(window=6, num_sinks=2)], ids=["full", "sinks"])
+@pytest.mark.parametrize("num_blocks", [100, 1000])
+@pytest.mark.parametrize(("budget", "query_tile"), [(2, 4), (6, 1), (24, 8), (64, 32)])
+def test_mixed_work_meets_no_shape_that_was_not_compiled(pattern, num_blocks, budget, query_tile):
+    engine = make_engine(
+        two_layers(pattern), num_blocks=num_blocks, block_size=1, max_num_seqs=7, max_num_batched_tokens=budget,
+        query_tile=query_tile, max_model_len=100,
+    )  # fmt: skip
+    rng = np.random.default_rng(budget)
+    for turn in range(25):
+        engine.add_request(prompt_of(int(rng.integers(1, 70)), turn), asking(int(rng.integers(1, 25))))
+        engine.step()
+    run(engine)  # the executor refuses a shape that is not in all_shapes
+    assert len({s.shape for s in engine.executor.steps}) >= 3
