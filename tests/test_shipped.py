@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -41,24 +42,44 @@ def test_what_is_not_shipped_stays_the_path_it_was(name, tmp_path, monkeypatch):
     assert shipped.experiment_path(name) == Path(name)
 
 
-def test_experiments_of_a_built_package_resolve_outside_the_repository(tmp_path):
-    source, built = tmp_path / "source", tmp_path / "built"
-    for name in ("ksana_jax", "pallas_kernels", "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of the working tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("ksana_jax", "pallas_kernels", "configs", "experiments"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(built)]
+    build = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(folder)]
     subprocess.run(build, cwd=source, check=True, capture_output=True, text=True, timeout=60)
-    assert (built / "ksana_jax" / "py.typed").is_file()
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def test_a_wheel_owns_two_packages_and_the_command(wheel):
+    names = wheel.namelist()
+    [info] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+    assert {name.partition("/")[0] for name in names} == {"ksana_jax", "pallas_kernels", info}
+    assert wheel.read(f"{info}/top_level.txt").split() == [b"ksana_jax", b"pallas_kernels"]
+    assert wheel.read(f"{info}/entry_points.txt").split() == [
+        b"[console_scripts]", b"ksana", b"=", b"ksana_jax.__main__:main",
+    ]  # fmt: skip
+    # Checkouts and editable installs have configs/ next to the package; a wheel has it inside.
+    assert {"ksana_jax/py.typed", "ksana_jax/configs/quickstart.yaml"} <= set(names)
+    assert "ksana_jax/assets/ksana-tiny/model.safetensors" in names
+
+
+def test_experiments_of_an_installed_wheel_resolve_outside_the_repository(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
     # Trials of prefix_cache name configs/models/bench-s, as from the repository's root.
     code = (
         "import ksana_jax.experiments.config as c, ksana_jax\n"
         "print(ksana_jax.__file__, *[c.load(n).name for n in ('quickstart', 'prefix_cache', 'host_embedding')])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=built, env={**os.environ, "PYTHONPATH": str(built)}, check=True,
-        capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        check=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() == [
-        str(built / "ksana_jax" / "__init__.py"), "quickstart", "prefix_cache", "host_embedding",
+        str(tmp_path / "site" / "ksana_jax" / "__init__.py"), "quickstart", "prefix_cache", "host_embedding",
     ]  # fmt: skip

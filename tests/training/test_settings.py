@@ -1,11 +1,10 @@
 """What a training config says, and how it is refused."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ksana_jax import cli
 from ksana_jax.config import ConfigError
 from ksana_jax.training.settings import TrainConfig, load_config
 
@@ -86,8 +85,9 @@ def test_a_missing_file_and_a_malformed_override_are_named(yaml_file, tmp_path):
         load_config(yaml_file(""), ["batch_size"])
 
 
-def test_the_command_ends_with_the_one_line(yaml_file):
-    command = [sys.executable, "-m", "ksana_jax.training", str(yaml_file("bach_size: 1"))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+def test_the_command_ends_with_the_one_line(yaml_file, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["train", str(yaml_file("bach_size: 1"))])
+    error = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert error.startswith("ksana: error: ") and "batch_size" in error and len(error.splitlines()) == 1

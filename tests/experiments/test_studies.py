@@ -1,0 +1,30 @@
+"""Studies in experiments/ hold together: tables follow from records, and README shows the table of the quickstart."""
+
+from pathlib import Path
+
+import pytest
+
+from ksana_jax.experiments.report import read_report, write_tables
+
+ROOT = Path(__file__).parents[2]
+STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
+    write_tables(read_report(study), tmp_path)
+    assert (tmp_path / "table.md").read_text() == (study / "table.md").read_text()
+    assert {"README.md", "figure.png", "run.json"} <= {path.name for path in study.iterdir()}
+
+
+def test_every_folder_with_a_readme_is_a_study_or_a_script():
+    explained = {readme.parent.name for readme in (ROOT / "experiments").glob("*/README.md")}
+    assert explained - {"gpu"} == {study.name for study in STUDIES} >= {"quickstart"}
+
+
+def test_readme_shows_the_table_of_the_quickstart():
+    shown = (ROOT / "README.md").read_text().split("<!-- quickstart -->")[1].split("<!-- /quickstart -->")[0]
+    made = (ROOT / "experiments/quickstart/table.md").read_text()
+    assert [line for line in made.splitlines() if line.startswith("|")] == [
+        line for line in shown.splitlines() if line.startswith("|")
+    ]
