@@ -49,7 +49,7 @@ check-kernels: $(READY)
 
 emulate-kernels: $(READY)
 	@echo "== the Hopper kernels as they are compiled, in an emulator of PTX"
-	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/test_aot.py $(ARGS)
+	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot $(ARGS)
 
 # Kernels of several warpgroups are interpreted here: jax's interpreter holds a thread of XLA:CPU for each, more than
 # small machines start.

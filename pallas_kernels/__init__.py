@@ -19,5 +19,6 @@ def __getattr__(name: str):
     # Importing Mosaic GPU takes 0.2 s, which users of `aot` or `patterns` need not wait for.
     if name != "IMPLEMENTATIONS":
         raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}")
-    modules = ("hopper", "hopper_prefill", "triton_decode", "triton_ragged")
-    return {m: importlib.import_module(f"pallas_kernels.{m}").ragged_paged_attention for m in modules}
+    modules = ("hopper.decode", "hopper.prefill", "triton.decode", "triton.ragged")
+    found = {m.replace(".", "_"): importlib.import_module(f"pallas_kernels.{m}") for m in modules}
+    return {name: module.ragged_paged_attention for name, module in found.items()}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from experiments.gpu.candidates import Candidate
 from experiments.gpu.cases import Arguments, Case
-from pallas_kernels import hopper
+from pallas_kernels.hopper import decode as hopper_decode
 from pallas_kernels.patterns import Pattern
 
 ATTENTION, MERGE = "hopper, attention alone", "hopper, merge alone"
@@ -22,7 +22,7 @@ def parts(case: Case) -> list[Candidate]:
     """Both parts on a case."""
     pattern = Pattern(*case.pattern)
     # Without jit of its own, whose trace would be kept.
-    whole: Callable[..., Any] = inspect.unwrap(hopper.ragged_paged_attention)
+    whole: Callable[..., Any] = inspect.unwrap(hopper_decode.ragged_paged_attention)
     layers = tuple(jnp.int32(layer) for layer in range(case.num_layers))
 
     def attention_alone(q, shared, layer):
@@ -64,12 +64,12 @@ def parts(case: Case) -> list[Candidate]:
 @contextlib.contextmanager
 def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """`hopper`'s function of a name replaced while something is traced."""
-    kept = getattr(hopper, name)
-    setattr(hopper, name, function)
+    kept = getattr(hopper_decode, name)
+    setattr(hopper_decode, name, function)
     try:
         yield
     finally:
-        setattr(hopper, name, kept)
+        setattr(hopper_decode, name, kept)
 
 
 def on_this_device(case: Case) -> list[Candidate]:

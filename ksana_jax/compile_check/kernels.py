@@ -14,7 +14,7 @@ from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import StepShape
 from pallas_kernels import aot
-from pallas_kernels.check import SOURCES, Case, check
+from pallas_kernels.aot.check import SOURCES, Case, check
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14_336,

@@ -28,7 +28,7 @@ from ksana_jax.loading.load import abstract_params
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import StepShape
-from pallas_kernels.aot_report import Memory, find_copies, judge_program, part_size
+from pallas_kernels.aot.report import Memory, find_copies, judge_program, part_size
 
 EXTRA = "aot-tpu"
 # By name: topology for libtpu, device as jax calls it, and what libtpu would otherwise look for on the network.

@@ -13,8 +13,12 @@ from ksana_jax.ops.attention import CEILING, Queries, Where, write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
-from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
+from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels.hopper import kv_write as hopper_kv_write
+from pallas_kernels.hopper import prefill as hopper_prefill
 from pallas_kernels.patterns import Pattern
+from pallas_kernels.triton import decode as triton_decode
+from pallas_kernels.triton import ragged as triton_ragged
 
 if TYPE_CHECKING:
     from ksana_jax.ops.implementations import Needs
@@ -237,7 +241,7 @@ def _write_lacks(kv_write, needs: Needs) -> str | None:
     return None
 
 
-_FEW = Attention(hopper.ragged_paged_attention, hopper.plan_work)
+_FEW = Attention(hopper_decode.ragged_paged_attention, hopper_decode.plan_work)
 _MANY = Attention(hopper_prefill.ragged_paged_attention, hopper_prefill.plan_work)
 HOPPER = Kernels(_FEW, _FEW, _MANY, hopper_kv_write.kv_write)
 # Make their work list in each layer.

@@ -188,14 +188,14 @@ def test_the_parts_of_the_hopper_kernel_are_traced_apart():
         traced[part.name] = [name in text for name in ("hopper_attention", "hopper_merge")]
         assert jax.eval_shape(part.step, carry, shared, owns[0]) == carry  # a chain feeds it to itself
     assert traced == {parts.ATTENTION: [True, False], parts.MERGE: [False, True]}
-    assert parts.hopper.merge.__module__ == "pallas_kernels.hopper_merge"  # and put back
+    assert parts.hopper_decode.merge.__module__ == "pallas_kernels.hopper.merge"  # and put back
 
 
 def test_decode_sweeps_pairs_of_stages_and_workers_and_leaves_prefill_out(monkeypatch):
     case = cases.Case("64x4k", (4096,) * 64, 64)
     asked = []
     kernels = {
-        "hopper": lambda *args, **keywords: asked.append((keywords["stages"], keywords["num_workers"])),
+        "hopper_decode": lambda *args, **keywords: asked.append((keywords["stages"], keywords["num_workers"])),
         "hopper_prefill": None, "hopper_prefill, weights in shared memory": None, "triton_decode": None,
     }  # fmt: skip
     for module in (candidates, decode):
@@ -203,7 +203,7 @@ def test_decode_sweeps_pairs_of_stages_and_workers_and_leaves_prefill_out(monkey
     for candidate in decode.sweep(case):
         candidate.step(None, (), 0)
     assert asked == [(2, 264), (2, 396), (4, 132), (5, 132)]
-    assert [c.name for c in candidates.ours(case)] == ["hopper", "triton_decode"]
+    assert [c.name for c in candidates.ours(case)] == ["hopper_decode", "triton_decode"]
     chunk = cases.Case("chunk", (4096,), 64, queries=32, prefill=True)
     assert [c.name for c in candidates.ours(chunk)] == list(kernels)
 

@@ -18,7 +18,11 @@ from ksana_jax.ops.kernels import Attention, Kernels, calls
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import StepArrays, StepShape
-from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, triton_decode, triton_ragged
+from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels.hopper import kv_write as hopper_kv_write
+from pallas_kernels.hopper import prefill as hopper_prefill
+from pallas_kernels.triton import decode as triton_decode
+from pallas_kernels.triton import ragged as triton_ragged
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.soak import soak_unless
@@ -29,8 +33,8 @@ TRITON = Kernels(
     *(Attention(functools.partial(m.ragged_paged_attention, interpret=True)) for m in (triton_decode, triton_ragged))
 )
 FEW = Attention(
-    functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3),
-    functools.partial(hopper.plan_work, num_workers=3),
+    functools.partial(hopper_decode.ragged_paged_attention, interpret=PARAMS, num_workers=3),
+    functools.partial(hopper_decode.plan_work, num_workers=3),
 )
 MANY = Attention(functools.partial(hopper_prefill.ragged_paged_attention, interpret=PARAMS), hopper_prefill.plan_work)
 HOPPER = Kernels(FEW, FEW, MANY, functools.partial(hopper_kv_write.kv_write, interpret=PARAMS))
@@ -190,5 +194,5 @@ def test_a_machine_without_a_gpu_does_not_wait_for_pallas():
 
 
 def test_every_kernel_with_the_contract_of_paged_attention_is_listed():
-    assert set(pallas_kernels.IMPLEMENTATIONS) == {"hopper", "hopper_prefill", "triton_decode", "triton_ragged"}
-    assert pallas_kernels.IMPLEMENTATIONS["hopper"] is hopper.ragged_paged_attention
+    assert set(pallas_kernels.IMPLEMENTATIONS) == {"hopper_decode", "hopper_prefill", "triton_decode", "triton_ragged"}
+    assert pallas_kernels.IMPLEMENTATIONS["hopper_decode"] is hopper_decode.ragged_paged_attention

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from ksana_jax.ops.kernels import kernel_pattern
-from pallas_kernels import hopper, triton_decode, triton_ragged
 from pallas_kernels.arguments import Spec
+from pallas_kernels.hopper import decode as hopper_decode
 from pallas_kernels.patterns import Pattern
+from pallas_kernels.triton import decode as triton_decode
+from pallas_kernels.triton import ragged as triton_ragged
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
@@ -56,6 +58,6 @@ def test_triton_computes_every_pattern(kernel, name):
 @pytest.mark.parametrize("name", soak_unless(lambda name: name in ("dilated", "LM-Infinite"), PATTERNS))
 def test_hopper_computes_every_pattern(name):
     # A function of its own each time: the interpreter of jax 0.10 cannot run the same program twice.
-    attend = functools.partial(hopper.ragged_paged_attention, interpret=PARAMS, num_workers=3)
+    attend = functools.partial(hopper_decode.ragged_paged_attention, interpret=PARAMS, num_workers=3)
     with interpreting():
         check(attend, spec_of(DECODE, name))

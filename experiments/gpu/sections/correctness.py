@@ -175,8 +175,8 @@ def _where(context: Context, out: Any, right: Any, is_right: bool) -> dict[str, 
 
 def _check_mass(context: Context, seed: int) -> None:
     """The weight that each slot got, after the reference's attention; on machines without a GPU of the reference."""
-    from pallas_kernels import hopper_mass
     from pallas_kernels import reference as exact
+    from pallas_kernels.hopper import mass as hopper_mass
 
     weigh: Any = hopper_mass.probability_mass if jax.default_backend() == "gpu" else exact.probability_mass
     specs = [

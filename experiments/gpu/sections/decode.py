@@ -52,9 +52,9 @@ def tune(context: Context, case: Case) -> None:
 
 
 def sweep(case: Case) -> list[Candidate]:
-    """The Hopper kernel with each of TUNING's pairs."""
+    """`hopper_decode` with each of TUNING's pairs."""
     found = implementations()
-    kernel = found.get("hopper")
+    kernel = found.get("hopper_decode")
     return [
         ours_as(f"hopper, {stages} stages, {workers} workers",
                 functools.partial(kernel, stages=stages, num_workers=workers) if kernel else found["reference"], case)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from experiments.gpu.context import Context
-from pallas_kernels.aot_report import count_thunks
+from pallas_kernels.aot.report import count_thunks
 
 # Fewer tokens apart than this in log-probability are a tie for bfloat16: either may come first.
 TIE = 0.05

@@ -65,7 +65,7 @@ def compilers() -> dict[str, Any]:
 def _compile_kernels(context: Context) -> subprocess.Popen:
     if line := aot.missing():
         raise NotImplementedError(line)
-    command = [sys.executable, "-m", "pallas_kernels.check", "--target", "h200", "--only", KERNELS, "--json",
+    command = [sys.executable, "-m", "pallas_kernels.aot.check", "--target", "h200", "--only", KERNELS, "--json",
                str(context.folder / "kernels.json")]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

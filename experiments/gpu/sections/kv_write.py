@@ -32,7 +32,7 @@ def writers() -> dict[str, tuple[Callable[..., Any], bool]]:
         "XLA scatter, flat": (xla_flat, False), "XLA scatter": (kv_write_reference.kv_write, False)
     }  # fmt: skip
     if jax.default_backend() == "gpu":
-        from pallas_kernels.hopper_kv_write import kv_write
+        from pallas_kernels.hopper.kv_write import kv_write
 
         for tokens in (1, 4):
 

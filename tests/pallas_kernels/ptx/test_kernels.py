@@ -9,10 +9,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper, hopper_kv_write, hopper_prefill, ptx, reference
+from pallas_kernels import ptx, reference
 from pallas_kernels.arguments import SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
-from pallas_kernels.hopper_mass import probability_mass
-from tests.pallas_kernels import contract, test_hopper, test_hopper_mass, test_hopper_prefill, test_kv_write
+from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels.hopper import kv_write as hopper_kv_write
+from pallas_kernels.hopper import prefill as hopper_prefill
+from pallas_kernels.hopper.mass import probability_mass
+from tests.pallas_kernels import contract
+from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_prefill
 from tests.pallas_kernels.ptx.plugin import needs_plugin
 
 pytestmark = needs_plugin
@@ -22,14 +26,14 @@ GROUPS = [
     Spec(rows=((70, 1),), num_heads=n, num_kv_heads=1, head_dim=h, block_size=64, dtype=dtype, seed=n)
     for n, h, dtype in ((1, 128, "bfloat16"), (3, 96, "bfloat16"), (4, 128, "float16"), (7, 256, "bfloat16"))
 ]
-DECODE = [*TINY, *TINY_QUANTISED, *test_hopper.TWO_GROUPS, *GROUPS]
+DECODE = [*TINY, *TINY_QUANTISED, *test_decode.TWO_GROUPS, *GROUPS]
 WIDE = Spec(rows=((290, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=64, pattern=SINKS, sink_logits=True)
 # A single kv head is not taken on jax 0.10.
 WRITES = [
     dataclasses.replace(case, heads=(6, 2, case.heads[2])) if case.heads[1] == 1 else case
     for case in test_kv_write.CASES
 ]
-PREFILL = [*test_hopper_prefill.SPECS, WIDE]
+PREFILL = [*test_prefill.SPECS, WIDE]
 
 
 def emulate(attend, spec: Spec, **tuning) -> None:
@@ -43,7 +47,7 @@ def emulate(attend, spec: Spec, **tuning) -> None:
 
 @pytest.mark.parametrize("spec", DECODE, ids=str)
 def test_attention_and_merge(spec):
-    emulate(hopper.ragged_paged_attention, spec, num_workers=3)
+    emulate(hopper_decode.ragged_paged_attention, spec, num_workers=3)
 
 
 @pytest.mark.parametrize("registers", [True, False], ids=["weights in registers", "weights in shared memory"])
@@ -52,16 +56,16 @@ def test_prefill(spec, registers):
     emulate(hopper_prefill.ragged_paged_attention, spec, registers=registers)
 
 
-@pytest.mark.parametrize("spec", test_hopper_mass.SPECS, ids=str)
+@pytest.mark.parametrize("spec", test_mass.SPECS, ids=str)
 def test_probability_mass(spec):
-    arguments, given = test_hopper_mass.arguments_of(spec)
+    arguments, given = test_mass.arguments_of(spec)
     arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
     rest = {name: x for name, x in given.items() if name not in arrays}
     actual = ptx.run(
         lambda args, arrays: probability_mass(*args, **arrays, **rest, num_workers=3), arguments, arrays, seed=spec.seed
     )
     expected = reference.probability_mass(*arguments, **given)
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=test_hopper_mass.TOLERANCE)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=test_mass.TOLERANCE)
 
 
 @pytest.mark.parametrize("case", WRITES, ids=str)
@@ -76,7 +80,8 @@ def test_float32_results_of_few_rows():
     spec = dataclasses.replace(GROUPS[2], dtype="bfloat16")
     arguments, given = make(spec)
     out = ptx.run(
-        lambda *args: hopper.ragged_paged_attention(*args, **given, num_workers=2, out_dtype=np.float32), *arguments
+        lambda *args: hopper_decode.ragged_paged_attention(*args, **given, num_workers=2, out_dtype=np.float32),
+        *arguments,
     )
     assert out.dtype == np.float32
     contract.compare(out.astype("bfloat16"), spec)
@@ -85,7 +90,7 @@ def test_float32_results_of_few_rows():
 @pytest.mark.soak
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_attention_and_merge_of_longer_rows(spec):
-    emulate(hopper.ragged_paged_attention, spec, num_workers=5)
+    emulate(hopper_decode.ragged_paged_attention, spec, num_workers=5)
 
 
 @pytest.mark.soak

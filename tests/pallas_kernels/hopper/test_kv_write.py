@@ -15,8 +15,9 @@ from ksana_jax.config import RopeConfig
 from ksana_jax.models.layers import rms_norm
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.pool import KVCache
-from pallas_kernels import hopper_kv_write, kv_write_reference
-from pallas_kernels.hopper_kv_write import row_layouts
+from pallas_kernels import kv_write_reference
+from pallas_kernels.hopper import kv_write as hopper_kv_write
+from pallas_kernels.hopper.kv_write import row_layouts
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
 NUM_BLOCKS, NUM_LAYERS, BLOCK_SIZE = 3, 2, 16

@@ -9,7 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_interpreter
+from pallas_kernels.hopper import interpreter
 
 ROWS = 64  # of a wgmma
 LOG2E = math.log2(math.e)
@@ -93,9 +93,9 @@ def int32(x) -> jax.Array:
 
 
 def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
-    parameters = hopper_interpreter.parameters(interpret)
+    parameters = interpreter.parameters(interpret)
     return plgpu.kernel(
-        hopper_interpreter.interpreted(body) if parameters else body,
+        interpreter.interpreted(body) if parameters else body,
         out_type=out_type,
         scratch_types=scratch_types,
         grid=grid,
@@ -115,7 +115,7 @@ def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroup
 
 def load(ref, index) -> jax.Array:
     """ref[index] from global memory in whatever layout is needed; Mosaic wants to be asked for slow ones."""
-    if hopper_interpreter.loads_plainly():
+    if interpreter.loads_plainly():
         return ref[index]
     if jax.__version_info__ < (0, 11):  # takes the index apart
         return plgpu.load(ref, index, optimized=False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import aot, int4
-from pallas_kernels.check import Case
+from pallas_kernels.aot.check import Case
 from pallas_kernels.patterns import Pattern
 
 # Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
@@ -72,11 +72,16 @@ WRITES: tuple[dict[str, Any], ...] = (
 
 def cases(target: aot.Target) -> list[Case]:
     """All of them for one target."""
-    from pallas_kernels import hopper, hopper_kv_write, hopper_mass, hopper_prefill, triton_decode, triton_ragged
+    from pallas_kernels.hopper import decode as hopper_decode
+    from pallas_kernels.hopper import kv_write as hopper_kv_write
+    from pallas_kernels.hopper import mass as hopper_mass
+    from pallas_kernels.hopper import prefill as hopper_prefill
+    from pallas_kernels.triton import decode as triton_decode
+    from pallas_kernels.triton import ragged as triton_ragged
 
     found = []
     if target.hopper:
-        found += attention("hopper attention", hopper.ragged_paged_attention, (*DECODE, {"q": 16}, *QUANTISED))
+        found += attention("hopper attention", hopper_decode.ragged_paged_attention, (*DECODE, {"q": 16}, *QUANTISED))
         found += attention("hopper prefill", hopper_prefill.ragged_paged_attention, PREFILL)
         found += [
             Case("hopper mass", shape, functools.partial(mass_program, mass=hopper_mass.probability_mass, **shape))

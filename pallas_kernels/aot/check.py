@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU, here, without one, and says what came out. Fails on what would be slow or not start.
 
-    python -m pallas_kernels.check --target h200 [--only REGEX] [--json [PATH]]
+    python -m pallas_kernels.aot.check --target h200 [--only REGEX] [--json [PATH]]
 
 Each case is compiled by a process of its own: a compiler that crashes or hangs costs its case only, and Mosaic GPU,
 which reports a kernel only the first time it meets it, has met none.
@@ -27,10 +27,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels import aot, aot_report
+from pallas_kernels import aot
+from pallas_kernels.aot import report
 
 # Functions Target -> list[Case], as "module:function"; a module is imported when its cases are asked for.
-SOURCES = ("pallas_kernels.aot_cases:cases",)
+SOURCES = ("pallas_kernels.aot.cases:cases",)
 TIMEOUT_S = 600.0
 _COLUMNS = {
     "registers": "registers", "spill_bytes": "spilled", "stack_bytes": "stack", "shared_bytes": "shared",
@@ -83,25 +84,25 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     donated = [a for a in arguments if a.donated]
     pools = donated or [max(arguments, key=_num_bytes)]
     stats, hlo = compiled.memory_analysis(), compiled.as_text()
-    memory = aot_report.Memory(
+    memory = report.Memory(
         pool_bytes=sum(map(_num_bytes, pools)),
-        part_bytes=min(aot_report.part_size(x.shape) * x.dtype.itemsize for x in pools),
+        part_bytes=min(report.part_size(x.shape) * x.dtype.itemsize for x in pools),
         donated_bytes=sum(map(_num_bytes, donated)),
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
     )
     ptxas = aot.find_ptxas()
     assert ptxas is not None
-    kernels = aot_report.read_kernels(folder, hlo, target.arch, ptxas)
-    wrong = aot_report.judge_program(memory, aot_report.find_copies(hlo, [x.shape for x in pools]))
+    kernels = report.read_kernels(folder, hlo, target.arch, ptxas)
+    wrong = report.judge_program(memory, report.find_copies(hlo, [x.shape for x in pools]))
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
-    inside, outside = aot_report.count_thunks(after.read_text() if after else "")
+    inside, outside = report.count_thunks(after.read_text() if after else "")
     thunks = {"thunks": inside.total() + outside.total(), "captured": inside.total()}
     about = dataclasses.asdict(memory) | thunks | {"seconds": seconds}
     if not kernels:
-        return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(aot_report.Kernel)) | about]
+        return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(report.Kernel)) | about]
     return [
-        _row(case, [*wrong, *aot_report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
+        _row(case, [*wrong, *report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
         for kernel in kernels
     ]
 
@@ -117,7 +118,7 @@ def _row(case: Case, wrong: Sequence[str]) -> dict[str, Any]:
 def _environment(folder: Path) -> dict[str, str]:
     """What has to be set before jax is imported. A program taken from the cache would leave no report."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_") and k != "XLA_FLAGS"}
-    roots = [str(Path(__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
+    roots = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -131,8 +132,8 @@ def _check_in_process(source: str, index: int, case: Case, target: aot.Target, t
     folder = Path(tempfile.mkdtemp(prefix="pallas_kernels-"))
     try:
         said = folder / "said"
-        command = [sys.executable, "-m", "pallas_kernels.check", "--target", target.name, "--case", source, str(index),
-                   str(folder)]  # fmt: skip
+        command = [sys.executable, "-m", "pallas_kernels.aot.check", "--target", target.name]
+        command += ["--case", source, str(index), str(folder)]
         with said.open("w") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=_environment(folder), start_new_session=True
@@ -235,7 +236,9 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Exit status 1: something failed; 2: it could not begin."""
-    parser = argparse.ArgumentParser("python -m pallas_kernels.check", description="Compiles the kernels for a GPU.")
+    parser = argparse.ArgumentParser(
+        "python -m pallas_kernels.aot.check", description="Compiles the kernels for a GPU."
+    )
     parser.add_argument("--target", required=True, choices=aot.targets())
     parser.add_argument("--only", default="", metavar="REGEX", help='cases with it in "name key=value ..."')
     parser.add_argument(

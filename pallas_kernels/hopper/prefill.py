@@ -10,9 +10,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper_common import ROWS, call, check_heads, int32, layout, sinks_of_rows
-from pallas_kernels.hopper_prefill_kernel import CONSUMERS, Config, attend
-from pallas_kernels.hopper_prefill_plan import TILE, Plan, piece_tokens, plan
+from pallas_kernels.hopper.common import ROWS, call, check_heads, int32, layout, sinks_of_rows
+from pallas_kernels.hopper.prefill_kernel import CONSUMERS, Config, attend
+from pallas_kernels.hopper.prefill_work import TILE, Plan, piece_tokens, plan
 from pallas_kernels.patterns import FULL, Pattern
 from pallas_kernels.work import split_tiles, unit_tokens
 

@@ -1,6 +1,6 @@
 """Paged attention in Pallas-Triton for few queries to a row and many keys: decode. Bound by memory.
 
-The stretches of `work.plan` are programs: each walks some pieces of one (query tile, kv head) with `triton_parts`'
+The stretches of `work.plan` are programs: each walks some pieces of one (query tile, kv head) with `parts`'
 loop and leaves a partial result; a second kernel merges those of a pair by their log-sum-exp. So the time follows all
 visible tokens together, however they are spread over rows.
 
@@ -17,8 +17,8 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import triton_parts as parts
 from pallas_kernels.patterns import FULL, Pattern
+from pallas_kernels.triton import parts
 from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
 
 
@@ -50,7 +50,7 @@ def ragged_paged_attention(
       interpret: run it with jax operations on any device.
 
     Raises:
-      NotImplementedError: as `triton_ragged.ragged_paged_attention` does, but 64 query heads per kv head at most.
+      NotImplementedError: as `ragged.ragged_paged_attention` does, but 64 query heads per kv head at most.
     """
     whole_shape = q.shape
     q, tables, starts, positions, q_sink = parts.narrow(q, tables, starts, positions, q_sink, pool, max_rows=64)

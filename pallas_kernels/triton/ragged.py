@@ -7,7 +7,7 @@ queries of the tile times the G query heads of the kv head. It walks the units o
     Q K^T [rows, 64]       soft cap, mask (pieces that need one), online softmax in base 2
     P V [rows, H]          summed in float32
 
-`triton_parts` has the loop, which `triton_decode` uses too.
+`parts` has the loop, which `decode` uses too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels import triton_parts as parts
 from pallas_kernels.patterns import FAR, FULL, Pattern
+from pallas_kernels.triton import parts
 from pallas_kernels.work import TILE_KV
 
 

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from pallas_kernels import aot, aot_report, check
-from pallas_kernels.aot_report import Memory
-from pallas_kernels.check import Case
+from pallas_kernels import aot
+from pallas_kernels.aot import check, report
+from pallas_kernels.aot.check import Case
+from pallas_kernels.aot.report import Memory
 
 needs_plugin = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
@@ -103,10 +104,10 @@ LOOKED_UP = SLICED.replace("tuple(%dynamic_slice.2.1, %dynamic_slice.3.1)", "gat
 )
 
 
-def kernel(spill_bytes: int = 0, shared_bytes: int = 0, split_atoms: tuple[str, ...] = ()) -> aot_report.Kernel:
-    return aot_report.Kernel(
+def kernel(spill_bytes: int = 0, shared_bytes: int = 0, split_atoms: tuple[str, ...] = ()) -> report.Kernel:
+    return report.Kernel(
         "decode", registers=168, spill_bytes=spill_bytes, stack_bytes=0, shared_bytes=shared_bytes, grid=(1,),
-        threads=128, split_atoms=split_atoms, **aot_report.count_instructions(""),
+        threads=128, split_atoms=split_atoms, **report.count_instructions(""),
     )  # fmt: skip
 
 
@@ -116,59 +117,59 @@ def memory(**changed) -> Memory:
 
 
 def test_ptxas_says_registers_spills_stack_and_shared_memory_of_each_kernel():
-    assert aot_report.read_ptxas(SPILLING) == {
+    assert report.read_ptxas(SPILLING) == {
         "decode": {"registers": 72, "spill_bytes": 24, "stack_bytes": 16, "shared_bytes": 0},
         "merge": {"registers": 68, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 1},
     }
 
 
 def test_launches_are_read_from_thunks_of_xla_and_passes_of_mosaic():
-    assert aot_report.read_thunks(THUNKS) == {"decode": {"grid": (768, 1, 1), "threads": 64, "shared_bytes": 7168}}
-    launch = aot_report.read_mosaic_launch(PASSES.splitlines())
+    assert report.read_thunks(THUNKS) == {"decode": {"grid": (768, 1, 1), "threads": 64, "shared_bytes": 7168}}
+    launch = report.read_mosaic_launch(PASSES.splitlines())
     assert launch == {"grid": (264, 1, 1), "threads": 256, "shared_bytes": 32776}
-    assert aot_report.read_mosaic_launch(PASSES.splitlines()[:2]) is None
+    assert report.read_mosaic_launch(PASSES.splitlines()[:2]) is None
 
 
 def test_thunks_in_command_buffers_are_counted():
-    assert aot_report.count_thunks(THUNKS) == ({}, {"kCustomKernel": 1, "kCustomCall": 1})
+    assert report.count_thunks(THUNKS) == ({}, {"kCustomKernel": 1, "kCustomCall": 1})
     inside = {"kCustomKernel": 1, "kCustomCall": 1, "kMemzero": 1}
-    assert aot_report.count_thunks(CAPTURED) == (inside, {"kCopy": 1, "kWhile": 1, "kSort": 1})
+    assert report.count_thunks(CAPTURED) == (inside, {"kCopy": 1, "kWhile": 1, "kSort": 1})
 
 
 def test_instructions_are_counted_by_kind():
-    counts = aot_report.count_instructions(PTX)
+    counts = report.count_instructions(PTX)
     assert counts == {"wgmma": 1, "tma_loads": 2, "tma_stores": 1, "mma_sync": 1, "cp_async": 1}
 
 
 def test_copies_of_a_pool_or_of_a_layer_are_found_where_they_are_written():
-    assert aot_report.find_copies(COPIED, [POOL]) == ["copy.14"]
-    assert aot_report.find_copies(COPIED, [(512, *POOL[1:])]) == []
-    assert aot_report.find_copies(SLICED, [POOL]) == ["dynamic_slice.2.1", "dynamic_slice.3.1"]
-    assert aot_report.find_copies(LOOKED_UP, [POOL]) == []
+    assert report.find_copies(COPIED, [POOL]) == ["copy.14"]
+    assert report.find_copies(COPIED, [(512, *POOL[1:])]) == []
+    assert report.find_copies(SLICED, [POOL]) == ["dynamic_slice.2.1", "dynamic_slice.3.1"]
+    assert report.find_copies(LOOKED_UP, [POOL]) == []
 
 
 def test_a_kernel_fails_by_spills_and_by_more_shared_memory_than_the_chip_has():
     limit = aot.target("h200").shared_bytes
-    assert aot_report.judge_kernel(kernel(shared_bytes=limit), limit) == []
-    assert aot_report.judge_kernel(kernel(shared_bytes=limit + 1), limit) == [
+    assert report.judge_kernel(kernel(shared_bytes=limit), limit) == []
+    assert report.judge_kernel(kernel(shared_bytes=limit + 1), limit) == [
         "232,449 bytes of shared memory, the chip has 232,448"
     ]
-    assert aot_report.judge_kernel(kernel(spill_bytes=24), limit) == ["spills 24 bytes"]
+    assert report.judge_kernel(kernel(spill_bytes=24), limit) == ["spills 24 bytes"]
 
 
 def test_a_kernel_fails_by_swizzled_tiles_of_few_rows_that_are_more_than_one_wide():
-    found = aot_report.find_split_atoms(SPLIT.splitlines())
+    found = report.find_split_atoms(SPLIT.splitlines())
     assert found == ["bf16[64, 128] in tiles [4, 64]"]
-    assert aot_report.judge_kernel(kernel(split_atoms=tuple(found)), 0) == [
+    assert report.judge_kernel(kernel(split_atoms=tuple(found)), 0) == [
         "columns would be swapped: shared memory swizzled by fewer than 8 rows, bf16[64, 128] in tiles [4, 64]"
     ]
 
 
 def test_a_program_fails_by_copies_of_its_pool_by_a_pool_beside_it_and_by_temporaries_like_a_layer():
-    assert aot_report.judge_program(memory(temp_bytes=999), []) == []
-    assert aot_report.judge_program(memory(), ["copy.14"]) == ["the pool is copied by copy.14"]
-    assert aot_report.judge_program(memory(alias_bytes=3999), []) == ["4,000 bytes are donated and 3,999 aliased"]
-    assert aot_report.judge_program(memory(temp_bytes=1000), []) == [
+    assert report.judge_program(memory(temp_bytes=999), []) == []
+    assert report.judge_program(memory(), ["copy.14"]) == ["the pool is copied by copy.14"]
+    assert report.judge_program(memory(alias_bytes=3999), []) == ["4,000 bytes are donated and 3,999 aliased"]
+    assert report.judge_program(memory(temp_bytes=1000), []) == [
         "1,000 bytes of temporaries, one layer's keys are 1,000"
     ]
 
@@ -183,7 +184,7 @@ def test_targets_are_told_apart_by_what_their_chips_have():
 
 
 # Sources of cases for other processes, which import this file.
-HERE = "tests.pallas_kernels.test_aot"
+HERE = "tests.pallas_kernels.aot.test_aot"
 
 
 def broken_programs(target):

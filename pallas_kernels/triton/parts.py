@@ -1,6 +1,6 @@
 """What the Pallas-Triton kernels of attention share: their loop over keys and values, and the arrays that it reads.
 
-jax has deprecated its Triton back end: the day it goes, the three files `triton_*.py` go.
+jax has deprecated its Triton back end: the day it goes, this folder goes.
 
 Source: online softmax, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """

@@ -26,7 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import hopper_interpreter
+from pallas_kernels.hopper import interpreter
 from pallas_kernels.kv_write_reference import LARGEST, SMALLEST, Written, check
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -249,7 +249,7 @@ def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_n
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             unsafe_no_auto_barriers=True,  # safe here: threads exchange nothing but shuffles within a warp
         ),
-        interpret=hopper_interpreter.parameters(interpret),
+        interpret=interpreter.parameters(interpret),
         name="kv_write",
     )
     results = dict(zip(outputs, kernel(*arrays.values(), *refs.values())))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_common import ROWS
+from pallas_kernels.hopper.common import ROWS
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import TILE_KV
 

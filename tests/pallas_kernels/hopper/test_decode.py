@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper
 from pallas_kernels.arguments import SINKS_AT_CEILING, SINKS_MOVED, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.hopper import decode
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.soak import soak_unless
@@ -29,25 +29,25 @@ SPECS = (*TINY, *TINY_QUANTISED)
 def test_the_hopper_kernel_equals_the_reference_without_races(spec):
     workers = WORKERS[SPECS.index(spec) % len(WORKERS)]
     with interpreting():
-        check(hopper.ragged_paged_attention, spec, num_workers=workers, interpret=PARAMS)
+        check(decode.ragged_paged_attention, spec, num_workers=workers, interpret=PARAMS)
 
 
 @several_warpgroups
 @pytest.mark.parametrize("spec", TWO_GROUPS, ids=str)
 def test_two_warpgroups_equal_the_reference_without_races(spec):
     with interpreting():
-        check(hopper.ragged_paged_attention, spec, num_workers=3, interpret=PARAMS)
+        check(decode.ragged_paged_attention, spec, num_workers=3, interpret=PARAMS)
 
 
 def test_layers_can_share_one_work_list():
     spec = TINY[0]
     (q, pool, tables, starts, positions), given = make(spec)
-    work = hopper.plan_work(
+    work = decode.plan_work(
         tables, starts, positions, pool, given["pattern"], num_query_heads=spec.num_heads, num_workers=2
     )
     given["return_lse"] = False
     with interpreting():
-        attend = hopper.ragged_paged_attention
+        attend = decode.ragged_paged_attention
         own = attend(q, pool, tables, starts, positions, **given, num_workers=2, interpret=PARAMS)
         shared = attend(q, pool, tables, starts, positions, **given, work=work, num_workers=2, interpret=PARAMS)
     assert (own == shared).all()
@@ -55,14 +55,14 @@ def test_layers_can_share_one_work_list():
 
 def test_interpret_true_is_all_that_a_machine_without_a_gpu_needs():
     spec = Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, block_size=64)
-    check(hopper.ragged_paged_attention, spec, num_workers=1, interpret=True)
+    check(decode.ragged_paged_attention, spec, num_workers=1, interpret=True)
 
 
 def test_what_the_kernel_lacks_is_named():
     def attempt(**changes):
         spec = dataclasses.replace(Spec(rows=((5, 1),)), **changes)
         (q, *rest), given = make(spec)
-        hopper.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
+        decode.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
 
     for changes, message in (
         (dict(head_dim=80), "head dim of 80"),
@@ -80,7 +80,7 @@ def test_values_of_any_magnitude_are_as_exact(codes):
     scales = given.pop("scales")
 
     def attend(scales):
-        out = hopper.ragged_paged_attention(
+        out = decode.ragged_paged_attention(
             *arguments, **given, scales=scales, out_dtype="float32", num_workers=1, interpret=PARAMS
         )
         return np.asarray(out)
@@ -98,4 +98,4 @@ def test_scales_that_do_not_fit_the_pool_are_refused(changes):
     else:
         given["scales"] = given["scales"][:, :1] if changes["scales"] else None
     with pytest.raises(ValueError, match="scales"):
-        hopper.ragged_paged_attention(q, pool, *rest, **given, interpret=PARAMS)
+        decode.ragged_paged_attention(q, pool, *rest, **given, interpret=PARAMS)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper_prefill
 from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout, make
-from pallas_kernels.hopper_prefill_plan import NEWEST, NUM_PIECES, TILE, piece_tokens, plan
+from pallas_kernels.hopper import prefill
+from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, TILE, piece_tokens, plan
 from pallas_kernels.patterns import FAR, Pattern
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
@@ -33,15 +33,15 @@ SPECS = (
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_prefill_kernel_equals_the_reference_without_races(spec):
     with interpreting():
-        check(hopper_prefill.ragged_paged_attention, spec, interpret=PARAMS)
+        check(prefill.ragged_paged_attention, spec, interpret=PARAMS)
 
 
 @several_warpgroups
 def test_layers_can_share_a_plan_made_before():
     def attend(q, pool, tables, starts, positions, *, pattern, **keywords):
-        work = hopper_prefill.plan_work(tables, starts, positions, pool, pattern, num_query_heads=q.shape[2])
+        work = prefill.plan_work(tables, starts, positions, pool, pattern, num_query_heads=q.shape[2])
         # Without a table nothing but the plan says where the keys are.
-        return hopper_prefill.ragged_paged_attention(
+        return prefill.ragged_paged_attention(
             q, pool, jnp.zeros_like(tables), jnp.zeros_like(starts), positions, pattern=pattern, work=work,
             interpret=PARAMS, **keywords,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def test_what_the_kernel_lacks_is_named():
     def attempt(**changes):
         spec = dataclasses.replace(Spec(rows=((5, 5),), q_tile=32), **changes)
         (q, *rest), given = make(spec)
-        hopper_prefill.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
+        prefill.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
 
     for changes, message in (
         (dict(head_dim=80), "head dim of 80"),

@@ -9,10 +9,10 @@ same keys and sum half of the values' columns each; both K and V lie in memory a
     registers                 soft cap, mask (pieces that need one), online softmax in base 2
     wgmma 64 x H x 64         weights as bf16 or f16, times V; pieces are summed in float32 outside of the wgmma
 
-Keys and values in 8 or 4 bits are widened, K and then V, into one tile that the wgmmas read: see `hopper_quantised`.
+Keys and values in 8 or 4 bits are widened, K and then V, into one tile that the wgmmas read: see `quantised`.
 
 The whole pool comes in with the index of the layer: a slice of it would be a copy. A stretch that begins or ends inside
-a (query tile, kv head) pair leaves a partial result; `hopper_merge` joins those of a pair by their log-sum-exp.
+a (query tile, kv head) pair leaves a partial result; `merge` joins those of a pair by their log-sum-exp.
 
 Source: online softmax, FlashAttention-2, arXiv:2307.08691, algorithm 1; split keys, Flash-Decoding; one box per block
 because TMA gathers need Blackwell.
@@ -28,9 +28,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import hopper_mask as mask
-from pallas_kernels import hopper_quantised as narrow
-from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout, load
+from pallas_kernels.hopper import decode_mask as mask
+from pallas_kernels.hopper import quantised as narrow
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, call, int32, layout, load
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
 

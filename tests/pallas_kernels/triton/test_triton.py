@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton_decode, triton_parts, triton_ragged
 from pallas_kernels.arguments import GLOBAL, SINKS_MOVED, SMALL, TINY, WINDOW, Spec, make
 from pallas_kernels.patterns import FAR
+from pallas_kernels.triton import decode as triton_decode
+from pallas_kernels.triton import parts
+from pallas_kernels.triton import ragged as triton_ragged
 from tests.pallas_kernels.contract import check
 
 decode = functools.partial(triton_decode.ragged_paged_attention, interpret=True)
@@ -48,7 +50,7 @@ def test_decode_does_not_depend_on_where_the_work_is_cut(num_workers):
 def test_blocks_out_of_sight_are_not_in_the_work():
     spec = Spec(rows=((2048, 1), (2040, 1)), pattern=WINDOW)
     (_, pool, tables, starts, positions), keywords = make(spec)
-    work = triton_parts.plan_work(tables, starts, positions, keywords["pattern"], pool, num_workers=16)
+    work = parts.plan_work(tables, starts, positions, keywords["pattern"], pool, num_workers=16)
     # A window of 40 that ends with a block of 16, or in the middle of one: 3 blocks, one piece of 64.
     assert (np.asarray(work.starts) < FAR).sum(axis=1).tolist() == [3, 3]
     assert np.asarray(work.segments)[:, 3].sum() == 2 * spec.num_kv_heads

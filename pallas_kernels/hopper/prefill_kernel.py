@@ -11,7 +11,7 @@ with most keys first. Its three warpgroups:
 
 With a head dim of 256 a piece is 64 keys. The consumers take turns: while one has the tensor cores, the other computes
 its softmax. Pieces that need a mask come first, part by part, in a loop of their own, so the loop over the others has
-none; see `hopper_prefill_plan`. Pieces with sinks that second queries score are visited by each of them: it is fetched
+none; see `prefill_work`. Pieces with sinks that second queries score are visited by each of them: it is fetched
 over the first query and attends to its own sinks only; the softmax joins what they find. The whole pool comes in with
 the index of the layer: a slice of it would be a copy.
 
@@ -29,9 +29,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_common import LOG2E, ROWS, int32, load
-from pallas_kernels.hopper_prefill_mask import key_positions, masked_scores, scored_by
-from pallas_kernels.hopper_prefill_plan import DIRTY, FIRST_MOVED, NEWEST, NUM_MASKED, NUM_PIECES, TILE, piece_tokens
+from pallas_kernels.hopper.common import LOG2E, ROWS, int32, load
+from pallas_kernels.hopper.prefill_mask import key_positions, masked_scores, scored_by
+from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_MOVED, NEWEST, NUM_MASKED, NUM_PIECES, TILE, piece_tokens
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import unit_tokens
 
@@ -79,7 +79,7 @@ class Config:
 # arrive when they have read what may be overwritten.
 def attend(q_g, q_sink_g, pool_g, units_g, starts_g, tiles_g, positions_g, sinks_g, numbers_g, out_g, lse_g, q_s,
            k_s, v_s, p_s, out_s, lse_s, q_bar, k_bar, v_bar, k_read, v_read, turn, *, config: Config):  # fmt: skip
-    """The kernel, for one query tile of one kv head; arguments as `hopper_prefill` makes them."""
+    """The kernel, for one query tile of one kv head; arguments as `prefill` makes them."""
     size, h, stages, kv_heads = unit_tokens(config.block_size), config.head_dim, config.stages, config.num_kv_heads
     piece, parts, width = piece_tokens(h), config.block_size // size, config.columns
     per_piece, num_second = piece // size, config.num_sink_queries

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper, reference
+from pallas_kernels import reference
 from pallas_kernels.arguments import SINKS, SINKS_AT_CEILING, WINDOW, Spec, make
-from pallas_kernels.hopper_mass import probability_mass
+from pallas_kernels.hopper import decode
+from pallas_kernels.hopper.mass import probability_mass
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
 # Scores are sums of H products of 16 bits each, exact in float32 but for their order: a few 2^-24 of scores up to 10,
@@ -50,11 +51,11 @@ def test_masses_sum_to_one_for_each_query_and_head_with_the_work_list_of_the_att
     spec = Spec(rows=((85, 2), (0, 0), (3, 1)), q_tile=2, num_heads=6, head_dim=128, block_size=64, seed=4)
     (q, pool, tables, starts, positions), given = make(dataclasses.replace(spec, return_lse=True))
     tuning = dict(num_workers=2, interpret=PARAMS)
-    work = hopper.plan_work(
+    work = decode.plan_work(
         tables, starts, positions, pool, spec.pattern, num_query_heads=spec.num_heads, num_workers=2
     )
     with interpreting():
-        _, lse = hopper.ragged_paged_attention(q, pool, tables, starts, positions, **given, work=work, **tuning)
+        _, lse = decode.ragged_paged_attention(q, pool, tables, starts, positions, **given, work=work, **tuning)
         mass = probability_mass(
             q, pool, tables, starts, positions, lse, layer=spec.layer, work=work, stages=1, **tuning
         )

@@ -23,9 +23,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import plan_work
-from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, check_heads, int32, layout, load
-from pallas_kernels.hopper_mask import key_positions
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, call, check_heads, int32, layout, load
+from pallas_kernels.hopper.decode import plan_work
+from pallas_kernels.hopper.decode_mask import key_positions
 from pallas_kernels.patterns import FULL, Pattern
 from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, split_tiles, unit_tokens
 

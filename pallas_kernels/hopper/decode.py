@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import int4
-from pallas_kernels.hopper_attention import attend
-from pallas_kernels.hopper_common import ROWS, Config, check_heads, sinks_of_rows
-from pallas_kernels.hopper_merge import merge
+from pallas_kernels.hopper.common import ROWS, Config, check_heads, sinks_of_rows
+from pallas_kernels.hopper.decode_kernel import attend
+from pallas_kernels.hopper.merge import merge
 from pallas_kernels.patterns import FULL, Pattern
 from pallas_kernels.work import Work, plan, split_tiles, unit_tokens
 

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_common import LOG2E, ROWS, Config, call, int32, layout
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, call, int32, layout
 from pallas_kernels.work import Work
 
 
