@@ -22,8 +22,11 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
         return jnp.where(usable, greedy, -1).astype(jnp.int32)
     heat = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
     # From the best downwards: a small temperature must not take it to infinity.
-    below_best = logits_SV - best
-    kept = truncate(below_best / heat[:, None], settings.top_k, settings.top_p, settings.min_p)
+    scaled = (logits_SV - best) / heat[:, None]
+    limits = settings.top_k, settings.top_p, settings.min_p
+    truncated = _truncates(logits_SV.shape[-1], *limits) & (settings.temperature > 0)
+    # One program for all requests: what no row asks for is skipped when it runs.
+    kept = jax.lax.cond(jnp.any(truncated), truncate, lambda scores, *_: scores, scaled, *limits)
     # Gumbel's trick: the largest of (score + noise) is distributed as the softmax of the scores.
     drawn = jnp.argmax(kept + _noise(settings, logits_SV.shape[-1]), axis=-1)
     return jnp.where(usable, jnp.where(settings.temperature > 0, drawn, greedy), -1).astype(jnp.int32)
@@ -53,19 +56,57 @@ def truncate(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: ja
     arXiv:2407.01082.
     """
     vocab = logits_SV.shape[-1]
-    ordered = -jnp.sort(-logits_SV, axis=-1)
-    kth = jnp.clip(jnp.where(top_k < 1, vocab, top_k), 1, vocab) - 1
-    floor_k = jnp.take_along_axis(ordered, kth[:, None], axis=-1)
+    best = jnp.max(logits_SV, axis=-1, keepdims=True)
+    keys = _ordered(logits_SV)
+    k = jnp.where(top_k < 1, vocab, jnp.minimum(top_k, vocab))
+    floor_k = _floor(keys, jnp.ones_like(logits_SV, jnp.int32), k, k < vocab)
     # The nucleus is taken within the k most probable.
-    among_k = jnp.where(ordered >= floor_k, ordered, -jnp.inf)
-    probs = jax.nn.softmax(among_k, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    in_nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    floor_p = jnp.min(jnp.where(in_nucleus, among_k, jnp.inf), axis=-1, keepdims=True)
-    floor_m = ordered[:, :1] + jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)[:, None]
-    # The best stays, even where a tiny top_p is 0 in float32.
-    floor = jnp.minimum(jnp.maximum(jnp.maximum(floor_k, floor_p), floor_m), ordered[:, :1])
-    return jnp.where(logits_SV >= floor, logits_SV, -jnp.inf)
+    weights = jnp.where(keys >= floor_k[:, None], jnp.exp(logits_SV - best), 0.0)
+    floor_p = _floor(keys, weights, top_p * jnp.sum(weights, axis=-1), top_p < 1.0)
+    floor_m = best + jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)[:, None]
+    kept = (keys >= jnp.maximum(floor_k, floor_p)[:, None]) & (logits_SV >= floor_m)
+    # The best stays, even where a min_p of 1 is rounded away from it.
+    return jnp.where(kept | (logits_SV == best), logits_SV, -jnp.inf)
+
+
+def _truncates(vocab: int, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Whether settings [S] can exclude tokens."""
+    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0)
+
+
+def _ordered(scores: jax.Array) -> jax.Array:
+    """float32 scores as uint32 keys in the same order."""
+    bits = jax.lax.bitcast_convert_type(scores + 0.0, jnp.uint32)  # -0.0 becomes 0.0, which it equals
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _floor(keys_SV: jax.Array, weights_SV: jax.Array, wanted: jax.Array, active: jax.Array) -> jax.Array:
+    """The highest key [S] such that tokens from it upwards weigh what is wanted: bisection, at most 32 passes, no sort.
+
+    Args:
+      keys_SV: uint32. weights_SV: not negative. wanted: [S] sums of weights. active: [S]; other rows get 0.
+
+    Ends as soon as one token lies between the bounds of each row: any key down to that token keeps the same tokens.
+    """
+
+    def unsettled(bounds):
+        low, high, num_low, num_high = bounds
+        return jnp.any((high - low > 1) & (num_low - num_high > 1))
+
+    def halve(bounds):
+        low, high, num_low, num_high = bounds
+        middle = low + (high - low) // 2
+        above = keys_SV >= middle[:, None]
+        num = jnp.sum(above, axis=-1, dtype=jnp.int32)
+        enough = jnp.sum(jnp.where(above, weights_SV, 0), axis=-1) >= wanted
+        low, num_low = jnp.where(enough, middle, low), jnp.where(enough, num, num_low)
+        return low, jnp.where(enough, high, middle), num_low, jnp.where(enough, num_high, num)
+
+    # Tokens from `low` upwards weigh enough, those from `high` upwards do not.
+    low = jnp.where(active, jnp.min(keys_SV, axis=-1), 0)
+    high = jnp.where(active, jnp.max(keys_SV, axis=-1) + 1, 0)
+    num_low = jnp.full(wanted.shape, keys_SV.shape[-1], jnp.int32)
+    return jax.lax.while_loop(unsettled, halve, (low, high, num_low, jnp.zeros_like(num_low)))[0]
 
 
 def _noise(settings: SamplingArrays, vocab: int) -> jax.Array:

@@ -136,6 +136,33 @@ def test_truncation_keeps_the_tokens_that_the_definitions_keep():
     assert compared > 0.99 * size
 
 
+def test_truncation_keeps_what_the_definitions_keep_in_a_large_vocabulary_with_ties_and_impossible_tokens():
+    rng = np.random.default_rng(11)
+    logits = np.concatenate([
+        random_logits(4, 50_000, seed=11), random_logits(4, 50_000, seed=12, scale=1e-3),
+        np.round(random_logits(4, 50_000, seed=13)), np.where(rng.random((4, 50_000)) < 0.9, -np.inf, 1e30),
+    ])  # fmt: skip
+    given = {
+        "top_k": np.resize([0, 1, 50, 20_000, 40], len(logits)).astype(np.int32),
+        "top_p": np.resize([0.9, 1.0, 0.1, 0.5], len(logits)).astype(np.float32),
+        "min_p": np.zeros(len(logits), np.float32),
+    }
+    kept = np.isfinite(truncate_jit(logits, **given))
+    for row, row_kept in enumerate(kept):
+        one = {name: column[row].item() for name, column in given.items()}
+        expected = probabilities(logits[row], **one) > 0
+        # One token more or less where a sum of 50,000 float32 comes out on the other side of top_p.
+        assert abs(int(row_kept.sum()) - int(expected.sum())) <= (one["top_p"] < 1), (row, one)
+        assert not (row_kept & ~expected).any() or not (expected & ~row_kept).any()
+
+
+def test_no_row_has_its_scores_sorted_and_truncation_is_skipped_where_nobody_asks_for_it():
+    program = jax.make_jaxpr(sample)(random_logits(4, V), settings(4, top_p=0.9))
+    assert "sort" not in str(program)
+    assert [eqn.primitive.name for eqn in program.eqns].count("cond") == 1
+    assert "while" not in {eqn.primitive.name for eqn in program.eqns}  # the search is inside of it
+
+
 def test_scores_that_stay_are_unchanged():
     logits = random_logits(4, V)
     out = np.asarray(truncate(logits, np.full(4, 5), np.full(4, 0.9, np.float32), np.zeros(4, np.float32)))
