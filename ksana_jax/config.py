@@ -106,10 +106,6 @@ class ModelConfig:
         layer += 2 * self.head_dim * self.qk_norm
         return self.num_layers * layer + self.d_model + self.vocab_size * self.d_model * (2 - self.tie_embeddings)
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
-
 
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20

@@ -35,7 +35,7 @@ class TorchDtype:
 def test_every_spelling_of_a_dtype_is_one_value_inside(given, inside):
     assert canonical_dtype(given) == inside
     assert EngineConfig(dtype=given) == EngineConfig(dtype=inside)
-    assert PlanRequest(dtype=given, kv_dtype=given) == PlanRequest(dtype=inside, kv_dtype=inside)
+    assert PlanRequest(dtype=given) == PlanRequest(dtype=inside)
 
 
 @pytest.mark.parametrize("given", ["f64", "int8", "", None, 16, "fp8", [], np.int32])

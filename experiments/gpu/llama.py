@@ -59,4 +59,4 @@ def _filled(blocks, key):
 
 def filled(cache: KVCache) -> KVCache:
     """The pool with normal numbers in it (the same every 16 blocks): zeros would be timed too fast."""
-    return KVCache(_filled(cache.blocks, jax.random.key(1)))
+    return cache.with_kv(_filled(cache.kv, jax.random.key(1)))

@@ -49,7 +49,7 @@ class Step:
 
     def bytes(self) -> dict[str, int]:
         """Least bytes of a step."""
-        kv = self.batch * self.text * self.llm.model_config.kv_bytes_per_token(2)
+        kv = self.batch * self.text * self.runner.layout.token_bytes
         return {"weight_bytes": weight_bytes(self.runner.params), "kv_bytes": kv}
 
     def on_device(self, program: Callable[..., Any], settings: Any = None) -> Callable[[int], Any]:

@@ -12,14 +12,11 @@ from ksana_jax.cli.options import AsJson
 def plan(
     model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
-    dtype: Annotated[str, typer.Option(help="of the weights: f32, bf16 or f16")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="of weights, keys and values: f32, bf16 or f16")] = "bf16",
     batch: Annotated[int | None, typer.Option(help="requests at once", show_default="as many as fit")] = None,
     context: Annotated[int | None, typer.Option(help="tokens of each request", show_default="the model's")] = None,
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
     num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="of keys and values: f32, bf16, f16, int8", show_default="--dtype")
-    ] = None,
     embedding_device: Annotated[str, typer.Option(help="where the token embedding is kept: device or host")] = "device",
     prefix_share: Annotated[float, typer.Option(help="fraction of each text that all requests share")] = 0.0,
     memory_fraction: Annotated[float, typer.Option(help="fraction of the device memory to fill")] = 0.9,
@@ -31,7 +28,7 @@ def plan(
 
     show(
         model, device, buckets=buckets, as_json=as_json, dtype=dtype, batch=batch, context=context, window=window,
-        num_sinks=num_sinks, kv_dtype=kv_dtype, embedding_device=embedding_device, prefix_share=prefix_share,
+        num_sinks=num_sinks, embedding_device=embedding_device, prefix_share=prefix_share,
         memory_fraction=memory_fraction,
     )  # fmt: skip
 

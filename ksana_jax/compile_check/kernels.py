@@ -9,6 +9,7 @@ from typing import Any
 
 from ksana_jax.compile_check import tpu
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
@@ -44,10 +45,11 @@ def cases(target: aot.Target) -> list[Case]:
 def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: int = 4096):
     """A step of the engine's own Runner. The pool of 4,096 blocks is 32 GiB."""
     params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
+    device = aot.device(target)
     runner = Runner(
-        LLAMA_8B, params, (FULL,) * LLAMA_8B.num_layers, dtype="bf16", num_blocks=num_blocks,
-        block_size=BLOCK_SIZE, max_model_len=LLAMA_8B.max_position, max_rotated_sinks=0, attention=attention,
-        device=aot.device(target),
+        LLAMA_8B, params, (FULL,) * LLAMA_8B.num_layers, num_blocks=num_blocks,
+        layout=KVLayout.of(LLAMA_8B, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
+        max_model_len=LLAMA_8B.max_position, max_rotated_sinks=0, attention=attention, device=device,
     )  # fmt: skip
     with aot.described(target):
         return runner.lower_step(shape)

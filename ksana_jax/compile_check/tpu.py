@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from ksana_jax.compile_check import tpu_attention
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
@@ -68,10 +69,11 @@ def cases() -> list[Case]:
 
 def _step(shape: StepShape, sharding, num_blocks: int):
     """A step of the engine's own Runner."""
+    device = next(iter(sharding.device_set))
     runner = Runner(
-        LLAMA, _placed(sharding, abstract_params(LLAMA, "bf16")), (FULL,) * LLAMA.num_layers, dtype="bf16",
-        num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=LLAMA.max_position, max_rotated_sinks=0,
-        device=next(iter(sharding.device_set)),
+        LLAMA, _placed(sharding, abstract_params(LLAMA, "bf16")), (FULL,) * LLAMA.num_layers, num_blocks=num_blocks,
+        layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
+        max_model_len=LLAMA.max_position, max_rotated_sinks=0, device=device,
     )  # fmt: skip
     return runner.lower_step(shape)
 

@@ -22,6 +22,7 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading import check_tokenizer, load_model
@@ -124,22 +125,23 @@ class LLM:
         if rotated is None:
             rotated = max(p.num_rotated_sinks for p in patterns)
         self._resident_before = resident_before
-        self.memory_plan = pool_size(
-            model, config, LiveRange.of(patterns), max_model_len=max_model_len, max_rotated_sinks=rotated
+        layout = KVLayout.of(
+            model, patterns, dtype=config.dtype, block_size=config.block_size, platform=jax.devices()[0].platform
         )
+        self.memory_plan = pool_size(model, config, layout, max_model_len=max_model_len, max_rotated_sinks=rotated)
         num_blocks = self.memory_plan.num_blocks
-        num_host_blocks = config.host_cache_bytes // (self.memory_plan.pool_bytes // num_blocks)
+        num_host_blocks = config.host_cache_bytes // layout.block_bytes
         self.config = dataclasses.replace(
             config, max_model_len=max_model_len, num_blocks=num_blocks, max_rotated_sinks=rotated
         )
         self.runner = Runner(
-            model, params, patterns, dtype=config.dtype, num_blocks=num_blocks, block_size=config.block_size,
-            max_model_len=max_model_len, max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
+            model, params, patterns, layout=layout, num_blocks=num_blocks, max_model_len=max_model_len,
+            max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
             embedding_device=config.embedding_device, attention=config.attention_implementation,
         )  # fmt: skip
         logger.info(
             "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
-            f"{num_blocks:,}", config.block_size, gib(num_blocks * self.runner.block_bytes),
+            f"{num_blocks:,}", config.block_size, gib(self.memory_plan.pool_bytes),
             f"{num_blocks * config.block_size:,}",
         )  # fmt: skip
         self._fingerprint = ""
@@ -153,7 +155,7 @@ class LLM:
             preempt=config.preempt,
             host_data=self.runner.mover.host_blocks,
             disk=self._open_disk(config),
-            block_bytes=self.runner.block_bytes,
+            block_bytes=layout.block_bytes,
             write=config.cache_write,
             scope=Scope(self._fingerprint).seen_through(patterns),
             cost=recompute_cost(model, config.block_size),
@@ -181,9 +183,8 @@ class LLM:
     def _open_disk(self, config: EngineConfig) -> DiskTier | None:
         if config.disk_cache_dir is None:
             return None
-        blocks = self.runner.mover.host_blocks
-        block = BlockFormat(self._fingerprint, blocks.shape[1:], blocks.dtype.name)
-        return DiskTier(config.disk_cache_dir, block, config.disk_cache_bytes)
+        block_format = BlockFormat.of(self.runner.layout, self._fingerprint)
+        return DiskTier(config.disk_cache_dir, block_format, config.disk_cache_bytes)
 
     def close(self) -> None:
         """Writes to disk what is to be kept there, and lets the folder go.
@@ -235,7 +236,7 @@ class LLM:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of all layers."""
-        return self.runner.block_bytes
+        return self.runner.layout.block_bytes
 
     @property
     def records(self) -> list[StepRecord]:

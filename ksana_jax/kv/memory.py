@@ -44,7 +44,7 @@ class KVMemory:
       caching: whether full blocks are kept after use.
       eviction: a key of `replacement.POLICIES`, or see `replacement.find_policy`.
       preempt: see `config.EngineConfig`.
-      host_data: [slots, ...] the host's blocks, preallocated; None has no host tier.
+      host_data: [slots, ...] the host's blocks, preallocated, each as many bytes; None has no host tier.
       disk: None has no disk tier.
       block_bytes: of one block, for reports; 0 where that is not known.
       write: see `config.EngineConfig.cache_write`.

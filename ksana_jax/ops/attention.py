@@ -179,7 +179,7 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
     s, width, n, h = q_SQNH.shape
-    kv_heads, block_size = cache.blocks.shape[3], cache.block_size
+    kv_heads, block_size = cache.kv.shape[3], cache.block_size
     piece = max(PIECE_TOKENS // block_size, 1)
     pad = ((0, 0), (0, -tables_SP.shape[1] % piece))
     tables_SP = jnp.pad(tables_SP, pad)

@@ -63,10 +63,10 @@ class Kernels(NamedTuple):
         if call.tile == 1:
             return self.decode
         # What is shared is few tiles over many keys: they are split among all workers by the other one alone.
-        if self.prefill is None or call.shared or call.tile * num_heads < PREFILL_ROWS * cache.blocks.shape[3]:
+        if self.prefill is None or call.shared or call.tile * num_heads < PREFILL_ROWS * cache.kv.shape[3]:
             return self.ragged
-        *_, num_kv_heads, block_size, head_dim = cache.blocks.shape
-        needs = num_heads, num_kv_heads, head_dim, block_size, cache.blocks.dtype, where.num_rotated_sinks
+        *_, num_kv_heads, block_size, head_dim = cache.kv.shape
+        needs = num_heads, num_kv_heads, head_dim, block_size, cache.kv.dtype, where.num_rotated_sinks
         return self.ragged if _lacks(self.prefill, call.tile, *needs) else self.prefill
 
     def plan(self, where: Where, cache: KVCache, num_heads: int):
@@ -75,7 +75,7 @@ class Kernels(NamedTuple):
         for call in calls(where.batch, where.shape):
             plan_work = self.serving(call, where, cache, num_heads).plan_work
             assert plan_work is not None
-            found.append(plan_work(*call.arrays, cache.blocks, seen, num_query_heads=num_heads))
+            found.append(plan_work(*call.arrays, cache.kv, seen, num_query_heads=num_heads))
         return tuple(found)
 
     def write(self, q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
@@ -93,10 +93,10 @@ class Kernels(NamedTuple):
             None if pair is None else tuple(x * rope.scale for x in pair) for pair in (angles, sink_angles)
         )
         written = self.kv_write(
-            q, k, v, cache.blocks, where.batch.slots, tables, layer=jnp.int32(where.layer), q_scale=scale,
+            q, k, v, cache.kv, where.batch.slots, tables, layer=jnp.int32(where.layer), q_scale=scale,
             sink_rope=sink_tables,
         )  # fmt: skip
-        return Queries(written.q, written.q_sink), KVCache(written.pool)
+        return Queries(written.q, written.q_sink), cache.with_kv(written.pool)
 
     def attend(self, queries: Queries, cache: KVCache, where: Where, plan: tuple[Any, ...] | None) -> jax.Array:
         """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16; gives the dtype of queries."""
@@ -107,7 +107,7 @@ class Kernels(NamedTuple):
             work = {} if plan is None else {"work": plan[i]}
             second = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
             out, lse = kernel.attend(
-                call.take(queries.here, 0), cache.blocks, *call.arrays, layer=jnp.int32(where.layer),
+                call.take(queries.here, 0), cache.kv, *call.arrays, layer=jnp.int32(where.layer),
                 pattern=kernel_pattern(where.pattern), q_sink=second, return_lse=True,
                 out_dtype=jnp.float32 if merges else dtype, **work,
             )  # fmt: skip

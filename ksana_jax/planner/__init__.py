@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from ksana_jax.planner.engine import PoolPlan, pool_size
     from ksana_jax.planner.solve import Change, Plan, plan
     from ksana_jax.planner.step_memory import StepBytes, StepCost, measure_step, step_bytes
-    from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
+    from ksana_jax.planner.terms import weights_bytes
 
 _PUBLIC = {
     "plan": "solve", "Plan": "solve", "Change": "solve", "DEVICES": "devices", "Device": "devices",
-    "find_device": "devices", "weights_bytes": "terms", "kv_bytes_per_token": "terms", "measure_step": "step_memory",
-    "step_bytes": "step_memory", "StepCost": "step_memory", "StepBytes": "step_memory", "pool_size": "engine",
+    "find_device": "devices", "weights_bytes": "terms", "measure_step": "step_memory", "step_bytes": "step_memory",
+    "StepCost": "step_memory", "StepBytes": "step_memory", "pool_size": "engine",
     "PoolPlan": "engine",
 }  # fmt: skip
-__all__ = ["plan", "Plan", "Change", "DEVICES", "Device", "find_device", "weights_bytes", "kv_bytes_per_token",
-           "measure_step", "step_bytes", "StepCost", "StepBytes", "pool_size", "PoolPlan"]  # fmt: skip
+__all__ = ["plan", "Plan", "Change", "DEVICES", "Device", "find_device", "weights_bytes", "measure_step",
+           "step_bytes", "StepCost", "StepBytes", "pool_size", "PoolPlan"]  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.patterns import LiveRange
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.planner.devices import GIB, physical_bytes, this_device
 from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
-from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
+from ksana_jax.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.builder import Buckets
 from ksana_jax.step.contract import StepShape
@@ -35,7 +35,7 @@ class PoolPlan:
 
 
 def pool_size(
-    model: ModelConfig, config: EngineConfig, live: LiveRange, *, max_model_len: int, max_rotated_sinks: int
+    model: ModelConfig, config: EngineConfig, layout: KVLayout, *, max_model_len: int, max_rotated_sinks: int
 ) -> PoolPlan:
     """Sizes the KV pool.
 
@@ -46,13 +46,13 @@ def pool_size(
     Raises:
       ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
     """
-    block_bytes = config.block_size * kv_bytes_per_token(model, config.dtype)
+    block_bytes = layout.block_bytes
     weights = weights_bytes(model, config.dtype, config.embedding_device)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
         _check_pool(config.num_blocks, block_bytes, weights)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
-    width = live.max_live_blocks(config.block_size, max_model_len, config.max_num_batched_tokens)
+    width = layout.table_width(max_model_len, config.max_num_batched_tokens)
     wanted, step = config.max_num_seqs * width, None
     if config.memory_fraction is None:
         affordable = config.memory_bytes // block_bytes
@@ -128,7 +128,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
             peak = None if baseline is None else baseline + compiled + host + runner.mover.host_blocks.nbytes + peak
     return {
         "weights": Compared(plan.weights_bytes, weights),
-        "pool": Compared(plan.pool_bytes, runner.cache.blocks.nbytes),
+        "pool": Compared(plan.pool_bytes, runner.cache.nbytes),
         "step": Compared(plan.step_bytes, measured),
         "peak": Compared(peak, device_peak_bytes()),
     }

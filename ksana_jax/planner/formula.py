@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import check_embedding_on_host
-from ksana_jax.patterns import FAR, AttentionPattern, LiveRange, per_layer
+from ksana_jax.patterns import FAR, AttentionPattern, per_layer
 from ksana_jax.planner.step_memory import StepCost
-from ksana_jax.planner.terms import kv_bytes_per_token, weights_bytes
+from ksana_jax.planner.terms import weights_bytes
 
 MAX_BATCH = 2**20
 MAX_CONTEXT = FAR - 1  # the engine's largest text position
@@ -22,7 +23,7 @@ class PlanRequest:
 
     batch, context: None takes the largest batch, the model's max_position.
     window, num_sinks: attention pattern of all layers; a window of None takes the model's own pattern.
-    dtype: of weights. kv_dtype: "f32", "bf16", "f16" or "int8"; None takes dtype.
+    dtype: of weights, keys and values.
     prefix_share: part of each text, from its beginning, that all requests have in common and hold once.
     memory_fraction: of the device, for all that is planned.
     """
@@ -32,7 +33,6 @@ class PlanRequest:
     context: int | None = None
     window: int | None = None
     num_sinks: int = 0
-    kv_dtype: str | None = None
     embedding_device: str = "device"
     prefix_share: float = 0.0
     memory_fraction: float = 0.9
@@ -42,8 +42,6 @@ class PlanRequest:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
-        if self.kv_dtype is not None:
-            object.__setattr__(self, "kv_dtype", canonical_dtype(self.kv_dtype, "kv_dtype", also=("int8",)))
         for name in ("batch", "context", "window", "block_size", "max_num_batched_tokens", "query_tile"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -64,12 +62,11 @@ class PlanRequest:
 class Memory:
     """The formula, with all but batch and context known; bytes, unless it says tokens.
 
-    live: what stays visible. step: what a compiled step takes.
+    layout: of the KV pool. step: what a compiled step takes.
     """
 
     weights: int
-    beta: int
-    live: LiveRange
+    layout: KVLayout
     request: PlanRequest
     budget: int
     step: StepCost
@@ -84,26 +81,32 @@ class Memory:
         pattern = config.pattern
         if asked.window is not None:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
-        live = LiveRange.of(per_layer(pattern, config.num_layers))
-        if asked.prefix_share and live.window is not None:
+        patterns = per_layer(pattern, config.num_layers)
+        # Every platform stores as many bytes.
+        layout = KVLayout.of(config, patterns, dtype=asked.dtype, block_size=asked.block_size, platform="gpu")
+        if asked.prefix_share and any(group.live.window is not None for group in layout.groups):
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but under a window a shared prefix is let go")
         if asked.embedding_device == "host":
             check_embedding_on_host(config)
         weights = weights_bytes(config, asked.dtype, asked.embedding_device)
-        beta = kv_bytes_per_token(config, asked.kv_dtype or asked.dtype)
-        return cls(weights, beta, live, asked, budget, step)
+        return cls(weights, layout, asked, budget, step)
+
+    @property
+    def beta(self) -> int:
+        """Bytes of keys and values of a token in all layers."""
+        return self.layout.token_bytes
 
     def tokens_held(self, batch: int, context: int) -> int:
         """TN, in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
         r, size = self.request, self.request.block_size
-        blocks = self.live.max_live_blocks(size, context)
-        of_chunk = self.live.max_live_blocks(size, context, r.max_num_batched_tokens) - blocks
+        blocks = self.layout.table_width(context)
+        of_chunk = self.layout.table_width(context, r.max_num_batched_tokens) - blocks
         shared = int(blocks * r.prefix_share)
         return size * (batch * (blocks - shared) + shared + of_chunk)
 
     def width(self, context: int) -> int:
         """Blocks in a block table."""
-        return self.live.max_live_blocks(self.request.block_size, context, self.request.max_num_batched_tokens)
+        return self.layout.table_width(context, self.request.max_num_batched_tokens)
 
     def total(self, batch: int, context: int) -> int:
         step = self.step.bytes(batch, self.width(context))

@@ -68,8 +68,7 @@ def show(found: Plan, console: Console) -> None:
         ("M: weights", found.weights_bytes, asked.dtype + host),
         ("M: a step", found.step_bytes, "with no request in it"),
         ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} a request"),
-        ("beta TN", kv, f"{found.kv_bytes_per_token:,} a token, {found.tokens_held:,} tokens in "
-                        f"{asked.kv_dtype or asked.dtype}"),
+        ("beta TN", kv, f"{found.kv_bytes_per_token:,} a token, {found.tokens_held:,} tokens in {asked.dtype}"),
         ("together", found.total_bytes, "fits" if found.fits else f"{gib(too_much)} too much"),
     ]  # fmt: skip
     for name, num_bytes, source in rows:

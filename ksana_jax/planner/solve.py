@@ -177,11 +177,8 @@ def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator
     for heads, name in ((8, "GQA, 8 kv heads"), (1, "MQA, 1 kv head")):
         if heads < config.num_kv_heads and config.num_heads % heads == 0:
             yield name, dataclasses.replace(config, num_kv_heads=heads), {}
-    kv_dtype = asked.kv_dtype or asked.dtype
-    if kv_dtype == "f32":
-        yield "KV in bf16", config, {"kv_dtype": "bf16"}
-    if kv_dtype != "int8":
-        yield "KV in int8", config, {"kv_dtype": "int8"}
+    if asked.dtype == "f32":
+        yield "weights and KV in bf16", config, {"dtype": "bf16"}
     if asked.window is None and config.pattern == AttentionPattern() and not asked.prefix_share:
         window = max(context // 4, 1)
         yield f"window {window:,} + 4 sinks", config, {"window": window, "num_sinks": 4}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.transformer import Params
 from ksana_jax.ops.pool import KVCache
@@ -116,14 +118,13 @@ def step_bytes(
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
     """What each of some shapes of steps takes, compiled from shapes alone for a GPU or the device of this process."""
-    settings = {"dtype": dtype, "block_size": block_size, "max_rotated_sinks": max_rotated_sinks,
-                "embedding_device": embedding_device}  # fmt: skip
+    compiled = functools.partial(
+        _compiled, shapes=shapes, target=target, dtype=dtype, block_size=block_size,
+        max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
+    )  # fmt: skip
     if config.num_layers <= ONE_MORE:
-        return _compiled(config, shapes, target, settings)
-    few, more = (
-        _compiled(dataclasses.replace(config, num_layers=n, pattern=FULL), shapes, target, settings)
-        for n in (FEW, ONE_MORE)
-    )
+        return compiled(config)
+    few, more = (compiled(dataclasses.replace(config, num_layers=n, pattern=FULL)) for n in (FEW, ONE_MORE))
     further = config.num_layers - FEW
     return [
         StepBytes(a.network + further * (b.network - a.network), b.sampling) for a, b in zip(few, more, strict=True)
@@ -131,15 +132,23 @@ def step_bytes(
 
 
 def _compiled(
-    config: ModelConfig, shapes: Sequence[StepShape], target: aot.Target | None, settings: dict[str, Any]
+    config: ModelConfig,
+    *,
+    shapes: Sequence[StepShape],
+    target: aot.Target | None,
+    dtype: str,
+    block_size: int,
+    **settings: Any,
 ) -> list[StepBytes]:
-    params = abstract_params(config, settings["dtype"])
+    params = abstract_params(config, dtype)
+    device = aot.device(target) if target else jax.devices()[0]
+    patterns = (FULL,) * config.num_layers
+    layout = KVLayout.of(config, patterns, dtype=dtype, block_size=block_size, platform=device.platform)
     found = []
     with _compiling_for(target):
         runner = Runner(
-            config, aot.placed(target, params) if target else params, (FULL,) * config.num_layers,
-            num_blocks=NUM_BLOCKS, max_model_len=config.max_position, device=aot.device(target) if target else None,
-            **settings,
+            config, aot.placed(target, params) if target else params, patterns, layout=layout, num_blocks=NUM_BLOCKS,
+            max_model_len=config.max_position, device=device, **settings,
         )  # fmt: skip
         for shape in shapes:
             runner.warm_up([shape], [SamplingParams(temperature=1.0)])

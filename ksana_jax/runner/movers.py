@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.ops.pool import KVCache
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.runner.compiling import compiled
 from ksana_jax.step.contract import Moves
 
@@ -18,6 +20,8 @@ from ksana_jax.step.contract import Moves
 SIZES = (1, 8, 64)
 # Moves that are waited for, to learn what they cost.
 NUM_TIMED = 4
+# Slots of the host, and the leaves that will go there.
+Saved: TypeAlias = tuple[np.ndarray, dict[str, jax.Array]]
 
 
 def staging_memory(device: Any) -> str:
@@ -30,26 +34,26 @@ def staging_memory(device: Any) -> str:
 
 
 class BlockMover:
-    """Makes `step.Moves` on a pool.
+    """Makes `step.Moves` on a pool, of all its leaves alike.
 
     Args:
+      layout, num_blocks: of the pool.
       num_slots: blocks of the host, preallocated.
       staging: memory that blocks cross on their way between device and host: "pinned_host", from where a device copies
         without the processor, "none", or "auto" (`staging_memory`).
 
     Attributes:
-      host_blocks: [num_slots, L, 2, K, B, H] in the pool's type.
+      host_blocks: [num_slots, block_bytes] uint8; in each the leaves one after the other, see `KVLayout.split`.
 
     Raises:
       ValueError: the device has no such memory.
     """
 
-    def __init__(self, cache: KVCache, num_slots: int, staging: str = "auto"):
-        blocks = cache.blocks
-        self.host_blocks = np.zeros((num_slots, *blocks.shape[1:]), blocks.dtype)
+    def __init__(self, layout: KVLayout, num_blocks: int, num_slots: int, staging: str = "auto"):
+        self._layout, self._num_blocks, self._num_slots = layout, num_blocks, num_slots
+        self.reset()
         self._compiled: dict[Any, Callable] = {}
         self._num_timed = 0
-        self._piece = jax.ShapeDtypeStruct(blocks.shape, blocks.dtype)
         device = jax.devices()[0]
         self._on_device = jax.sharding.SingleDeviceSharding(device)
         self._staged = None
@@ -58,7 +62,8 @@ class BlockMover:
 
     def reset(self) -> None:
         """Replaces the host's blocks; whoever still writes to the old ones does no harm."""
-        self.host_blocks = np.zeros_like(self.host_blocks)
+        self.host_blocks = np.zeros((self._num_slots, self._layout.block_bytes), np.uint8)
+        self._host = self._layout.split(self.host_blocks)
 
     @property
     def num_compilations(self) -> int:
@@ -70,7 +75,7 @@ class BlockMover:
             for function in (self._copy, self._gather, self._scatter):
                 function(size)
 
-    def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[tuple[np.ndarray, jax.Array]], float]:
+    def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[Saved], float]:
         """Makes moves, as far as the device is concerned.
 
         Returns:
@@ -79,71 +84,82 @@ class BlockMover:
         timed = self._num_timed < NUM_TIMED and all(key in self._compiled for key in self._needed(moves))
         if timed:
             self._num_timed += 1
-            jax.block_until_ready(cache.blocks)
+            jax.block_until_ready(cache)
         began = time.perf_counter()
         saved = []
         for ids, slots in _pieces(moves.saves):
-            out = self._gather(len(ids))(cache.blocks, ids)
+            out = self._gather(len(ids))(cache, ids)
             saved.append((slots, out if self._staged is None else jax.device_put(out, self._staged)))
-        blocks = cache.blocks
         copies = _pieces(moves.copies)
         # Of several pieces all are read before one is written.
-        read = [(self._gather(len(old))(blocks, old), new) for old, new in copies[1:]]
+        read = [(len(old), self._gather(len(old))(cache, old), new) for old, new in copies[1:]]
         for old, new in copies[:1]:
-            blocks = self._copy(len(old))(blocks, old, _padded(new, len(old), len(blocks)))
-        for data, new in read:
-            blocks = self._scatter(len(data))(blocks, _padded(new, len(data), len(blocks)), data)
+            cache = self._copy(len(old))(cache, old, self._targets(new, len(old)))
+        for size, data, new in read:
+            cache = self._scatter(size)(cache, self._targets(new, size), data)
         if len(moves.loads) and set(moves.loads[:, 0].tolist()) & set(moves.saves[:, 1].tolist()):
             self.finish(saved)
             saved = []
         for slots, ids in _pieces(moves.loads):
-            data = self.host_blocks[slots]
+            data = {name: leaf[slots] for name, leaf in self._host.items()}
             if self._staged is not None:
                 data = jax.device_put(data, self._staged)
             # Without a target device_put leaves an array where it is, and the compiled scatter refuses pinned memory.
             data = jax.device_put(data, self._on_device)
-            blocks = self._scatter(len(data))(blocks, _padded(ids, len(data), len(blocks)), data)
-        cache = KVCache(blocks)
+            cache = self._scatter(len(slots))(cache, self._targets(ids, len(slots)), data)
         if timed:
-            jax.block_until_ready([cache.blocks, saved])
+            jax.block_until_ready([cache, saved])
             self.finish(saved)
             return cache, [], time.perf_counter() - began
         return cache, saved, 0.0
 
-    def finish(self, saved: list[tuple[np.ndarray, jax.Array]]) -> None:
+    def finish(self, saved: list[Saved]) -> None:
         """Takes saves in, which the device has been copying meanwhile."""
         for slots, data in saved:
-            self.host_blocks[slots] = np.asarray(data)[: len(slots)]
+            for name, leaf in data.items():
+                self._host[name][slots] = np.asarray(leaf)[: len(slots)]
 
     def _needed(self, moves: Moves) -> list[tuple[str, int]]:
         kinds = (("gather", moves.saves), ("copy", moves.copies), ("scatter", moves.loads))
         return [(kind, len(ids)) for kind, pairs in kinds for ids, _ in _pieces(pairs)]
 
     def _gather(self, size: int) -> Callable:
-        return self._function("gather", size, lambda blocks, ids: blocks[ids], self._ids(size), donates=False)
+        return self._function("gather", size, _gathered, self._ids(size), donates=False)
 
     def _scatter(self, size: int) -> Callable:
-        data = jax.ShapeDtypeStruct((size, *self._piece.shape[1:]), self._piece.dtype)
-        return self._function(
-            "scatter", size, lambda blocks, ids, data: blocks.at[ids].set(data, mode="drop"), self._ids(size), data
-        )
+        data = jax.eval_shape(functools.partial(make_cache, self._layout, size)).leaves
+        return self._function("scatter", size, _scattered, self._ids(size), data)
 
     def _copy(self, size: int) -> Callable:
-        return self._function(
-            "copy", size, lambda blocks, old, new: blocks.at[new].set(blocks[old], mode="drop"),
-            self._ids(size), self._ids(size),
-        )  # fmt: skip
+        return self._function("copy", size, _copied, self._ids(size), self._ids(size))
 
     @staticmethod
     def _ids(size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
 
+    def _targets(self, ids: np.ndarray, size: int) -> np.ndarray:
+        """Ids to write to, padded with one that does not exist."""
+        return np.pad(ids, (0, size - len(ids)), constant_values=self._num_blocks)
+
     def _function(self, name: str, size: int, run: Callable, *arguments: Any, donates: bool = True) -> Callable:
         key = (name, size)
         if key not in self._compiled:
             jitted = jax.jit(run, donate_argnums=0 if donates else ())
-            self._compiled[key] = compiled(key, lambda: jitted.lower(self._piece, *arguments))
+            pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
+            self._compiled[key] = compiled(key, lambda: jitted.lower(pool, *arguments))
         return self._compiled[key]
+
+
+def _gathered(cache: KVCache, ids: jax.Array) -> dict[str, jax.Array]:
+    return {name: leaf[ids] for name, leaf in cache.leaves.items()}
+
+
+def _scattered(cache: KVCache, ids: jax.Array, data: dict[str, jax.Array]) -> KVCache:
+    return KVCache({name: leaf.at[ids].set(data[name], mode="drop") for name, leaf in cache.leaves.items()})
+
+
+def _copied(cache: KVCache, old: jax.Array, new: jax.Array) -> KVCache:
+    return _scattered(cache, new, _gathered(cache, old))
 
 
 def _pieces(pairs: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -154,8 +170,3 @@ def _pieces(pairs: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         size = next(s for s in SIZES if s >= len(some))
         found.append((np.pad(some[:, 0], (0, size - len(some)), mode="edge"), some[:, 1]))
     return found
-
-
-def _padded(ids: np.ndarray, size: int, beyond: int) -> np.ndarray:
-    """Ids to write to, padded with one that does not exist."""
-    return np.pad(ids, (0, size - len(ids)), constant_values=beyond)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.rope import Rope, make_rope
 from ksana_jax.models.transformer import Params, forward, logits
 from ksana_jax.ops.implementations import Needs, choose
 from ksana_jax.ops.paged import paged_attend
-from ksana_jax.ops.pool import KVCache, make_cache, storage_dtype
+from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.patterns import AttentionPattern, PatternArrays, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
@@ -49,8 +50,7 @@ class Runner:
 
     Args:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
-      dtype: of keys and values: "f32", "bf16" or "f16".
-      num_blocks, block_size: of the pool.
+      layout, num_blocks: of the pool.
       max_model_len: longest text; some kinds of rope depend on it.
       max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
@@ -68,9 +68,8 @@ class Runner:
         params: Params,
         patterns: Sequence[AttentionPattern],
         *,
-        dtype: str,
+        layout: KVLayout,
         num_blocks: int,
-        block_size: int,
         max_model_len: int,
         max_rotated_sinks: int,
         num_host_blocks: int = 0,
@@ -78,21 +77,19 @@ class Runner:
         attention: str = "auto",
         device: Any = None,
     ):
-        self.config, self.params = config, params
+        self.config, self.params, self.layout = config, params, layout
         self.embeds_on_host = embedding_device == "host"
         device = device or jax.devices()[0]
         self.platform = device.platform
-        needs = Needs.of(config, dtype=dtype, block_size=block_size, num_rotated_sinks=max_rotated_sinks, device=device)
+        needs = Needs.of(config, layout, num_rotated_sinks=max_rotated_sinks, device=device)
         self.implementation = choose(needs, attention)
         self.num_rotated_sinks = max_rotated_sinks
         self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)
-        self.sink_width = -(-max_rotated_sinks // block_size)
-        self._pool = (num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim,
-                      storage_dtype(dtype, self.platform))  # fmt: skip
-        make = functools.partial(make_cache, *self._pool)
+        self.sink_width = -(-max_rotated_sinks // layout.block_size)
+        make = functools.partial(make_cache, layout, num_blocks)
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
-        self.mover = BlockMover(self.cache, num_host_blocks)
+        self.mover = BlockMover(layout, num_blocks, num_host_blocks)
         self._compiled: dict[Any, Callable] = {}
         self._seen = _Seen((), (), None)
         self.set_patterns(patterns)
@@ -106,11 +103,6 @@ class Runner:
     def programs(self) -> dict[Any, Any]:
         """What is compiled: steps by their StepShape, and others by tuples that begin with "sample" or "score"."""
         return dict(self._compiled)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
-        return self.cache.blocks.nbytes // self.cache.num_blocks
 
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
@@ -146,8 +138,10 @@ class Runner:
 
     def reset(self) -> np.ndarray:
         """Reallocates the pool and the host's blocks; see `step.Executor`."""
-        self.cache.blocks.delete()  # first: there may not be room for two
-        self.cache = make_cache(*self._pool)
+        num_blocks = self.cache.num_blocks
+        for leaf in self.cache.leaves.values():
+            leaf.delete()  # first: there may not be room for two
+        self.cache = make_cache(self.layout, num_blocks)
         self.mover.reset()
         return self.mover.host_blocks
 

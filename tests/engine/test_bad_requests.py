@@ -128,7 +128,7 @@ def lose_the_pool(llm, error):
     def broken_step(shape):
         def run(*args):
             compile_step(shape)(*args)
-            assert llm.runner.cache.blocks.is_deleted()
+            assert llm.runner.cache.kv.is_deleted()
             raise error
 
         return run

@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
+from ksana_jax.kv.layout import Leaf
 from ksana_jax.patterns import AttentionPattern
 from tests.engine.small import Letters, make_llm
 from tests.fakes import asking, make_engine, prompt_of, run, step
@@ -62,7 +63,7 @@ class AtOnce(Executor):
 
 def test_blocks_of_an_earlier_process_are_found_on_disk(tmp_path):
     def engine_on_disk():
-        disk = DiskTier(tmp_path, BlockFormat("model", (2, 4), "uint64"), 10**6, executor=AtOnce())
+        disk = DiskTier(tmp_path, BlockFormat("model", (Leaf("kv", (2, 4), "uint64"),)), 10**6, executor=AtOnce())
         return make_engine(num_blocks=8, host_slots=8, caching=True, max_model_len=16, disk=disk), disk
 
     engine, disk = engine_on_disk()

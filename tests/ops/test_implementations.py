@@ -11,6 +11,7 @@ import pytest
 
 import pallas_kernels
 from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig, RopeConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, choose, explain
@@ -27,7 +28,7 @@ from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpg
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.soak import soak_unless
 
-H200 = Needs("gpu", (9, 0), jnp.bfloat16, 32, 8, 128, 64)
+H200 = Needs("gpu", (9, 0), "bfloat16", 32, 8, 128, 64)
 B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(
     *(Attention(functools.partial(m.ragged_paged_attention, interpret=True)) for m in (triton_decode, triton_ragged))
@@ -43,16 +44,16 @@ HOPPER = Kernels(FEW, FEW, MANY, functools.partial(hopper_kv_write.kv_write, int
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
     assert choose(H200).name == "hopper"
     assert choose(H200._replace(compute_capability=(8, 0))).name == "triton"
-    for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": jnp.float32}, {"compute_capability": (7, 0)}):
+    for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": "float32"}, {"compute_capability": (7, 0)}):
         assert choose(H200._replace(**other)).name == "xla", other
-    assert choose(Needs("cpu", None, jnp.uint16, 4, 2, 64, 16)).name == "xla"
+    assert choose(Needs("cpu", None, "uint16", 4, 2, 64, 16)).name == "xla"
 
 
 def test_what_an_implementation_lacks_is_said():
     reasons = {name: (used, why) for name, used, why in explain(H200._replace(block_size=8))}
     assert reasons["xla"] == (True, "preferred here")
     assert not reasons["hopper"][0] and "blocks of 8 tokens" in reasons["hopper"][1]
-    reasons = {name: why for name, _, why in explain(Needs("cpu", None, jnp.uint16, 4, 2, 64, 16))}
+    reasons = {name: why for name, _, why in explain(Needs("cpu", None, "uint16", 4, 2, 64, 16))}
     assert reasons["hopper"] == "needs an NVIDIA GPU of compute capability 9.0, this is cpu"
 
 
@@ -98,7 +99,7 @@ def make_step(seed: int, shared: bool, tile: int = 4):
     shape = StepShape(5, 2, tile, width, shared_rows=3 if shared else 0)
     q = jnp.asarray(rng.standard_normal((len(positions), N, H)) * 2 * H**-0.5, jnp.bfloat16)
     blocks = jnp.asarray(pool, jnp.bfloat16)
-    return q, KVCache(blocks), jax.tree.map(jnp.asarray, batch), shape
+    return q, KVCache({"kv": blocks}), jax.tree.map(jnp.asarray, batch), shape
 
 
 # What the rows share is attended to once: only where sinks stand in their own places.
@@ -121,7 +122,7 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
     numbers = jax.tree.map(jnp.asarray, pattern.arrays())
     where = Where(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
     angles = where.rope.angles(batch.positions)
-    exact = KVCache(cache.blocks.astype(jnp.float32))
+    exact = cache.with_kv(cache.kv.astype(jnp.float32))
     nothing = jnp.zeros((len(q), K, H), q.dtype)  # no slot is in the pool
     queries, exact = write(q, nothing, nothing, exact, where, angles, 1.0)
     expected = np.asarray(ragged_paged_attention(queries, exact, where))
@@ -131,7 +132,7 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
         got = np.asarray(kernels.attend(queries, cache, where, plan))
     assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
-    largest = np.nanmax(np.abs(np.asarray(exact.blocks[:, 1, 1])))
+    largest = np.nanmax(np.abs(np.asarray(exact.kv[:, 1, 1])))
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
     assert np.abs(got - expected).mean() < 2**-9
     assert (got[4] == 0).all() and (got[-1] == 0).all()
@@ -146,7 +147,7 @@ def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name):
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
     def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER) -> list[str]:
         _, _, batch, shape = make_step(0, shared=True, tile=tile)
-        cache = KVCache(jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16))
+        cache = KVCache({"kv": jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)})
         where = Where(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
         names = {kernels.decode: "decode", kernels.ragged: "ragged", kernels.prefill: "prefill", FEW: "few"}
         return [names[kernels.serving(call, where, cache, N)] for call in calls(batch, shape)]
@@ -160,7 +161,7 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
 def test_the_fused_write_stores_and_rotates_as_the_reference_does():
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.standard_normal((3, n, H)), jnp.bfloat16) for n in (N, K, K))
-    pool = KVCache(jnp.asarray(rng.standard_normal((4, 2, 2, K, B, H)), jnp.bfloat16))
+    pool = KVCache({"kv": jnp.asarray(rng.standard_normal((4, 2, 2, K, B, H)), jnp.bfloat16)})
     positions = jnp.array([40, 3, -1])
     batch = StepArrays(None, positions, jnp.array([17, 63, 4 * B]), None, None, None)
     pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
@@ -172,15 +173,16 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
         got, got_pool = fused(q, k, v, pool)
     # The kernel rounds once, the reference before the rotation too: a unit in the last place of bfloat16.
     for a, b in ((got.here[:2], expected.here[:2]), (got.for_sinks[:2, 1], expected.for_sinks[:2]),
-                 (got_pool.blocks, expected_pool.blocks)):  # fmt: skip
+                 (got_pool.kv, expected_pool.kv)):  # fmt: skip
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=2**-7)
-    untouched = np.ones(got_pool.blocks.shape, bool)
+    untouched = np.ones(got_pool.kv.shape, bool)
     untouched[[1, 3], 1, :, :, [1, 15]] = False
-    assert (np.asarray(got_pool.blocks) == np.asarray(pool.blocks))[untouched].all()
+    assert (np.asarray(got_pool.kv) == np.asarray(pool.kv))[untouched].all()
 
 
 def test_the_needs_of_a_model_are_those_of_this_device():
-    needs = Needs.of(ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64), dtype="bf16", block_size=32)
+    config = ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64)
+    needs = Needs.of(config, KVLayout.of(config, dtype="bf16", block_size=32, platform="cpu"))
     assert needs.platform == jax.default_backend() and needs.block_size == 32 and needs.num_kv_heads == 4
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from ksana_jax import LLM, AttentionPattern, SamplingParams, patterns
 from ksana_jax.cli import app
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops import implementations
 from ksana_jax.ops.implementations import Needs, choose, explain
 from ksana_jax.ops.kernels import HOPPER, TRITON, kernel_pattern
@@ -23,6 +24,7 @@ from tests import reference
 from tests.engine.small import VOCAB, model
 
 LLAMA = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
+LAYOUT = KVLayout.of(LLAMA, dtype="bf16", block_size=64, platform="gpu")
 REASON = "attention patterns have span, which the kernels do not read"
 
 
@@ -63,7 +65,7 @@ def gpu(compute_capability: str):
 
 
 def needs_on(compute_capability: str) -> Needs:
-    return Needs.of(LLAMA, dtype="bf16", block_size=64, device=gpu(compute_capability))
+    return Needs.of(LLAMA, LAYOUT, device=gpu(compute_capability))
 
 
 @pytest.mark.parametrize("capability", ["9.0", "8.0"])
@@ -83,7 +85,7 @@ def runner_on(device, attend: str = "auto") -> Runner:
     """A runner that compiles but runs nothing."""
     params = types.SimpleNamespace(final_norm=jax.ShapeDtypeStruct((LLAMA.d_model,), jnp.bfloat16))
     return Runner(
-        LLAMA, params, [AttentionPattern()] * LLAMA.num_layers, dtype="bf16", num_blocks=4, block_size=64,
+        LLAMA, params, [AttentionPattern()] * LLAMA.num_layers, layout=LAYOUT, num_blocks=4,
         max_model_len=128, max_rotated_sinks=0, attention=attend, device=device,
     )  # fmt: skip
 

@@ -48,11 +48,11 @@ def test_the_last_line_is_one_object_with_the_figures(capsys, ready_step):
 def test_options_reach_the_plan(capsys, ready_step):
     out = ksana_plan(
         capsys, "--model", FOLDER / "llama-2-7b" / "config.json", "--device", "48GiB", "--dtype", "bf16", "--batch", 4,
-        "--context", 8192, "--window", 1024, "--num-sinks", 4, "--kv-dtype", "int8", "--embedding-device", "host",
+        "--context", 8192, "--window", 1024, "--num-sinks", 4, "--embedding-device", "host",
         "--memory-fraction", 0.8, "--json",
     ).out  # fmt: skip
     found = json.loads(out.splitlines()[-1])
-    asked = {"dtype": "bf16", "batch": 4, "context": 8192, "window": 1024, "num_sinks": 4, "kv_dtype": "int8",
+    asked = {"dtype": "bf16", "batch": 4, "context": 8192, "window": 1024, "num_sinks": 4,
              "embedding_device": "host", "prefix_share": 0.0, "memory_fraction": 0.8}  # fmt: skip
     assert asked.items() <= found["request"].items()
     assert found["max_context"] == 2**30 - 1 and "memory sets no limit" in out
@@ -113,5 +113,5 @@ def test_help_answers_without_jax():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     after = os.times()
     assert done.stderr.strip() == "[]"
-    assert "--kv-dtype" in done.stdout and "--buckets" in done.stdout
+    assert "--prefix-share" in done.stdout and "--buckets" in done.stdout
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5

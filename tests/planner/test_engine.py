@@ -6,7 +6,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.patterns import FULL, LiveRange
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.planner import engine as planner_engine
 from ksana_jax.planner import pool_size
 from ksana_jax.planner.devices import Device
@@ -43,7 +43,8 @@ def steps(device, monkeypatch):
 def sized(**settings):
     config, _ = model()
     asked = EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16} | settings)
-    return pool_size(config, asked, LiveRange.of([FULL] * 2), max_model_len=64, max_rotated_sinks=0)
+    layout = KVLayout.of(config, dtype=asked.dtype, block_size=asked.block_size, platform="cpu")
+    return pool_size(config, asked, layout, max_model_len=64, max_rotated_sinks=0)
 
 
 def test_a_number_of_blocks_is_taken_as_it_is():

@@ -37,7 +37,6 @@ REQUESTS = st.fixed_dictionaries(
     optional={
         "batch": st.integers(1, 300),
         "context": st.integers(1, 20_000),
-        "kv_dtype": st.sampled_from(["f32", "bf16", "int8"]),
         "embedding_device": st.sampled_from(["device", "host"]),
         "memory_fraction": st.floats(0.1, 1.0),
         "block_size": st.sampled_from([1, 8, 16, 100]),
@@ -142,7 +141,9 @@ def test_changes_are_the_plans_of_what_they_name():
     change = changes["embedding on the host"]
     assert (change.weights_bytes, change.max_kv_tokens) == (host.weights_bytes, host.max_kv_tokens)
     assert host.host_bytes == 32_000 * 4096 * 2 == found.weights_bytes - host.weights_bytes
-    assert changes["KV in int8"].kv_bytes_per_token * 2 == found.kv_bytes_per_token
+    exact = made(context=2048, dtype="f32")
+    change = {c.name: c for c in exact.changes}["weights and KV in bf16"]
+    assert (change.kv_bytes_per_token * 2, change.weights_bytes * 2) == (exact.kv_bytes_per_token, exact.weights_bytes)
     assert changes["MQA, 1 kv head"].kv_bytes_per_token * 32 == found.kv_bytes_per_token
     assert changes["GQA, 8 kv heads"].kv_bytes_per_token * 4 == found.kv_bytes_per_token
 
@@ -164,7 +165,8 @@ def test_a_model_is_a_directory_a_config_json_or_an_embedded_one(monkeypatch):
     ("request_", "message"),
     [
         ({"dtype": "int4"}, "dtype is 'int4', must be one of f32, bf16, f16"),
-        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8', must be one of f32, bf16, f16, int8"),
+        # No engine stores keys and values in another type than weights.
+        ({"kv_dtype": "int8"}, "plan has no argument kv_dtype"),
         ({"batch": 0}, "batch is 0, must be a positive integer"),
         ({"context": 2**30}, "context is 1,073,741,824, must be at most 1,073,741,823"),
         ({"window": -1}, "window is -1, must be a positive integer"),

@@ -42,7 +42,7 @@ def test_a_steps_buffers_are_small_beside_a_copy_of_the_pool(llm):
     """The pool is donated and updated in place: whatever its size, a step has no room for another one."""
     for compiled in (p for key, p in llm.runner.programs.items() if isinstance(key, StepShape)):
         memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= llm.runner.cache.blocks.nbytes
+        assert memory.alias_size_in_bytes >= llm.runner.cache.nbytes
         assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14
 
 

@@ -1,4 +1,4 @@
-"""Bytes of weights and of keys and values: the figures of the KsanaLLM articles, and those of real arrays."""
+"""Bytes of weights and of keys and values: the figures of the KsanaLLM articles, and bytes of allocated arrays."""
 
 import dataclasses
 import math
@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading import load_model
-from ksana_jax.ops.pool import make_cache, storage_dtype
-from ksana_jax.planner import kv_bytes_per_token, weights_bytes
+from ksana_jax.ops.pool import make_cache
+from ksana_jax.planner import weights_bytes
 from ksana_jax.planner.devices import DEVICES
 from ksana_jax.planner.terms import embedding_bytes
 from tests.planner.models import MODELS, read
@@ -19,11 +20,14 @@ SMALL = ModelConfig(vocab_size=40, d_model=16, num_layers=3, num_heads=4, num_kv
 MIB = 2**20
 
 
+def token_bytes(config: ModelConfig, dtype: str) -> int:
+    return KVLayout.of(config, dtype=dtype, block_size=16, platform="gpu").token_bytes
+
+
 def test_a_token_of_llama_2_7b_takes_512_kib_in_16_bits():
     config = read("llama-2-7b")
-    assert kv_bytes_per_token(config, "bf16") == 512 * 1024
-    assert kv_bytes_per_token(config, "f32") == 1024 * 1024
-    assert kv_bytes_per_token(config, "int8") == 256 * 1024
+    assert token_bytes(config, "bf16") == 512 * 1024
+    assert token_bytes(config, "f32") == 1024 * 1024
 
 
 def test_llama_2_7b_has_14_gb_of_weights_in_16_bits():
@@ -33,14 +37,14 @@ def test_llama_2_7b_has_14_gb_of_weights_in_16_bits():
 
 def test_one_kv_head_takes_a_thirty_second_of_it():
     config = dataclasses.replace(read("llama-2-7b"), num_kv_heads=1)
-    assert kv_bytes_per_token(config, "bf16") == 512 * 1024 / 32
-    assert 1024 * kv_bytes_per_token(config, "bf16") == 16 * MIB
+    assert token_bytes(config, "bf16") == 512 * 1024 / 32
+    assert 1024 * token_bytes(config, "bf16") == 16 * MIB
 
 
 def test_about_100_tokens_fill_an_l2_cache_of_50_mb():
     l2_bytes = DEVICES["h100"].l2_bytes
     assert l2_bytes == 50 * MIB
-    assert l2_bytes / kv_bytes_per_token(read("llama-2-7b"), "bf16") == 100
+    assert l2_bytes / token_bytes(read("llama-2-7b"), "bf16") == 100
 
 
 def test_an_embedding_of_300k_tokens_beside_llama_13b():
@@ -86,16 +90,16 @@ def test_an_embedding_on_the_host_leaves_the_device_by_its_bytes(dtype):
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_bytes_of_a_token_are_those_of_an_allocated_pool(dtype, platform):
+def test_an_allocated_pool_has_the_bytes_of_its_layout(dtype, platform):
     num_blocks, block_size = 6, 4
-    cache = make_cache(num_blocks, SMALL.num_layers, SMALL.num_kv_heads, block_size, SMALL.head_dim,
-                       storage_dtype(dtype, platform))  # fmt: skip
-    assert cache.blocks.nbytes == num_blocks * block_size * kv_bytes_per_token(SMALL, dtype)
-    assert math.prod(cache.blocks.shape[1:]) == block_size * 2 * 3 * 2 * 8
+    layout = KVLayout.of(SMALL, dtype=dtype, block_size=block_size, platform=platform)
+    cache = make_cache(layout, num_blocks)
+    assert cache.nbytes == num_blocks * layout.block_bytes == num_blocks * block_size * token_bytes(SMALL, dtype)
+    assert math.prod(cache.kv.shape[1:]) == block_size * 2 * 3 * 2 * 8
+    on_cpu_in_16_bits = (platform, dtype) == ("cpu", "bf16")
+    assert cache.kv.dtype.name == ("uint16" if on_cpu_in_16_bits else {"f32": "float32", "bf16": "bfloat16"}[dtype])
 
 
 def test_unknown_dtypes_are_refused():
     with pytest.raises(ConfigError, match="dtype is 'int8', must be one of f32, bf16, f16"):
         weights_bytes(SMALL, "int8")
-    with pytest.raises(ConfigError, match="kv_dtype is 'fp8', must be one of f32, bf16, f16, int8"):
-        kv_bytes_per_token(SMALL, "fp8")

@@ -92,7 +92,7 @@ def large_pool(request):
     num_blocks = POOL_BYTES // (BLOCK_NUMBERS * (2 if request.param == "bf16" else 4))
     llm = LLM.from_params(config, params, dtype=request.param, block_size=16, num_blocks=num_blocks, max_num_seqs=8,
                           max_num_batched_tokens=16, query_tile=16, max_model_len=64)  # fmt: skip
-    assert llm.runner.cache.blocks.nbytes == POOL_BYTES == llm.num_blocks * llm.block_bytes
+    assert llm.runner.cache.kv.nbytes == POOL_BYTES == llm.num_blocks * llm.block_bytes
     return llm
 
 
@@ -104,7 +104,7 @@ def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
     # What the step works with is a thousandth of the pool here; one copy of the pool would be all of it.
     assert memory.temp_size_in_bytes < POOL_BYTES / 100
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < POOL_BYTES / 100
-    assert copies_of_the_pool(compiled.as_text(), large_pool.runner.cache.blocks.size) == []
+    assert copies_of_the_pool(compiled.as_text(), large_pool.runner.cache.kv.size) == []
 
 
 def copies_of_the_pool(program: str, num_elements: int) -> list[str]:
@@ -118,7 +118,7 @@ def copies_of_the_pool(program: str, num_elements: int) -> list[str]:
 
 
 def test_the_test_above_would_notice_a_copy(large_pool):
-    blocks = large_pool.runner.cache.blocks
+    blocks = large_pool.runner.cache.kv
     compiled = jax.jit(lambda x: x.at[0].set(0)).lower(blocks).compile()  # not donated: the result is a copy
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert copies_of_the_pool(compiled.as_text(), blocks.size)
@@ -126,12 +126,12 @@ def test_the_test_above_would_notice_a_copy(large_pool):
 
 def test_the_pool_stays_at_its_address_from_step_to_step(large_pool):
     runner = large_pool.runner
-    address = runner.cache.blocks.unsafe_buffer_pointer()
+    address = runner.cache.kv.unsafe_buffer_pointer()
     prompts = [{"prompt_token_ids": np.random.default_rng(n).integers(2, VOCAB, n)} for n in (1, 5, 16, 33, 40)]
     asked = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
     seen = set()
     for _ in large_pool.stream(prompts, asked):
-        seen.add(runner.cache.blocks.unsafe_buffer_pointer())
+        seen.add(runner.cache.kv.unsafe_buffer_pointer())
     assert seen == {address}
     assert_idle(large_pool)
 

@@ -23,7 +23,7 @@ BAR_PART = 0.7
 def xla_flat(q, k, v, pool, slots, rope, *, layer):
     """What the engine does without a kernel: rotates, then scatters rows of a flat view of the pool."""
     q, k = (kv_write_reference._rotated(x.astype(jnp.float32), rope).astype(x.dtype) for x in (q, k))
-    return kv_write_reference.Written(q, KVCache(pool).write(layer, slots, k, v).blocks, None, None)
+    return kv_write_reference.Written(q, KVCache({"kv": pool}).write(layer, slots, k, v).kv, None, None)
 
 
 def writers() -> dict[str, tuple[Callable[..., Any], bool]]:

@@ -27,7 +27,7 @@ def run(context: Context) -> None:
         runner.implementation = next(i for i in IMPLEMENTATIONS if i.name == "xla")
     name = runner.implementation.name
     context.record("fact", name="step", who=name, weight_bytes=weight_bytes(runner.params),
-                   pool_bytes=runner.cache.blocks.nbytes)  # fmt: skip
+                   pool_bytes=runner.cache.nbytes)  # fmt: skip
     done = {r["case"] for r in context.past("step")}  # before a restart
     steps = [Step(llm, batch, text, f"{batch} rows of {text}, {name}") for batch, text in sizes]
     compiling, todo = Compiling(context), [s for s in steps if s.label not in done]

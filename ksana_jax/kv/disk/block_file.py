@@ -5,8 +5,8 @@
     4         length of the header
     8         length of the payload
     16        BLAKE2b of all of the above, the header and the payload
-    header    JSON: model, shape, dtype, codec, key, parent, tokens, start; bytes in hex
-    payload   the array as it lies in memory
+    header    JSON: model, leaves, codec, key, parent, tokens, start; bytes in hex
+    payload   the leaves as they lie in memory, one after the other
 
 A file is written under a temporary name and renamed, so that its name stands for a whole file as long as the machine
 stays up. It is not synced: after a power failure there may be anything under that name, which the checksum tells.
@@ -21,20 +21,19 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import os
 import struct
 from pathlib import Path
 from typing import BinaryIO
 
-import ml_dtypes  # noqa: F401  numpy knows "bfloat16" by it
 import numpy as np
 
 from ksana_jax.files import create, open_to_read
 from ksana_jax.kv.disk.failpoints import failpoint
+from ksana_jax.kv.layout import KVLayout, Leaf
 
 MAGIC = b"KSANA KV"
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 2**20
 _CHECKED = struct.Struct("<8sIIQ")
 _DIGEST_BYTES = 16
@@ -51,19 +50,22 @@ class BlockFormat:
 
     Args:
       model_fingerprint: of what keys and values follow from; see `engine.fingerprint`.
-      block_shape: of one block's array. dtype: numpy's name of its elements' type.
-      codec: how keys and values rest in it.
+      leaves: the arrays of a block. codec: how keys and values are encoded in them; see `KVLayout`.
     """
 
     model_fingerprint: str
-    block_shape: tuple[int, ...]
-    dtype: str
+    leaves: tuple[Leaf, ...]
     codec: str = "raw"
+
+    @classmethod
+    def of(cls, layout: KVLayout, model_fingerprint: str) -> BlockFormat:
+        """The format of a layout's blocks."""
+        return cls(model_fingerprint, layout.leaves, layout.codec)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block's array."""
-        return math.prod(self.block_shape) * np.dtype(self.dtype).itemsize
+        """Bytes of a block."""
+        return sum(leaf.nbytes for leaf in self.leaves)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -92,7 +94,7 @@ def write_block(path: Path, temporary: Path, format: BlockFormat, facts: BlockFa
 
     Args:
       temporary: a name in the same folder that nothing has; gone afterwards.
-      data: [*block_shape], contiguous.
+      data: a block's bytes, in a contiguous array of any shape.
 
     Raises:
       OSError: neither path nor temporary is left behind, as far as that is possible. FileExistsError: there is
@@ -126,7 +128,7 @@ def read_block(path: Path, format: BlockFormat, expected: BlockFacts, out: np.nd
     """Reads a block's file if it is what is expected.
 
     Args:
-      out: [*block_shape], written to only if all is well.
+      out: an array of a block's bytes, written to only if all is well.
 
     Returns:
       Whether it was read. False for an intact file of another text that has the same key.
@@ -170,8 +172,7 @@ def encode_header(format: BlockFormat, facts: BlockFacts) -> bytes:
     return json.dumps(
         {
             "model": format.model_fingerprint,
-            "shape": format.block_shape,
-            "dtype": format.dtype,
+            "leaves": format.leaves,
             "codec": format.codec,
             "key": facts.key.hex(),
             "parent": facts.parent.hex(),
@@ -217,15 +218,19 @@ def _read_prefix(file: BinaryIO, format: BlockFormat) -> tuple[bytes, bytes, int
 def _decode_header(header: bytes, format: BlockFormat) -> BlockFacts:
     try:
         values = json.loads(header)
-        found = BlockFormat(values["model"], tuple(values["shape"]), values["dtype"], values["codec"])
+        leaves = tuple(Leaf(name, tuple(shape), dtype) for name, shape, dtype in values["leaves"])
+        found = BlockFormat(values["model"], leaves, values["codec"])
         key, parent, tokens = (bytes.fromhex(values[name]) for name in ("key", "parent", "tokens"))
         facts = BlockFacts(key, parent, tokens, values["start"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise BadBlockFile("its header cannot be understood") from None
-    for field in dataclasses.fields(BlockFormat):
-        there, wanted = getattr(found, field.name), getattr(format, field.name)
+    if found.leaves != format.leaves:
+        there, wanted = (", ".join(map(str, f.leaves)) for f in (found, format))
+        raise BadBlockFile(f"its block is {there:.100}, must be {wanted:.100}")
+    for name in ("model_fingerprint", "codec"):
+        there, wanted = getattr(found, name), getattr(format, name)
         if there != wanted:
-            raise BadBlockFile(f"its {field.name} is {there!r:.100}, must be {wanted!r:.100}")
+            raise BadBlockFile(f"its {name} is {there!r:.100}, must be {wanted!r:.100}")
     if type(facts.start) is not int:
         raise BadBlockFile("its header cannot be understood")
     return facts

@@ -9,7 +9,7 @@ written before it. Nothing here raises into the engine, and nothing but `flush` 
     a file of another name                             stays as it is
     more writes than the disk takes                    are dropped and counted
 
-Blocks of each format (model, shape, dtype, codec) lie in a folder of their own, so that caches of other models are left
+Blocks of each format (model, leaves, codec) lie in a folder of their own, so that caches of other models are left
 alone; the budget is this format's. A process holds that folder locked. A block's file is named by the 64 hex digits of
 its key; in a folder named by a format's digest, files of such names belong to the tier.
 """
@@ -167,9 +167,9 @@ class DiskTier:
         """Keeps a block, unless its key is there already.
 
         Args:
-          data: [*block_shape]; free to change when this returns.
+          data: a block's bytes; free to change when this returns.
         """
-        assert data.shape == tuple(self.format.block_shape) and data.dtype.name == self.format.dtype
+        assert data.nbytes == self.format.nbytes
         with self._lock:
             if not self._enabled or facts.key in self._files.by_key:
                 return
@@ -186,12 +186,12 @@ class DiskTier:
 
         Args:
           expected: what the block must hold.
-          out: [*block_shape], owned by the reader until the future is done.
+          out: an array of a block's bytes, owned by the reader until the future is done.
 
         Returns:
           Whether `out` has the block; it is untouched otherwise. The future never raises.
         """
-        assert out.shape == tuple(self.format.block_shape) and out.dtype.name == self.format.dtype
+        assert out.nbytes == self.format.nbytes
         with self._lock:
             file = self._files.by_key.get(key)
             if file is not None:

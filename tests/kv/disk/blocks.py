@@ -8,10 +8,12 @@ import hashlib
 import numpy as np
 
 from ksana_jax.kv.disk.block_file import BlockFacts, BlockFormat
+from ksana_jax.kv.layout import Leaf
 
 SHAPE = (2, 2, 3, 4)
-FORMAT = BlockFormat("a model", SHAPE, "float32")
-BF16 = BlockFormat("a model", SHAPE, "bfloat16")
+FORMAT = BlockFormat("a model", (Leaf("kv", SHAPE, "float32"),))
+BF16 = BlockFormat("a model", (Leaf("kv", SHAPE, "bfloat16"),))
+QUANTISED = BlockFormat("m", (Leaf("kv", (5,), "int8"), Leaf("scale", (3,), "float16")), "kivi4")
 ROOT = b"\x00" * 32
 
 
@@ -29,12 +31,11 @@ def chain(count: int, name: str = "a", parent: bytes = ROOT) -> list[BlockFacts]
 def data_of(facts: BlockFacts, format: BlockFormat = FORMAT, generation: int = 0) -> np.ndarray:
     """A block's keys and values: any bits, not-a-numbers among them."""
     seed = int.from_bytes(hashlib.sha256(facts.key + b"%d" % generation).digest()[:8], "little")
-    raw = np.random.default_rng(seed).integers(0, 256, format.nbytes, np.uint8)
-    return raw.view(np.dtype(format.dtype)).reshape(format.block_shape)
+    return np.random.default_rng(seed).integers(0, 256, format.nbytes, np.uint8)
 
 
 def blank(format: BlockFormat = FORMAT) -> np.ndarray:
-    return np.full(format.nbytes, 0xAB, np.uint8).view(np.dtype(format.dtype)).reshape(format.block_shape)
+    return np.full(format.nbytes, 0xAB, np.uint8)
 
 
 class AtOnce(concurrent.futures.Executor):

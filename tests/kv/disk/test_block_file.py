@@ -11,7 +11,8 @@ import pytest
 
 from ksana_jax.kv.disk import block_file, failpoints
 from ksana_jax.kv.disk.block_file import BadBlockFile, BlockFacts, BlockFormat, read_block, read_facts, write_block
-from tests.kv.disk.blocks import BF16, FORMAT, blank, chain, data_of
+from ksana_jax.kv.layout import Leaf
+from tests.kv.disk.blocks import BF16, FORMAT, QUANTISED, blank, chain, data_of
 
 FACTS, OTHER = chain(2)
 
@@ -38,9 +39,7 @@ def assert_bad(path, match, format=FORMAT, facts=FACTS):
     assert out.tobytes() == blank(format).tobytes()
 
 
-@pytest.mark.parametrize(
-    "format", [FORMAT, BF16, BlockFormat("m", (5,), "int8", "kivi4"), BlockFormat("", (0, 3), "float32")]
-)
+@pytest.mark.parametrize("format", [FORMAT, BF16, QUANTISED, BlockFormat("", (Leaf("kv", (0, 3), "float32"),))])
 def test_a_block_comes_back_bit_by_bit(path, format):
     write(path, format)
     out = blank(format)
@@ -53,7 +52,7 @@ def test_a_block_comes_back_bit_by_bit(path, format):
 
 def test_a_block_is_read_into_a_row_of_a_larger_array(path):
     write(path)
-    rows = np.zeros((3, *FORMAT.block_shape), np.float32)
+    rows = np.zeros((3, 2, 2, 3, 4), np.float32)
     assert read_block(path, FORMAT, FACTS, rows[1])
     assert rows[1].tobytes() == data_of(FACTS).tobytes() and not rows[0].any() and not rows[2].any()
 
@@ -97,10 +96,15 @@ def test_files_of_another_kind_are_refused(path, content):
     ("field", "value", "message"),
     [
         ("model_fingerprint", "another", "its model_fingerprint is 'another', must be 'a model'"),
-        ("block_shape", (4, 3, 2, 2), r"its block_shape is \(4, 3, 2, 2\), must be \(2, 2, 3, 4\)"),
-        ("block_shape", (2, 2), "its block has 16 bytes, must be 192"),
-        ("dtype", "int32", "its dtype is 'int32', must be 'float32'"),
-        ("dtype", "bfloat16", "its block has 96 bytes, must be 192"),
+        (
+            "leaves",
+            (Leaf("kv", (4, 3, 2, 2), "float32"),),
+            r"its block is kv float32\[4, 3, 2, 2\], must be kv float32\[2, 2, 3, 4\]",
+        ),
+        ("leaves", (Leaf("kv", (2, 2), "float32"),), "its block has 16 bytes, must be 192"),
+        ("leaves", (Leaf("kv", (2, 2, 3, 4), "int32"),), "its block is kv int32"),
+        ("leaves", (Leaf("scores", (2, 2, 3, 4), "float32"),), "its block is scores float32"),
+        ("leaves", BF16.leaves, "its block has 96 bytes, must be 192"),
         ("codec", "int4", "its codec is 'int4', must be 'raw'"),
     ],
 )
@@ -148,12 +152,13 @@ GOOD = json.loads(block_file.encode_header(FORMAT, FACTS))
         b"1" * 10_000,
         json.dumps({**GOOD, "key": "no hex"}).encode(),
         json.dumps({**GOOD, "tokens": 7}).encode(),
-        json.dumps({**GOOD, "shape": 7}).encode(),
+        json.dumps({**GOOD, "leaves": 7}).encode(),
+        json.dumps({**GOOD, "leaves": [["kv", 7, "float32"]]}).encode(),
         json.dumps({**GOOD, "start": True}).encode(),
         json.dumps({**GOOD, "start": "0"}).encode(),
         json.dumps({**GOOD, "start": 1e300}).encode(),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_strange_headers_with_a_right_checksum_are_refused(path, header):
     path.write_bytes(written_by_hand(header))
@@ -166,8 +171,8 @@ def test_lengths_and_versions_are_checked_before_anything_is_read(path):
     good = json.dumps(GOOD).encode()
     path.write_bytes(written_by_hand(good))
     assert read_block(path, FORMAT, FACTS, blank())  # the file made by hand is right in all but what follows
-    path.write_bytes(written_by_hand(good, version=2))
-    assert_bad(path, "it is of version 2, this is 1")
+    path.write_bytes(written_by_hand(good, version=1))
+    assert_bad(path, "it is of version 1, this is 2")
     path.write_bytes(written_by_hand(good, header_bytes=2**32 - 1))
     assert_bad(path, "its header has 4,294,967,295 bytes; supported: at most 1,048,576")
     path.write_bytes(written_by_hand(good, header_bytes=0))
@@ -192,10 +197,16 @@ def test_a_write_that_fails_leaves_nothing_behind(path, point):
 def test_formats_that_differ_have_other_fingerprints():
     others = [
         dataclasses.replace(FORMAT, **change)
-        for change in ({"model_fingerprint": "b"}, {"block_shape": (4, 3, 2, 2)}, {"dtype": "int32"}, {"codec": "int4"})
+        for change in (
+            {"model_fingerprint": "b"},
+            {"leaves": (Leaf("kv", (4, 3, 2, 2), "float32"),)},
+            {"leaves": (Leaf("kv", (2, 2, 3, 4), "int32"),)},
+            {"leaves": (Leaf("k", (2, 2, 3, 4), "float32"),)},
+            {"codec": "int4"},
+        )
     ]
-    assert len({f.fingerprint for f in [FORMAT, *others]}) == 5
-    assert FORMAT.fingerprint == BlockFormat("a model", (2, 2, 3, 4), "float32").fingerprint
+    assert len({f.fingerprint for f in [FORMAT, *others]}) == 6
+    assert FORMAT.fingerprint == BlockFormat("a model", (Leaf("kv", (2, 2, 3, 4), "float32"),)).fingerprint
     assert (FORMAT.nbytes, BF16.nbytes) == (192, 96)
 
 

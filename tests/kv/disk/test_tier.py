@@ -21,6 +21,7 @@ from ksana_jax.config import ConfigError
 from ksana_jax.kv.disk import failpoints
 from ksana_jax.kv.disk.block_file import BlockFormat, file_bytes
 from ksana_jax.kv.disk.tier import DiskTier
+from ksana_jax.kv.layout import Leaf
 from tests.kv.disk.blocks import BF16, FORMAT, AtOnce, Later, blank, chain, data_of
 
 FILE = file_bytes(FORMAT, chain(1)[0])  # of a block that starts at one digit
@@ -253,7 +254,7 @@ def test_a_folder_in_use_is_refused_with_the_number_of_the_process(open_tier, tm
     other = (
         "import sys; sys.path.insert(0, '.')\n"
         "from ksana_jax.kv.disk.tier import *\n"
-        f"DiskTier({str(tmp_path)!r}, BlockFormat('a model', (2, 2, 3, 4), 'float32'), 1)"
+        f"DiskTier({str(tmp_path)!r}, BlockFormat('a model', (Leaf('kv', (2, 2, 3, 4), 'float32'),)), 1)"
     )
     failed = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
     assert f"is in use for this model by process {os.getpid()} " in failed.stderr and failed.returncode == 1
@@ -446,8 +447,8 @@ def test_blocks_of_other_kinds_under_our_names_are_removed(open_tier):
     assert not read(tier, other) and "it holds block" in open_tier.told[-1]
     for change, message in (
         ({"model_fingerprint": "b"}, "its model_fingerprint is 'b', must be 'a model'"),
-        ({"block_shape": (2, 2, 4, 3)}, "its block_shape is (2, 2, 4, 3)"),
-        ({"dtype": "int32"}, "its dtype is 'int32'"),
+        ({"leaves": (Leaf("kv", (2, 2, 4, 3), "float32"),)}, "its block is kv float32[2, 2, 4, 3]"),
+        ({"leaves": (Leaf("kv", (2, 2, 3, 4), "int32"),)}, "its block is kv int32[2, 2, 3, 4]"),
         ({"codec": "int4"}, "its codec is 'int4'"),
     ):
         foreign = open_tier(dataclasses.replace(FORMAT, **change))
@@ -564,7 +565,7 @@ def test_a_full_disk_is_a_full_disk(open_tier):
     import resource
     import signal
 
-    large = BlockFormat("a model", (64, 1024), "float32")
+    large = BlockFormat("a model", (Leaf("kv", (64, 1024), "float32"),))
     tier = open_tier(large, executor=None)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -152,12 +152,12 @@ def test_the_reference_is_what_the_engine_does_in_five_operations():
     rope, positions = make_rope(RopeConfig(), 64), jnp.asarray([0, 5, 900, 3, 0, 77])
     slots = jnp.where(slots < 0, NUM_SLOTS, slots)
     angles = rope.angles(positions)
-    cache = KVCache(pool).write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
+    cache = KVCache({"kv": pool}).write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
     own = kv_write_reference.kv_write(
         q, k, v, pool, slots, angles, layer=1, q_norm=q_norm, k_norm=k_norm, q_scale=0.125
     )
     np.testing.assert_allclose(own.q, rope.rotate(rms_norm(q, q_norm, 1e-6) * 0.125, angles), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(own.pool, cache.blocks, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(own.pool, cache.kv, rtol=1e-5, atol=1e-6)
 
 
 def test_e4m3_is_wrong_by_a_sixteenth_at_most_and_uses_its_whole_range():
