@@ -18,8 +18,8 @@ from ksana_jax.experiments.environment import environment
 from ksana_jax.experiments.run import Context, EnginePool
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.files import write_atomic
-from ksana_jax.kv.pool_trace import PoolTrace
-from ksana_jax.kv.snapshot import Snapshot
+from ksana_jax.inspect.pool_trace import PoolTrace
+from ksana_jax.inspect.snapshot import Snapshot, take_snapshot
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -49,7 +49,7 @@ class Moment:
         if now == 1:
             self.step, self.snapshot, self._most = 0, None, 0
         if now == self._wanted if self._wanted else held >= 1.1 * self._most and held:
-            self.step, self.snapshot, self._most = now, engine.memory.snapshot(), held
+            self.step, self.snapshot, self._most = now, take_snapshot(engine), held
 
 
 @dataclasses.dataclass(frozen=True)

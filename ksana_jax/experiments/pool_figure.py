@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.experiments.figures import COLOURS, line_style
-from ksana_jax.kv.pool_trace import BUSY, CACHED, FREE, Column
+from ksana_jax.inspect.pool_trace import BUSY, CACHED, FREE, Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,1 +1,1 @@
-"""Where keys and values live. Host half (patterns, block_manager) without jax, device half (cache)."""
+"""Decides where every KV block is stored: on the device, on the host or on disk. Part of the host half; no jax."""

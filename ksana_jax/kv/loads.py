@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.kv.disk.tier import BlockFacts
-from ksana_jax.kv.snapshot import Owner
+from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.tier import HOST, Node
 from ksana_jax.sequence import Sequence
 

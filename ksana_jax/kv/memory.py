@@ -12,7 +12,6 @@ After the step `commit` says that they have been made. A host slot is pinned whi
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -23,10 +22,10 @@ from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.disk.tier import BlockFacts, DiskTier
 from ksana_jax.kv.loads import Loads
+from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.kv.replacement import Policy, find_policy
-from ksana_jax.kv.snapshot import Owner, Snapshot, take
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 from ksana_jax.patterns import FULL, LiveRange
 from ksana_jax.step.contract import Moves
@@ -79,7 +78,6 @@ class KVMemory:
         self._make_books(host_data, scope or Scope())
         self.counters = Counters()
         self.num_blocks_by_origin: dict[str, int] = {}  # that rows have come by, see `Sequence`
-        self.owners: Callable[[], Iterable[Owner]] = tuple  # set by the scheduler: memory knows no sequences
         self.live = LiveRange.of([FULL])
         self.costs = Costs()
 
@@ -343,17 +341,10 @@ class KVMemory:
 
     # ------------------------------------------------------------------ who owns what
 
-    def snapshot(self) -> Snapshot:
-        """Every block of every tier, its owners, content and last use; to be taken between steps."""
-        return take(self)
-
-    def owners_of(self, level: int) -> Iterator[Owner]:
-        """Owners of a tier's blocks; their blocks are as many as the reference counts say."""
-        owners = itertools.chain(self.owners(), self._busy() if self.host is not None else ())
-        return (owner for owner in owners if owner.tier == level)
-
-    def _busy(self) -> Iterator[Owner]:
-        """Moves and reads, as owners of slots of the host."""
+    def owners(self) -> Iterator[Owner]:
+        """Yields moves and reads, as owners of slots of the host."""
+        if self.host is None:
+            return
         yield Owner("", 0, "moves", HOST, np.array(self._pins, np.int32))
         yield from self.loads.owners()
 
@@ -374,7 +365,7 @@ class KVMemory:
         self.device.check()
         self.index.check()
         if self.host is not None:
-            self.host.pool.check([*(owner.ids for owner in self._busy()), *swapped])
+            self.host.pool.check([*(owner.ids for owner in self.owners()), *swapped])
             self.host.check()
 
 

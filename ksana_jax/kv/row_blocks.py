@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.snapshot import Owner
+from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.patterns import FAR, LiveRange
 from ksana_jax.sequence import Held, Origin, Rows, Sequence

@@ -14,10 +14,10 @@ import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.row_blocks import RowBlocks
-from ksana_jax.kv.snapshot import Owner
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason
@@ -70,7 +70,6 @@ class Scheduler:
         self.num_preemptions = 0
         self._policy = policy
         self._make_books(live, memory.index.scope)
-        memory.owners = self.owners
 
     def _make_books(self, live: LiveRange, scope: Scope) -> None:
         self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))

@@ -6,6 +6,7 @@ from concurrent.futures import Executor, Future
 import pytest
 
 from ksana_jax import SamplingParams
+from ksana_jax.inspect.snapshot import take_snapshot
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.layout import Leaf
 from ksana_jax.patterns import AttentionPattern
@@ -16,7 +17,7 @@ from tests.fakes import asking, make_engine, prompt_of, run, step
 def origins(engine, request_id):
     """{completion: its blocks' origins by text position}."""
     found = {}
-    for block in engine.memory.snapshot().of_request(request_id):
+    for block in take_snapshot(engine).of_request(request_id):
         for owner in block.owners:
             if owner.request_id == request_id:
                 found.setdefault(owner.index, []).append(owner.origin)
@@ -71,12 +72,12 @@ def test_blocks_of_an_earlier_process_are_found_on_disk(tmp_path):
     engine.flush()
     disk.close()
     engine, disk = engine_on_disk()
-    snapshot = engine.memory.snapshot()
+    snapshot = take_snapshot(engine)
     assert sorted(b.start for b in snapshot.of("disk")) == [0, 4, 8]
     assert snapshot.summary()["disk"] == {"blocks": 3, "free": 0, "held": 0, "cached": 3, "moving": 0, "utilisation": 0}
     assert served(engine, prompt_of(11)) == {"hit disk": 2, "computed": 2}
     assert engine.memory.counters.hits_disk == 2
-    moved = engine.memory.snapshot().summary()["moved_bytes"]
+    moved = take_snapshot(engine).summary()["moved_bytes"]
     assert moved["disk to host"] == 2  # block_bytes is not given, so these are blocks
     disk.close()
 
@@ -139,7 +140,7 @@ def test_blocks_that_a_window_has_returned_count():
     held = []
     while engine.has_work:
         step(engine)
-        held.append(len(engine.memory.snapshot().of_request(request.request_id)))
+        held.append(len(take_snapshot(engine).of_request(request.request_id)))
     # 27 tokens computed: seven blocks in all, of which at most two are seen at once.
     assert request.metrics.num_blocks_by_origin == {"computed": 7} and max(held) == 2
 
@@ -184,6 +185,4 @@ def test_with_the_real_model(llm):
     assert found["hit device"] == hits > 0 and again.num_cached_tokens == hits * 16
     # The second completion shares the blocks of the prompt but for its last token.
     assert found["shared"] == -(-(tokens - 1) // 16)
-    assert (
-        llm.engine.memory.snapshot().summary()["moved_bytes"]["within device"] == found["copied"] * llm.block_bytes > 0
-    )
+    assert take_snapshot(llm.engine).summary()["moved_bytes"]["within device"] == found["copied"] * llm.block_bytes > 0

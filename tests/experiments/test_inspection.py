@@ -9,7 +9,7 @@ import yaml
 from ksana_jax import cli
 from ksana_jax.experiments import figures, pool_figure
 from ksana_jax.experiments.inspection import Moment
-from ksana_jax.kv.pool_trace import CACHED, FREE, PoolTrace
+from ksana_jax.inspect.pool_trace import CACHED, FREE, PoolTrace
 from tests.fakes import asking, make_engine, prompt_of, step
 
 ENGINE = {"block_size": 16, "num_blocks": 12, "max_num_batched_tokens": 64, "max_num_seqs": 4,

@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.tier import Tier
 from ksana_jax.sequence import Origin
-
-if TYPE_CHECKING:
-    from ksana_jax.kv.memory import KVMemory
 
 TIERS = ("device", "host", "disk")
 STATES = ("free", "held", "cached", "moving")
 WAYS = {"device to host": "saved", "host to device": "loaded", "within device": "copied",
         "host to disk": "disk_written", "disk to host": "disk_read"}  # fmt: skip
-
-
-class Owner(NamedTuple):
-    """One owner of some blocks of a tier.
-
-    request_id, index: as of `Sequence`; request_id is empty where the blocks are nobody's, but still written or read.
-    doing: "runs", "waits" (with shared or swapped blocks), "reads" from disk, "moves".
-    tier: DEVICE or HOST.
-    ids, starts: [n] blocks and the text positions where they begin; starts is None where only their nodes know.
-    num_tokens: computed tokens of the sequence. origins: [n], or one for all.
-    """
-
-    request_id: str
-    index: int
-    doing: str
-    tier: int
-    ids: np.ndarray
-    starts: np.ndarray | None = None
-    num_tokens: int = 0
-    origins: np.ndarray | Origin | None = None
-
-    @property
-    def label(self) -> str:
-        name = f"{self.request_id}/{self.index}" if self.request_id else "(nobody)"
-        return name if self.doing == "runs" else f"{name} {self.doing}"
 
 
 class Ownership(NamedTuple):
@@ -78,7 +54,7 @@ class BlockRecord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All blocks at one moment; `KVMemory.snapshot` takes it.
+    """All blocks at one moment; `take_snapshot` takes it.
 
     Args:
       block_size: B, slots of a block. block_bytes: of one block, 0 where that is not known.
@@ -143,12 +119,23 @@ class Snapshot:
         return "\n".join([*lines, f"free: {free or 'none'}"])
 
 
-def take(memory: KVMemory) -> Snapshot:
-    """All blocks of a memory as they are now."""
-    blocks = []
+def take_snapshot(engine: Engine) -> Snapshot:
+    """Returns every block of every tier with its owners, content and last use; to be called between steps."""
+    return snapshot_of(engine.memory, owners_of(engine))
+
+
+def owners_of(engine: Engine) -> Iterator[Owner]:
+    """Yields all owners of blocks: sequences, then moves and reads. They are as many as the reference counts say."""
+    yield from engine.scheduler.owners()
+    yield from engine.memory.owners()
+
+
+def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
+    """Returns the snapshot of a memory whose blocks belong to `owners`."""
+    blocks, owners = [], list(owners)
     for tier in (memory.device, memory.host):
         if tier is not None:
-            blocks += _records(memory, tier)
+            blocks += _records(memory, tier, [owner for owner in owners if owner.tier == tier.level])
     if memory.disk is not None:
         for number, key in enumerate(memory.disk.keys()):
             facts, node = memory.disk.facts(key), memory.index.nodes.get(key)
@@ -160,22 +147,22 @@ def take(memory: KVMemory) -> Snapshot:
 
 
 def counts(memory: KVMemory) -> dict[str, int]:
-    """`memory.Counters` as plain values, and disk_written and disk_read: blocks written to disk and read from there."""
+    """`kv.counters.Counters` as plain values, and disk_written and disk_read: blocks written to disk and read from there."""
     disk = memory.disk.counters if memory.disk is not None else None
     found = {"disk_written": disk.written if disk else 0, "disk_read": disk.read if disk else 0}
     return dataclasses.asdict(memory.counters) | found
 
 
-def _records(memory: KVMemory, tier: Tier) -> list[BlockRecord]:
+def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRecord]:
     pool, size = tier.pool, memory.block_size
-    owners: dict[int, list[Ownership]] = {}
+    ownerships: dict[int, list[Ownership]] = {}
     starts, filled = np.full(pool.num_blocks, -1), np.zeros(pool.num_blocks, np.int64)
-    for owner in memory.owners_of(tier.level):
+    for owner in owners:
         names: list[str | None] = [None] * len(owner.ids)
         if owner.origins is not None:
             names = [Origin(o).label for o in np.broadcast_to(owner.origins, len(owner.ids)).tolist()]
         for block, name in zip(owner.ids.tolist(), names, strict=True):
-            owners.setdefault(block, []).append(Ownership(owner.request_id, owner.index, owner.doing, name))
+            ownerships.setdefault(block, []).append(Ownership(owner.request_id, owner.index, owner.doing, name))
         if owner.starts is not None:
             starts[owner.ids] = owner.starts
             # Who shares a block may have computed fewer of its tokens.
@@ -191,7 +178,7 @@ def _records(memory: KVMemory, tier: Tier) -> list[BlockRecord]:
         start = int(starts[block]) if starts[block] >= 0 else node.depth * size if node else None
         tokens = size if node else int(filled[block])
         records.append(
-            BlockRecord(TIERS[tier.level], block, state, count, tuple(owners.get(block, ())),
+            BlockRecord(TIERS[tier.level], block, state, count, tuple(ownerships.get(block, ())),
                         node.key.hex() if node else None, start, tokens, node.last_use if node else None)
         )  # fmt: skip
     return records

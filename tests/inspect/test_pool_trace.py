@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ksana_jax.kv.pool_trace import CACHED, FREE, PoolTrace
+from ksana_jax.inspect.pool_trace import CACHED, FREE, PoolTrace
+from ksana_jax.inspect.snapshot import take_snapshot
 from tests.fakes import asking, make_engine, prompt_of, run, step
 
 
@@ -30,7 +31,7 @@ def test_each_column_is_what_a_snapshot_says(engine):
     busy(engine)
     while engine.has_work:
         step(engine)
-        snapshot, column = engine.memory.snapshot(), trace.columns[-1]
+        snapshot, column = take_snapshot(engine), trace.columns[-1]
         summary = snapshot.summary()
         for tier, pool in column.pools.items():
             assert (pool.owners.tolist(), pool.shared.tolist()) == seen_in(snapshot, trace, tier)

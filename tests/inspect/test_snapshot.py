@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ksana_jax.inspect.snapshot import STATES, BlockRecord, Ownership, Snapshot, snapshot_of, take_snapshot
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.snapshot import STATES, BlockRecord, Ownership, Snapshot
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import FULL, AttentionPattern
 from tests.fakes import asking, make_engine, prompt_of, step
@@ -14,7 +14,7 @@ from tests.fakes import asking, make_engine, prompt_of, step
 
 def assert_adds_up(engine):
     """Holds a snapshot against the books and against what each running row has computed."""
-    memory, snapshot = engine.memory, engine.memory.snapshot()
+    memory, snapshot = engine.memory, take_snapshot(engine)
     summary = snapshot.summary()
     for name, tier in (("device", memory.device), ("host", memory.host)):
         if tier is None:
@@ -71,7 +71,7 @@ def test_a_block_says_what_it_holds():
     engine = make_engine(num_blocks=6, caching=True)
     engine.add_request(prompt_of(9), asking(4), request_id="mine")
     step(engine)
-    full, second, last, *rest = engine.memory.snapshot().blocks
+    full, second, last, *rest = take_snapshot(engine).blocks
     node = engine.memory.device.node_of[0]
     own = (Ownership("mine", 0, "runs", "computed"),)
     # Nine tokens in blocks of four: two full ones, which are indexed, and one token in the third.
@@ -85,9 +85,9 @@ def test_fragmentation_is_the_waste_in_last_blocks():
     engine = make_engine(num_blocks=8)
     engine.add_request(prompt_of(9), asking(4))
     step(engine)
-    assert engine.memory.snapshot().summary()["fragmentation"] == 1 - 9 / 12
+    assert take_snapshot(engine).summary()["fragmentation"] == 1 - 9 / 12
     engine.abort("request-0")
-    assert engine.memory.snapshot().summary()["fragmentation"] == 0
+    assert take_snapshot(engine).summary()["fragmentation"] == 0
 
 
 def test_a_windows_blocks_keep_their_text_positions():
@@ -95,7 +95,7 @@ def test_a_windows_blocks_keep_their_text_positions():
     engine.add_request(prompt_of(20), asking(8), request_id="long")
     for _ in range(7):
         step(engine)
-    starts = [b.start for b in engine.memory.snapshot().of_request("long")]
+    starts = [b.start for b in take_snapshot(engine).of_request("long")]
     assert starts[0] == 0 and starts[1] >= 16  # the sink's block, then the window's
 
 
@@ -105,7 +105,7 @@ def test_who_waits_is_an_owner_too():
         engine.add_request(prompt_of(8, _), asking(16), request_id=f"r{_}")
     while not engine.scheduler.num_preemptions:
         step(engine)
-    blocks = engine.memory.snapshot().of_request("r1")
+    blocks = take_snapshot(engine).of_request("r1")
     assert {b.tier for b in blocks} == {"host"}
     assert {o for b in blocks for o in b.owners} == {Ownership("r1", 0, "waits", "swapped")}
     assert [b.start for b in blocks] == [0, 4, 8][: len(blocks)]
@@ -115,13 +115,13 @@ def test_a_block_whose_content_is_to_come_is_moving():
     memory = KVMemory(4, 4, host_data=np.zeros((4, 1), np.float32))
     ids = memory.allocate(2)
     slots = memory.swap_out(ids)
-    assert [b.state for b in memory.snapshot().of("host")] == ["moving", "moving", "free", "free"]
+    assert [b.state for b in snapshot_of(memory, memory.owners()).of("host")] == ["moving", "moving", "free", "free"]
     memory.take_moves()
     memory.commit()
     memory.release(ids)
-    assert [b.state for b in memory.snapshot().of("host")] == ["held", "held", "free", "free"]
+    assert [b.state for b in snapshot_of(memory, memory.owners()).of("host")] == ["held", "held", "free", "free"]
     memory.swap_in(slots)
-    device, host = (memory.snapshot().of(tier) for tier in ("device", "host"))
+    device, host = (snapshot_of(memory, memory.owners()).of(tier) for tier in ("device", "host"))
     assert [b.state for b in device] == ["moving", "moving", "free", "free"]
     # Until the copy is made, the slots belong to the move.
     assert [b.owners for b in host[:2]] == [(Ownership("", 0, "moves", None),)] * 2
@@ -158,7 +158,7 @@ def test_as_text_each_block_in_use_has_a_line():
     engine.add_request(prompt_of(5), asking(4, n=2, temperature=1.0, seed=0), request_id="r")
     while engine.scheduler.waiting or not engine.records:
         step(engine)
-    lines = str(engine.memory.snapshot()).splitlines()
+    lines = str(take_snapshot(engine)).splitlines()
     assert "r/0 (computed), r/1 (shared)" in lines[1] and "0+4" in lines[1]
     assert lines[-1] == "free: 3 of the device"
     assert len(lines) == 5
@@ -168,8 +168,8 @@ def test_it_is_a_picture_of_one_moment():
     engine = make_engine(num_blocks=8, caching=True)
     engine.add_request(prompt_of(9), asking(4))
     step(engine)
-    snapshot = engine.memory.snapshot()
+    snapshot = take_snapshot(engine)
     before = dataclasses.replace(snapshot, blocks=list(snapshot.blocks), counters=dict(snapshot.counters))
     while engine.has_work:
         step(engine)
-    assert snapshot == before != engine.memory.snapshot()
+    assert snapshot == before != take_snapshot(engine)

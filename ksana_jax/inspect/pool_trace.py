@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ksana_jax.kv.snapshot import TIERS, counts, moved_bytes
+from ksana_jax.engine.engine import Engine
+from ksana_jax.inspect.snapshot import TIERS, counts, moved_bytes, owners_of
+from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.tier import Tier
-
-if TYPE_CHECKING:
-    from ksana_jax.engine.engine import Engine
 
 FREE, CACHED, BUSY = -1, -2, -3  # BUSY: of a move or read that belongs to no request
 
@@ -79,8 +78,11 @@ class PoolTrace:
             self._begin(now)
         self._last_counts = self._counts()
         self.num_steps += 1
+        owners = list(owners_of(engine))
         pools = {
-            TIERS[tier.level]: self._pool(tier) for tier in (self._memory.device, self._memory.host) if tier is not None
+            TIERS[tier.level]: self._pool(tier, [owner for owner in owners if owner.tier == tier.level])
+            for tier in (self._memory.device, self._memory.host)
+            if tier is not None
         }
         moved = moved_bytes(self.counters, self._memory.block_bytes)
         self._last = Column(self.num_steps, now - self._began_s, pools, moved)
@@ -89,12 +91,12 @@ class PoolTrace:
             if len(self._kept) > self.max_columns:
                 self._kept, self._stride = self._kept[::2], 2 * self._stride
 
-    def _pool(self, tier: Tier) -> PoolState:
+    def _pool(self, tier: Tier, owned: list[Owner]) -> PoolState:
         pool, size = tier.pool, self._memory.block_size
         owners = np.where(pool.kept, np.int32(CACHED), np.int32(FREE))
         tokens = np.zeros(pool.num_blocks, np.int32)
         tokens[pool.kept] = size
-        for owner in reversed([*self._memory.owners_of(tier.level)]):  # the first of several writes last
+        for owner in reversed(owned):  # the first of several writes last
             number = self.requests.setdefault(owner.request_id, len(self.requests)) if owner.request_id else BUSY
             owners[owner.ids] = number
             if owner.starts is not None:

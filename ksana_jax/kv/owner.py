@@ -1,0 +1,34 @@
+"""Who owns a block: a value for those who show it. No jax."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ksana_jax.sequence import Origin
+
+
+class Owner(NamedTuple):
+    """One owner of some blocks of a tier.
+
+    request_id, index: as of `Sequence`; request_id is empty where a move or a read owns the blocks, and no request.
+    doing: "runs", "waits" (with shared or swapped blocks), "reads" from disk, "moves".
+    tier: DEVICE or HOST.
+    ids, starts: [n] blocks and the text positions where they begin; starts is None where only their nodes know.
+    num_tokens: computed tokens of the sequence. origins: [n], or one for all.
+    """
+
+    request_id: str
+    index: int
+    doing: str
+    tier: int
+    ids: np.ndarray
+    starts: np.ndarray | None = None
+    num_tokens: int = 0
+    origins: np.ndarray | Origin | None = None
+
+    @property
+    def label(self) -> str:
+        name = f"{self.request_id}/{self.index}" if self.request_id else "(nobody)"
+        return name if self.doing == "runs" else f"{name} {self.doing}"
