@@ -14,18 +14,20 @@ chunks, and the pattern from its literal definition.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.moves import Moves
+from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step.builder import BatchBuilder, Buckets
-from ksana_jax.step.contract import Moves, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, TokenScores
 from tests.reference import literal
 
 VOCAB = 97
@@ -294,6 +296,8 @@ def make_engine(
     eos_ids: tuple[int, ...] = (),
     host_slots: int = 0,
     shared_rows: int = 0,
+    scope: Scope | None = None,
+    digest: Callable[[bytes], bytes] = sha256,
     **memory: Any,
 ) -> Engine:
     """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
@@ -301,12 +305,14 @@ def make_engine(
     Args:
       host_slots: blocks of host memory.
       shared_rows: see `Buckets`.
+      scope, digest: of the prefix index.
       memory: arguments of KVMemory, such as caching=True.
     """
     clock = itertools.count().__next__
     executor = FakeExecutor(patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots)
+    index = PrefixIndex(block_size, scope, digest)
     scheduler = Scheduler(
-        KVMemory(num_blocks, block_size, host_data=executor.host_blocks, clock=clock, **memory),
+        KVMemory(num_blocks, index, host_data=executor.host_blocks, clock=clock, **memory),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         query_tile=query_tile,

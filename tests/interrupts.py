@@ -120,7 +120,7 @@ class Trial:
             engine.step()  # what is still to be moved
         if self.simulation.disk is not None:
             self.simulation.disk.end_all()
-            memory.loads.poll()
+            memory.disk_reads.poll()
         if engine.has_work or engine.requests or engine._watched:
             raise Damage("requests are left")
         for tier in (memory.device, memory.host):

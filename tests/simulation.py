@@ -65,11 +65,11 @@ class Simulation:
             "policy": rng.choice(list(POLICIES)),
             "caching": self.disk is not None or rng.random() < 0.6,
             "shared_rows": rng.choice([0, 2, 3]),
-            "eviction": rng.choice(sorted(EVICTIONS)),
+            "replacement": rng.choice(sorted(EVICTIONS)),
             "host_slots": rng.choice([1, 3, 8, 200] if self.disk else [0, 0, 1, 3, 8, 200]),
             "preempt": rng.choice(["swap", "recompute", "auto"]),
             "write": rng.choice(["back", "through", "drop"]),
-            "load_timeout_s": rng.choice([0, 20, 1000]),
+            "read_timeout_s": rng.choice([0, 20, 1000]),
         }
         self.digest_bytes = rng.choice([1, 32, 32])
         self.requests: dict[Request, Expected] = {}
@@ -92,7 +92,7 @@ class Simulation:
     def let_disk_go_on(self) -> None:
         """Waiting for the disk is what lets its double go on."""
         if self.disk is not None:
-            self.engine.memory.loads.wait = self.disk.tick  # type: ignore[method-assign]
+            self.engine.memory.disk_reads.wait = self.disk.tick  # type: ignore[method-assign]
 
     def scope(self) -> Scope:
         patterns = PATTERNS[self.pattern]
@@ -344,7 +344,7 @@ class Simulation:
             self.disk.delay = 0  # otherwise the requests give the disk up
         # Each step computes a token; a restart can cost a sequence all it had, once for each that overtakes it.
         most = LONGEST * sum(r.params.num_sequences for r in self.requests)
-        for _ in range(most * (len(self.requests) + 1) + 2 * self.settings["load_timeout_s"] + 2):
+        for _ in range(most * (len(self.requests) + 1) + 2 * self.settings["read_timeout_s"] + 2):
             if not self.engine.has_work:
                 break
             self.step()
@@ -352,7 +352,7 @@ class Simulation:
         if self.disk is not None:
             self.disk.end_all()
         self.engine.step()  # what is still to be moved
-        self.engine.memory.loads.poll()
+        self.engine.memory.disk_reads.poll()
         self.engine.scheduler.check()
         memory = self.engine.memory
         assert memory.blocks.num_used == 0 and (memory.host is None or memory.host.pool.num_used == 0)

@@ -15,11 +15,13 @@ import numpy as np
 
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.moves import Moves
+from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step.builder import BatchBuilder, Buckets
-from ksana_jax.step.contract import Moves, StepInput, StepOutput
+from ksana_jax.step.contract import StepInput, StepOutput
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
@@ -78,7 +80,7 @@ def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK
     Row i begins with context - (i mod block_size) tokens.
     """
     max_model_len = context + steps + 1
-    memory = KVMemory(rows * -(-max_model_len // block_size), block_size)
+    memory = KVMemory(rows * -(-max_model_len // block_size), PrefixIndex(block_size))
     scheduler = Scheduler(
         memory,
         max_num_seqs=rows,

@@ -249,8 +249,8 @@ class Engine:
         self._changes.begin()
         batch = self.scheduler.schedule()
         if batch is None:
-            if self.memory.loads.num_pending:
-                self.memory.loads.wait()
+            if self.memory.disk_reads.num_pending:
+                self.memory.disk_reads.wait()
             elif self.scheduler.has_work:
                 raise RuntimeError("there is work, and none of it can be scheduled")
             self._make_moves()
@@ -259,11 +259,11 @@ class Engine:
         step.moves = self.memory.take_moves()
         peak_blocks = self.scheduler.blocks.num_used
         unshared_blocks = int(self.scheduler.rows.num_blocks[self.scheduler.order].sum())
-        began = self.clock() if self.memory.weighs_costs else 0.0
+        began = self.clock() if self.memory.swap.weighs_costs else 0.0
         output = self.executor.execute(step)
         now = self.clock()
         self.memory.commit()
-        if self.memory.weighs_costs:
+        if self.memory.swap.weighs_costs:
             prefills = batch.num_tokens if len(batch.chunks) else 0
             self.memory.costs.observe(prefills, now - began, step.moves, output.move_s)
         report.note_first_tokens(self.scheduler.rows, batch, now)

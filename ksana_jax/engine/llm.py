@@ -24,7 +24,7 @@ from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.loading.load import auto_dtype, check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
@@ -149,16 +149,18 @@ class LLM:
             self._fingerprint = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
         memory = KVMemory(
             num_blocks,
-            config.block_size,
+            PrefixIndex(
+                config.block_size,
+                Scope(self._fingerprint).seen_through(patterns),
+                cost=recompute_cost(model, config.block_size),
+            ),
             caching=config.enable_prefix_caching,
-            eviction=config.prefix_eviction,
+            replacement=config.prefix_eviction,
             preempt=config.preempt,
             host_data=self.runner.mover.host_blocks,
             disk=self._open_disk(config),
             block_bytes=layout.block_bytes,
             write=config.cache_write,
-            scope=Scope(self._fingerprint).seen_through(patterns),
-            cost=recompute_cost(model, config.block_size),
         )
         scheduler = Scheduler(
             memory,

@@ -147,7 +147,7 @@ def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
 
 
 def counts(memory: KVMemory) -> dict[str, int]:
-    """`kv.counters.Counters` as plain values, and disk_written and disk_read: blocks written to disk and read from there."""
+    """`kv.counters.Counters` as plain values, with the blocks written to disk and read from it."""
     disk = memory.disk.counters if memory.disk is not None else None
     found = {"disk_written": disk.written if disk else 0, "disk_read": disk.read if disk else 0}
     return dataclasses.asdict(memory.counters) | found

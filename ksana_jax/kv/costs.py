@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from ksana_jax.step.contract import Moves
+from ksana_jax.kv.moves import Moves
 
 
 class Costs:

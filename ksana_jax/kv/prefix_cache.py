@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ksana_jax.kv.tier import DEVICE, Node
+from ksana_jax.kv.counters import Counters
+from ksana_jax.kv.device_tier import DeviceTier
+from ksana_jax.kv.disk_reads import DiskReads
+from ksana_jax.kv.host_tier import HostTier
+from ksana_jax.kv.prefix_index import PrefixIndex
+from ksana_jax.kv.tier import DEVICE, HOST, Node
+from ksana_jax.patterns import FULL, LiveRange
 from ksana_jax.sequence import Held, Origin, Sequence
-
-if TYPE_CHECKING:
-    from ksana_jax.kv.memory import KVMemory
 
 
 @dataclasses.dataclass
@@ -29,15 +31,28 @@ class Hit:
 
 
 class PrefixCache:
-    """Cached prefixes of `memory`.
+    """Cached prefixes: full blocks by what they hold.
 
     Args:
       enabled: whether full blocks are kept after use.
+      index: which content there is. device, host: where it is stored. disk_reads: bring more of it to the host.
+
+    Attributes:
+      live: which positions stay visible to later tokens.
     """
 
-    def __init__(self, memory: KVMemory, enabled: bool):
-        self.enabled = enabled
-        self._memory, self._index = memory, memory.index
+    def __init__(
+        self,
+        enabled: bool,
+        index: PrefixIndex,
+        device: DeviceTier,
+        host: HostTier | None,
+        disk_reads: DiskReads,
+        counters: Counters,
+    ):
+        self.enabled, self.live = enabled, LiveRange.of([FULL])
+        self._index, self._device, self._host = index, device, host
+        self._disk_reads, self._counters = disk_reads, counters
         self._computing: dict[bytes, Sequence] = {}
 
     def pin(self, seq: Sequence) -> Hit:
@@ -51,8 +66,8 @@ class PrefixCache:
         size = self._index.block_size
         limit = (len(seq.token_ids) - 1) // size
         found = self._known(seq, limit)
-        on_disk = self._memory.loads.missing(seq, found, limit)
-        if on_disk and self._memory.loads.begin(seq, found, on_disk):
+        on_disk = self._missing(seq, found, limit)
+        if on_disk and self._disk_reads.begin(seq, found, on_disk):
             hit.awaits = True
             return hit
         num_blocks = self.usable(np.array([node.is_somewhere for node in found], bool))
@@ -62,12 +77,15 @@ class PrefixCache:
                 hit.awaits = True
                 return hit
         starts = np.arange(num_blocks) * size
-        alive = ~self._memory.live.dead_blocks(starts, size, num_blocks * size)
+        alive = ~self.live.dead_blocks(starts, size, num_blocks * size)
         hit.starts = starts[alive].tolist()
         hit.nodes = [found[start // size] for start in hit.starts]
         hit.num_tokens = num_blocks * size
         hit.num_loads = sum(node.at[DEVICE] < 0 for node in hit.nodes)
-        self._memory.pin(hit.nodes)
+        on_device, on_host = _places(hit.nodes)
+        self._device.share(on_device)
+        if self._host is not None:
+            self._host.pool.share(on_host)
         return hit
 
     def _known(self, seq: Sequence, limit: int) -> list[Node]:
@@ -83,13 +101,31 @@ class PrefixCache:
             parent = node
         return found
 
+    def _missing(self, seq: Sequence, found: list[Node], limit: int) -> list[int]:
+        """Which blocks of a sequence are worth reading from disk, by number.
+
+        Args:
+          found: its first blocks, as far as they are known. limit: most blocks it can take over.
+        """
+        reads, size = self._disk_reads, self._index.block_size
+        if not reads.enabled or seq.has_read:
+            return []
+        there = [node.is_somewhere or reads.has(node.key) for node in found]
+        for depth in range(len(found), limit):
+            if not reads.has(self._index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth].key):
+                break
+            there.append(True)
+        count = self.usable(np.array(there, bool))
+        alive = ~self.live.dead_blocks(np.arange(count) * size, size, count * size)
+        return [d for d in np.flatnonzero(alive).tolist() if d >= len(found) or not found[d].is_somewhere]
+
     def usable(self, there: np.ndarray) -> int:
         """Longest beginning of a text, in blocks, of which all that later queries see is there.
 
         Args:
           there: [blocks] bool.
         """
-        live, size = self._memory.live, self._index.block_size
+        live, size = self.live, self._index.block_size
         if live.window is None:
             return len(there) if there.all() else int(there.argmin())
         starts = np.arange(len(there)) * size
@@ -101,8 +137,11 @@ class PrefixCache:
         return 0
 
     def unpin(self, hit: Hit) -> None:
-        """Lets a hit go that found no room."""
-        self._memory.unpin(hit.nodes)
+        """Lets a hit go that found no room; its nodes have not moved since."""
+        on_device, on_host = _places(hit.nodes)
+        self._device.release(on_device)
+        if self._host is not None:
+            self._host.release(on_host)
 
     def claim(self, seq: Sequence, hit: Hit) -> Held:
         """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them."""
@@ -110,12 +149,12 @@ class PrefixCache:
             Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in seq.read else Origin.HIT_HOST
             for node in hit.nodes
         ]
-        self._memory.load(hit.nodes, hit.num_loads)
+        self._device.load(hit.nodes, hit.num_loads)
         now = self._index.tick()
         for node in hit.nodes:
             node.last_use, node.num_uses = now, node.num_uses + 1
-            if self._memory.host is not None:
-                self._memory.host.used(node)
+            if self._host is not None:
+                self._host.used(node)
         if hit.nodes:
             seq.node, seq.num_indexed = hit.nodes[-1], hit.num_tokens // self._index.block_size
         if seq.num_cached_tokens is None:
@@ -125,7 +164,7 @@ class PrefixCache:
         return Held(ids, np.array(hit.starts, np.int32), hit.num_tokens, np.array(origins, np.uint8))
 
     def _count(self, seq: Sequence, hit: Hit, origins: list[Origin]) -> None:
-        c = self._memory.counters
+        c = self._counters
         c.asked_tokens += len(seq.token_ids)
         c.hit_tokens += hit.num_tokens
         c.hits_device += origins.count(Origin.HIT_DEVICE)
@@ -156,7 +195,7 @@ class PrefixCache:
           The blocks that it should hold: where another block has the same content already, that one, now shared; the
           caller gives its own back.
         """
-        index, memory, first = self._index, self._memory, seq.num_indexed
+        index, first = self._index, seq.num_indexed
         now = index.tick()
         links = index.chain(token_ids, seq.salt, seq.links, first + len(ids))
         parent = index.revived(seq.node or index.root(seq.salt))
@@ -176,13 +215,18 @@ class PrefixCache:
             if node.at[DEVICE] < 0:
                 if not node.is_somewhere:
                     node.inserted = node.last_use = now
-                memory.device.put(node, block)
-                if memory.write == "through":
-                    memory.save(node)
+                self._device.keep(node, block)
             elif node.at[DEVICE] != block:
                 kept[at] = node.at[DEVICE]
-                memory.share(np.array([kept[at]], np.int32))
+                self._device.share(np.array([kept[at]], np.int32))
         else:
             seq.node, seq.num_indexed = parent, first + len(ids)
         index.drop_if_empty(parent)
         return kept
+
+
+def _places(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns blocks of the device that have some nodes' content, and slots of the host that have the others'."""
+    on_device = [node.at[DEVICE] for node in nodes if node.at[DEVICE] >= 0]
+    on_host = [node.at[HOST] for node in nodes if node.at[DEVICE] < 0]
+    return np.array(on_device, np.int32), np.array(on_host, np.int32)

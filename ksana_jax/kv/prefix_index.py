@@ -60,6 +60,7 @@ class PrefixIndex:
 
     Args:
       block_size: B, tokens in a block.
+      scope: what keys depend on.
       digest: of the hash chain; tests hand in a poor one to see collisions.
       cost: of computing the block at a text position anew, relative to the first block.
     """
@@ -67,11 +68,11 @@ class PrefixIndex:
     def __init__(
         self,
         block_size: int,
-        scope: Scope,
+        scope: Scope | None = None,
         digest: Callable[[bytes], bytes] = sha256,
         cost: Callable[[int], float] = lambda position: 1.0,
     ):
-        self.block_size, self.scope = block_size, scope
+        self.block_size, self.scope = block_size, scope or Scope()
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
         self._roots: dict[bytes, Node] = {}
@@ -79,6 +80,11 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def clear(self) -> None:
+        """Forgets all nodes."""
+        self.nodes.clear()
+        self._roots.clear()
 
     def root(self, salt: str) -> Node:
         """Where the chains of one salt begin; not a block, never evicted."""

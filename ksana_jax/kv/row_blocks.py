@@ -45,7 +45,7 @@ class RowBlocks:
         if not len(rows):
             return
         r, size = self.rows, self._size
-        ids = self.memory.allocate(len(rows) * count).reshape(len(rows), count)
+        ids = self.memory.device.allocate(len(rows) * count).reshape(len(rows), count)
         at = r.num_blocks[rows][:, None] + np.arange(count, dtype=np.int32)
         r.block_tables[rows[:, None], at] = ids
         r.block_starts[rows[:, None], at] = r.covered[rows][:, None] + size * np.arange(count, dtype=np.int32)
@@ -70,7 +70,7 @@ class RowBlocks:
         r, one = self.rows, np.array([row])
         if r.forked[row] and self.writes_to_shared(one)[0]:
             at = r.num_blocks[row] - 1
-            r.block_tables[row, at] = self.memory.copy(int(r.block_tables[row, at]))
+            r.block_tables[row, at] = self.memory.device.copy(int(r.block_tables[row, at]))
             r.forked[row] = False
             r.block_origins[row, at] = Origin.COPIED
             self._note(r.seqs[row], Origin.COPIED)
@@ -84,7 +84,7 @@ class RowBlocks:
         starts = r.block_starts[row, : r.num_blocks[row]]
         some = starts < num_tokens
         ids = r.held(row)[some].copy()
-        self.memory.share(ids)
+        self.memory.device.share(ids)
         r.forked[row] = True
         return Held(ids, starts[some].copy(), num_tokens, Origin.SHARED)
 
@@ -93,14 +93,14 @@ class RowBlocks:
         r = self.rows
         done, starts = int(r.num_computed[row]), r.block_starts[row, : r.num_blocks[row]]
         filled = starts < done
-        if not done or not self.memory.prefers_swap(int(np.count_nonzero(filled)), done):
+        if not done or not self.memory.swap.is_better(int(np.count_nonzero(filled)), done):
             return None
-        return Held(self.memory.swap_out(r.held(row)[filled]), starts[filled].copy(), done, Origin.SWAPPED)
+        return Held(self.memory.swap.move_out(r.held(row)[filled]), starts[filled].copy(), done, Origin.SWAPPED)
 
     def release(self, rows: np.ndarray) -> None:
         """Gives back all that some rows hold."""
         r = self.rows
-        self.memory.release(np.concatenate([r.held(row) for row in rows]))
+        self.memory.device.release(np.concatenate([r.held(row) for row in rows]))
         taken = (r.covered[rows] - r.brought[rows]) // self._size
         for row, count in zip(rows.tolist(), taken.tolist(), strict=True):
             self._note(r.seqs[row], Origin.COMPUTED, count)
@@ -125,7 +125,7 @@ class RowBlocks:
             ids[found] = r.block_tables[row, at[found]]
             kept = self.memory.prefixes.insert(seq, r.token_ids[row], ids.tolist())
             r.block_tables[row, at[found]] = np.array(kept, np.int32)[found]
-            self.memory.release(ids[found & (ids != kept)])
+            self.memory.device.release(ids[found & (ids != kept)])
             r.index_at[row] = (seq.num_indexed + 1) * size if seq.cacheable else FAR
 
     def return_invisible(self, rows: np.ndarray) -> None:
@@ -148,7 +148,7 @@ class RowBlocks:
             return
         rows, dead = rows[some], dead[some]
         tables = r.block_tables[rows, :width]
-        self.memory.release(tables[dead])
+        self.memory.device.release(tables[dead])
         order = np.argsort(dead, axis=1, kind="stable")  # the living move up
         r.block_tables[rows, :width] = np.take_along_axis(tables, order, axis=1)
         r.block_starts[rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.runner.compiling import compiled
-from ksana_jax.step.contract import Moves
 
 # Blocks moved by one call; a move of n takes the smallest that holds it, larger ones go in several calls.
 SIZES = (1, 8, 64)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.moves import Moves
 from ksana_jax.models.rope import Rope, make_rope
 from ksana_jax.models.transformer import Params, forward, logits
 from ksana_jax.ops.implementations import Needs, choose
@@ -23,7 +24,7 @@ from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.movers import BlockMover
 from ksana_jax.sampling.sampler import sample, score
-from ksana_jax.step.contract import Moves, SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 
 # Of a step, by platform. XLA's rematerialisation counts the pool, which is written in place, once for each write. It
 # then takes the memory for full and computes in every layer what layers share: a third more kernels for Llama-8B.

@@ -51,7 +51,7 @@ class Admission:
           alone: nothing runs; then part of a chunk is better than waiting for ever, and sequences that wait give up the
             blocks that they share.
         """
-        size, total = self.memory.block_size, len(seq.token_ids)
+        device, size, total = self.memory.device, self.memory.block_size, len(seq.token_ids)
         brought = seq.held or seq.swapped
         done = hit.num_tokens if hit else brought.num_computed if brought else 0
         left = total - done
@@ -65,14 +65,14 @@ class Admission:
 
         def first_block() -> int:
             """Blocks without which not even one token can be computed."""
-            return loads + (done >= covered or (seq.held is not None and self.memory.is_shared(seq.held.ids[-1])))
+            return loads + (done >= covered or (seq.held is not None and device.is_shared(seq.held.ids[-1])))
 
         more = -(-max(done + count - covered, 0) // size) - (done >= covered)
-        if min(first_block() + more, most) <= self.memory.num_available:
+        if min(first_block() + more, most) <= device.num_available:
             return True
         if not alone:
             return False
-        while first_block() > self.memory.num_available:
+        while first_block() > device.num_available:
             if not self.queue.strip_one(seq):
                 return False
         return True

@@ -38,15 +38,15 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, and from it what it has reserved."""
         self.entries = [entry for entry in self.entries if entry[2] is not seq]
-        self._memory.loads.end(seq)
+        self._memory.disk_reads.end(seq)
         self.take_away(seq)
 
     def take_away(self, seq: Sequence) -> None:
         """Takes what a waiting sequence holds: it will compute it again, if it goes on."""
         if seq.held is not None:
-            self._memory.release(seq.held.ids)
+            self._memory.device.release(seq.held.ids)
         if seq.swapped is not None:
-            self._memory.drop_swapped(seq.swapped.ids)
+            self._memory.swap.discard(seq.swapped.ids)
         seq.held = seq.swapped = seq.node = None
         seq.num_indexed = 0
 

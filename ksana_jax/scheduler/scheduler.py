@@ -177,12 +177,12 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Chooses what the next step computes and takes the blocks for it; None when there is nothing to compute: no
-        work, or all of it waits for the disk (`memory.loads`)."""
-        self.memory.loads.poll()
+        work, or all of it waits for the disk (`memory.disk_reads`)."""
+        self.memory.disk_reads.poll()
         batch = self._schedule()
         # Rows whose requests wait for others of theirs to get in compute nothing, and may hold all blocks. A read that
         # is done may be of a sequence that waits behind them.
-        while batch is None and len(self.order) and self.waiting and not self.memory.loads.num_reading:
+        while batch is None and len(self.order) and self.waiting and not self.memory.disk_reads.num_reading:
             self._preempt(int(self.order[-1]))
             batch = self._schedule()
         return batch
@@ -194,7 +194,7 @@ class Scheduler:
         singles = order[left == 1][: self.max_num_batched_tokens]
         short = rows.num_computed[singles] >= rows.covered[singles]
         sharing = self.held.writes_to_shared(singles)
-        if np.count_nonzero(short) + np.count_nonzero(sharing) <= self.memory.num_available:
+        if np.count_nonzero(short) + np.count_nonzero(sharing) <= self.memory.device.num_available:
             self.held.take(singles[short])
             for row in singles[sharing].tolist():
                 self.held.provide(row, 1)
@@ -233,7 +233,7 @@ class Scheduler:
         The first row of all always gets its block, so there is progress: a request that the pool cannot hold was
         refused on arrival.
         """
-        while not self.memory.num_available:
+        while not self.memory.device.num_available:
             last = int(self.order[-1])
             if last != row:
                 self._preempt(last)
@@ -263,7 +263,7 @@ class Scheduler:
         r, size = self.rows, self.blocks.block_size
         done, covered = int(r.num_computed[row]), int(r.covered[row])
         left = int(r.num_tokens[row]) - done
-        available = self.memory.num_available
+        available = self.memory.device.num_available
         if r.forked[row]:
             available -= int(self.held.writes_to_shared(np.array([row]))[0])
         count = max(min(room.most(left), covered + available * size - done), 0)
@@ -282,7 +282,7 @@ class Scheduler:
         at = 0
         while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and room.tokens:
             seq = self.waiting[at][2]
-            if seq.idles or not self.memory.loads.ready(seq):
+            if seq.idles or not self.memory.disk_reads.ready(seq):
                 at += 1
                 continue
             hit = None if seq.held or seq.swapped else self.memory.prefixes.pin(seq)
@@ -307,14 +307,14 @@ class Scheduler:
         if hit:
             held = self.memory.prefixes.claim(seq, hit)
         elif seq.swapped:
-            held = seq.swapped._replace(ids=self.memory.swap_in(seq.swapped.ids))
+            held = seq.swapped._replace(ids=self.memory.swap.move_in(seq.swapped.ids))
         else:
             assert seq.held is not None
             held = seq.held
         forked = seq.held is not None
         seq.held = seq.swapped = None
         seq.has_read, seq.read = False, set()
-        self.memory.loads.end(seq)
+        self.memory.disk_reads.end(seq)
         self.rows.place(seq, row)
         self.held.bring(row, seq, held, forked)
         return row

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
 
 
@@ -133,19 +134,6 @@ class TokenScores(NamedTuple):
     rank: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
-
-
-@dataclasses.dataclass
-class Moves:
-    """Whole blocks to be copied before a step computes, in this order; each [n, 2] int32 of from and to.
-
-    saves: device blocks to host slots. copies: device blocks to device blocks (copy-on-write), all read before one is
-    written. loads: host slots to device blocks.
-    """
-
-    saves: np.ndarray
-    copies: np.ndarray
-    loads: np.ndarray
 
 
 @dataclasses.dataclass

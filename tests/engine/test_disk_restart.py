@@ -39,7 +39,7 @@ def engine(folder, write="through", dtype="f32", **settings):
     llm = make_llm(dtype=dtype, enable_prefix_caching=True, disk_cache_dir=str(folder), cache_write=write, **settings)
     llm.runner._compiled = compiled(dtype)
     # A thread that traces a step leaves little of the interpreter to the one that reads files.
-    llm.engine.memory.loads._timeout_s = 60.0
+    llm.engine.memory.disk_reads._timeout_s = 60.0
     yield llm
     llm.close()
 

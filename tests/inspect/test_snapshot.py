@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax.inspect.snapshot import STATES, BlockRecord, Ownership, Snapshot, snapshot_of, take_snapshot
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import FULL, AttentionPattern
 from tests.fakes import asking, make_engine, prompt_of, step
@@ -112,15 +113,15 @@ def test_who_waits_is_an_owner_too():
 
 
 def test_a_block_whose_content_is_to_come_is_moving():
-    memory = KVMemory(4, 4, host_data=np.zeros((4, 1), np.float32))
-    ids = memory.allocate(2)
-    slots = memory.swap_out(ids)
+    memory = KVMemory(4, PrefixIndex(4), host_data=np.zeros((4, 1), np.float32))
+    ids = memory.device.allocate(2)
+    slots = memory.swap.move_out(ids)
     assert [b.state for b in snapshot_of(memory, memory.owners()).of("host")] == ["moving", "moving", "free", "free"]
     memory.take_moves()
     memory.commit()
-    memory.release(ids)
+    memory.device.release(ids)
     assert [b.state for b in snapshot_of(memory, memory.owners()).of("host")] == ["held", "held", "free", "free"]
-    memory.swap_in(slots)
+    memory.swap.move_in(slots)
     device, host = (snapshot_of(memory, memory.owners()).of(tier) for tier in ("device", "host"))
     assert [b.state for b in device] == ["moving", "moving", "free", "free"]
     # Until the copy is made, the slots belong to the move.

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ksana_jax.kv.costs import Costs
-from ksana_jax.step.contract import Moves
+from ksana_jax.kv.moves import Moves
 
 
 def moves(saves: int, copies: int = 0, loads: int = 0) -> Moves:

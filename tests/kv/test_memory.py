@@ -5,6 +5,7 @@ import pytest
 
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, prompt_of
 from tests.kv.disk.double import DiskDouble
@@ -14,7 +15,7 @@ SIZE = 4
 
 def memory_of(num_blocks: int = 6, slots: int = 4, **settings) -> KVMemory:
     settings = {"caching": True, "host_data": np.zeros((slots, 1), np.int32)} | settings
-    return KVMemory(num_blocks, SIZE, **settings)
+    return KVMemory(num_blocks, PrefixIndex(SIZE), **settings)
 
 
 def sequence(text, salt: str = "") -> Sequence:
@@ -24,9 +25,9 @@ def sequence(text, salt: str = "") -> Sequence:
 def cache(memory: KVMemory, text) -> list[int]:
     """Has the full blocks of a text computed and let go; their ids."""
     seq = sequence(text)
-    ids = memory.allocate(len(text) // SIZE)
+    ids = memory.device.allocate(len(text) // SIZE)
     memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
-    memory.release(ids)
+    memory.device.release(ids)
     return ids.tolist()
 
 
@@ -46,25 +47,25 @@ def ids_of(*blocks: int) -> np.ndarray:
 def test_cached_blocks_make_room_only_once_no_block_is_free():
     memory = memory_of()
     cache(memory, prompt_of(8))
-    assert memory.num_available == 6 and memory.blocks.num_idle == 2
-    memory.allocate(4)
+    assert memory.device.num_available == 6 and memory.blocks.num_idle == 2
+    memory.device.allocate(4)
     assert memory.counters.evicted == 0 and memory.blocks.num_idle == 2
-    memory.allocate(1)
-    assert memory.counters.evicted == 1 and memory.num_available == 1
-    with pytest.raises(NoFreeBlocks, match="2 blocks asked for, 1 of 6 are to be had"):
-        memory.allocate(2)
-    assert memory.num_available == 1
+    memory.device.allocate(1)
+    assert memory.counters.evicted == 1 and memory.device.num_available == 1
+    with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 of 6 available"):
+        memory.device.allocate(2)
+    assert memory.device.num_available == 1
 
 
 def test_an_evicted_block_is_saved_before_whoever_took_it_writes_to_it():
     memory = memory_of(num_blocks=2)
     ids = cache(memory, prompt_of(8))
-    taken = memory.allocate(2)
+    taken = memory.device.allocate(2)
     assert sorted(taken.tolist()) == sorted(ids)
     assert moves(memory) == {"saves": [[ids[1], 0], [ids[0], 1]]}
     memory.check([taken])
     # Found on the host now, and loaded.
-    memory.release(taken)
+    memory.device.release(taken)
     seq = sequence(prompt_of(8)[:8].tolist() + [1])
     hit = memory.prefixes.pin(seq)
     assert hit.num_loads == 2
@@ -77,11 +78,11 @@ def test_an_evicted_block_is_saved_before_whoever_took_it_writes_to_it():
 def test_a_slot_that_a_pending_move_touches_is_not_reused():
     memory = memory_of(num_blocks=2, slots=1)
     cache(memory, prompt_of(8))
-    taken = memory.allocate(2)  # of two evicted blocks only one finds a slot
-    assert memory.take_slot() is None and memory.counters.saved == 1
+    taken = memory.device.allocate(2)  # of two evicted blocks only one finds a slot
+    assert memory.host.take_slot() is None and memory.counters.saved == 1
     assert len(moves(memory)["saves"]) == 1
-    assert memory.take_slot() == 0 and memory.counters.evicted_host == 1
-    memory.drop_swapped(ids_of(0))
+    assert memory.host.take_slot() == 0 and memory.counters.evicted_host == 1
+    memory.swap.discard(ids_of(0))
     memory.check([taken])
 
 
@@ -89,12 +90,12 @@ def test_a_block_that_is_on_the_host_already_is_not_saved_again():
     memory = memory_of(num_blocks=1)
     cache(memory, prompt_of(4))
     for turn in range(3):
-        memory.release(memory.allocate(1))
+        memory.device.release(memory.device.allocate(1))
         assert bool(moves(memory)) == (turn == 0)
         seq = sequence(prompt_of(4).tolist() + [1])
         held = memory.prefixes.claim(seq, memory.prefixes.pin(seq))
         assert moves(memory) == {"loads": [[0, 0]]}
-        memory.release(held.ids)
+        memory.device.release(held.ids)
     assert memory.counters.saved == 1
 
 
@@ -105,14 +106,14 @@ def test_cached_content_moves_to_slower_tiers_when_it_is_told_to(write):
     cache(memory, prompt_of(8))
     moves(memory)
     saved, written = memory.counters.saved, len(disk.files)
-    memory.release(memory.allocate(2))
+    memory.device.release(memory.device.allocate(2))
     moves(memory)
     evicted_saved, evicted_written = memory.counters.saved, len(disk.files)
-    slots = [memory.take_slot(), memory.take_slot()]
+    slots = [memory.host.take_slot(), memory.host.take_slot()]
     assert {0, 1} == set(slots)
     counts = (saved, written, evicted_saved, evicted_written, len(disk.files))
     assert counts == {"back": (0, 0, 2, 0, 2), "through": (2, 2, 2, 2, 2), "drop": (0, 0, 0, 0, 0)}[write]
-    memory.drop_swapped(np.array(slots, np.int32))
+    memory.swap.discard(np.array(slots, np.int32))
     memory.check([])
     assert len(memory.index) == 0
 
@@ -121,13 +122,13 @@ def test_what_is_still_on_the_device_is_not_written_to_disk_when_it_leaves_the_h
     disk = DiskDouble()
     memory = memory_of(num_blocks=2, slots=1, disk=disk)
     cache(memory, prompt_of(4))
-    memory.release(memory.allocate(2))
+    memory.device.release(memory.device.allocate(2))
     moves(memory)
     seq = sequence(prompt_of(4).tolist() + [1])
     held = memory.prefixes.claim(seq, memory.prefixes.pin(seq))
     moves(memory)
-    assert memory.take_slot() == 0 and not disk.files
-    memory.drop_swapped(ids_of(0))
+    assert memory.host.take_slot() == 0 and not disk.files
+    memory.swap.discard(ids_of(0))
     memory.check([held.ids])
 
 
@@ -136,48 +137,48 @@ def test_what_is_still_on_the_device_is_not_written_to_disk_when_it_leaves_the_h
 
 def test_a_shared_block_is_copied_for_one_owner_and_left_to_the_others():
     memory = memory_of()
-    [block] = memory.allocate(1).tolist()
-    assert not memory.is_shared(block)
-    memory.share(ids_of(block))
-    assert memory.is_shared(block)
-    new = memory.copy(block)
+    [block] = memory.device.allocate(1).tolist()
+    assert not memory.device.is_shared(block)
+    memory.device.share(ids_of(block))
+    assert memory.device.is_shared(block)
+    new = memory.device.copy(block)
     assert new != block and memory.blocks.ref_count[[block, new]].tolist() == [1, 1]
     assert moves(memory) == {"copies": [[block, new]]} and memory.counters.copied == 1
-    assert not memory.is_shared(block)
+    assert not memory.device.is_shared(block)
 
 
 def test_a_cached_block_is_shared_though_it_has_one_owner():
     memory = memory_of()
-    seq, ids = sequence(prompt_of(4)), memory.allocate(1)
+    seq, ids = sequence(prompt_of(4)), memory.device.allocate(1)
     memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
-    assert memory.is_shared(int(ids[0]))
+    assert memory.device.is_shared(int(ids[0]))
 
 
 def test_a_copy_of_a_copy_that_is_not_made_yet_is_read_from_the_first_block():
     memory = memory_of()
-    [block] = memory.allocate(1).tolist()
-    memory.share(ids_of(block, block))
-    one = memory.copy(block)
-    memory.share(ids_of(one))
-    other = memory.copy(one)
+    [block] = memory.device.allocate(1).tolist()
+    memory.device.share(ids_of(block, block))
+    one = memory.device.copy(block)
+    memory.device.share(ids_of(one))
+    other = memory.device.copy(one)
     assert moves(memory) == {"copies": [[block, one], [block, other]]}
 
 
 def test_a_copy_whose_owner_has_gone_is_not_made():
     memory = memory_of()
-    [block] = memory.allocate(1).tolist()
-    memory.share(ids_of(block))
-    memory.release(ids_of(memory.copy(block)))
+    [block] = memory.device.allocate(1).tolist()
+    memory.device.share(ids_of(block))
+    memory.device.release(ids_of(memory.device.copy(block)))
     assert moves(memory) == {}
 
 
 def test_a_block_that_was_to_be_copied_is_swapped_out_from_where_its_content_is():
     memory = memory_of()
-    [block] = memory.allocate(1).tolist()
-    memory.share(ids_of(block))
-    new = memory.copy(block)
-    slots = memory.swap_out(ids_of(new))
-    memory.release(ids_of(new))
+    [block] = memory.device.allocate(1).tolist()
+    memory.device.share(ids_of(block))
+    new = memory.device.copy(block)
+    slots = memory.swap.move_out(ids_of(new))
+    memory.device.release(ids_of(new))
     assert moves(memory) == {"saves": [[block, slots[0]]]}
 
 
@@ -186,12 +187,12 @@ def test_a_block_that_was_to_be_copied_is_swapped_out_from_where_its_content_is(
 
 def test_a_row_that_is_swapped_out_and_in_owns_its_slots_in_between():
     memory = memory_of()
-    ids = memory.allocate(3)
-    slots = memory.swap_out(ids)
-    memory.release(ids)
+    ids = memory.device.allocate(3)
+    slots = memory.swap.move_out(ids)
+    memory.device.release(ids)
     assert moves(memory) == {"saves": [[b, s] for b, s in zip(ids.tolist(), slots.tolist(), strict=True)]}
     memory.check([], [slots])
-    back = memory.swap_in(slots)
+    back = memory.swap.move_in(slots)
     memory.check([back])  # the slots are pinned until they have been read
     assert memory.host.pool.num_used == 3
     assert moves(memory) == {"loads": [[s, b] for s, b in zip(slots.tolist(), back.tolist(), strict=True)]}
@@ -201,34 +202,34 @@ def test_a_row_that_is_swapped_out_and_in_owns_its_slots_in_between():
 
 def test_a_swapped_row_that_is_given_up_is_not_saved():
     memory = memory_of()
-    ids = memory.allocate(2)
-    slots = memory.swap_out(ids)
-    memory.release(ids)
-    memory.drop_swapped(slots)
+    ids = memory.device.allocate(2)
+    slots = memory.swap.move_out(ids)
+    memory.device.release(ids)
+    memory.swap.discard(slots)
     assert moves(memory) == {} and memory.host.pool.num_free == 4
 
 
 def test_rows_are_swapped_as_told_and_only_where_all_their_blocks_find_room():
     for preempt, host in (("swap", True), ("recompute", False), ("auto", True)):  # auto learns the costs first
         memory = memory_of(preempt=preempt)
-        assert memory.prefers_swap(4, 100) == host and not memory.prefers_swap(5, 100)
-        assert not memory_of(preempt=preempt, host_data=None).prefers_swap(1, 100)
+        assert memory.swap.is_better(4, 100) == host and not memory.swap.is_better(5, 100)
+        assert not memory_of(preempt=preempt, host_data=None).swap.is_better(1, 100)
 
 
 def test_auto_weighs_moving_both_ways_against_computing():
     memory = memory_of(preempt="auto", slots=8)
     memory.costs._token_s.append(1.0)
     memory.costs._block_s.append(1.0)
-    assert memory.prefers_swap(2, 5) and not memory.prefers_swap(2, 4)
+    assert memory.swap.is_better(2, 5) and not memory.swap.is_better(2, 4)
 
 
 def test_a_row_s_slots_take_the_place_of_cached_content():
     memory = memory_of(num_blocks=4, slots=2)
     cache(memory, prompt_of(8))
-    taken = memory.allocate(4)
+    taken = memory.device.allocate(4)
     moves(memory)
-    assert memory.host.pool.num_idle == 2 and memory.prefers_swap(2, 1)
-    slots = memory.swap_out(taken[:2])
+    assert memory.host.pool.num_idle == 2 and memory.swap.is_better(2, 1)
+    slots = memory.swap.move_out(taken[:2])
     assert memory.counters.evicted_host == 2 and len(memory.index) == 0
     moves(memory)
     memory.check([taken], [slots])
@@ -247,7 +248,7 @@ def test_a_flush_brings_all_that_is_cached_to_the_disk(write):
     disk = DiskDouble()
     memory = memory_of(num_blocks=4, slots=8, write=write, disk=disk)
     cache(memory, prompt_of(8))
-    memory.release(memory.allocate(4))  # to the host
+    memory.device.release(memory.device.allocate(4))  # to the host
     moves(memory)
     cache(memory, prompt_of(12))
     moves(memory)
@@ -281,18 +282,18 @@ def test_a_flush_without_a_disk_does_nothing():
 def test_after_a_reset_device_and_host_are_empty_whatever_the_books_said():
     memory = memory_of(num_blocks=3, slots=4)
     cache(memory, prompt_of(4))
-    memory.release(memory.allocate(3))
+    memory.device.release(memory.device.allocate(3))
     moves(memory)  # one block is on the host
     cache(memory, prompt_of(8))
-    memory.release(memory.allocate(2))  # another is to be saved
+    memory.device.release(memory.device.allocate(2))  # another is to be saved
     memory.blocks.num_free += 1  # and an interrupt has left the books half written
     memory.host.node_of.clear()
     memory.reset(host := np.zeros((2, 1)))
     memory.check([])
     assert memory.blocks.num_free == 3 and memory.host.pool.num_free == 2 and not memory.index.nodes
-    assert memory.take_moves() is None and memory.host_data is host
+    assert memory.take_moves() is None and memory.host.data is host
 
 
 def test_an_unknown_policy_is_refused_by_name():
     with pytest.raises(ValueError, match="prefix_eviction is 'mru', must be one of lru, lfu, fifo"):
-        memory_of(eviction="mru")
+        memory_of(replacement="mru")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.sequence import Sequence
@@ -28,7 +28,7 @@ PATTERNS = {
 
 
 def memory_of(patterns=(FULL,), num_blocks: int = 16, scope: Scope | None = None, **settings) -> KVMemory:
-    memory = KVMemory(num_blocks, SIZE, caching=True, **settings)
+    memory = KVMemory(num_blocks, PrefixIndex(SIZE), caching=True, **settings)
     memory.set_patterns(
         LiveRange.of(patterns), scope or Scope("m", repr(patterns), min(p.full_until for p in patterns))
     )
@@ -43,10 +43,10 @@ def sequence(text, salt: str = "", **settings) -> Sequence:
 def cache(memory: KVMemory, text, salt: str = "") -> list[int]:
     """Has the full blocks of a text computed and let go; their ids."""
     seq, count = sequence(text, salt), len(text) // SIZE
-    ids = memory.allocate(count)
+    ids = memory.device.allocate(count)
     kept = memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
-    memory.release(ids[ids != kept])
-    memory.release(np.array(kept, np.int32))
+    memory.device.release(ids[ids != kept])
+    memory.device.release(np.array(kept, np.int32))
     return kept
 
 
@@ -142,7 +142,7 @@ def test_a_claim_gives_blocks_counts_the_use_and_says_what_was_found():
     counters = memory.counters
     assert (counters.asked_tokens, counters.hit_tokens, counters.hits_device, counters.hits_host) == (14, 12, 3, 0)
     # After a preemption it is not counted again.
-    memory.release(held.ids)
+    memory.device.release(held.ids)
     memory.prefixes.claim(seq, memory.prefixes.pin(seq))
     assert counters.asked_tokens == 14 and seq.num_cached_tokens == 12
 
@@ -151,20 +151,20 @@ def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
     memory = memory_of()
     ids = cache(memory, prompt_of(12))
     again = sequence(prompt_of(12))
-    own = memory.allocate(3)
+    own = memory.device.allocate(3)
     assert memory.prefixes.insert(again, again.token_ids, own.tolist()) == ids
     assert memory.blocks.ref_count[ids].tolist() == [1, 1, 1] and len(memory.index) == 3
-    memory.release(own)
+    memory.device.release(own)
     memory.check([np.array(ids, np.int32)])
 
 
 def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
     patterns = (AttentionPattern(window=4),)
     memory = memory_of(patterns)
-    seq, own = sequence(prompt_of(16)), memory.allocate(2)
+    seq, own = sequence(prompt_of(16)), memory.device.allocate(2)
     assert memory.prefixes.insert(seq, seq.token_ids, [-1, -1, *own.tolist()]) == [-1, -1, *own.tolist()]
     memory.check([own])
-    memory.release(own)
+    memory.device.release(own)
     hit = memory.prefixes.pin(sequence(np.append(prompt_of(16), 1)))
     assert hit.num_tokens == 16 and [node.at[DEVICE] for node in hit.nodes] == own.tolist()[1:]
 
@@ -174,7 +174,7 @@ def test_inserting_nothing_that_is_held_leaves_no_trace():
     seq = sequence(prompt_of(16))
     memory.prefixes.insert(seq, seq.token_ids, [-1, -1, -1])
     assert len(memory.index) == 0 and seq.num_indexed == 3
-    [block] = memory.allocate(1).tolist()
+    [block] = memory.device.allocate(1).tolist()
     memory.prefixes.insert(seq, seq.token_ids, [block])  # the fourth block, whose parents are known no longer
     assert len(memory.index) == 4 and memory.index.nodes[seq.links[3].key].at[DEVICE] == block
     memory.check([np.array([block], np.int32)])
@@ -187,7 +187,7 @@ def test_who_needs_a_block_that_is_just_being_computed_awaits_it():
     assert memory.prefixes.pin(second).awaits
     assert not memory.prefixes.pin(first).awaits  # after a preemption it waits not for itself
     assert not memory.prefixes.pin(sequence(prompt_of(12), salt="other")).awaits
-    memory.prefixes.insert(first, first.token_ids, memory.allocate(2).tolist())
+    memory.prefixes.insert(first, first.token_ids, memory.device.allocate(2).tolist())
     hit = memory.prefixes.pin(second)
     assert not hit.awaits and hit.num_tokens == 8
     memory.prefixes.expect_no_more(first)
@@ -206,7 +206,7 @@ def test_the_last_block_of_a_prompt_is_not_awaited():
     """A prompt of 8 tokens takes over one block of two at most."""
     memory = memory_of()
     first, second = sequence(prompt_of(8)), sequence(prompt_of(8))
-    memory.prefixes.insert(first, first.token_ids, memory.allocate(1).tolist())
+    memory.prefixes.insert(first, first.token_ids, memory.device.allocate(1).tolist())
     memory.prefixes.expect(first)
     hit = memory.prefixes.pin(second)
     assert not hit.awaits and hit.num_tokens == 4

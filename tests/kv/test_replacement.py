@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.replacement import POLICIES, cost_aware
 
 
@@ -82,6 +83,6 @@ def shallowest_first(block, age):
 
 @pytest.mark.parametrize("spec", [shallowest_first, "tests.kv.test_replacement:shallowest_first"])
 def test_a_policy_of_the_users_own_is_what_the_tiers_of_an_engine_ask(spec):
-    memory = KVMemory(8, 4, caching=True, eviction=spec, host_data=np.zeros((4, 1)))
+    memory = KVMemory(8, PrefixIndex(4), caching=True, replacement=spec, host_data=np.zeros((4, 1)))
     assert memory.device.policy is shallowest_first
     assert memory.host is not None and memory.host.policy is shallowest_first

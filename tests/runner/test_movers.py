@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.layout import KVGroup, KVLayout, Leaf
+from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.patterns import FULL, LiveRange
 from ksana_jax.runner.movers import NUM_TIMED, SIZES, BlockMover, staging_memory
-from ksana_jax.step.contract import Moves
 
 # Keys and values [L, 2, K, B, H] of a block with scales [L, 2, K]: whatever else a block has moves along.
 LEAVES = (Leaf("kv", (2, 2, 1, 4, 2), "float32"), Leaf("scale", (2, 2, 1), "float16"))

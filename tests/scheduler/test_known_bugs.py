@@ -12,7 +12,7 @@ from tests.fakes import FULLY, FakeExecutor, asking, make_engine, prompt_of, ref
 from tests.kv.disk.double import DiskDouble
 
 SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
-NEVER_LATE = {"load_timeout_s": 1e9}
+NEVER_LATE = {"read_timeout_s": 1e9}
 
 
 def add(engine, prompt, max_tokens: int = 6, salt: str = "", **settings):
@@ -78,8 +78,8 @@ def test_a_found_block_stays_though_all_others_are_taken():
     memory, request = engine.memory, add(engine, prompt_of(13), 1)
     hit = memory.prefixes.pin(request.completions[0].seq)
     found = [node.at[0] for node in hit.nodes]
-    assert len(found) == 3 and memory.num_available == 3
-    taken = memory.allocate(3)
+    assert len(found) == 3 and memory.device.num_available == 3
+    taken = memory.device.allocate(3)
     assert not set(taken.tolist()) & set(found)
     assert [node.at[0] for node in hit.nodes] == found
 
@@ -93,7 +93,7 @@ def test_requests_that_each_fit_alone_do_not_lock_each_other_out_of_the_host(res
     prompts = [prompt_of(17, seed=s) for s in range(4)]
     disk = filled_disk(prompts)
     timeout = 30 if resolve == "never" else 1e9
-    engine = make_engine(num_blocks=7, caching=True, host_slots=host_slots, disk=disk, load_timeout_s=timeout)
+    engine = make_engine(num_blocks=7, caching=True, host_slots=host_slots, disk=disk, read_timeout_s=timeout)
     requests = [add(engine, prompt) for prompt in prompts]
     for turn in itertools.count():
         if not engine.has_work:
@@ -216,7 +216,7 @@ def test_two_requests_that_ask_for_the_same_blocks_read_them_once_and_either_may
 
 
 def test_a_request_does_not_wait_for_a_slow_disk_longer_than_the_timeout():
-    engine, disk, request = waiting_for_disk(load_timeout_s=20)
+    engine, disk, request = waiting_for_disk(read_timeout_s=20)
     run(engine, max_steps=40)
     assert request.output().num_cached_tokens == 0
     expect_reference([request])
@@ -225,7 +225,7 @@ def test_a_request_does_not_wait_for_a_slow_disk_longer_than_the_timeout():
 
 
 def test_of_a_load_in_part_late_what_was_read_in_time_is_used():
-    engine, disk, request = waiting_for_disk(load_timeout_s=20)
+    engine, disk, request = waiting_for_disk(read_timeout_s=20)
     disk.end(disk.asked[0])
     disk.end(disk.asked[1])
     run(engine, max_steps=40)
@@ -441,7 +441,7 @@ def test_completions_whose_leader_ends_before_its_prompt_is_computed_still_run_o
 
 def test_moves_that_fail_while_all_wait_for_the_disk_end_all_requests(monkeypatch):
     engine, disk, request = waiting_for_disk(preempt="swap")
-    monkeypatch.setattr(engine.memory.loads, "wait", lambda: None)
+    monkeypatch.setattr(engine.memory.disk_reads, "wait", lambda: None)
     other = add(engine, prompt_of(9, seed=5), 20)
     step(engine)
     engine.scheduler._preempt(int(engine.scheduler.order[0]))  # as a row that must make room
@@ -457,7 +457,7 @@ def test_moves_that_fail_while_all_wait_for_the_disk_end_all_requests(monkeypatc
     monkeypatch.undo()
     assert request.finished and other.finished and not engine.has_work
     disk.end_all()
-    engine.memory.loads.poll()
+    engine.memory.disk_reads.poll()
     engine.scheduler.check()
     expect_empty(engine)
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ksana_jax.kv.disk.tier import BlockFacts
+from ksana_jax.kv.disk.tier import BlockFacts, DiskTier
+from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.owner import Owner
+from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.tier import HOST, Node
 from ksana_jax.sequence import Sequence
-
-if TYPE_CHECKING:
-    from ksana_jax.kv.memory import KVMemory
 
 
 @dataclasses.dataclass
@@ -33,7 +31,7 @@ class Read:
 
 
 @dataclasses.dataclass
-class Load:
+class Reservation:
     """What one waiting sequence has reserved. slots: pinned, those of reads that are done among them."""
 
     deadline_s: float
@@ -41,121 +39,124 @@ class Load:
     slots: list[int]
 
 
-class Loads:
-    """Loads of all waiting sequences."""
+class DiskReads:
+    """Reads of all waiting sequences.
 
-    def __init__(self, memory: KVMemory, clock: Callable[[], float], timeout_s: float):
-        self._memory, self._clock, self._timeout_s = memory, clock, timeout_s
-        self._active: dict[Sequence, Load] = {}
+    Args:
+      index: has a node for every block that is read.
+      host, disk: where blocks are read to and from; without both there is nothing to read.
+      clock: seconds, rising. timeout_s: after which a sequence no longer waits for its reads.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        clock: Callable[[], float],
+        timeout_s: float,
+    ):
+        self._index, self._host, self._disk = index, host, disk
+        self._clock, self._timeout_s = clock, timeout_s
+        self._active: dict[Sequence, Reservation] = {}
         self._late: list[Read] = []  # nobody waits for them any more, and their slots are still written to
 
     @property
     def num_pending(self) -> int:
         """Blocks that waiting sequences still expect from disk."""
-        return sum(len(load.reads) for load in self._active.values())
+        return sum(len(reserved.reads) for reserved in self._active.values())
 
     @property
     def num_reading(self) -> int:
         """Those of them that the disk has not read yet."""
-        return sum(not read.future.done() for load in self._active.values() for read in load.reads)
+        return sum(not read.future.done() for reserved in self._active.values() for read in reserved.reads)
 
-    def missing(self, seq: Sequence, found: list[Node], limit: int) -> list[int]:
-        """Which blocks of a sequence are worth reading from disk, by number.
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a disk to read from."""
+        return self._host is not None and self._disk is not None and self._disk.enabled
 
-        Args:
-          found: its first blocks, as far as they are known. limit: most blocks it can take over.
-        """
-        memory, disk = self._memory, self._memory.disk
-        if disk is None or memory.host is None or not disk.enabled or seq.has_read:
-            return []
-        there = [node.is_somewhere or node.key in disk for node in found]
-        for depth in range(len(found), limit):
-            if memory.index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth].key not in disk:
-                break
-            there.append(True)
-        count = memory.prefixes.usable(np.array(there, bool))
-        starts = np.arange(count) * memory.block_size
-        alive = ~memory.live.dead_blocks(starts, memory.block_size, count * memory.block_size)
-        return [d for d in np.flatnonzero(alive).tolist() if d >= len(found) or not found[d].is_somewhere]
+    def has(self, key: bytes) -> bool:
+        """Whether the disk has a block of that key."""
+        return self._disk is not None and key in self._disk
 
     def begin(self, seq: Sequence, found: list[Node], depths: list[int]) -> bool:
         """Starts to read some blocks of a sequence; False if there is no room for them or nothing to wait for."""
-        memory, disk = self._memory, self._memory.disk
-        assert disk is not None and memory.host is not None and memory.host_data is not None
+        index, host, disk = self._index, self._host, self._disk
+        assert disk is not None and host is not None
         now = self._clock()
-        reading = {read.node.key: load for load in self._active.values() for read in load.reads}
+        reading = {read.node.key: other for other in self._active.values() for read in other.reads}
         others = [reading[seq.links[d].key] for d in depths if seq.links[d].key in reading]
         if others:  # another sequence has it read: wait with that one
-            if max(load.deadline_s for load in others) > now:
+            if max(other.deadline_s for other in others) > now:
                 return True
             return False
         seq.has_read = True
         # What is there must not make room for the rest.
         pins = [node.at[HOST] for node in found if node.at[HOST] >= 0]
-        memory.host.pool.share(np.array(pins, np.int32))
-        if memory.host.num_available < len(depths):
-            memory.host.release(np.array(pins, np.int32))
+        host.pool.share(np.array(pins, np.int32))
+        if host.num_available < len(depths):
+            host.release(np.array(pins, np.int32))
             return False
-        load = Load(now + self._timeout_s, [], pins)
-        self._active[seq] = load
-        parent = memory.index.root(seq.salt)
+        reserved = self._active[seq] = Reservation(now + self._timeout_s, [], pins)
+        parent = index.root(seq.salt)
         wanted = set(depths)
         for depth in range(depths[-1] + 1):
             link = seq.links[depth]
-            node = memory.index.child(parent, link.tokens, link.key)
+            node = index.child(parent, link.tokens, link.key)
             if node is None:
                 break
             if depth in wanted:
                 node.num_pins += 1  # first: what makes room may be all that keeps the node in the index
-                slot = memory.take_slot()
+                slot = host.take_slot()
                 assert slot is not None
-                facts = BlockFacts(link.key, parent.key, link.tokens, depth * memory.block_size)
-                load.reads.append(Read(node, slot, disk.read(link.key, facts, memory.host_data[slot])))
+                facts = BlockFacts(link.key, parent.key, link.tokens, depth * index.block_size)
+                reserved.reads.append(Read(node, slot, disk.read(link.key, facts, host.data[slot])))
             parent = node
-        memory.index.drop_if_empty(parent)
-        if not load.reads:  # the keys are taken by other content
+        index.drop_if_empty(parent)
+        if not reserved.reads:  # the keys are taken by other content
             self.end(seq)
-        return bool(load.reads)
+        return bool(reserved.reads)
 
     def ready(self, seq: Sequence) -> bool:
         """Whether a sequence waits for no reads; takes in what has been read, and gives up what is late."""
-        load = self._active.get(seq)
-        if load is None or not load.reads:
+        reserved = self._active.get(seq)
+        if reserved is None or not reserved.reads:
             return True
-        if not all(read.future.done() for read in load.reads):
-            if self._clock() < load.deadline_s:
+        if not all(read.future.done() for read in reserved.reads):
+            if self._clock() < reserved.deadline_s:
                 return False
-        for read in load.reads:
+        for read in reserved.reads:
             if read.future.done():
-                self._take_in(seq, load, read)
+                self._take_in(seq, reserved, read)
             else:
                 self._late.append(read)
             self._unpin(read.node)
-        load.reads = []
+        reserved.reads = []
         return True
 
-    def _take_in(self, seq: Sequence, load: Load, read: Read) -> None:
-        host = self._memory.host
+    def _take_in(self, seq: Sequence, reserved: Reservation, read: Read) -> None:
+        host = self._host
         assert host is not None
         if read.future.result() and read.node.at[HOST] < 0:
             host.put(read.node, read.slot)
-            load.slots.append(read.slot)
+            reserved.slots.append(read.slot)
             seq.read.add(read.node)
         else:
             host.release(np.array([read.slot], np.int32))
 
     def _unpin(self, node: Node) -> None:
         node.num_pins -= 1
-        self._memory.index.drop_if_empty(node)
+        self._index.drop_if_empty(node)
 
     def end(self, seq: Sequence) -> None:
         """Lets go of what a sequence has reserved: it runs, or it has ended."""
-        load = self._active.pop(seq, None)
-        if load is None:
+        reserved = self._active.pop(seq, None)
+        if reserved is None:
             return
-        assert self._memory.host is not None
-        self._memory.host.release(np.array(load.slots, np.int32))
-        for read in load.reads:
+        assert self._host is not None
+        self._host.release(np.array(reserved.slots, np.int32))
+        for read in reserved.reads:
             self._late.append(read)
             self._unpin(read.node)
 
@@ -163,21 +164,22 @@ class Loads:
         """Frees the slots of late reads that have come to an end."""
         for read in [r for r in self._late if r.future.done()]:
             self._late.remove(read)
-            assert self._memory.host is not None
-            self._memory.host.release(np.array([read.slot], np.int32))
+            assert self._host is not None
+            self._host.release(np.array([read.slot], np.int32))
 
     def wait(self, timeout_s: float = 0.01) -> None:
         """Blocks until a read is done, at most so long."""
-        futures = [read.future for load in self._active.values() for read in load.reads]
+        futures = [read.future for reserved in self._active.values() for read in reserved.reads]
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
 
     def owners(self) -> Iterator[Owner]:
-        """Loads as owners of slots of the host."""
-        for seq, load in self._active.items():
-            slots = np.array(load.slots + [read.slot for read in load.reads], np.int32)
+        """Yields sequences as owners of the slots that they have reserved, and late reads as nobody's."""
+        for seq, reserved in self._active.items():
+            slots = np.array(reserved.slots + [read.slot for read in reserved.reads], np.int32)
             yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
         yield Owner("", 0, "reads", HOST, np.array([read.slot for read in self._late], np.int32))
 
     def reading(self) -> list[int]:
         """Slots of the host that are being written to."""
-        return [read.slot for load in self._active.values() for read in load.reads] + [r.slot for r in self._late]
+        reads = [read for reserved in self._active.values() for read in reserved.reads] + self._late
+        return [read.slot for read in reads]

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from ksana_jax.kv.disk.tier import BlockFacts
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.sequence import Sequence
@@ -27,13 +28,14 @@ class Setup:
     def __init__(self, *texts, slots: int = 8, patterns=(FULL,), num_blocks: int = 16):
         self.clock, self.disk = Clock(), DiskDouble()
         self.memory = KVMemory(
-            num_blocks, SIZE, caching=True, host_data=np.zeros((slots, 1), np.int32), disk=self.disk,
-            clock=self.clock, load_timeout_s=10.0,
+            num_blocks, PrefixIndex(SIZE), caching=True, host_data=np.zeros((slots, 1), np.int32), disk=self.disk,
+            clock=self.clock, read_timeout_s=10.0,
         )  # fmt: skip
         self.memory.set_patterns(
             LiveRange.of(patterns), Scope("m", repr(patterns), min(p.full_until for p in patterns))
         )
-        self.loads, self.prefixes, self.host = self.memory.loads, self.memory.prefixes, self.memory.host.pool
+        self.reads, self.prefixes = self.memory.disk_reads, self.memory.prefixes
+        self.host = self.memory.host and self.memory.host.pool
         for text in texts:
             self.write(text)
 
@@ -42,26 +44,24 @@ class Setup:
         index = self.memory.index
         parent = index.root("").key
         for depth, link in enumerate(index.chain(text, "", [], len(text) // SIZE)):
-            node = type("Facts", (), {})  # what `KVMemory.facts` asks of a node
-            node.key, node.tokens, node.depth, node.parent = link.key, link.tokens, depth, type("P", (), {})
-            node.parent.key = parent
-            self.disk.write(self.memory.facts(node), np.frombuffer(link.tokens, np.int32)[:1])
+            facts = BlockFacts(link.key, parent, link.tokens, depth * SIZE)
+            self.disk.write(facts, np.frombuffer(link.tokens, np.int32)[:1])
             parent = link.key
 
     def cache(self, text) -> list[int]:
         """Has the full blocks of a text computed and let go, on the device."""
         seq = sequence(text)
-        ids = self.memory.allocate(len(text) // SIZE)
+        ids = self.memory.device.allocate(len(text) // SIZE)
         self.prefixes.insert(seq, seq.token_ids, ids.tolist())
-        self.memory.release(ids)
+        self.memory.device.release(ids)
         return ids.tolist()
 
     def evict_to_host(self, count: int) -> None:
         """Takes device blocks so that `count` cached ones must leave, and gives them back."""
-        ids = self.memory.allocate(self.memory.blocks.num_free + count)
+        ids = self.memory.device.allocate(self.memory.blocks.num_free + count)
         self.memory.take_moves()
         self.memory.commit()
-        self.memory.release(ids)
+        self.memory.device.release(ids)
 
     def check(self) -> None:
         self.memory.check([])
@@ -71,7 +71,7 @@ class Setup:
         found = []
         for link in seq.links:
             node = self.memory.index.nodes.get(link.key)
-            found.append(-1 if node is None or node.at[HOST] < 0 else int(self.memory.host_data[node.at[HOST], 0]))
+            found.append(-1 if node is None or node.at[HOST] < 0 else int(self.memory.host.data[node.at[HOST], 0]))
         return found
 
 
@@ -83,24 +83,24 @@ def test_a_sequence_awaits_its_reads_and_then_finds_them():
     text = prompt_of(17)
     setup = Setup(text)
     seq = sequence(text)
-    assert setup.prefixes.pin(seq).awaits and setup.loads.num_pending == 4 and setup.host.num_used == 4
-    assert not setup.loads.ready(seq)
+    assert setup.prefixes.pin(seq).awaits and setup.reads.num_pending == 4 and setup.host.num_used == 4
+    assert not setup.reads.ready(seq)
     setup.check()
     for asked in setup.disk.asked[:3]:
         setup.disk.end(asked)
-    assert not setup.loads.ready(seq)
+    assert not setup.reads.ready(seq)
     setup.disk.end_all()
-    assert setup.loads.ready(seq) and setup.loads.num_pending == 0
+    assert setup.reads.ready(seq) and setup.reads.num_pending == 0
     assert setup.on_host(seq) == text[:16:4].tolist()
     hit = setup.prefixes.pin(seq)
     assert (hit.num_tokens, hit.num_loads, hit.awaits) == (16, 4, False)
     held = setup.prefixes.claim(seq, hit)
-    setup.loads.end(seq)
+    setup.reads.end(seq)
     assert len(held.ids) == 4 and setup.memory.counters.hits_disk == 4
     setup.memory.take_moves()
     setup.memory.commit()
     assert setup.host.num_used == 0 and setup.host.num_idle == 4
-    setup.memory.release(held.ids)
+    setup.memory.device.release(held.ids)
     setup.check()
 
 
@@ -114,10 +114,10 @@ def test_slots_are_reserved_for_all_reads_or_for_none():
     assert setup.host.num_used == 4 and len(setup.disk.asked) == 4
     setup.check()
     setup.disk.end_all()
-    assert setup.loads.ready(first) and setup.loads.ready(second)
+    assert setup.reads.ready(first) and setup.reads.ready(second)
     # What was read is pinned until its sequence runs: the other one still cannot have it all.
     assert setup.memory.host.num_available == 3
-    setup.loads.end(first)
+    setup.reads.end(first)
     assert setup.memory.host.num_available == 7
     setup.check()
 
@@ -130,7 +130,7 @@ def test_who_asks_again_while_reads_are_pending_waits_for_those():
         assert setup.prefixes.pin(seq).awaits
     assert len(setup.disk.asked) == 4 and setup.host.num_used == 4
     setup.disk.end_all()
-    assert setup.loads.ready(first)
+    assert setup.reads.ready(first)
     for seq in (second, longer):
         assert setup.prefixes.pin(seq).num_tokens == 16
     assert len(setup.disk.asked) == 4
@@ -143,7 +143,7 @@ def test_who_waits_for_the_reads_of_another_does_so_no_longer_than_that_one():
     assert setup.prefixes.pin(first).awaits and setup.prefixes.pin(second).awaits
     setup.clock.now = 10.5
     assert not setup.prefixes.pin(second).awaits
-    assert setup.loads.ready(first) and not setup.prefixes.pin(first).awaits
+    assert setup.reads.ready(first) and not setup.prefixes.pin(first).awaits
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -154,25 +154,25 @@ def test_a_late_read_keeps_its_slot_until_it_ends_and_gives_nothing(found):
     setup.prefixes.pin(seq)
     setup.disk.end(setup.disk.asked[0])
     setup.clock.now = 9.9
-    assert not setup.loads.ready(seq)
+    assert not setup.reads.ready(seq)
     setup.clock.now = 10.0
-    assert setup.loads.ready(seq) and setup.loads.num_pending == 0
+    assert setup.reads.ready(seq) and setup.reads.num_pending == 0
     assert setup.on_host(seq) == [text[0], -1, -1, -1]
     setup.check()
     # Three are still written to; nobody else gets them.
-    setup.loads.end(seq)
+    setup.reads.end(seq)
     assert setup.host.num_used == 3
     late = {asked.out.ctypes.data for asked in setup.disk.asked[1:]}
-    free = [setup.memory.take_slot() for _ in range(5)]
-    assert setup.memory.take_slot() is None
-    assert not late & {setup.memory.host_data[slot].ctypes.data for slot in free}
-    setup.loads.poll()
+    free = [setup.memory.host.take_slot() for _ in range(5)]
+    assert setup.memory.host.take_slot() is None
+    assert not late & {setup.memory.host.data[slot].ctypes.data for slot in free}
+    setup.reads.poll()
     assert setup.host.num_used == 8
     setup.disk.end_all(found)
-    setup.loads.poll()
-    setup.loads.poll()
+    setup.reads.poll()
+    setup.reads.poll()
     assert setup.host.num_used == 5
-    setup.memory.drop_swapped(np.array(free, np.int32))
+    setup.memory.swap.discard(np.array(free, np.int32))
     setup.check()
 
 
@@ -182,14 +182,14 @@ def test_a_sequence_that_leaves_gives_back_what_is_read_and_later_what_is_not():
     seq = sequence(text)
     setup.prefixes.pin(seq)
     setup.disk.end(setup.disk.asked[0])
-    setup.loads.end(seq)
-    setup.loads.end(seq)
-    assert setup.host.num_used == 4 and len(setup.memory.index) == 0 and setup.loads.num_pending == 0
+    setup.reads.end(seq)
+    setup.reads.end(seq)
+    assert setup.host.num_used == 4 and len(setup.memory.index) == 0 and setup.reads.num_pending == 0
     setup.check()
-    setup.loads.poll()
+    setup.reads.poll()
     assert setup.host.num_used == 3
     setup.disk.end_all()
-    setup.loads.poll()
+    setup.reads.poll()
     assert setup.host.num_free == 8
     setup.check()
 
@@ -202,11 +202,11 @@ def test_a_read_that_fails_is_a_miss_and_frees_its_slot(failing):
     setup.prefixes.pin(seq)
     for place, asked in enumerate(setup.disk.asked):
         setup.disk.end(asked, found=place != failing)
-    assert setup.loads.ready(seq)
+    assert setup.reads.ready(seq)
     hit = setup.prefixes.pin(seq)  # and does not ask again
     assert hit.num_tokens == SIZE * failing and not hit.awaits and len(setup.disk.asked) == 4
     setup.prefixes.unpin(hit)
-    setup.loads.end(seq)
+    setup.reads.end(seq)
     assert setup.host.num_used == 0 and setup.host.num_idle == 3
     setup.check()
 
@@ -221,7 +221,7 @@ def test_what_is_there_is_not_read_and_does_not_make_room_for_the_rest():
     assert setup.prefixes.pin(seq).awaits
     assert [asked.key for asked in setup.disk.asked] == [link.key for link in seq.links[2:4]]
     setup.disk.end_all()
-    assert setup.loads.ready(seq)
+    assert setup.reads.ready(seq)
     assert setup.prefixes.pin(seq).num_tokens == 16
 
 
@@ -245,7 +245,7 @@ def test_under_a_window_only_what_later_queries_see_is_read():
     # Query 28 sees 24 and later, and the sink.
     assert [asked.key for asked in setup.disk.asked] == [seq.links[b].key for b in (0, 6)]
     setup.disk.end_all()
-    assert setup.loads.ready(seq)
+    assert setup.reads.ready(seq)
     hit = setup.prefixes.pin(seq)
     assert hit.num_tokens == 28 and hit.starts == [0, 24]
 
@@ -255,8 +255,7 @@ def test_a_disk_that_is_off_or_no_host_reads_nothing():
     setup = Setup(text)
     setup.disk.enabled = False
     assert not setup.prefixes.pin(sequence(text)).awaits
-    setup.disk.enabled = True
-    setup.memory.host = None
+    setup = Setup(text, slots=0)
     assert not setup.prefixes.pin(sequence(text)).awaits
     assert not setup.disk.asked
 
@@ -268,8 +267,8 @@ def test_what_was_computed_meanwhile_is_kept_beside_what_was_read():
     setup.prefixes.pin(reader)
     ids = setup.cache(text[:16])
     setup.disk.end_all()
-    assert setup.loads.ready(reader)
-    setup.loads.end(reader)
+    assert setup.reads.ready(reader)
+    setup.reads.end(reader)
     setup.check()
     hit = setup.prefixes.pin(reader)
     assert hit.num_loads == 0 and [node.at[DEVICE] for node in hit.nodes] == ids
@@ -280,13 +279,13 @@ def test_two_reads_of_one_block_give_one_of_their_slots_back():
     setup = Setup(text)
     first, second = sequence(text), sequence(text)
     setup.prefixes.pin(first)
-    setup.loads.end(first)  # its read goes on
+    setup.reads.end(first)  # its read goes on
     setup.prefixes.pin(second)
     assert len(setup.disk.asked) == 2 and setup.host.num_used == 2
     assert setup.disk.asked[0].out.ctypes.data != setup.disk.asked[1].out.ctypes.data
     setup.disk.end_all()
-    setup.loads.poll()
-    assert setup.loads.ready(second)
+    setup.reads.poll()
+    assert setup.reads.ready(second)
     assert setup.host.num_used == 1
     setup.check()
 
@@ -294,10 +293,10 @@ def test_two_reads_of_one_block_give_one_of_their_slots_back():
 def test_waiting_ends_with_the_first_read():
     text = prompt_of(17)
     setup = Setup(text)
-    setup.loads.wait(60.0)  # for nothing
+    setup.reads.wait(60.0)  # for nothing
     setup.prefixes.pin(sequence(text))
     setup.disk.end(setup.disk.asked[2])
-    setup.loads.wait(60.0)
+    setup.reads.wait(60.0)
 
 
 def test_room_for_a_read_may_be_made_of_a_block_that_continues_the_one_to_be_read():
@@ -309,7 +308,7 @@ def test_room_for_a_read_may_be_made_of_a_block_that_continues_the_one_to_be_rea
     user = sequence(text)
     held = setup.prefixes.claim(user, setup.prefixes.pin(user))
     assert len(held.ids) == 1  # the window begins in the second block, which is now of later use than the first
-    setup.memory.release(held.ids)
+    setup.memory.device.release(held.ids)
     setup.evict_to_host(1)
     setup.evict_to_host(1)  # the first block is on the host, and goes to the disk for the second's sake
     assert list(setup.disk.files) == [user.links[0].key] and setup.host.num_idle == 1
@@ -317,7 +316,7 @@ def test_room_for_a_read_may_be_made_of_a_block_that_continues_the_one_to_be_rea
     assert setup.prefixes.pin(seq).awaits
     setup.check()
     setup.disk.end_all()
-    assert setup.loads.ready(seq)
+    assert setup.reads.ready(seq)
     setup.check()
     assert setup.prefixes.pin(seq).num_tokens == 4
 
@@ -327,11 +326,11 @@ def test_reads_whose_keys_are_taken_by_other_content_are_not_waited_for():
     setup = Setup(prompt_of(9))
     seq = sequence(prompt_of(9))
     link = setup.memory.index.chain(seq.token_ids, "", seq.links, 1)[0]
-    [other] = setup.memory.allocate(1).tolist()
+    [other] = setup.memory.device.allocate(1).tolist()
     node = setup.memory.index.child(setup.memory.index.root(""), b"x" * 4 * SIZE, link.key)
     setup.memory.device.put(node, other)
     hit = setup.prefixes.pin(seq)
-    assert not hit.awaits and not hit.num_tokens and not setup.disk.asked and not setup.loads.num_pending
-    setup.memory.release(np.array([other], np.int32))
+    assert not hit.awaits and not hit.num_tokens and not setup.disk.asked and not setup.reads.num_pending
+    setup.memory.device.release(np.array([other], np.int32))
     setup.check()
     assert not setup.host.num_used

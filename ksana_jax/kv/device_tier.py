@@ -1,0 +1,113 @@
+"""The device's pool: blocks are allocated, shared, copied and loaded; cached ones make room for new ones. No jax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.kv.block_manager import NoFreeBlocks
+from ksana_jax.kv.counters import Counters
+from ksana_jax.kv.host_tier import HostTier
+from ksana_jax.kv.moves import PendingMoves
+from ksana_jax.kv.prefix_index import PrefixIndex
+from ksana_jax.kv.replacement import Policy
+from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
+
+
+class DeviceTier(Tier):
+    """The fastest tier, the only one whose blocks a step reads and writes.
+
+    Args:
+      moves: where copies to and from its blocks are noted.
+      host: where replaced content goes; None has no host tier. write: see `config.EngineConfig.cache_write`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        index: PrefixIndex,
+        replacement: Policy,
+        counters: Counters,
+        *,
+        moves: PendingMoves,
+        host: HostTier | None,
+        write: str,
+    ):
+        super().__init__(DEVICE, num_blocks, index.block_size, replacement)
+        self._index, self._counters, self._moves = index, counters, moves
+        self._host, self._write = host, write
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Takes `count` blocks, replacing cached prefixes where none is free: ids [count].
+
+        Raises:
+          NoFreeBlocks: fewer are available; nothing is taken.
+        """
+        if count > self.num_available:
+            raise NoFreeBlocks(f"{count} blocks requested, {self.num_available} of {self.pool.num_blocks} available")
+        while self.pool.num_free < count:
+            self._replace_one()
+        return self.pool.allocate(count)
+
+    def share(self, ids: np.ndarray) -> None:
+        """Adds an owner to each of some blocks."""
+        self.pool.share(ids)
+
+    def release(self, ids: np.ndarray) -> None:
+        """Takes one owner from each of some blocks."""
+        super().release(ids)
+        copies, loads = self._moves.copies, self._moves.loads
+        if copies or loads:
+            for block in ids[self.pool.ref_count[ids] == 0].tolist():
+                copies.pop(block, None)  # the owner that wanted the copy has gone
+                if not self.pool.kept[block]:
+                    loads.pop(block, None)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block must be copied before one of its owners writes to it."""
+        return bool(self.pool.ref_count[block] > 1 or self.pool.kept[block])
+
+    def copy(self, block: int) -> int:
+        """Copies a shared block for one of its owners, who gives the shared one back; returns the copy."""
+        (new,) = self.allocate(1).tolist()
+        self._moves.copy(block, new)
+        self.release(np.array([block], np.int32))
+        return new
+
+    def load(self, nodes: list[Node], count: int) -> None:
+        """Gives a block to each of the pinned nodes that are not on the device yet, `count` of them.
+
+        Their pins on the host pass to the moves.
+        """
+        new = self.allocate(count).tolist()
+        for node in nodes:
+            if node.at[DEVICE] < 0:
+                assert self._host is not None
+                block = new.pop()
+                self._moves.load(node.at[HOST], block)
+                self._host.in_moves.append(node.at[HOST])
+                self.put(node, block)
+
+    def keep(self, node: Node, block: int) -> None:
+        """Keeps a block that holds a node's content, which has just been computed."""
+        self.put(node, block)
+        if self._write == "through":
+            self.save(node)
+
+    def save(self, node: Node) -> None:
+        """Copies a node's content to the host too, if it is not there and there is room."""
+        if self._host is None or node.at[HOST] >= 0:
+            return
+        slot = self._host.take_slot()
+        if slot is not None:
+            self._moves.save(node.at[DEVICE], slot)
+            self._host.receive(node, slot)
+
+    def _replace_one(self) -> None:
+        node = self.victim()
+        assert node is not None, "idle blocks, and none of them can be replaced"
+        if self._write != "drop":
+            self.save(node)
+        self._counters.evicted += 1
+        self._moves.loads.pop(node.at[DEVICE], None)
+        self.drop(node)
+        self._index.drop_if_empty(node)

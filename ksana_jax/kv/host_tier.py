@@ -1,0 +1,83 @@
+"""The host's slots: given to saves, reads and swapped blocks; replaced content is written to disk. No jax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.kv.counters import Counters
+from ksana_jax.kv.disk.tier import BlockFacts, DiskTier
+from ksana_jax.kv.prefix_index import PrefixIndex
+from ksana_jax.kv.replacement import Policy
+from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
+
+
+class HostTier(Tier):
+    """A tier whose blocks (*slots*) are rows of an array.
+
+    Args:
+      data: [slots, ...] the blocks, preallocated.
+      disk: None has no disk tier. write: see `config.EngineConfig.cache_write`.
+
+    Attributes:
+      in_moves: slots with one owner more until the pending moves that touch them are made.
+    """
+
+    def __init__(
+        self,
+        data: np.ndarray,
+        index: PrefixIndex,
+        replacement: Policy,
+        counters: Counters,
+        *,
+        disk: DiskTier | None,
+        write: str,
+    ):
+        super().__init__(HOST, len(data), index.block_size, replacement)
+        self.data, self.disk, self.write = data, disk, write
+        self.in_moves: list[int] = []
+        self._index, self._counters = index, counters
+        self._to_disk: list[Node] = []  # once the pending moves are made
+
+    def take_slot(self) -> int | None:
+        """Returns a slot with one owner, replacing cached content where none is free; None where all are owned."""
+        if not self.num_available:
+            return None
+        if not self.pool.num_free:
+            node = self.victim()
+            assert node is not None, "idle slots, and none of them can be replaced"
+            if self.write != "drop" and node.at[DEVICE] < 0:
+                self.write_to_disk(node)
+            self._counters.evicted_host += 1
+            self.drop(node)
+            self._index.drop_if_empty(node)
+        return int(self.pool.allocate(1)[0])
+
+    def receive(self, node: Node, slot: int) -> None:
+        """Notes that a pending save brings a node's content to a slot with one owner, which is the move."""
+        self.in_moves.append(slot)
+        self.put(node, slot)
+        if self.write == "through":
+            self.write_to_disk_later(node)
+
+    def write_to_disk(self, node: Node) -> None:
+        """Writes a node's content to disk if there is a disk and it has not got it."""
+        if self.disk is not None and node.key not in self.disk:
+            assert node.parent is not None
+            facts = BlockFacts(node.key, node.parent.key, node.tokens, node.depth * self.pool.block_size)
+            self.disk.write(facts, self.data[node.at[HOST]])
+
+    def write_to_disk_later(self, node: Node) -> None:
+        """Has a node written to disk as soon as the pending moves have brought its content."""
+        if self.disk is not None:
+            self._to_disk.append(node)
+
+    def moves_made(self) -> None:
+        """Says that the pending moves have been made."""
+        if self._to_disk:
+            for node in self._to_disk:
+                if node.at[HOST] >= 0:
+                    self.write_to_disk(node)
+            self._to_disk = []
+        if self.in_moves:
+            slots, self.in_moves = np.array(self.in_moves, np.int32), []
+            self.release(slots)
