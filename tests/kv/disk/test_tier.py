@@ -253,7 +253,7 @@ def test_a_folder_in_use_is_refused_with_the_number_of_the_process(open_tier, tm
         open_tier()
     other = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from ksana_jax.kv.disk.tier import *\n"
+        "from ksana_jax.kv.disk.tier import *; from ksana_jax.kv.layout import Leaf\n"
         f"DiskTier({str(tmp_path)!r}, BlockFormat('a model', (Leaf('kv', (2, 2, 3, 4), 'float32'),)), 1)"
     )
     failed = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
