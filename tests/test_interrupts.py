@@ -17,7 +17,7 @@ def test_an_exception_at_any_line_leaves_an_empty_engine_that_serves_again():
     late = hit.pop("", 0)
     assert late < 40
     places = {line.split(":")[0] for line in hit}
-    for part in ("Engine._", "Scheduler._", "Engine._add", "DeviceTier.", "BatchBuilder.", "RowBlocks."):
+    for part in ("Engine._", "Scheduler._", "Engine._add", "BlockManager.", "BatchBuilder.", "RowBlocks."):
         assert any(place.startswith(part) for place in places), f"no interrupt in {part}: {sorted(places)}"
 
 
