@@ -261,7 +261,7 @@ class RequestMetrics:
     ttft_s: from arrival to the first token. tpot_s: mean time per later token of the longest completion.
     num_output_tokens: of all completions. num_preemptions: times it had to make room. num_cached_tokens: of its prompt,
     taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows have come by, {"computed": 3, ...}, see
-    `sequence.Origin`; those that a running row has computed are added when it leaves.
+    `kv.state.Origin`; those that a running row has computed are added when it leaves.
     """
 
     arrival_s: float

@@ -7,43 +7,13 @@ life (admission, preemption, the end) or where a request asks for text or log-pr
 from __future__ import annotations
 
 import dataclasses
-import enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ksana_jax.kv.state import KVState, Origin
 from ksana_jax.patterns import FAR
 from ksana_jax.request import FinishReason, SamplingParams
-
-
-class Origin(enum.IntEnum):
-    """How a row came by a block."""
-
-    COMPUTED = 0  # a block of its own, or the equal one that was in the cache before it was full
-    HIT_DEVICE = 1  # a cached prefix, on the device
-    HIT_HOST = 2
-    HIT_DISK = 3
-    SHARED = 4  # with another completion or beam of its request
-    COPIED = 5  # from a shared block, before it wrote there
-    SWAPPED = 6  # its own, back from the host after a preemption
-
-    @property
-    def label(self) -> str:
-        """As it is written in tables: "hit device"."""
-        return _LABELS[self]
-
-
-_LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
-
-
-class Held(NamedTuple):
-    """Blocks that a sequence holds or brings along: their ids, the text positions where they begin, how many of its
-    tokens are computed, and the `Origin` of each block or of all."""
-
-    ids: np.ndarray
-    starts: np.ndarray
-    num_computed: int
-    origins: np.ndarray | Origin = Origin.COMPUTED
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +30,7 @@ class Sequence:
       owner: the request it belongs to; the scheduler does not look inside.
       request_id, index: what it is called where blocks are shown; index is its completion's, or a beam's own.
       bad_words: token ids of what its request must not say, see `sampling.bias`.
-      salt: of its prefixes; only sequences of the same salt share them.
+      kv: what KV memory knows of it.
       guided: its request appends its tokens (beam search), not the scheduler.
 
     Attributes:
@@ -70,14 +40,6 @@ class Sequence:
       num_scored: prompt tokens whose log-probabilities are already reported.
       idles: guided, has computed all its tokens and waits for the next one.
       forks: sequences of the same prompt that wait until this one has computed it, to share its blocks.
-      held: shared blocks that it brings along while it waits; they may be taken from it.
-      swapped: slots of the host that hold its blocks while it waits after a preemption.
-      links: the hash chain of its full blocks, as far as it was asked for. node, num_indexed: the last of them that the
-        prefix index has, and how many it has. cacheable: whether more may be added.
-      has_read: whether it has looked on the disk. read: what it has read from there.
-      num_cached_tokens: tokens that it took from the cache when it first ran; None before that.
-      num_blocks_by_origin: blocks it has come by in its life, {origin's name: number}; its request's own dict. Computed
-        ones are added when it leaves its row.
     """
 
     seq_id: int
@@ -90,7 +52,7 @@ class Sequence:
     request_id: str = ""
     index: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
-    salt: str = ""
+    kv: KVState = dataclasses.field(default_factory=KVState)
     guided: bool = False
     idles: bool = False
     row: int | None = None
@@ -101,20 +63,15 @@ class Sequence:
     num_scored: int = 1
     first_token_s: float | None = None
     forks: list[Sequence] = dataclasses.field(default_factory=list)
-    held: Held | None = None
-    swapped: Held | None = None
-    links: list[Any] = dataclasses.field(default_factory=list)
-    node: Any = None
-    num_indexed: int = 0
-    cacheable: bool = True
-    has_read: bool = False
-    read: set[Any] = dataclasses.field(default_factory=set)
-    num_cached_tokens: int | None = None
-    num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
     num_prompt: int = dataclasses.field(init=False)
 
     def __post_init__(self):
         self.num_prompt = len(self.token_ids)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most of its tokens that cached blocks may stand for: its last one, and each that is scored, is computed."""
+        return 0 if self.params.prompt_logprobs is not None else len(self.token_ids) - 1
 
     @property
     def dense_sampling(self) -> bool:
@@ -225,7 +182,7 @@ class Rows:
         length = self.num_tokens[rows] = at + 1
         return length
 
-    def held(self, row: int) -> np.ndarray:
+    def block_ids(self, row: int) -> np.ndarray:
         """Ids of the blocks that a row holds."""
         return self.block_tables[row, : self.num_blocks[row]]
 

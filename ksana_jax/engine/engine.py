@@ -19,6 +19,7 @@ from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.intake import bad_word_ids, check_request, seed_of
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.state import KVState
 from ksana_jax.metrics import StepRecord
 from ksana_jax.patterns import AttentionPattern, LiveRange
 from ksana_jax.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
@@ -169,8 +170,7 @@ class Engine:
             request_id=request.request_id,
             index=index,
             bad_words=bad_word_ids(params.bad_words, self.tokenizer),
-            salt=salt,
-            num_blocks_by_origin=request.metrics.num_blocks_by_origin,
+            kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 
     def _new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
@@ -371,7 +371,7 @@ class Engine:
             top = slice(request.beams.num_candidates)
             if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
                 continue
-            if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.salt)):
+            if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.kv.salt)):
                 report.finish_beams(request)
                 reported.setdefault(request)
 

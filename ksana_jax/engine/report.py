@@ -23,7 +23,7 @@ def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
         metrics = seq.owner.metrics
         if metrics.first_token_s is None:
             metrics.first_token_s = now
-            metrics.num_cached_tokens = seq.num_cached_tokens or 0
+            metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
 
 
 def add_prompt_scores(

@@ -100,7 +100,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
     peak_blocks, peak_unshared_blocks: most held, and most that would be if each sequence had its own.
     shared_saving: the part of the latter that sharing saves, over all steps.
     hit_rate: of the prompts' tokens, the part that was cached; hit_blocks: where.
-    blocks_by_origin: blocks that rows have come by, see `sequence.Origin`.
+    blocks_by_origin: blocks that rows have come by, see `kv.state.Origin`.
     """
     records, columns, counters = llm.records, trace.columns, trace.counters
     device = [c.pools["device"] for c in columns]

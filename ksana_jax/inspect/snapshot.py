@@ -12,8 +12,8 @@ import numpy as np
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
+from ksana_jax.kv.state import Origin
 from ksana_jax.kv.tier import Tier
-from ksana_jax.sequence import Origin
 
 TIERS = ("device", "host", "disk")
 STATES = ("free", "held", "cached", "moving")

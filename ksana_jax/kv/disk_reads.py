@@ -15,10 +15,11 @@ import numpy as np
 
 from ksana_jax.kv.disk.tier import BlockFacts, DiskTier
 from ksana_jax.kv.host_tier import HostTier
-from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_index import PrefixIndex
+from ksana_jax.kv.state import KVState
 from ksana_jax.kv.tier import HOST, Node
-from ksana_jax.sequence import Sequence
+
+_NO_SLOTS = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass
@@ -37,6 +38,11 @@ class Reservation:
     deadline_s: float
     reads: list[Read]
     slots: list[int]
+
+    @property
+    def all_slots(self) -> np.ndarray:
+        """Pinned slots, and those of reads that are not done."""
+        return np.array(self.slots + [read.slot for read in self.reads], np.int32)
 
 
 class DiskReads:
@@ -58,7 +64,7 @@ class DiskReads:
     ):
         self._index, self._host, self._disk = index, host, disk
         self._clock, self._timeout_s = clock, timeout_s
-        self._active: dict[Sequence, Reservation] = {}
+        self._active: dict[KVState, Reservation] = {}
         self._late: list[Read] = []  # nobody waits for them any more, and their slots are still written to
 
     @property
@@ -80,29 +86,29 @@ class DiskReads:
         """Whether the disk has a block of that key."""
         return self._disk is not None and key in self._disk
 
-    def begin(self, seq: Sequence, found: list[Node], depths: list[int]) -> bool:
+    def begin(self, state: KVState, found: list[Node], depths: list[int]) -> bool:
         """Starts to read some blocks of a sequence; False if there is no room for them or nothing to wait for."""
         index, host, disk = self._index, self._host, self._disk
         assert disk is not None and host is not None
         now = self._clock()
         reading = {read.node.key: other for other in self._active.values() for read in other.reads}
-        others = [reading[seq.links[d].key] for d in depths if seq.links[d].key in reading]
+        others = [reading[state.links[d].key] for d in depths if state.links[d].key in reading]
         if others:  # another sequence has it read: wait with that one
             if max(other.deadline_s for other in others) > now:
                 return True
             return False
-        seq.has_read = True
+        state.has_read = True
         # What is there must not make room for the rest.
         pins = [node.at[HOST] for node in found if node.at[HOST] >= 0]
         host.pool.share(np.array(pins, np.int32))
         if host.num_available < len(depths):
             host.release(np.array(pins, np.int32))
             return False
-        reserved = self._active[seq] = Reservation(now + self._timeout_s, [], pins)
-        parent = index.root(seq.salt)
+        reserved = self._active[state] = Reservation(now + self._timeout_s, [], pins)
+        parent = index.root(state.salt)
         wanted = set(depths)
         for depth in range(depths[-1] + 1):
-            link = seq.links[depth]
+            link = state.links[depth]
             node = index.child(parent, link.tokens, link.key)
             if node is None:
                 break
@@ -115,12 +121,12 @@ class DiskReads:
             parent = node
         index.drop_if_empty(parent)
         if not reserved.reads:  # the keys are taken by other content
-            self.end(seq)
+            self.end(state)
         return bool(reserved.reads)
 
-    def ready(self, seq: Sequence) -> bool:
+    def ready(self, state: KVState) -> bool:
         """Whether a sequence waits for no reads; takes in what has been read, and gives up what is late."""
-        reserved = self._active.get(seq)
+        reserved = self._active.get(state)
         if reserved is None or not reserved.reads:
             return True
         if not all(read.future.done() for read in reserved.reads):
@@ -128,20 +134,20 @@ class DiskReads:
                 return False
         for read in reserved.reads:
             if read.future.done():
-                self._take_in(seq, reserved, read)
+                self._take_in(state, reserved, read)
             else:
                 self._late.append(read)
             self._unpin(read.node)
         reserved.reads = []
         return True
 
-    def _take_in(self, seq: Sequence, reserved: Reservation, read: Read) -> None:
+    def _take_in(self, state: KVState, reserved: Reservation, read: Read) -> None:
         host = self._host
         assert host is not None
         if read.future.result() and read.node.at[HOST] < 0:
             host.put(read.node, read.slot)
             reserved.slots.append(read.slot)
-            seq.read.add(read.node)
+            state.read.add(read.node)
         else:
             host.release(np.array([read.slot], np.int32))
 
@@ -149,9 +155,9 @@ class DiskReads:
         node.num_pins -= 1
         self._index.drop_if_empty(node)
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, state: KVState) -> None:
         """Lets go of what a sequence has reserved: it runs, or it has ended."""
-        reserved = self._active.pop(seq, None)
+        reserved = self._active.pop(state, None)
         if reserved is None:
             return
         assert self._host is not None
@@ -172,12 +178,19 @@ class DiskReads:
         futures = [read.future for reserved in self._active.values() for read in reserved.reads]
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
 
-    def owners(self) -> Iterator[Owner]:
-        """Yields sequences as owners of the slots that they have reserved, and late reads as nobody's."""
-        for seq, reserved in self._active.items():
-            slots = np.array(reserved.slots + [read.slot for read in reserved.reads], np.int32)
-            yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
-        yield Owner("", 0, "reads", HOST, np.array([read.slot for read in self._late], np.int32))
+    def reserved(self, state: KVState) -> np.ndarray:
+        """Slots of the host that a sequence has reserved."""
+        reserved = self._active.get(state)
+        return _NO_SLOTS if reserved is None else reserved.all_slots
+
+    def all_reserved(self) -> Iterator[np.ndarray]:
+        """Yields the slots of each sequence that has reserved some."""
+        return (reserved.all_slots for reserved in self._active.values())
+
+    @property
+    def late(self) -> np.ndarray:
+        """Slots of late reads, which belong to no sequence any more."""
+        return np.array([read.slot for read in self._late], np.int32)
 
     def reading(self) -> list[int]:
         """Slots of the host that are being written to."""

@@ -54,7 +54,7 @@ class KVMemory:
     Attributes:
       device, host: the tiers; host is None where there is none.
       prefixes, disk_reads, swap: what uses them.
-      num_blocks_by_origin: that rows have come by, see `Sequence`.
+      num_blocks_by_origin: that rows have come by, see `KVState`.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class KVMemory:
     # ------------------------------------------------------------------ who owns what
 
     def owners(self) -> Iterator[Owner]:
-        """Yields moves and reads, as owners of slots of the host."""
+        """Yields moves and late reads, the owners of slots of the host that are no sequences."""
         if self.host is not None:
             yield Owner("", 0, "moves", HOST, np.array(self.host.in_moves, np.int32))
-            yield from self.disk_reads.owners()
+            yield Owner("", 0, "reads", HOST, self.disk_reads.late)
 
     def moving(self, level: int) -> set[int]:
         """Blocks of a tier whose content is still to come."""
@@ -179,5 +179,6 @@ class KVMemory:
         self.device.check()
         self.index.check()
         if self.host is not None:
-            self.host.pool.check([*(owner.ids for owner in self.owners()), *swapped])
+            own = (owner.ids for owner in self.owners())
+            self.host.pool.check([*own, *self.disk_reads.all_reserved(), *swapped])
             self.host.check()

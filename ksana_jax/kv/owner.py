@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ksana_jax.sequence import Origin
+from ksana_jax.kv.state import Origin
 
 
 class Owner(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a prompt can take over from the cache, and what enters it. Knows sequences, tokens and nodes; no jax."""
+"""What a prompt can take over from the cache, and what enters it. Knows tokens and nodes, no requests; no jax."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
 from ksana_jax.kv.host_tier import HostTier
-from ksana_jax.kv.prefix_index import PrefixIndex
+from ksana_jax.kv.prefix_index import Link, PrefixIndex
+from ksana_jax.kv.state import HeldBlocks, KVState, Origin
 from ksana_jax.kv.tier import DEVICE, HOST, Node
 from ksana_jax.patterns import FULL, LiveRange
-from ksana_jax.sequence import Held, Origin, Sequence
 
 
 @dataclasses.dataclass
@@ -53,27 +53,26 @@ class PrefixCache:
         self.enabled, self.live = enabled, LiveRange.of([FULL])
         self._index, self._device, self._host = index, device, host
         self._disk_reads, self._counters = disk_reads, counters
-        self._computing: dict[bytes, Sequence] = {}
+        self._computing: dict[bytes, KVState] = {}
 
-    def pin(self, seq: Sequence) -> Hit:
-        """Finds the longest cached beginning of a sequence that leaves at least one token to compute, and pins it.
+    def pin(self, state: KVState, token_ids: np.ndarray, max_tokens: int) -> Hit:
+        """Finds the longest cached beginning of a sequence, of at most max_tokens tokens, and pins it.
 
         Under a pattern that evicts, only the blocks that later queries see are needed and pinned.
         """
-        hit = Hit([], [], 0)
-        if not self.enabled or seq.params.prompt_logprobs is not None:  # a score needs its token computed
+        hit, size = Hit([], [], 0), self._index.block_size
+        limit = max_tokens // size
+        if not self.enabled or not limit:
             return hit
-        size = self._index.block_size
-        limit = (len(seq.token_ids) - 1) // size
-        found = self._known(seq, limit)
-        on_disk = self._missing(seq, found, limit)
-        if on_disk and self._disk_reads.begin(seq, found, on_disk):
+        found = self._known(state, token_ids, limit)
+        on_disk = self._missing(state, token_ids, found, limit)
+        if on_disk and self._disk_reads.begin(state, found, on_disk):
             hit.awaits = True
             return hit
         num_blocks = self.usable(np.array([node.is_somewhere for node in found], bool))
         if num_blocks < limit:
-            link = self._index.chain(seq.token_ids, seq.salt, seq.links, num_blocks + 1)[num_blocks]
-            if self._computing.get(link.key, seq) is not seq:
+            key = self._link(state, token_ids, num_blocks).key
+            if self._computing.get(key, state) is not state:
                 hit.awaits = True
                 return hit
         starts = np.arange(num_blocks) * size
@@ -88,12 +87,16 @@ class PrefixCache:
             self._host.pool.share(on_host)
         return hit
 
-    def _known(self, seq: Sequence, limit: int) -> list[Node]:
+    def _link(self, state: KVState, token_ids: np.ndarray, depth: int) -> Link:
+        """The link of a sequence's block of a number."""
+        return self._index.chain(token_ids, state.salt, state.links, depth + 1)[depth]
+
+    def _known(self, state: KVState, token_ids: np.ndarray, limit: int) -> list[Node]:
         """The first blocks of a sequence as far as the index has them, at most `limit`."""
         found: list[Node] = []
-        parent = self._index.root(seq.salt)
+        parent = self._index.root(state.salt)
         for depth in range(limit):
-            link = self._index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth]
+            link = self._link(state, token_ids, depth)
             node = self._index.find(link.key, parent, link.tokens)
             if node is None:
                 break
@@ -101,18 +104,18 @@ class PrefixCache:
             parent = node
         return found
 
-    def _missing(self, seq: Sequence, found: list[Node], limit: int) -> list[int]:
+    def _missing(self, state: KVState, token_ids: np.ndarray, found: list[Node], limit: int) -> list[int]:
         """Which blocks of a sequence are worth reading from disk, by number.
 
         Args:
           found: its first blocks, as far as they are known. limit: most blocks it can take over.
         """
         reads, size = self._disk_reads, self._index.block_size
-        if not reads.enabled or seq.has_read:
+        if not reads.enabled or state.has_read:
             return []
         there = [node.is_somewhere or reads.has(node.key) for node in found]
         for depth in range(len(found), limit):
-            if not reads.has(self._index.chain(seq.token_ids, seq.salt, seq.links, depth + 1)[depth].key):
+            if not reads.has(self._link(state, token_ids, depth).key):
                 break
             there.append(True)
         count = self.usable(np.array(there, bool))
@@ -143,10 +146,14 @@ class PrefixCache:
         if self._host is not None:
             self._host.release(on_host)
 
-    def claim(self, seq: Sequence, hit: Hit) -> Held:
-        """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them."""
+    def claim(self, state: KVState, hit: Hit, num_tokens: int) -> HeldBlocks:
+        """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them.
+
+        Args:
+          num_tokens: of the sequence, for the rate of hits.
+        """
         origins = [
-            Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in seq.read else Origin.HIT_HOST
+            Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in state.read else Origin.HIT_HOST
             for node in hit.nodes
         ]
         self._device.load(hit.nodes, hit.num_loads)
@@ -156,58 +163,58 @@ class PrefixCache:
             if self._host is not None:
                 self._host.used(node)
         if hit.nodes:
-            seq.node, seq.num_indexed = hit.nodes[-1], hit.num_tokens // self._index.block_size
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = hit.num_tokens
-            self._count(seq, hit, origins)
+            state.node, state.num_indexed = hit.nodes[-1], hit.num_tokens // self._index.block_size
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = hit.num_tokens
+            self._count(num_tokens, hit, origins)
         ids = np.array([node.at[DEVICE] for node in hit.nodes], np.int32)
-        return Held(ids, np.array(hit.starts, np.int32), hit.num_tokens, np.array(origins, np.uint8))
+        return HeldBlocks(ids, np.array(hit.starts, np.int32), hit.num_tokens, np.array(origins, np.uint8))
 
-    def _count(self, seq: Sequence, hit: Hit, origins: list[Origin]) -> None:
+    def _count(self, num_tokens: int, hit: Hit, origins: list[Origin]) -> None:
         c = self._counters
-        c.asked_tokens += len(seq.token_ids)
+        c.asked_tokens += num_tokens
         c.hit_tokens += hit.num_tokens
         c.hits_device += origins.count(Origin.HIT_DEVICE)
         c.hits_host += origins.count(Origin.HIT_HOST)
         c.hits_disk += origins.count(Origin.HIT_DISK)
 
-    def expect(self, seq: Sequence) -> None:
+    def expect(self, state: KVState, token_ids: np.ndarray) -> None:
         """Notes the blocks that a sequence which begins to run will compute, so that others can wait for them."""
-        num_blocks = len(seq.token_ids) // self._index.block_size
-        for link in self._index.chain(seq.token_ids, seq.salt, seq.links, num_blocks)[seq.num_indexed : num_blocks]:
-            self._computing.setdefault(link.key, seq)
+        num_blocks = len(token_ids) // self._index.block_size
+        for link in self._index.chain(token_ids, state.salt, state.links, num_blocks)[state.num_indexed : num_blocks]:
+            self._computing.setdefault(link.key, state)
 
-    def expect_no_more(self, seq: Sequence) -> None:
+    def expect_no_more(self, state: KVState) -> None:
         """Forgets what a sequence was expected to compute."""
         if self._computing:
-            for link in seq.links:
-                if self._computing.get(link.key) is seq:
+            for link in state.links:
+                if self._computing.get(link.key) is state:
                     del self._computing[link.key]
 
-    def insert(self, seq: Sequence, token_ids: np.ndarray, ids: list[int]) -> list[int]:
+    def insert(self, state: KVState, token_ids: np.ndarray, ids: list[int]) -> list[int]:
         """Makes the next full blocks of a running sequence findable.
 
         Args:
           token_ids: its tokens so far.
-          ids: device blocks of its blocks number seq.num_indexed and following; -1 where it holds none any more.
+          ids: device blocks of its blocks number state.num_indexed and following; -1 where it holds none any more.
 
         Returns:
           The blocks that it should hold: where another block has the same content already, that one, now shared; the
           caller gives its own back.
         """
-        index, first = self._index, seq.num_indexed
+        index, first = self._index, state.num_indexed
         now = index.tick()
-        links = index.chain(token_ids, seq.salt, seq.links, first + len(ids))
-        parent = index.revived(seq.node or index.root(seq.salt))
+        links = index.chain(token_ids, state.salt, state.links, first + len(ids))
+        parent = index.revived(state.node or index.root(state.salt))
         kept = list(ids)
         for at, block in enumerate(ids):
             link = links[first + at]
-            if self._computing.get(link.key) is seq:
+            if self._computing.get(link.key) is state:
                 del self._computing[link.key]
             node = None if parent is None else index.child(parent, link.tokens, link.key)
             if node is None:  # the key is taken by another content: nothing of this text can be found from here on
-                seq.cacheable, seq.node, seq.num_indexed = False, None, 0
-                self.expect_no_more(seq)
+                state.cacheable, state.node, state.num_indexed = False, None, 0
+                self.expect_no_more(state)
                 break
             parent = node
             if block < 0:
@@ -220,7 +227,7 @@ class PrefixCache:
                 kept[at] = node.at[DEVICE]
                 self._device.share(np.array([kept[at]], np.int32))
         else:
-            seq.node, seq.num_indexed = parent, first + len(ids)
+            state.node, state.num_indexed = parent, first + len(ids)
         index.drop_if_empty(parent)
         return kept
 

@@ -52,12 +52,12 @@ class Admission:
             blocks that they share.
         """
         device, size, total = self.memory.device, self.memory.block_size, len(seq.token_ids)
-        brought = seq.held or seq.swapped
-        done = hit.num_tokens if hit else brought.num_computed if brought else 0
+        kv, held = seq.kv, seq.kv.held
+        done = hit.num_tokens if hit else held.num_computed if held else 0
         left = total - done
         if left > 1 and not room.tiles:
             return False
-        loads = hit.num_loads if hit else len(seq.swapped.ids) if seq.swapped else 0
+        loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else room.most(left)
         covered = -(-done // size) * size
@@ -65,7 +65,7 @@ class Admission:
 
         def first_block() -> int:
             """Blocks without which not even one token can be computed."""
-            return loads + (done >= covered or (seq.held is not None and device.is_shared(seq.held.ids[-1])))
+            return loads + (done >= covered or (kv.shared is not None and device.is_shared(kv.shared.ids[-1])))
 
         more = -(-max(done + count - covered, 0) // size) - (done >= covered)
         if min(first_block() + more, most) <= device.num_available:

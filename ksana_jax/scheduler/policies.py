@@ -51,7 +51,7 @@ class LongestPrefix:
     def __call__(self, seq: Sequence) -> tuple[int, bytes]:
         # Big endian: bytes then sort as the numbers do.
         tokens = seq.token_ids.astype(">i4").tobytes()
-        group = (seq.salt, tokens[: 4 * self._prefix])
+        group = (seq.kv.salt, tokens[: 4 * self._prefix])
         first = self._first.get(group)
         if first is None or seq.seq_id - first > self._patience:
             if len(self._first) > 4096:

@@ -38,22 +38,23 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, and from it what it has reserved."""
         self.entries = [entry for entry in self.entries if entry[2] is not seq]
-        self._memory.disk_reads.end(seq)
+        self._memory.disk_reads.end(seq.kv)
         self.take_away(seq)
 
     def take_away(self, seq: Sequence) -> None:
         """Takes what a waiting sequence holds: it will compute it again, if it goes on."""
-        if seq.held is not None:
-            self._memory.device.release(seq.held.ids)
-        if seq.swapped is not None:
-            self._memory.swap.discard(seq.swapped.ids)
-        seq.held = seq.swapped = seq.node = None
-        seq.num_indexed = 0
+        kv = seq.kv
+        if kv.shared is not None:
+            self._memory.device.release(kv.shared.ids)
+        if kv.swapped is not None:
+            self._memory.swap.discard(kv.swapped.ids)
+        kv.shared = kv.swapped = kv.node = None
+        kv.num_indexed = 0
 
     def strip_one(self, spared: Sequence | None = None) -> bool:
         """Takes the shared blocks of the last sequence that brings some along; False if there is none."""
         for _, _, seq in reversed(self.entries):
-            if seq.held is not None and seq is not spared:
+            if seq.kv.shared is not None and seq is not spared:
                 self.take_away(seq)
                 return True
         return False

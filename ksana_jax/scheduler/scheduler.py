@@ -17,7 +17,6 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
-from ksana_jax.kv.row_blocks import RowBlocks
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason
@@ -25,6 +24,7 @@ from ksana_jax.scheduler.admission import Admission, Room
 from ksana_jax.scheduler.policies import Policy, make_policy
 from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.queue import WaitingQueue
+from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.contract import ScheduledBatch
@@ -89,7 +89,7 @@ class Scheduler:
         self.memory.set_patterns(live, scope or self.memory.index.scope)
         width = live.max_live_blocks(self.blocks.block_size, self.max_model_len, self.max_num_batched_tokens)
         self.rows = Rows(self.max_num_seqs, width)
-        self.held = RowBlocks(self.rows, self.memory, live)
+        self.row_blocks = RowBlocks(self.rows, self.memory, live)
         self.admission = Admission(self.memory, self.queue, live, self.max_num_batched_tokens)
 
     @property
@@ -165,11 +165,8 @@ class Scheduler:
         """
         if parent.row is not None:
             count = int(self.rows.num_computed[parent.row]) if num_computed is None else num_computed
-            child.held = self.held.share(parent.row, count)
-            child.cacheable, child.links = parent.cacheable, list(parent.links)
-            child.node, child.num_indexed = parent.node, parent.num_indexed
-            while child.num_indexed > count // self.blocks.block_size:
-                child.node, child.num_indexed = child.node.parent, child.num_indexed - 1
+            child.kv.shared = self.row_blocks.share(parent.row, count)
+            child.kv.share_index(parent.kv, count // self.blocks.block_size)
         child.rank = parent.rank
         self.queue.add(child)
 
@@ -193,11 +190,11 @@ class Scheduler:
         left = rows.num_tokens[order] - rows.num_computed[order]
         singles = order[left == 1][: self.max_num_batched_tokens]
         short = rows.num_computed[singles] >= rows.covered[singles]
-        sharing = self.held.writes_to_shared(singles)
+        sharing = self.row_blocks.writes_to_shared(singles)
         if np.count_nonzero(short) + np.count_nonzero(sharing) <= self.memory.device.num_available:
-            self.held.take(singles[short])
+            self.row_blocks.take(singles[short])
             for row in singles[sharing].tolist():
-                self.held.provide(row, 1)
+                self.row_blocks.provide(row, 1)
         else:
             singles = self._provide_by_force(singles, short | sharing)
         chunks: list[tuple[int, int]] = []
@@ -223,7 +220,7 @@ class Scheduler:
         for i in np.flatnonzero(needy):
             row = int(singles[i])
             if self.rows.alive[row] and self._make_room(row):
-                self.held.provide(row, 1)
+                self.row_blocks.provide(row, 1)
                 runs[i] = True
         return singles[runs & self.rows.alive[singles]]
 
@@ -245,7 +242,7 @@ class Scheduler:
         """Takes a row's blocks, to the host or for good; its sequence waits in its old place."""
         seq = self.rows.seqs[row]
         assert seq is not None
-        seq.swapped = self.held.swap_out(row)
+        seq.kv.swapped = self.row_blocks.swap_out(row)
         self._leave(np.array([row]))
         seq.num_preemptions += 1
         self.num_preemptions += 1
@@ -265,9 +262,9 @@ class Scheduler:
         left = int(r.num_tokens[row]) - done
         available = self.memory.device.num_available
         if r.forked[row]:
-            available -= int(self.held.writes_to_shared(np.array([row]))[0])
+            available -= int(self.row_blocks.writes_to_shared(np.array([row]))[0])
         count = max(min(room.most(left), covered + available * size - done), 0)
-        self.held.provide(row, count)
+        self.row_blocks.provide(row, count)
         room.take(count)
         return count
 
@@ -282,10 +279,12 @@ class Scheduler:
         at = 0
         while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and room.tokens:
             seq = self.waiting[at][2]
-            if seq.idles or not self.memory.disk_reads.ready(seq):
+            if seq.idles or not self.memory.disk_reads.ready(seq.kv):
                 at += 1
                 continue
-            hit = None if seq.held or seq.swapped else self.memory.prefixes.pin(seq)
+            hit = None
+            if not seq.kv.held:
+                hit = self.memory.prefixes.pin(seq.kv, seq.token_ids, seq.max_cached_tokens)
             if hit and hit.awaits:
                 at += 1
                 continue
@@ -293,7 +292,7 @@ class Scheduler:
             if not self.admission.fits(seq, hit, room, alone):
                 if hit:
                     self.memory.prefixes.unpin(hit)
-                if not alone or not seq.held:
+                if not alone or not seq.kv.shared:
                     break
                 self.queue.take_away(seq)  # no room for a copy of what it shares
                 continue
@@ -303,20 +302,20 @@ class Scheduler:
     def _place(self, at: int, hit: Hit | None) -> int:
         """Takes a waiting sequence into a row with what it brings along: the row."""
         rank, seq_id, seq = self.waiting.pop(at)
-        row = self.running.enter((rank, seq_id))
+        row, kv = self.running.enter((rank, seq_id)), seq.kv
         if hit:
-            held = self.memory.prefixes.claim(seq, hit)
-        elif seq.swapped:
-            held = seq.swapped._replace(ids=self.memory.swap.move_in(seq.swapped.ids))
+            held = self.memory.prefixes.claim(kv, hit, len(seq.token_ids))
+        elif kv.swapped:
+            held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))
         else:
-            assert seq.held is not None
-            held = seq.held
-        forked = seq.held is not None
-        seq.held = seq.swapped = None
-        seq.has_read, seq.read = False, set()
-        self.memory.disk_reads.end(seq)
+            assert kv.shared is not None
+            held = kv.shared
+        forked = kv.shared is not None
+        kv.shared = kv.swapped = None
+        kv.has_read, kv.read = False, set()
+        self.memory.disk_reads.end(kv)
         self.rows.place(seq, row)
-        self.held.bring(row, seq, held, forked)
+        self.row_blocks.bring(row, seq, held, forked)
         return row
 
     # ------------------------------------------------------------------ after a step
@@ -348,7 +347,7 @@ class Scheduler:
         stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
         ended = stopped | (length >= r.max_len[sampled])
         if self.memory.prefixes.enabled:
-            self.held.index_full(rows)
+            self.row_blocks.index_full(rows)
         if self.queue.leaders:
             self._fork_prompts(sampled)
         if ended.any():
@@ -360,7 +359,7 @@ class Scheduler:
                 finished.append(seq)
             self._leave(sampled[ended])
             rows = rows[r.alive[rows]]
-        self.held.return_invisible(rows)
+        self.row_blocks.return_invisible(rows)
         return Progress(sampled, tokens, ended, finished, guided)
 
     def _fail(self, rows: np.ndarray) -> list[Sequence]:
@@ -379,22 +378,24 @@ class Scheduler:
     def _leave(self, leaving: np.ndarray) -> None:
         """Takes rows out, their blocks back."""
         r = self.rows
-        self.held.release(leaving)
+        self.row_blocks.release(leaving)
         self.running.leave(leaving)
         for row in leaving.tolist():
             seq = r.seqs[row]
             assert seq is not None
-            self.memory.prefixes.expect_no_more(seq)
-            seq.node, seq.num_indexed, seq.cacheable = None, 0, True
+            self.memory.prefixes.expect_no_more(seq.kv)
+            seq.kv.leave_index()
             r.clear(row)
 
     def owners(self) -> Iterator[Owner]:
         """Sequences as owners of blocks: running ones in order, then those that bring some along."""
-        yield from self.held.owners(self.order.tolist())
+        yield from self.row_blocks.owners(self.order.tolist())
         for _, _, seq in self.waiting:
-            for tier, held in ((DEVICE, seq.held), (HOST, seq.swapped)):
+            for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
                 if held is not None:
                     yield Owner(seq.request_id, seq.index, "waits", tier, *held)
+            if len(slots := self.memory.disk_reads.reserved(seq.kv)):
+                yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
 
     def check(self) -> None:
         """Holds the books against the rows and what waiting sequences bring along.
@@ -404,7 +405,7 @@ class Scheduler:
         """
         order = self.order.tolist()
         waiting = [seq for _, _, seq in self.waiting]
-        owned = [self.rows.held(row) for row in order] + [seq.held.ids for seq in waiting if seq.held]
-        self.memory.check(owned, [seq.swapped.ids for seq in waiting if seq.swapped])
+        owned = [self.rows.block_ids(row) for row in order] + [seq.kv.shared.ids for seq in waiting if seq.kv.shared]
+        self.memory.check(owned, [seq.kv.swapped.ids for seq in waiting if seq.kv.swapped])
         self.running.check(self.rows.alive)
-        self.held.check(order)
+        self.row_blocks.check(order)

@@ -11,6 +11,7 @@ from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, prompt_of
 from tests.kv.disk.double import DiskDouble
+from tests.kv.prefixes import claim, pin
 
 SIZE = 4
 
@@ -52,7 +53,7 @@ class Setup:
         """Has the full blocks of a text computed and let go, on the device."""
         seq = sequence(text)
         ids = self.memory.device.allocate(len(text) // SIZE)
-        self.prefixes.insert(seq, seq.token_ids, ids.tolist())
+        self.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
         self.memory.device.release(ids)
         return ids.tolist()
 
@@ -69,7 +70,7 @@ class Setup:
     def on_host(self, seq) -> list[int]:
         """First tokens of a sequence's blocks, as they lie on the host; -1 where they do not."""
         found = []
-        for link in seq.links:
+        for link in seq.kv.links:
             node = self.memory.index.nodes.get(link.key)
             found.append(-1 if node is None or node.at[HOST] < 0 else int(self.memory.host.data[node.at[HOST], 0]))
         return found
@@ -83,19 +84,19 @@ def test_a_sequence_awaits_its_reads_and_then_finds_them():
     text = prompt_of(17)
     setup = Setup(text)
     seq = sequence(text)
-    assert setup.prefixes.pin(seq).awaits and setup.reads.num_pending == 4 and setup.host.num_used == 4
-    assert not setup.reads.ready(seq)
+    assert pin(setup.prefixes, seq).awaits and setup.reads.num_pending == 4 and setup.host.num_used == 4
+    assert not setup.reads.ready(seq.kv)
     setup.check()
     for asked in setup.disk.asked[:3]:
         setup.disk.end(asked)
-    assert not setup.reads.ready(seq)
+    assert not setup.reads.ready(seq.kv)
     setup.disk.end_all()
-    assert setup.reads.ready(seq) and setup.reads.num_pending == 0
+    assert setup.reads.ready(seq.kv) and setup.reads.num_pending == 0
     assert setup.on_host(seq) == text[:16:4].tolist()
-    hit = setup.prefixes.pin(seq)
+    hit = pin(setup.prefixes, seq)
     assert (hit.num_tokens, hit.num_loads, hit.awaits) == (16, 4, False)
-    held = setup.prefixes.claim(seq, hit)
-    setup.reads.end(seq)
+    held = claim(setup.prefixes, seq, hit)
+    setup.reads.end(seq.kv)
     assert len(held.ids) == 4 and setup.memory.counters.hits_disk == 4
     setup.memory.take_moves()
     setup.memory.commit()
@@ -108,16 +109,16 @@ def test_slots_are_reserved_for_all_reads_or_for_none():
     texts = prompt_of(17), prompt_of(17, seed=1)
     setup = Setup(*texts, slots=7)
     first, second = map(sequence, texts)
-    assert setup.prefixes.pin(first).awaits
-    hit = setup.prefixes.pin(second)
+    assert pin(setup.prefixes, first).awaits
+    hit = pin(setup.prefixes, second)
     assert not hit.awaits and hit.num_tokens == 0
     assert setup.host.num_used == 4 and len(setup.disk.asked) == 4
     setup.check()
     setup.disk.end_all()
-    assert setup.reads.ready(first) and setup.reads.ready(second)
+    assert setup.reads.ready(first.kv) and setup.reads.ready(second.kv)
     # What was read is pinned until its sequence runs: the other one still cannot have it all.
     assert setup.memory.host.num_available == 3
-    setup.reads.end(first)
+    setup.reads.end(first.kv)
     assert setup.memory.host.num_available == 7
     setup.check()
 
@@ -127,12 +128,12 @@ def test_who_asks_again_while_reads_are_pending_waits_for_those():
     setup = Setup(text)
     first, second, longer = sequence(text), sequence(text), sequence(np.append(text, 5))
     for seq in (first, second, longer):
-        assert setup.prefixes.pin(seq).awaits
+        assert pin(setup.prefixes, seq).awaits
     assert len(setup.disk.asked) == 4 and setup.host.num_used == 4
     setup.disk.end_all()
-    assert setup.reads.ready(first)
+    assert setup.reads.ready(first.kv)
     for seq in (second, longer):
-        assert setup.prefixes.pin(seq).num_tokens == 16
+        assert pin(setup.prefixes, seq).num_tokens == 16
     assert len(setup.disk.asked) == 4
 
 
@@ -140,10 +141,10 @@ def test_who_waits_for_the_reads_of_another_does_so_no_longer_than_that_one():
     text = prompt_of(17)
     setup = Setup(text)
     first, second = sequence(text), sequence(text)
-    assert setup.prefixes.pin(first).awaits and setup.prefixes.pin(second).awaits
+    assert pin(setup.prefixes, first).awaits and pin(setup.prefixes, second).awaits
     setup.clock.now = 10.5
-    assert not setup.prefixes.pin(second).awaits
-    assert setup.reads.ready(first) and not setup.prefixes.pin(first).awaits
+    assert not pin(setup.prefixes, second).awaits
+    assert setup.reads.ready(first.kv) and not pin(setup.prefixes, first).awaits
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -151,16 +152,16 @@ def test_a_late_read_keeps_its_slot_until_it_ends_and_gives_nothing(found):
     text = prompt_of(17)
     setup = Setup(text)
     seq = sequence(text)
-    setup.prefixes.pin(seq)
+    pin(setup.prefixes, seq)
     setup.disk.end(setup.disk.asked[0])
     setup.clock.now = 9.9
-    assert not setup.reads.ready(seq)
+    assert not setup.reads.ready(seq.kv)
     setup.clock.now = 10.0
-    assert setup.reads.ready(seq) and setup.reads.num_pending == 0
+    assert setup.reads.ready(seq.kv) and setup.reads.num_pending == 0
     assert setup.on_host(seq) == [text[0], -1, -1, -1]
     setup.check()
     # Three are still written to; nobody else gets them.
-    setup.reads.end(seq)
+    setup.reads.end(seq.kv)
     assert setup.host.num_used == 3
     late = {asked.out.ctypes.data for asked in setup.disk.asked[1:]}
     free = [setup.memory.host.take_slot() for _ in range(5)]
@@ -180,10 +181,10 @@ def test_a_sequence_that_leaves_gives_back_what_is_read_and_later_what_is_not():
     text = prompt_of(17)
     setup = Setup(text)
     seq = sequence(text)
-    setup.prefixes.pin(seq)
+    pin(setup.prefixes, seq)
     setup.disk.end(setup.disk.asked[0])
-    setup.reads.end(seq)
-    setup.reads.end(seq)
+    setup.reads.end(seq.kv)
+    setup.reads.end(seq.kv)
     assert setup.host.num_used == 4 and len(setup.memory.index) == 0 and setup.reads.num_pending == 0
     setup.check()
     setup.reads.poll()
@@ -199,14 +200,14 @@ def test_a_read_that_fails_is_a_miss_and_frees_its_slot(failing):
     text = prompt_of(17)
     setup = Setup(text)
     seq = sequence(text)
-    setup.prefixes.pin(seq)
+    pin(setup.prefixes, seq)
     for place, asked in enumerate(setup.disk.asked):
         setup.disk.end(asked, found=place != failing)
-    assert setup.reads.ready(seq)
-    hit = setup.prefixes.pin(seq)  # and does not ask again
+    assert setup.reads.ready(seq.kv)
+    hit = pin(setup.prefixes, seq)  # and does not ask again
     assert hit.num_tokens == SIZE * failing and not hit.awaits and len(setup.disk.asked) == 4
     setup.prefixes.unpin(hit)
-    setup.reads.end(seq)
+    setup.reads.end(seq.kv)
     assert setup.host.num_used == 0 and setup.host.num_idle == 3
     setup.check()
 
@@ -218,11 +219,11 @@ def test_what_is_there_is_not_read_and_does_not_make_room_for_the_rest():
     setup.evict_to_host(2)
     assert setup.host.num_idle == 2
     seq = sequence(text)
-    assert setup.prefixes.pin(seq).awaits
-    assert [asked.key for asked in setup.disk.asked] == [link.key for link in seq.links[2:4]]
+    assert pin(setup.prefixes, seq).awaits
+    assert [asked.key for asked in setup.disk.asked] == [link.key for link in seq.kv.links[2:4]]
     setup.disk.end_all()
-    assert setup.reads.ready(seq)
-    assert setup.prefixes.pin(seq).num_tokens == 16
+    assert setup.reads.ready(seq.kv)
+    assert pin(setup.prefixes, seq).num_tokens == 16
 
 
 def test_reads_find_no_room_where_what_is_there_must_stay():
@@ -230,7 +231,7 @@ def test_reads_find_no_room_where_what_is_there_must_stay():
     setup = Setup(text, slots=3, num_blocks=4)
     setup.cache(text[:8])
     setup.evict_to_host(2)
-    hit = setup.prefixes.pin(sequence(text))
+    hit = pin(setup.prefixes, sequence(text))
     assert not hit.awaits and hit.num_tokens == 8 and not setup.disk.asked
     setup.prefixes.unpin(hit)
     setup.check()
@@ -241,12 +242,12 @@ def test_under_a_window_only_what_later_queries_see_is_read():
     text = prompt_of(30)
     setup = Setup(text, patterns=patterns)
     seq = sequence(text)
-    assert setup.prefixes.pin(seq).awaits
+    assert pin(setup.prefixes, seq).awaits
     # Query 28 sees 24 and later, and the sink.
-    assert [asked.key for asked in setup.disk.asked] == [seq.links[b].key for b in (0, 6)]
+    assert [asked.key for asked in setup.disk.asked] == [seq.kv.links[b].key for b in (0, 6)]
     setup.disk.end_all()
-    assert setup.reads.ready(seq)
-    hit = setup.prefixes.pin(seq)
+    assert setup.reads.ready(seq.kv)
+    hit = pin(setup.prefixes, seq)
     assert hit.num_tokens == 28 and hit.starts == [0, 24]
 
 
@@ -254,9 +255,9 @@ def test_a_disk_that_is_off_or_no_host_reads_nothing():
     text = prompt_of(17)
     setup = Setup(text)
     setup.disk.enabled = False
-    assert not setup.prefixes.pin(sequence(text)).awaits
+    assert not pin(setup.prefixes, sequence(text)).awaits
     setup = Setup(text, slots=0)
-    assert not setup.prefixes.pin(sequence(text)).awaits
+    assert not pin(setup.prefixes, sequence(text)).awaits
     assert not setup.disk.asked
 
 
@@ -264,13 +265,13 @@ def test_what_was_computed_meanwhile_is_kept_beside_what_was_read():
     text = prompt_of(17)
     setup = Setup(text)
     reader = sequence(text)
-    setup.prefixes.pin(reader)
+    pin(setup.prefixes, reader)
     ids = setup.cache(text[:16])
     setup.disk.end_all()
-    assert setup.reads.ready(reader)
-    setup.reads.end(reader)
+    assert setup.reads.ready(reader.kv)
+    setup.reads.end(reader.kv)
     setup.check()
-    hit = setup.prefixes.pin(reader)
+    hit = pin(setup.prefixes, reader)
     assert hit.num_loads == 0 and [node.at[DEVICE] for node in hit.nodes] == ids
 
 
@@ -278,14 +279,14 @@ def test_two_reads_of_one_block_give_one_of_their_slots_back():
     text = prompt_of(5)
     setup = Setup(text)
     first, second = sequence(text), sequence(text)
-    setup.prefixes.pin(first)
-    setup.reads.end(first)  # its read goes on
-    setup.prefixes.pin(second)
+    pin(setup.prefixes, first)
+    setup.reads.end(first.kv)  # its read goes on
+    pin(setup.prefixes, second)
     assert len(setup.disk.asked) == 2 and setup.host.num_used == 2
     assert setup.disk.asked[0].out.ctypes.data != setup.disk.asked[1].out.ctypes.data
     setup.disk.end_all()
     setup.reads.poll()
-    assert setup.reads.ready(second)
+    assert setup.reads.ready(second.kv)
     assert setup.host.num_used == 1
     setup.check()
 
@@ -294,7 +295,7 @@ def test_waiting_ends_with_the_first_read():
     text = prompt_of(17)
     setup = Setup(text)
     setup.reads.wait(60.0)  # for nothing
-    setup.prefixes.pin(sequence(text))
+    pin(setup.prefixes, sequence(text))
     setup.disk.end(setup.disk.asked[2])
     setup.reads.wait(60.0)
 
@@ -306,30 +307,30 @@ def test_room_for_a_read_may_be_made_of_a_block_that_continues_the_one_to_be_rea
     setup = Setup(patterns=patterns, slots=1, num_blocks=2)
     setup.cache(text)
     user = sequence(text)
-    held = setup.prefixes.claim(user, setup.prefixes.pin(user))
+    held = claim(setup.prefixes, user)
     assert len(held.ids) == 1  # the window begins in the second block, which is now of later use than the first
     setup.memory.device.release(held.ids)
     setup.evict_to_host(1)
     setup.evict_to_host(1)  # the first block is on the host, and goes to the disk for the second's sake
-    assert list(setup.disk.files) == [user.links[0].key] and setup.host.num_idle == 1
+    assert list(setup.disk.files) == [user.kv.links[0].key] and setup.host.num_idle == 1
     seq = sequence(text[:5])
-    assert setup.prefixes.pin(seq).awaits
+    assert pin(setup.prefixes, seq).awaits
     setup.check()
     setup.disk.end_all()
-    assert setup.reads.ready(seq)
+    assert setup.reads.ready(seq.kv)
     setup.check()
-    assert setup.prefixes.pin(seq).num_tokens == 4
+    assert pin(setup.prefixes, seq).num_tokens == 4
 
 
 def test_reads_whose_keys_are_taken_by_other_content_are_not_waited_for():
     # Both on the disk, the first block is found by its key and is another's: nothing can be read after it.
     setup = Setup(prompt_of(9))
     seq = sequence(prompt_of(9))
-    link = setup.memory.index.chain(seq.token_ids, "", seq.links, 1)[0]
+    link = setup.memory.index.chain(seq.token_ids, "", seq.kv.links, 1)[0]
     [other] = setup.memory.device.allocate(1).tolist()
     node = setup.memory.index.child(setup.memory.index.root(""), b"x" * 4 * SIZE, link.key)
     setup.memory.device.put(node, other)
-    hit = setup.prefixes.pin(seq)
+    hit = pin(setup.prefixes, seq)
     assert not hit.awaits and not hit.num_tokens and not setup.disk.asked and not setup.reads.num_pending
     setup.memory.device.release(np.array([other], np.int32))
     setup.check()

@@ -6,9 +6,11 @@ import pytest
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex
+from ksana_jax.kv.state import KVState
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, prompt_of
 from tests.kv.disk.double import DiskDouble
+from tests.kv.prefixes import claim, pin
 
 SIZE = 4
 
@@ -19,14 +21,14 @@ def memory_of(num_blocks: int = 6, slots: int = 4, **settings) -> KVMemory:
 
 
 def sequence(text, salt: str = "") -> Sequence:
-    return Sequence(0, np.asarray(text, np.int32), asking(4), (), max_len=len(text) + 4, salt=salt)
+    return Sequence(0, np.asarray(text, np.int32), asking(4), (), max_len=len(text) + 4, kv=KVState(salt))
 
 
 def cache(memory: KVMemory, text) -> list[int]:
     """Has the full blocks of a text computed and let go; their ids."""
     seq = sequence(text)
     ids = memory.device.allocate(len(text) // SIZE)
-    memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
+    memory.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
     memory.device.release(ids)
     return ids.tolist()
 
@@ -67,9 +69,9 @@ def test_an_evicted_block_is_saved_before_whoever_took_it_writes_to_it():
     # Found on the host now, and loaded.
     memory.device.release(taken)
     seq = sequence(prompt_of(8)[:8].tolist() + [1])
-    hit = memory.prefixes.pin(seq)
+    hit = pin(memory.prefixes, seq)
     assert hit.num_loads == 2
-    held = memory.prefixes.claim(seq, hit)
+    held = claim(memory.prefixes, seq, hit)
     assert moves(memory) == {"loads": [[1, held.ids[0]], [0, held.ids[1]]]}
     memory.check([held.ids])
     assert (memory.counters.saved, memory.counters.loaded, memory.counters.hits_host) == (2, 2, 2)
@@ -93,7 +95,7 @@ def test_a_block_that_is_on_the_host_already_is_not_saved_again():
         memory.device.release(memory.device.allocate(1))
         assert bool(moves(memory)) == (turn == 0)
         seq = sequence(prompt_of(4).tolist() + [1])
-        held = memory.prefixes.claim(seq, memory.prefixes.pin(seq))
+        held = claim(memory.prefixes, seq)
         assert moves(memory) == {"loads": [[0, 0]]}
         memory.device.release(held.ids)
     assert memory.counters.saved == 1
@@ -125,7 +127,7 @@ def test_what_is_still_on_the_device_is_not_written_to_disk_when_it_leaves_the_h
     memory.device.release(memory.device.allocate(2))
     moves(memory)
     seq = sequence(prompt_of(4).tolist() + [1])
-    held = memory.prefixes.claim(seq, memory.prefixes.pin(seq))
+    held = claim(memory.prefixes, seq)
     moves(memory)
     assert memory.host.take_slot() == 0 and not disk.files
     memory.swap.discard(ids_of(0))
@@ -150,7 +152,7 @@ def test_a_shared_block_is_copied_for_one_owner_and_left_to_the_others():
 def test_a_cached_block_is_shared_though_it_has_one_owner():
     memory = memory_of()
     seq, ids = sequence(prompt_of(4)), memory.device.allocate(1)
-    memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
+    memory.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
     assert memory.device.is_shared(int(ids[0]))
 
 

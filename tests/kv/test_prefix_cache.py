@@ -7,10 +7,12 @@ import pytest
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
+from ksana_jax.kv.state import KVState
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.sequence import Sequence
 from tests.fakes import asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
+from tests.kv.prefixes import claim, pin
 from tests.reference import literal
 
 SIZE = 4
@@ -37,14 +39,14 @@ def memory_of(patterns=(FULL,), num_blocks: int = 16, scope: Scope | None = None
 
 def sequence(text, salt: str = "", **settings) -> Sequence:
     text = np.asarray(text, np.int32)
-    return Sequence(0, text, asking(4, **settings), (), max_len=len(text) + 4, salt=salt)
+    return Sequence(0, text, asking(4, **settings), (), max_len=len(text) + 4, kv=KVState(salt))
 
 
 def cache(memory: KVMemory, text, salt: str = "") -> list[int]:
     """Has the full blocks of a text computed and let go; their ids."""
     seq, count = sequence(text, salt), len(text) // SIZE
     ids = memory.device.allocate(count)
-    kept = memory.prefixes.insert(seq, seq.token_ids, ids.tolist())
+    kept = memory.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
     memory.device.release(ids[ids != kept])
     memory.device.release(np.array(kept, np.int32))
     return kept
@@ -78,7 +80,7 @@ def test_a_hit_pins_the_blocks_that_later_queries_see_and_no_others(name):
     memory = memory_of(PATTERNS[name])
     text = prompt_of(30)
     ids = cache(memory, text)
-    hit = memory.prefixes.pin(sequence(text))
+    hit = pin(memory.prefixes, sequence(text))
     assert hit.num_tokens == 28 and hit.starts == [SIZE * b for b in sorted(needed(name, 7))]
     owned = np.flatnonzero(memory.blocks.ref_count).tolist()
     assert sorted(owned) == sorted(ids[b] for b in needed(name, 7))
@@ -90,7 +92,7 @@ def test_at_least_one_token_is_left_to_compute():
     memory = memory_of()
     cache(memory, prompt_of(16))
     for length in range(1, 17):
-        hit = memory.prefixes.pin(sequence(prompt_of(16)[:length]))
+        hit = pin(memory.prefixes, sequence(prompt_of(16)[:length]))
         assert hit.num_tokens == (length - 1) // SIZE * SIZE == SIZE * len(hit.nodes)
         memory.prefixes.unpin(hit)
     memory.check([])
@@ -103,7 +105,7 @@ def test_a_hit_ends_where_the_text_differs():
     for at in range(20):
         other = text.copy()
         other[at] += 1
-        hit = memory.prefixes.pin(sequence(other))
+        hit = pin(memory.prefixes, sequence(other))
         assert hit.num_tokens == min(at // SIZE * SIZE, 16)
         memory.prefixes.unpin(hit)
 
@@ -117,7 +119,7 @@ def test_blocks_of_another_pattern_are_refused_from_where_it_hides_something():
         patterns = (AttentionPattern(window=window),)
         live, until = LiveRange.of(patterns), patterns[0].full_until
         memory.set_patterns(live, Scope("m", repr(patterns), until))
-        hit = memory.prefixes.pin(sequence(text))
+        hit = pin(memory.prefixes, sequence(text))
         found[window] = hit.num_tokens
         memory.prefixes.unpin(hit)
     assert found == {2: 0, 4: 4, 8: 8, 12: 12, 13: 12, 100: 20, None: 20}
@@ -126,25 +128,25 @@ def test_blocks_of_another_pattern_are_refused_from_where_it_hides_something():
 def test_a_prompt_that_is_to_be_scored_takes_nothing_from_the_cache():
     memory = memory_of()
     cache(memory, prompt_of(16))
-    assert memory.prefixes.pin(sequence(prompt_of(16), prompt_logprobs=0)).num_tokens == 0
-    assert memory.prefixes.pin(sequence(prompt_of(16), logprobs=0)).num_tokens == 12
+    assert pin(memory.prefixes, sequence(prompt_of(16), prompt_logprobs=0)).num_tokens == 0
+    assert pin(memory.prefixes, sequence(prompt_of(16), logprobs=0)).num_tokens == 12
 
 
 def test_a_claim_gives_blocks_counts_the_use_and_says_what_was_found():
     memory = memory_of()
     ids = cache(memory, prompt_of(14))
     seq = sequence(prompt_of(14))
-    hit = memory.prefixes.pin(seq)
-    held = memory.prefixes.claim(seq, hit)
+    hit = pin(memory.prefixes, seq)
+    held = claim(memory.prefixes, seq, hit)
     assert held.ids.tolist() == ids and held.starts.tolist() == [0, 4, 8] and held.num_computed == 12
     assert [node.num_uses for node in hit.nodes] == [1, 1, 1] and len({node.last_use for node in hit.nodes}) == 1
-    assert (seq.num_cached_tokens, seq.num_indexed, seq.node) == (12, 3, hit.nodes[-1])
+    assert (seq.kv.num_cached_tokens, seq.kv.num_indexed, seq.kv.node) == (12, 3, hit.nodes[-1])
     counters = memory.counters
     assert (counters.asked_tokens, counters.hit_tokens, counters.hits_device, counters.hits_host) == (14, 12, 3, 0)
     # After a preemption it is not counted again.
     memory.device.release(held.ids)
-    memory.prefixes.claim(seq, memory.prefixes.pin(seq))
-    assert counters.asked_tokens == 14 and seq.num_cached_tokens == 12
+    claim(memory.prefixes, seq)
+    assert counters.asked_tokens == 14 and seq.kv.num_cached_tokens == 12
 
 
 def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
@@ -152,7 +154,7 @@ def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
     ids = cache(memory, prompt_of(12))
     again = sequence(prompt_of(12))
     own = memory.device.allocate(3)
-    assert memory.prefixes.insert(again, again.token_ids, own.tolist()) == ids
+    assert memory.prefixes.insert(again.kv, again.token_ids, own.tolist()) == ids
     assert memory.blocks.ref_count[ids].tolist() == [1, 1, 1] and len(memory.index) == 3
     memory.device.release(own)
     memory.check([np.array(ids, np.int32)])
@@ -162,53 +164,53 @@ def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
     patterns = (AttentionPattern(window=4),)
     memory = memory_of(patterns)
     seq, own = sequence(prompt_of(16)), memory.device.allocate(2)
-    assert memory.prefixes.insert(seq, seq.token_ids, [-1, -1, *own.tolist()]) == [-1, -1, *own.tolist()]
+    assert memory.prefixes.insert(seq.kv, seq.token_ids, [-1, -1, *own.tolist()]) == [-1, -1, *own.tolist()]
     memory.check([own])
     memory.device.release(own)
-    hit = memory.prefixes.pin(sequence(np.append(prompt_of(16), 1)))
+    hit = pin(memory.prefixes, sequence(np.append(prompt_of(16), 1)))
     assert hit.num_tokens == 16 and [node.at[DEVICE] for node in hit.nodes] == own.tolist()[1:]
 
 
 def test_inserting_nothing_that_is_held_leaves_no_trace():
     memory = memory_of((AttentionPattern(window=1),))
     seq = sequence(prompt_of(16))
-    memory.prefixes.insert(seq, seq.token_ids, [-1, -1, -1])
-    assert len(memory.index) == 0 and seq.num_indexed == 3
+    memory.prefixes.insert(seq.kv, seq.token_ids, [-1, -1, -1])
+    assert len(memory.index) == 0 and seq.kv.num_indexed == 3
     [block] = memory.device.allocate(1).tolist()
-    memory.prefixes.insert(seq, seq.token_ids, [block])  # the fourth block, whose parents are known no longer
-    assert len(memory.index) == 4 and memory.index.nodes[seq.links[3].key].at[DEVICE] == block
+    memory.prefixes.insert(seq.kv, seq.token_ids, [block])  # the fourth block, whose parents are known no longer
+    assert len(memory.index) == 4 and memory.index.nodes[seq.kv.links[3].key].at[DEVICE] == block
     memory.check([np.array([block], np.int32)])
 
 
 def test_who_needs_a_block_that_is_just_being_computed_awaits_it():
     memory = memory_of()
     first, second = sequence(prompt_of(12)), sequence(prompt_of(12))
-    memory.prefixes.expect(first)
-    assert memory.prefixes.pin(second).awaits
-    assert not memory.prefixes.pin(first).awaits  # after a preemption it waits not for itself
-    assert not memory.prefixes.pin(sequence(prompt_of(12), salt="other")).awaits
-    memory.prefixes.insert(first, first.token_ids, memory.device.allocate(2).tolist())
-    hit = memory.prefixes.pin(second)
+    memory.prefixes.expect(first.kv, first.token_ids)
+    assert pin(memory.prefixes, second).awaits
+    assert not pin(memory.prefixes, first).awaits  # after a preemption it waits not for itself
+    assert not pin(memory.prefixes, sequence(prompt_of(12), salt="other")).awaits
+    memory.prefixes.insert(first.kv, first.token_ids, memory.device.allocate(2).tolist())
+    hit = pin(memory.prefixes, second)
     assert not hit.awaits and hit.num_tokens == 8
-    memory.prefixes.expect_no_more(first)
+    memory.prefixes.expect_no_more(first.kv)
     assert not memory.prefixes._computing
 
 
 def test_nobody_awaits_what_has_left():
     memory = memory_of()
     first, second = sequence(prompt_of(12)), sequence(prompt_of(12))
-    memory.prefixes.expect(first)
-    memory.prefixes.expect_no_more(first)
-    assert not memory.prefixes.pin(second).awaits
+    memory.prefixes.expect(first.kv, first.token_ids)
+    memory.prefixes.expect_no_more(first.kv)
+    assert not pin(memory.prefixes, second).awaits
 
 
 def test_the_last_block_of_a_prompt_is_not_awaited():
     """A prompt of 8 tokens takes over one block of two at most."""
     memory = memory_of()
     first, second = sequence(prompt_of(8)), sequence(prompt_of(8))
-    memory.prefixes.insert(first, first.token_ids, memory.device.allocate(1).tolist())
-    memory.prefixes.expect(first)
-    hit = memory.prefixes.pin(second)
+    memory.prefixes.insert(first.kv, first.token_ids, memory.device.allocate(1).tolist())
+    memory.prefixes.expect(first.kv, first.token_ids)
+    hit = pin(memory.prefixes, second)
     assert not hit.awaits and hit.num_tokens == 4
 
 

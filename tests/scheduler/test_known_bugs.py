@@ -10,6 +10,7 @@ from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason
 from tests.fakes import FULLY, FakeExecutor, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 from tests.kv.disk.double import DiskDouble
+from tests.kv.prefixes import pin
 
 SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
 NEVER_LATE = {"read_timeout_s": 1e9}
@@ -76,7 +77,7 @@ def test_a_found_block_stays_though_all_others_are_taken():
     add(engine, prompt_of(13), 1)
     run(engine)
     memory, request = engine.memory, add(engine, prompt_of(13), 1)
-    hit = memory.prefixes.pin(request.completions[0].seq)
+    hit = pin(memory.prefixes, request.completions[0].seq)
     found = [node.at[0] for node in hit.nodes]
     assert len(found) == 3 and memory.device.num_available == 3
     taken = memory.device.allocate(3)
@@ -445,7 +446,7 @@ def test_moves_that_fail_while_all_wait_for_the_disk_end_all_requests(monkeypatc
     other = add(engine, prompt_of(9, seed=5), 20)
     step(engine)
     engine.scheduler._preempt(int(engine.scheduler.order[0]))  # as a row that must make room
-    assert engine.scheduler.waiting[-1][2].swapped is not None
+    assert engine.scheduler.waiting[-1][2].kv.swapped is not None
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: None)
 
     def fail(moves):

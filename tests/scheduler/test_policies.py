@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax import EngineConfig
 from ksana_jax.config import ConfigError
+from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.policies import POLICIES, LongestPrefix, make_policy
 from ksana_jax.sequence import Sequence
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
@@ -15,7 +16,7 @@ from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens,
 
 def sequence(seq_id: int, text, salt: str = "", max_tokens: int = 4) -> Sequence:
     text = np.asarray(text, np.int32)
-    return Sequence(seq_id, text, asking(max_tokens), (), max_len=len(text) + max_tokens, salt=salt)
+    return Sequence(seq_id, text, asking(max_tokens), (), max_len=len(text) + max_tokens, kv=KVState(salt))
 
 
 def order(policy, seqs) -> list[int]:

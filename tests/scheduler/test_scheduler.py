@@ -95,7 +95,7 @@ def test_a_reused_block_never_shows_what_it_held_before(patterns):
         while not request.finished:
             engine.step()
             row = request.completions[0].seq.row
-            held[-1] |= set() if row is None else set(engine.scheduler.rows.held(row).tolist())
+            held[-1] |= set() if row is None else set(engine.scheduler.rows.block_ids(row).tolist())
     assert held[0] & held[1] and held[1] & held[2]
     expect_reference(requests, patterns)
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
+from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.patterns import FAR, LiveRange
-from ksana_jax.sequence import Held, Origin, Rows, Sequence
+from ksana_jax.sequence import Rows, Sequence
 
 
 class RowBlocks:
@@ -25,7 +26,7 @@ class RowBlocks:
         self.rows, self.memory, self.live = rows, memory, live
         self._size = memory.block_size
 
-    def bring(self, row: int, seq: Sequence, held: Held, forked: bool) -> None:
+    def bring(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
         """Gives a row that holds nothing some blocks and the tokens computed in them."""
         r, count = self.rows, len(held.ids)
         r.block_tables[row, :count], r.block_starts[row, :count] = held.ids, held.starts
@@ -37,8 +38,8 @@ class RowBlocks:
                 self._note(seq, Origin(origin), number)
         r.forked[row] = forked
         if self.memory.prefixes.enabled:
-            r.index_at[row] = (seq.num_indexed + 1) * self._size if seq.cacheable else FAR
-            self.memory.prefixes.expect(seq)
+            r.index_at[row] = (seq.kv.num_indexed + 1) * self._size if seq.kv.cacheable else FAR
+            self.memory.prefixes.expect(seq.kv, seq.token_ids)
 
     def take(self, rows: np.ndarray, count: int = 1) -> None:
         """Gives `count` blocks to each of some rows; there are enough."""
@@ -78,36 +79,38 @@ class RowBlocks:
         if new := -(-max(end - int(r.covered[row]), 0) // self._size):
             self.take(one, new)
 
-    def share(self, row: int, num_tokens: int) -> Held:
+    def share(self, row: int, num_tokens: int) -> HeldBlocks:
         """The blocks of a row's first tokens, with one more owner each."""
         r = self.rows
         starts = r.block_starts[row, : r.num_blocks[row]]
         some = starts < num_tokens
-        ids = r.held(row)[some].copy()
+        ids = r.block_ids(row)[some].copy()
         self.memory.device.share(ids)
         r.forked[row] = True
-        return Held(ids, starts[some].copy(), num_tokens, Origin.SHARED)
+        return HeldBlocks(ids, starts[some].copy(), num_tokens, Origin.SHARED)
 
-    def swap_out(self, row: int) -> Held | None:
+    def swap_out(self, row: int) -> HeldBlocks | None:
         """Slots of the host to which a row's computed blocks will move; None where computing them again is better."""
         r = self.rows
         done, starts = int(r.num_computed[row]), r.block_starts[row, : r.num_blocks[row]]
         filled = starts < done
         if not done or not self.memory.swap.is_better(int(np.count_nonzero(filled)), done):
             return None
-        return Held(self.memory.swap.move_out(r.held(row)[filled]), starts[filled].copy(), done, Origin.SWAPPED)
+        return HeldBlocks(
+            self.memory.swap.move_out(r.block_ids(row)[filled]), starts[filled].copy(), done, Origin.SWAPPED
+        )
 
     def release(self, rows: np.ndarray) -> None:
         """Gives back all that some rows hold."""
         r = self.rows
-        self.memory.device.release(np.concatenate([r.held(row) for row in rows]))
+        self.memory.device.release(np.concatenate([r.block_ids(row) for row in rows]))
         taken = (r.covered[rows] - r.brought[rows]) // self._size
         for row, count in zip(rows.tolist(), taken.tolist(), strict=True):
             self._note(r.seqs[row], Origin.COMPUTED, count)
 
     def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
         assert seq is not None
-        for totals in (seq.num_blocks_by_origin, self.memory.num_blocks_by_origin):
+        for totals in (seq.kv.num_blocks_by_origin, self.memory.num_blocks_by_origin):
             totals[origin.label] = totals.get(origin.label, 0) + count
 
     def index_full(self, rows: np.ndarray) -> None:
@@ -116,17 +119,17 @@ class RowBlocks:
         for row in rows[r.num_computed[rows] >= r.index_at[rows]].tolist():
             seq = r.seqs[row]
             assert seq is not None
-            starts = np.arange(seq.num_indexed, int(r.num_computed[row]) // size, dtype=np.int32) * size
+            starts = np.arange(seq.kv.num_indexed, int(r.num_computed[row]) // size, dtype=np.int32) * size
             held = r.block_starts[row, : r.num_blocks[row]]
             at = np.searchsorted(held, starts)
             found = at < len(held)
             found[found] = held[at[found]] == starts[found]
             ids = np.full(len(starts), -1, np.int32)
             ids[found] = r.block_tables[row, at[found]]
-            kept = self.memory.prefixes.insert(seq, r.token_ids[row], ids.tolist())
+            kept = self.memory.prefixes.insert(seq.kv, r.token_ids[row], ids.tolist())
             r.block_tables[row, at[found]] = np.array(kept, np.int32)[found]
             self.memory.device.release(ids[found & (ids != kept)])
-            r.index_at[row] = (seq.num_indexed + 1) * size if seq.cacheable else FAR
+            r.index_at[row] = (seq.kv.num_indexed + 1) * size if seq.kv.cacheable else FAR
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Returns blocks of which no later query of their row sees a token."""
