@@ -15,8 +15,9 @@ Array names carry their dimensions where more than one shape is in play:
 *Block* is a unit of the pool, *slot* one token's place in it, *row* one sequence of a step.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ksana_jax.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.config import EngineConfig, ModelConfig
@@ -41,13 +42,4 @@ _PUBLIC = {
 }
 __all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern", "ModelConfig",
            "EngineConfig", "load_model"]  # fmt: skip
-
-
-def __getattr__(name: str):
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'ksana_jax' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ksana_jax import vllm_names
+from ksana_jax import checks, vllm_names
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv import replacement
 from ksana_jax.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.plugins import name_of
 from ksana_jax.scheduler import policies
+from ksana_jax.units import GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +69,15 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Everything that makes this shape impossible, one sentence each; empty when it is sound."""
-        found = []
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff",
-                     "max_position"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                found.append(f"{name} is {value!r}, must be a positive integer")
+        sizes = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "max_position")
+        found = [problem for name in sizes if (problem := checks.integer(name, getattr(self, name)))]
         if not found and self.num_heads % self.num_kv_heads:
             found.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if isinstance(self.head_dim, int) and self.head_dim % 2:
             found.append(f"head_dim is {self.head_dim}, must be even for rotary embeddings")
-        for name, value in (("norm_eps", self.norm_eps), ("rope theta", self.rope.theta),
-                            ("rope factor", self.rope.factor)):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                found.append(f"{name} is {value!r}, must be a positive finite number")
+        rope = self.rope
+        numbers = {"norm_eps": self.norm_eps, "rope theta": rope.theta, "rope factor": rope.factor}
+        found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
         if self.rope.kind in ("dynamic", "llama3", "yarn") and not self.rope.original_max_len:
             found.append(f"rope {self.rope.kind!r} needs original_max_len")
         return found
@@ -162,7 +157,7 @@ class EngineConfig:
     query_tile: int = 32
     policy: Any = "fcfs"
     max_rotated_sinks: int | None = None
-    memory_bytes: int = 2 * 2**30
+    memory_bytes: int = 2 * GIB
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
     prefix_eviction: Any = "lru"
@@ -170,7 +165,7 @@ class EngineConfig:
     preempt: Literal["swap", "recompute", "auto"] = "auto"
     host_cache_bytes: int = 0
     disk_cache_dir: str | None = None
-    disk_cache_bytes: int = 2**30
+    disk_cache_bytes: int = GIB
     cache_write: Literal["back", "through", "drop"] = "back"
     embedding_device: Literal["device", "host"] = "device"
     attention_implementation: str = "auto"
@@ -178,24 +173,25 @@ class EngineConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
-        for name in ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-                     "query_tile", "memory_bytes"):  # fmt: skip
-            value = getattr(self, name)
-            if value is None and name in ("num_blocks", "max_model_len"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}, must be a positive integer")
-            if value > (most := {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}.get(name, FAR - 1)):
-                raise ConfigError(f"{name} is {value:,}, must be at most {most:,}")
-        for name, allowed in (("preempt", ("swap", "recompute", "auto")), ("cache_write", ("back", "through", "drop")),
-                              ("embedding_device", ("device", "host")),
-                              ("attention_implementation", ATTENTION_IMPLEMENTATIONS)):  # fmt: skip
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(allowed)}")
-        for name in ("host_cache_bytes", "disk_cache_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} is {value!r}, must be an integer from 0")
+        sizes = {name: FAR - 1 for name in ("block_size", "max_num_batched_tokens", "query_tile")}
+        sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}
+        checks.require(
+            *(checks.integer(name, getattr(self, name), 1, most) for name, most in sizes.items()),
+            checks.integer("num_blocks", self.num_blocks, 1, FAR - 1, optional=True),
+            checks.integer("max_model_len", self.max_model_len, 1, FAR - 1, optional=True),
+            checks.integer("max_rotated_sinks", self.max_rotated_sinks, 0, optional=True),
+            checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
+            checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
+            checks.integer("seed", self.seed, -(2**63), 2**63 - 1),
+            checks.number("memory_fraction", self.memory_fraction, above=0, high=1, optional=True),
+            checks.one_of("preempt", self.preempt, ("swap", "recompute", "auto")),
+            checks.one_of("cache_write", self.cache_write, ("back", "through", "drop")),
+            checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
+            checks.one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS),
+            checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
+            checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
+            error=ConfigError,
+        )
         folder = self.disk_cache_dir
         if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
@@ -203,17 +199,6 @@ class EngineConfig:
             raise ConfigError(
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )
-        fraction = self.memory_fraction
-        if fraction is not None and not (isinstance(fraction, float) and 0 < fraction <= 1):
-            raise ConfigError(f"memory_fraction is {fraction!r}, must be a number above 0 and at most 1, or None")
-        for name in ("enable_prefix_caching", "shared_prefix_attention"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be True or False")
-        rotated = self.max_rotated_sinks
-        if rotated is not None and (isinstance(rotated, bool) or not isinstance(rotated, int) or rotated < 0):
-            raise ConfigError(f"max_rotated_sinks is {rotated!r}, must be an integer from 0 or None")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed is {self.seed!r}, must be an integer")
         policies.find_policy(self.policy)
         replacement.find_policy(self.prefix_eviction)
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ksana_jax import checks
+
 SinkPosition = Literal["absolute", "cache", "ceiling"]
 SINK_POSITIONS: tuple[SinkPosition, ...] = ("absolute", "cache", "ceiling")
 
@@ -82,18 +84,13 @@ class AttentionPattern:
     def __post_init__(self):
         for name, least in (("window", 1), ("num_sinks", 0), ("stride", 1), ("global_every", 1), ("sink_ceiling", 1)):
             value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, value := int(value))
             optional = name in ("window", "global_every", "sink_ceiling")
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < FAR:
-                allowed = f"an integer from {least} to {FAR - 1:,}" + (" or None" if optional else "")
-                raise ValueError(f"AttentionPattern.{name} is {value!r}, must be {allowed}")
+            checks.require(checks.integer(f"AttentionPattern.{name}", value, least, FAR - 1, optional=optional))
         if self.sink_position is None:
             object.__setattr__(self, "sink_position", self._default_sink_position)  # the value is final from here on
-        if self.sink_position not in SINK_POSITIONS:
-            raise ValueError(
-                f"AttentionPattern.sink_position is {self.sink_position!r}, must be one of {', '.join(SINK_POSITIONS)}"
-            )
+        checks.require(checks.one_of("AttentionPattern.sink_position", self.sink_position, SINK_POSITIONS))
         if self.sink_position != "absolute" and self.window is None:
             raise ValueError(f"AttentionPattern.sink_position {self.sink_position!r} needs a window")
         if self.sink_ceiling is not None and self.sink_position != "ceiling":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
 
-from ksana_jax import vllm_names
+from ksana_jax import checks, vllm_names
 
 T = TypeVar("T")
 
@@ -27,11 +28,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # see CompletionOutput.error
 
 
-def _number(name: str, value, low: float, high: float, integer: bool = False) -> None:
-    kind = int if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # NaN is not
-        what = "an integer" if integer else "a number"
-        raise ValueError(f"{name} is {value!r}, must be {what} from {low:,} to {high:,}")
+def _check_ids(name: str, ids: Iterable[Any]) -> None:
+    checks.require(*(checks.integer(name, token, 0, 2**31 - 1) for token in ids))
 
 
 def _taking_vllm_names(kind: type[T]) -> type[T]:
@@ -109,41 +107,34 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        _number("n", self.n, 1, MAX_N, integer=True)
-        _number("temperature", self.temperature, 0, 100)
-        _number("top_k", self.top_k, -1, 2**31 - 1, integer=True)
-        _number("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise ValueError("top_p is 0, must be above 0 and at most 1")
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100)
-        if self.repetition_penalty < MIN_REPETITION_PENALTY:  # scores divided by less may be infinite in float32
-            raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}, must be at least {MIN_REPETITION_PENALTY}"
-            )
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.seed is not None:
-            _number("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
-        _number("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
-        if self.max_tokens is not None:
-            _number("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
-            if self.min_tokens > self.max_tokens:
-                raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0, MAX_LOGPROBS, integer=True)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be True or False")
+        largest = 2**31 - 1
+        checks.require(
+            checks.integer("n", self.n, 1, MAX_N),
+            checks.number("temperature", self.temperature, 0, 100),
+            checks.integer("top_k", self.top_k, -1, largest),
+            checks.number("top_p", self.top_p, 0, 1) or checks.number("top_p", self.top_p, above=0, high=1),
+            checks.number("min_p", self.min_p, 0, 1),
+            # Scores divided by less may be infinite in float32.
+            checks.number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100),
+            checks.number("presence_penalty", self.presence_penalty, -2, 2),
+            checks.number("frequency_penalty", self.frequency_penalty, -2, 2),
+            checks.integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True),
+            checks.integer("min_tokens", self.min_tokens, 0, largest),
+            checks.integer("max_tokens", self.max_tokens, 1, largest, optional=True),
+            checks.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True),
+            checks.integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True),
+            checks.integer("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH),
+            checks.number("length_penalty", self.length_penalty, -10, 10),
+            *(checks.boolean(n, getattr(self, n)) for n in ("ignore_eos", "detokenize", "skip_special_tokens")),
+        )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
         self._check_stops()
         self._check_bias()
         self._check_words()
         self._check_beams()
 
     def _check_beams(self):
-        _number("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH, integer=True)
-        _number("length_penalty", self.length_penalty, -10, 10)
         if not self.beam_width:
             return
         if self.n > self.beam_width:
@@ -173,16 +164,14 @@ class SamplingParams:
                 raise ValueError(f"stop has {text!r:.60}, each must be a string of 1 to 256 characters")
         if stops and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
-        for token in self.stop_token_ids or ():
-            _number("stop_token_ids", token, 0, 2**31 - 1, integer=True)
+        _check_ids("stop_token_ids", self.stop_token_ids or ())
 
     def _check_bias(self):
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIASES:
             raise ValueError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIASES} entries")
-        for token, value in bias.items():
-            _number("logit_bias key", token, 0, 2**31 - 1, integer=True)
-            _number(f"logit_bias[{token}]", value, -100, 100)
+        _check_ids("logit_bias key", bias)
+        checks.require(*(checks.number(f"logit_bias[{token}]", value, -100, 100) for token, value in bias.items()))
 
     def _check_words(self):
         words, allowed = self.bad_words, self.allowed_token_ids
@@ -195,8 +184,7 @@ class SamplingParams:
             return
         if not isinstance(allowed, (list, tuple)) or not allowed:
             raise ValueError(f"allowed_token_ids is {allowed!r:.60}, must be a list of at least one integer, or None")
-        for token in allowed:
-            _number("allowed_token_ids", token, 0, 2**31 - 1, integer=True)
+        _check_ids("allowed_token_ids", allowed)
 
     def max_len(self, num_prompt: int, max_model_len: int) -> int:
         """Tokens at which a sequence ends, prompt included."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ksana_jax.errors import ConfigError
 from ksana_jax.plugins import nearest
+from ksana_jax.units import GIB
 
 LLM, GENERATE, SAMPLING = "LLM", "LLM.generate", "SamplingParams"
 
@@ -40,8 +41,8 @@ class Name(NamedTuple):
     examples: tuple[str, ...] = ()
 
 
-def _gib(value: Any) -> Any:
-    return int(value * 2**30) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+def _from_gib(value: Any) -> Any:
+    return int(value * GIB) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _fraction(value: Any) -> Any:
@@ -57,7 +58,7 @@ NAMES = (
          here="memory_fraction", value=_fraction, examples=("0.9",)),
     Name(LLM, "num_gpu_blocks_override", "blocks in the pool", here="num_blocks", examples=("64",)),
     Name(LLM, "swap_space", "GiB of host memory for swapped requests and cached prefixes",
-         here="host_cache_bytes", value=_gib, examples=("0.5",)),
+         here="host_cache_bytes", value=_from_gib, examples=("0.5",)),
     Name(LLM, "preemption_mode", "what becomes of a request that makes room", here="preempt", examples=('"swap"',)),
     Name(LLM, "scheduling_policy", "policy= has several orders, and takes a function of your own", ("fcfs",),
          examples=('"fcfs"', '"priority"')),

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ksana_jax import LLM, SamplingParams, cli
+from ksana_jax import LLM, AttentionPattern, SamplingParams, cli
 from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
 
@@ -130,8 +130,9 @@ def test_chat_with_a_model_without_a_template_says_so(ksana):
 def test_sinks_of_a_window_go_by_one_name_and_the_former_one_still_works(ksana, monkeypatch, option):
     assert "--num-sinks 3 needs --window" in ksana("generate", "ksana-tiny", "-p", "x", option, 3)[2]
     asked = []
-    monkeypatch.setattr("ksana_jax.cli.text.window_pattern", lambda *given: asked.append(given))
+    monkeypatch.setattr("ksana_jax.LLM", lambda model, pattern, **_: asked.append(pattern), raising=False)
+    monkeypatch.setattr("ksana_jax.cli.text.print_stream", lambda *_: "")
     code, _, _ = ksana("generate", "ksana-tiny", "-p", "x", "--window", 64, option, 3, *GREEDY)
-    assert code == 0 and asked == [(64, 3)]
+    assert code == 0 and asked == [AttentionPattern(window=64, num_sinks=3)]
     code, help_text, _ = ksana("generate", "--help")
     assert code == 0 and "--num-sinks" in help_text and "--sinks" not in help_text

@@ -35,7 +35,7 @@ def test_values_at_the_edge_of_a_range_are_taken(name):
 @pytest.mark.parametrize("name", FIELDS)
 def test_values_out_of_range_are_refused_with_the_field_and_the_value(name):
     for value in FIELDS[name][1]:
-        with pytest.raises(ValueError, match=rf"^{name} is {value}[, ]"):
+        with pytest.raises(ValueError, match=rf"^{name} is {value:,}[, ]"):
             SamplingParams(**{name: value})
 
 

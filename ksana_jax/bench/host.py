@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax import checks
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import Moves
@@ -156,9 +157,10 @@ def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool =
       context: tokens of each sequence when it starts to decode.
       as_json: whether the last line is {"results": [{"rows": 256, "step_us": ..., ...}, ...]}.
     """
-    for name, least, values in (("rows", 1, rows), ("steps", 1, [steps]), ("context", 1, [context])):
-        if not values or min(values) < least:
-            raise ValueError(f"{name} is {values}, must be at least {least}")
+    if not rows:
+        raise ValueError("rows is empty: give at least one number")
+    counts = [*(("rows", count) for count in rows), ("steps", steps), ("context", context)]
+    checks.require(*(checks.integer(name, value) for name, value in counts))
     print(f"host loop, decode steps, median of {steps}: contexts of {context:,} tokens, block size {BLOCK_SIZE}")
     print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which {'schedule':>9} {'build':>9} {'update':>9}")
     results = []

@@ -10,40 +10,32 @@ from typing import Annotated
 import typer
 
 from ksana_jax import interrupts
-from ksana_jax.cli.options import Dtype, MaxModelLen, MaxTokens, Model, Seed, Sinks, Temperature, TopP, Window
-from ksana_jax.cli.text import print_stream, window_pattern
+from ksana_jax.cli.options import MaxTokens, Model, TextOptions, takes_text_options
+from ksana_jax.cli.text import print_stream
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 
 
+@takes_text_options
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="system message", show_default=False)] = None,
     max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 0.95,
-    seed: Seed = None,
-    dtype: Dtype = "f32",
-    window: Window = None,
-    num_sinks: Sinks = 0,
-    max_model_len: MaxModelLen = None,
+    *,
+    options: TextOptions,
 ) -> None:
     """Talks with a model that has a chat template; each line of input is a message.
 
     Commands within the conversation are /help, /reset and /exit.
     """
-    from ksana_jax import LLM, SamplingParams
     from ksana_jax.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     if tokenizer.chat_template is None:  # said before the weights are read
         raise ValueError(f"{model} has no chat template, which `ksana chat` needs; `ksana generate` continues a text")
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    params = options.sampling_params(max_tokens)
     # With the prefix cache a turn computes its own tokens, not those of all turns before.
-    llm = LLM(
-        model, tokenizer=tokenizer, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len,
-        pattern=window_pattern(window, num_sinks), enable_prefix_caching=True,
-    )  # fmt: skip
+    llm = options.make_llm(model, tokenizer=tokenizer, enable_prefix_caching=True)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
         with contextlib.suppress(ImportError):

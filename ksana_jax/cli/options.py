@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from ksana_jax import LLM, SamplingParams
 
 Experiment = Annotated[Path, typer.Argument(help="a YAML file, or the name of a shipped one", show_default=False)]
 Overrides = Annotated[
@@ -17,10 +24,56 @@ AsJson = Annotated[bool, typer.Option("--json", help="end with one line of JSON"
 # A model that gives text.
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the most probable token")]
-TopP = Annotated[float, typer.Option(help="sample from the smallest set of tokens with this probability")]
-Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)]
-Dtype = Annotated[str, typer.Option(help="of weights and KV: f32, bf16, f16, or auto for the checkpoint's")]
-Window = Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)]
-Sinks = Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")]
-MaxModelLen = Annotated[int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """Options of commands that generate text: how tokens are chosen, and the engine."""
+
+    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token")] = 0.8
+    top_p: Annotated[float, typer.Option(help="sample from the smallest set of tokens with this probability")] = 0.95
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)] = None
+    dtype: Annotated[str, typer.Option(help="of weights and KV: f32, bf16, f16, or auto for the checkpoint's")] = "f32"
+    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None
+    num_sinks: Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")] = 0
+    max_model_len: Annotated[
+        int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)
+    ] = None
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """How each answer's tokens are chosen."""
+        from ksana_jax import SamplingParams
+
+        return SamplingParams(max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed)
+
+    def make_llm(self, model: str, **settings: Any) -> LLM:
+        """An engine for one conversation or text."""
+        from ksana_jax import LLM, AttentionPattern
+
+        if self.num_sinks and self.window is None:
+            raise ValueError(f"--num-sinks {self.num_sinks} needs --window")
+        windowed = None if self.window is None else AttentionPattern(window=self.window, num_sinks=self.num_sinks)
+        return LLM(
+            model, dtype=self.dtype, max_num_seqs=1, max_model_len=self.max_model_len, pattern=windowed, **settings
+        )
+
+
+def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Puts the fields of TextOptions into a command's signature, for typer, in place of its parameter `options`."""
+    hints = get_type_hints(TextOptions, include_extras=True)
+    fields = dataclasses.fields(TextOptions)
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        options = TextOptions(**{field.name: given.pop(field.name) for field in fields})
+        command(**given, options=options)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [parameter for parameter in own if parameter.name != "options"]
+    parameters += [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields
+    ]
+    with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options

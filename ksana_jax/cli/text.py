@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ksana_jax.cli.options import Dtype, MaxModelLen, MaxTokens, Model, Seed, Sinks, Temperature, TopP, Window
+from ksana_jax.cli.options import MaxTokens, Model, TextOptions, takes_text_options
 
 if TYPE_CHECKING:
-    from ksana_jax import LLM, AttentionPattern, SamplingParams
+    from ksana_jax import LLM, SamplingParams
     from ksana_jax.engine.llm import Prompt
 
 
+@takes_text_options
 def generate(
     model: Model,
     prompt: Annotated[
@@ -21,21 +22,13 @@ def generate(
         typer.Option("--prompt", "-p", help="text to continue; - is standard input, as is none in a pipe"),
     ] = None,
     max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 0.95,
-    seed: Seed = None,
-    dtype: Dtype = "f32",
-    window: Window = None,
-    num_sinks: Sinks = 0,
-    max_model_len: MaxModelLen = None,
+    *,
+    options: TextOptions,
 ) -> None:
     """Continues a prompt, printing text as it is generated."""
     text = prompt if prompt not in (None, "-") else read_prompt(sys.stdin.isatty() and prompt is None)
-    from ksana_jax import LLM, SamplingParams
-
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    pattern = window_pattern(window, num_sinks)
-    print_stream(LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len, pattern=pattern), text, params)
+    params = options.sampling_params(max_tokens)
+    print_stream(options.make_llm(model), text, params)
 
 
 def read_prompt(nobody_pipes: bool) -> str:
@@ -46,15 +39,6 @@ def read_prompt(nobody_pipes: bool) -> str:
     if not text:
         raise ValueError("no prompt: standard input is empty")
     return text
-
-
-def window_pattern(window: int | None, num_sinks: int) -> AttentionPattern | None:
-    """The pattern that --window and --num-sinks ask for; None is the model's own."""
-    from ksana_jax import AttentionPattern
-
-    if num_sinks and window is None:
-        raise ValueError(f"--num-sinks {num_sinks} needs --window")
-    return None if window is None else AttentionPattern(window=window, num_sinks=num_sinks)
 
 
 def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:

@@ -31,7 +31,7 @@ from ksana_jax.metrics import StepRecord
 from ksana_jax.models.transformer import Params
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern, LiveRange
-from ksana_jax.planner.engine import Compared, gib, pool_size, usage
+from ksana_jax.planner.engine import Compared, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.runner import Runner
@@ -39,6 +39,7 @@ from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.shipped import model_path
 from ksana_jax.step.builder import BatchBuilder, Buckets
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer
+from ksana_jax.units import byte_size
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm"}
 logger = logging.getLogger("ksana_jax")
@@ -141,7 +142,7 @@ class LLM:
         )  # fmt: skip
         logger.info(
             "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
-            f"{num_blocks:,}", config.block_size, gib(self.memory_plan.pool_bytes),
+            f"{num_blocks:,}", config.block_size, byte_size(self.memory_plan.pool_bytes),
             f"{num_blocks * config.block_size:,}",
         )  # fmt: skip
         self._fingerprint = ""
@@ -208,7 +209,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        model, config, pool = self.model_config, self.config, gib(self.num_blocks * self.block_bytes)
+        model, config, pool = self.model_config, self.config, byte_size(self.num_blocks * self.block_bytes)
         parts = (
             f"{self.name}: {model.family}, {model.num_params:,} weights, {config.dtype}",
             f"{self.num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",

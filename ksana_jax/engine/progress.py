@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ksana_jax import checks
+
 if TYPE_CHECKING:
     from ksana_jax.engine.completion import Request
 
@@ -18,8 +20,7 @@ def progress_bar(requests: Sequence[Request], shown: bool) -> Iterator[Callable[
     Raises:
       ValueError: `shown` is not True or False.
     """
-    if not isinstance(shown, bool):
-        raise ValueError(f"use_tqdm is {shown!r:.60}, must be True or False")
+    checks.require(checks.boolean("use_tqdm", shown))
     if not shown:
         yield lambda: None
         return

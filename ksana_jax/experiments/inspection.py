@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import figures, pool_figure
 from ksana_jax.experiments.config import Plan, Trial, load
@@ -20,6 +21,7 @@ from ksana_jax.experiments.tasks import task_named
 from ksana_jax.files import write_atomic
 from ksana_jax.inspect.pool_trace import PoolTrace
 from ksana_jax.inspect.snapshot import Snapshot, take_snapshot
+from ksana_jax.units import byte_size
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -75,8 +77,7 @@ def inspect(plan: Plan, row: int = 1, step: int | None = None, make_llm: Callabl
     """
     if not 1 <= row <= len(plan.rows):
         raise ConfigError(f"row is {row}, {plan.name} has rows 1 to {len(plan.rows)}")
-    if step is not None and step < 1:
-        raise ConfigError(f"step is {step}, must be at least 1")
+    checks.require(checks.integer("step", step, optional=True), error=ConfigError)
     trial = plan.rows[row - 1].trials[0]
     pool = EnginePool(plan, make_llm)
     llm = pool.get(trial)
@@ -194,18 +195,11 @@ def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("blocks by origin", parts(n["blocks_by_origin"])),
         ("evicted", parts(n["evicted_blocks"])),
         ("swapped", parts(n["swapped_blocks"])),
-        ("moved", parts(n["moved_bytes"], _bytes)),
+        ("moved", parts(n["moved_bytes"], byte_size)),
     ]  # fmt: skip
     if "host_utilisation" in n:
         lines.insert(2, ("host utilisation", f"{n['host_utilisation']:.1%}"))
     return lines
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:,} bytes"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.files import open_to_read
 from ksana_jax.shipped import model_names, model_path
@@ -32,9 +33,9 @@ def model_dir(model: str) -> Path:
 def training_context(model: str) -> int:
     """Tokens of the context that the model was trained for, from its config.json."""
     path, config = _config(model)
-    context = config.get("max_position_embeddings")
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ConfigError(f"{path}: max_position_embeddings is {context!r}, needed for ${{context:...}}")
+    context: Any = config.get("max_position_embeddings")
+    if problem := checks.integer("max_position_embeddings", context):
+        raise ConfigError(f"{path}: {problem}; ${{context:...}} needs it")
     return context
 
 

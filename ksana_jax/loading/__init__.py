@@ -3,8 +3,9 @@
 Names resolve on first use, so that reading a config does not wait for jax, nor loading weights for orbax.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ksana_jax.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.loading.checkpoint import latest_step, restore_checkpoint, save_checkpoint
@@ -28,13 +29,4 @@ _PUBLIC = {
 }
 __all__ = ["LoadError", "load_config", "check_tokenizer", "config_from_hf", "load_model", "abstract_params",
            "export_hf", "save_checkpoint", "restore_checkpoint", "latest_step"]  # fmt: skip
-
-
-def __getattr__(name: str):
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'ksana_jax.loading' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

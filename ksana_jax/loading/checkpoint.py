@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ksana_jax import checks
 from ksana_jax.config import ModelConfig
 from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.loading.errors import LoadError
@@ -48,8 +49,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
     root.mkdir(parents=True, exist_ok=True)
     if step is None:
         step = max(_steps(root), default=-1) + 1
-    if step < 0 or (keep is not None and keep < 1):
-        raise ValueError(f"step is {step} and keep is {keep}; step must be at least 0 and keep at least 1")
+    checks.require(checks.integer("step", step, 0), checks.integer("keep", keep, optional=True))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(_directory(root, step), _named(tree), force=True)
     listed = _directory(root, step) / FILES

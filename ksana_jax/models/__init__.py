@@ -4,8 +4,9 @@
 not wait for jax.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ksana_jax.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.models.dense import attention_weights, causal_attend, dense_logits
@@ -25,13 +26,4 @@ _PUBLIC = {
 }
 __all__ = ["forward", "logits", "init_params", "Params", "Attend", "dense_logits", "attention_weights",
            "causal_attend", "make_rope"]  # fmt: skip
-
-
-def __getattr__(name: str):
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'ksana_jax.models' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

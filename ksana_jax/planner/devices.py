@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 from ksana_jax.config import ConfigError
-
-MIB, GIB = 2**20, 2**30
+from ksana_jax.units import GIB, MIB
 
 
 @dataclasses.dataclass(frozen=True)

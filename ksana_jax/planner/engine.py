@@ -10,13 +10,14 @@ import jax
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.planner.devices import GIB, physical_bytes, this_device
+from ksana_jax.planner.devices import physical_bytes, this_device
 from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.builder import Buckets
 from ksana_jax.step.contract import StepShape
+from ksana_jax.units import byte_size
 
 logger = logging.getLogger("ksana_jax")
 
@@ -69,9 +70,9 @@ def pool_size(
         affordable = (budget - weights - step) // block_bytes
         if affordable < 1:
             raise ConfigError(
-                f"memory_fraction {config.memory_fraction} of {gib(device.memory_bytes)} ({device.name}) is "
-                f"{gib(budget)}: weights take {gib(weights)}, a step {gib(step)}: no room for a KV block of "
-                f"{block_bytes:,} bytes"
+                f"memory_fraction {config.memory_fraction} of {byte_size(device.memory_bytes)} ({device.name}) is "
+                f"{byte_size(budget)}: weights take {byte_size(weights)}, a step {byte_size(step)}: "
+                f"no room for a KV block of {block_bytes:,} bytes"
             )
         if config.enable_prefix_caching:
             wanted = affordable
@@ -84,15 +85,18 @@ def _check_pool(num_blocks: int, block_bytes: int, weights: int) -> None:
     device, pool = this_device(), num_blocks * block_bytes
     if weights + pool > device.memory_bytes:
         raise ConfigError(
-            f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {gib(pool)} beside {gib(weights)} of weights, "
-            f"{device.name} has {gib(device.memory_bytes)}: set num_blocks or memory_bytes"
+            f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {byte_size(pool)} besides "
+            f"{byte_size(weights)} of weights, {device.name} has {byte_size(device.memory_bytes)}: "
+            "set num_blocks or memory_bytes"
         )
 
 
 def _check_host_memory(num_bytes: int) -> None:
     # The system may promise more than there is, and end the process once it is written to.
     if num_bytes > (physical := physical_bytes()):
-        raise ConfigError(f"host_cache_bytes is {num_bytes:,} ({gib(num_bytes)}), this machine has {gib(physical)}")
+        raise ConfigError(
+            f"host_cache_bytes is {num_bytes:,} ({byte_size(num_bytes)}), this machine has {byte_size(physical)}"
+        )
 
 
 class Compared(NamedTuple):
@@ -102,7 +106,7 @@ class Compared(NamedTuple):
     measured: int | None
 
     def __str__(self) -> str:
-        known = [f"{gib(n)} {name}" for name, n in zip(self._fields, self, strict=True) if n is not None]
+        known = [f"{byte_size(n)} {name}" for name, n in zip(self._fields, self, strict=True) if n is not None]
         if self.predicted and self.measured:
             known.append(f"{100 * (self.predicted / self.measured - 1):+.1f} %")
         return ", ".join(known) or "not known"
@@ -132,8 +136,3 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
         "step": Compared(plan.step_bytes, measured),
         "peak": Compared(peak, device_peak_bytes()),
     }
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes in the unit that suits them."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.kv.layout import KVLayout
@@ -42,20 +43,17 @@ class PlanRequest:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
-        for name in ("batch", "context", "window", "block_size", "max_num_batched_tokens", "query_tile"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is {value!r}, must be a positive integer")
-        if self.context is not None and self.context > MAX_CONTEXT:
-            raise ConfigError(f"context is {self.context:,}, must be at most {MAX_CONTEXT:,}")
+        checks.require(
+            *(checks.integer(name, getattr(self, name), optional=True) for name in ("batch", "window")),
+            checks.integer("context", self.context, 1, MAX_CONTEXT, optional=True),
+            *(checks.integer(n, getattr(self, n)) for n in ("block_size", "max_num_batched_tokens", "query_tile")),
+            checks.number("prefix_share", self.prefix_share, 0, below=1),
+            checks.number("memory_fraction", self.memory_fraction, above=0, high=1),
+            checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
+            error=ConfigError,
+        )
         if self.num_sinks and self.window is None:
             raise ConfigError(f"num_sinks is {self.num_sinks}, but there is no window")
-        if not 0 <= self.prefix_share < 1:
-            raise ConfigError(f"prefix_share is {self.prefix_share}, must be from 0 to below 1")
-        if not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction is {self.memory_fraction}, must be above 0 and at most 1")
-        if self.embedding_device not in ("device", "host"):
-            raise ConfigError(f"embedding_device is {self.embedding_device!r}, must be one of device, host")
 
 
 @dataclasses.dataclass(frozen=True)

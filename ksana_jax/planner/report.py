@@ -14,11 +14,11 @@ from rich.table import Table
 
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.planner.devices import compile_target, find_device
-from ksana_jax.planner.engine import gib
 from ksana_jax.planner.formula import MAX_CONTEXT
 from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
 from ksana_jax.step.builder import Buckets
+from ksana_jax.units import byte_size
 
 
 def main(model: str, device: str, *, buckets: bool = False, as_json: bool = False, **request) -> None:
@@ -42,9 +42,9 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
         print(json.dumps(values), flush=True)
     if not found.max_kv_tokens:
         raise ConfigError(
-            f"{found.model} does not fit on {found.device}: weights take {gib(found.weights_bytes)}, a step of "
-            f"{_requests(found.batch)} {gib(found.step_bytes + found.alpha_bytes_per_request * found.batch)}, "
-            f"of {gib(found.budget_bytes)} (memory_fraction {found.request.memory_fraction})"
+            f"{found.model} does not fit on {found.device}: weights take {byte_size(found.weights_bytes)}, a step of "
+            f"{_requests(found.batch)} {byte_size(found.step_bytes + found.alpha_bytes_per_request * found.batch)}, "
+            f"of {byte_size(found.budget_bytes)} (memory_fraction {found.request.memory_fraction})"
         )
 
 
@@ -55,24 +55,25 @@ def show(found: Plan, console: Console) -> None:
     console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
     console.print(
         escape(
-            f"{found.device}: {asked.memory_fraction:.0%} of {gib(found.device_bytes)} is {gib(found.budget_bytes)}\n\n"
+            f"{found.device}: {asked.memory_fraction:.0%} of {byte_size(found.device_bytes)} is "
+            f"{byte_size(found.budget_bytes)}\n\n"
             f"Mem = M + alpha BS + beta TN at BS = {_requests(found.batch)} of TA = {found.context:,} tokens, "
             f"gamma = {found.gamma:.3g}"
         )
     )
     table = _table(("", "bytes", "  ", ""))
     kv = found.kv_bytes_per_token * found.tokens_held
-    host = f", {gib(found.host_bytes)} more on the host" if found.host_bytes else ""
+    host = f", {byte_size(found.host_bytes)} more on the host" if found.host_bytes else ""
     too_much = found.total_bytes - found.budget_bytes
     rows = [
         ("M: weights", found.weights_bytes, asked.dtype + host),
         ("M: a step", found.step_bytes, "with no request in it"),
         ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} a request"),
         ("beta TN", kv, f"{found.kv_bytes_per_token:,} a token, {found.tokens_held:,} tokens in {asked.dtype}"),
-        ("together", found.total_bytes, "fits" if found.fits else f"{gib(too_much)} too much"),
+        ("together", found.total_bytes, "fits" if found.fits else f"{byte_size(too_much)} too much"),
     ]  # fmt: skip
     for name, num_bytes, source in rows:
-        table.add_row(name, f"{num_bytes:,}", gib(num_bytes), source)
+        table.add_row(name, f"{num_bytes:,}", byte_size(num_bytes), source)
     console.print(table)
     window = "none fits" if found.max_window is None else f"{found.max_window:,} tokens"
     limits = [
@@ -104,7 +105,7 @@ def _table(columns: Sequence[str]) -> Table:
 
 def _figures(found) -> tuple[str, ...]:
     context = "no limit" if found.max_context == MAX_CONTEXT else f"{found.max_context:,}"
-    return (gib(found.weights_bytes), f"{found.kv_bytes_per_token:,}", f"{found.max_kv_tokens:,}",
+    return (byte_size(found.weights_bytes), f"{found.kv_bytes_per_token:,}", f"{found.max_kv_tokens:,}",
             f"{found.max_batch:,}", context)  # fmt: skip
 
 
@@ -147,5 +148,5 @@ def show_buckets(listed: list[dict[str, int]], target: str, console: Console) ->
     table = _table(("singles", "tiles", "table width", "network", "sampling"))
     for b in listed:
         table.add_row(*(f"{b[name]:,}" for name in ("num_singles", "num_tiles", "table_width")),
-                      gib(b["network_bytes"]), gib(b["sampling_bytes"]))  # fmt: skip
+                      byte_size(b["network_bytes"]), byte_size(b["sampling_bytes"]))  # fmt: skip
     console.print(table)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
 from ksana_jax.shipped import training_path
 
@@ -93,22 +93,18 @@ class TrainConfig:
         Raises:
           ConfigError: listing everything that cannot be.
         """
-        found = self.model_config().problems()
+        problems: list[str | None] = []
         for name in ("batch_size", "log_every", "eval_every", "eval_sequences", "keep_checkpoints", "num_steps",
                      "checkpoint_every", "budget_s", "checkpoint_every_s", "learning_rate", "clip_norm",
                      "first_export_s", "tokenizer_sample_bytes"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                found.append(f"{name} is {value}, must be positive")
-        for name in ("warmup_steps", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                found.append(f"{name} is {value}, must not be negative")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}, must be in [0, 1)")
-        if not 0 <= self.decay_fraction <= 1:
-            found.append(f"decay_fraction is {self.decay_fraction}, must be in [0, 1]")
+            problems.append(checks.number(name, getattr(self, name), above=0, optional=True))
+        problems += [
+            *(checks.number(name, getattr(self, name), 0) for name in ("warmup_steps", "weight_decay")),
+            *(checks.number(name, getattr(self, name), 0, below=1) for name in ("beta1", "beta2")),
+            checks.number("decay_fraction", self.decay_fraction, 0, 1),
+            checks.one_of("compute_dtype", self.compute_dtype, ("f32", "bf16")),
+        ]
+        found = self.model_config().problems() + [problem for problem in problems if problem is not None]
         if self.num_steps is None and self.budget_s is None:
             found.append("neither num_steps nor budget_s is given: the run would never end")
         if self.vocab_size < 3 + 256 + 2:
@@ -117,8 +113,6 @@ class TrainConfig:
             found.append(f"vocab_size is {self.vocab_size:,}, must be at most 65,536: ids are kept in 16 bits")
         if self.context < 64:
             found.append(f"context is {self.context}, must be at least 64: Sink_1 is measured over 64 tokens")
-        if self.compute_dtype not in ("f32", "bf16"):
-            found.append(f"compute_dtype is {self.compute_dtype!r}, must be f32 or bf16")
         for name in ("eval_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and self.log_every > 0 and value % self.log_every:

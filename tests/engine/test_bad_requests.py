@@ -170,7 +170,7 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
     ("settings", "message"),
     [
         ({"blok_size": 8}, "LLM has no setting 'blok_size'; the nearest is 'block_size'"),
-        ({"block_size": 0}, "block_size is 0, must be a positive integer"),
+        ({"block_size": 0}, "block_size is 0, must be an integer from 1"),
         ({"max_rotated_sinks": -1}, "max_rotated_sinks is -1, must be an integer from 0 or None"),
         ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "random"}, "policy is 'random', must be one of fcfs"),
@@ -183,8 +183,8 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
             r"host_cache_bytes is 1,000,000,000,000,000 \(931322.57 GiB\), this machine has",
         ),
         ({"num_blocks": 10**9}, "1,000,000,000 KV blocks of .* bytes take .* GiB beside .* of weights, cpu has .* GiB"),
-        ({"max_num_seqs": 10**12}, "max_num_seqs is 1,000,000,000,000, must be at most 1,048,576"),
-        ({"max_model_len": 10**30}, "max_model_len is 1,000,.*, must be at most 1,073,741,823"),
+        ({"max_num_seqs": 10**12}, "max_num_seqs is 1,000,000,000,000, must be an integer from 1 to 1,048,576"),
+        ({"max_model_len": 10**30}, "max_model_len is 1,000,.*, must be an integer from 1 to 1,073,741,823"),
         (
             {"memory_bytes": 10**15, "max_num_seqs": 10**6, "block_size": 4096},
             "KV blocks of .* bytes take .*: set num_blocks or memory_by",

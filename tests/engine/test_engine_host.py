@@ -303,5 +303,5 @@ def test_bench_host_prints_its_results_as_json_in_the_last_line(capsys):
 
 
 def test_bench_host_refuses_numbers_that_cannot_be():
-    with pytest.raises(ValueError, match=r"rows is \[0\], must be at least 1"):
+    with pytest.raises(ValueError, match=r"rows is 0, must be an integer from 1"):
         host.main([0])

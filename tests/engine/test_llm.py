@@ -260,7 +260,7 @@ def test_the_layer_with_too_many_sinks_is_named():
 def test_settings_that_cannot_be_are_refused():
     config, params = model()
     for given, message in (
-        ({"block_size": 0}, "block_size is 0, must be a positive integer"),
+        ({"block_size": 0}, "block_size is 0, must be an integer from 1"),
         ({"max_num_seqs": True}, "max_num_seqs is True"),
         ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "lifo"}, "policy is 'lifo', must be one of fcfs"),

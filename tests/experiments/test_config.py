@@ -41,7 +41,7 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"variants": [{"name": "a", "patern.window": 1}]}, "unknown key 'patern' in variant 'a'; the nearest is 'pat"),
         ({"grid": {"pattern.windows": [1]}}, "pattern has no field 'windows'; the nearest is 'window'"),
         ({"engine": {"block_size": "many"}}, "engine.block_size: "),
-        ({"engine": {"block_size": 0}}, "block_size is 0, must be a positive integer"),
+        ({"engine": {"block_size": 0}}, "block_size is 0, must be an integer from 1"),
         ({"engine": {"dtype": "f64"}}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"pattern": {"num_sinks": -1}}, "AttentionPattern.num_sinks is -1"),
         ({"grid": {"settings.x": 3}}, "grid.settings.x is 3, must be a list of values"),
@@ -95,7 +95,7 @@ def test_an_item_of_a_list_cannot_be_overridden(model, override):
 
 
 def test_settings_are_refused_by_their_own_name():
-    with pytest.raises(ConfigError, match=r"settings\.num_tokens is -5, must be at least 2"):
+    with pytest.raises(ConfigError, match=r"settings\.num_tokens is -5, must be an integer from 2"):
         plan({"task": "perplexity"}, ["settings.num_tokens=-5"])
 
 

@@ -72,7 +72,7 @@ def test_a_row_and_a_step_can_be_chosen(experiment, tmp_path, capsys):
     [
         (("--row", 3), "row is 3, pools has rows 1 to 2"),
         (("--row", 0), "row is 0, pools has rows 1 to 2"),
-        (("--step", 0), "step is 0, must be at least 1"),
+        (("--step", 0), "step is 0, must be an integer from 1 or None"),
         (("settings.num_prompt=3",), "unknown key 'settings.num_prompt'; the nearest is 'num_prompts'"),
     ],
 )

@@ -224,7 +224,7 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
         ({"settings": {"method": "recompute"}, "pattern": {"window": 8}}, "needs settings.sampled_per_bucket"),
         ({"settings": {"method": "recompute", "sampled_per_bucket": 2}, "pattern": {"window": 8, "num_sinks": 1}},
          "takes a window and no other field"),
-        ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be at least 1"),
+        ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be an integer from 1"),
         ({"settings": {"method": "guess"}}, "settings.method: Invalid value 'guess'"),
         ({"settings": {"texts": ["missing.txt"]}}, "missing.txt: no such text file"),
     ],

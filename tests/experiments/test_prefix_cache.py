@@ -86,8 +86,8 @@ def test_prompts_share_one_of_several_beginnings_in_turns():
     [
         ({"enable_prefix_caching": False}, {}, "engine.enable_prefix_caching is false"),
         ({"disk_cache_dir": "cache", "host_cache_bytes": 2**20}, {}, "engine.disk_cache_dir is set"),
-        ({}, {"shared_percent": 101}, "settings.shared_percent is 101, must be 0 to 100"),
-        ({}, {"num_prefixes": 0}, "settings.num_prefixes is 0, must be at least 1"),
+        ({}, {"shared_percent": 101}, "settings.shared_percent is 101, must be an integer from 0 to 100"),
+        ({}, {"num_prefixes": 0}, "settings.num_prefixes is 0, must be an integer from 1"),
     ],
 )
 def test_settings_that_cannot_be_are_named(one_layer, engine, settings, message):

@@ -78,7 +78,7 @@ def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, rea
         ({"--dtype": "fp8"}, "dtype is 'fp8', must be one of f32, bf16, f16"),
         ({"--model": "nowhere"}, "model 'nowhere' is neither a directory, nor a config.json, nor a shipped model"),
         ({"--model": str(ROOT)}, "config.json is missing"),
-        ({"--window": "0"}, "window is 0, must be a positive integer"),
+        ({"--window": "0"}, "window is 0, must be an integer from 1"),
         ({"--embedding-device": "host"}, "output head too (tied)"),
     ],
 )

@@ -8,6 +8,9 @@ import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ksana_jax import checks
+from ksana_jax.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
@@ -28,6 +31,19 @@ def number(digits: int) -> Callable[[float], str]:
 
 def kib(value: float) -> str:
     return f"{value / 1024:,.1f}".removesuffix(".0")
+
+
+def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None:
+    """Checks settings of a task that are counts; one whose default is None may stay so.
+
+    Raises:
+      ConfigError: one is less than `least`.
+    """
+    settings = config["settings"]
+    found = (
+        checks.integer(f"settings.{name}", settings[name], least, optional=settings[name] is None) for name in names
+    )
+    checks.require(*found, error=ConfigError)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.config import ConfigError
 from ksana_jax.experiments import noise, text_files, texts
 from ksana_jax.experiments.figures import line_style
 from ksana_jax.experiments.tasks.base import (
@@ -19,6 +18,7 @@ from ksana_jax.experiments.tasks.base import (
     Measurement,
     ResultRow,
     TrialContext,
+    check_counts,
     kib,
     number,
 )
@@ -64,9 +64,7 @@ class Generate(BaseTask):
         return {"texts": text_files.digest(settings.texts)}
 
     def check(self, config: Mapping[str, Any]) -> None:
-        for name in ("num_prompts", "prompt_tokens", "output_tokens"):
-            if (value := config["settings"][name]) < 1:
-                raise ConfigError(f"settings.{name} is {value}, must be at least 1")
+        check_counts(config, "num_prompts", "prompt_tokens", "output_tokens")
         settings = GenerateSettings(**config["settings"])
         texts.check_model(
             config["model"], settings.texts, settings.num_prompts, settings.prompt_tokens, "settings.num_prompts"

@@ -19,7 +19,15 @@ import numpy as np
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.figures import COLOURS
 from ksana_jax.experiments.models import model_dir
-from ksana_jax.experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.experiments.tasks.base import (
+    BaseTask,
+    Column,
+    Measurement,
+    ResultRow,
+    TrialContext,
+    check_counts,
+    number,
+)
 from ksana_jax.experiments.tasks.paired import doubt, forced, pairs, speeds, timed
 
 if TYPE_CHECKING:
@@ -67,9 +75,7 @@ class HostEmbedding(BaseTask):
         from ksana_jax.planner.devices import find_device
 
         settings, engine = HostEmbeddingSettings(**config["settings"]), config["engine"]
-        for name in ("num_requests", "prompt_tokens", "output_tokens", "num_pairs", "planned_context"):
-            if getattr(settings, name) < 1:
-                raise ConfigError(f"settings.{name} is {getattr(settings, name)}, must be at least 1")
+        check_counts(config, "num_requests", "prompt_tokens", "output_tokens", "num_pairs", "planned_context")
         find_device(settings.planned_device)
         if engine["embedding_device"] != "device" or engine["num_blocks"] is None:
             raise ConfigError("engine is the side with its embedding on the device, and needs num_blocks")

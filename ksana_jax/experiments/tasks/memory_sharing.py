@@ -17,10 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import text_files, texts
 from ksana_jax.experiments.figures import integer_ticks, line_style
-from ksana_jax.experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.experiments.tasks.base import (
+    INPUT_FILES,
+    BaseTask,
+    Column,
+    Measurement,
+    ResultRow,
+    TrialContext,
+    check_counts,
+    number,
+)
 from ksana_jax.experiments.tasks.paired import doubt, forced, of_side, pairs, speeds, timed
 from ksana_jax.request import MAX_BEAM_WIDTH, MAX_N
 
@@ -69,14 +79,10 @@ class MemorySharing(BaseTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = SharingSettings(**config["settings"])
-        if settings.method not in METHODS:
-            raise ConfigError(f"settings.method is {settings.method!r}, must be one of {', '.join(METHODS)}")
-        if not 1 <= settings.width <= METHODS[settings.method]:
-            most = METHODS[settings.method]
-            raise ConfigError(f"settings.width is {settings.width}, must be 1 to {most} for {settings.method}")
-        for name in ("num_rows", "prompt_tokens", "output_tokens", "num_pairs"):
-            if getattr(settings, name) < 1:
-                raise ConfigError(f"settings.{name} is {getattr(settings, name)}, must be at least 1")
+        checks.require(checks.one_of("settings.method", settings.method, METHODS), error=ConfigError)
+        width = f"settings.width of method {settings.method}"
+        checks.require(checks.integer(width, settings.width, 1, METHODS[settings.method]), error=ConfigError)
+        check_counts(config, "num_rows", "prompt_tokens", "output_tokens", "num_pairs")
         if settings.num_rows % settings.width:
             raise ConfigError(f"settings.num_rows is {settings.num_rows}, no multiple of width {settings.width}")
         count = settings.num_rows // settings.width

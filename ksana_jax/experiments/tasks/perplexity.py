@@ -20,7 +20,15 @@ import numpy as np
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import text_files, texts
 from ksana_jax.experiments.tasks import perplexity_figure, perplexity_report
-from ksana_jax.experiments.tasks.base import INPUT_FILES, BaseTask, Column, Measurement, ResultRow, TrialContext
+from ksana_jax.experiments.tasks.base import (
+    INPUT_FILES,
+    BaseTask,
+    Column,
+    Measurement,
+    ResultRow,
+    TrialContext,
+    check_counts,
+)
 from ksana_jax.patterns import FULL
 
 if TYPE_CHECKING:
@@ -69,10 +77,9 @@ class Perplexity(BaseTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = PerplexitySettings(**config["settings"])
-        least = {"num_texts": 1, "num_tokens": 2, "sampled_per_bucket": 0, "bucket_tokens": 1}
-        for name, low in least.items():
-            if (value := getattr(settings, name)) is not None and value < low:
-                raise ConfigError(f"settings.{name} is {value}, must be at least {low}")
+        check_counts(config, "num_texts", "bucket_tokens")
+        check_counts(config, "num_tokens", least=2)
+        check_counts(config, "sampled_per_bucket", least=0)
         if settings.method == "recompute":
             pattern = config["pattern"] or {}
             if pattern.get("window") is None or config["layer_patterns"]:

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.figures import COLOURS
-from ksana_jax.experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.experiments.tasks.base import (
+    BaseTask,
+    Column,
+    Measurement,
+    ResultRow,
+    TrialContext,
+    check_counts,
+    number,
+)
 from ksana_jax.experiments.tasks.paired import doubt, forced, of_side, pairs, speeds, timed
 
 if TYPE_CHECKING:
@@ -58,12 +67,9 @@ class PrefixCache(BaseTask):
         return settings.prompt_tokens + settings.output_tokens
 
     def check(self, config: Mapping[str, Any]) -> None:
-        settings = config["settings"]
-        for name in ("num_requests", "prompt_tokens", "output_tokens", "num_prefixes", "num_pairs"):
-            if settings[name] < 1:
-                raise ConfigError(f"settings.{name} is {settings[name]}, must be at least 1")
-        if not 0 <= settings["shared_percent"] <= 100:
-            raise ConfigError(f"settings.shared_percent is {settings['shared_percent']}, must be 0 to 100")
+        check_counts(config, "num_requests", "prompt_tokens", "output_tokens", "num_prefixes", "num_pairs")
+        percent = config["settings"]["shared_percent"]
+        checks.require(checks.integer("settings.shared_percent", percent, 0, 100), error=ConfigError)
         if not config["engine"]["enable_prefix_caching"]:
             raise ConfigError("engine.enable_prefix_caching is false: there is nothing to compare")
         if config["engine"]["disk_cache_dir"] is not None:

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields, is_integer
+from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
 from ksana_jax.patterns import AttentionPattern
 
@@ -114,7 +115,8 @@ def read_special_ids(fields: Fields) -> tuple[int | None, tuple[int, ...]]:
     def ids(name: str) -> tuple[int, ...]:
         value = fields.get(name)
         listed = value if isinstance(value, list) else [] if value is None else [value]
-        found = [i for i in listed if is_integer(i) and 0 <= i and (not is_integer(vocab_size) or i < vocab_size)]
+        most = vocab_size - 1 if checks.is_integer(vocab_size) else None
+        found = [i for i in listed if checks.integer("id", i, 0, most) is None]
         if len(found) < len(listed) and name in fields.values:
             fields.problem(name, value, f"ids must be integers from 0 to vocab_size {vocab_size} - 1")
         return tuple(dict.fromkeys(found))
@@ -134,8 +136,8 @@ def layer_windows(fields: Fields) -> dict[str, Any]:
     kinds = fields.get("layer_types")
     if kinds is None:
         first = fields.get("max_window_layers")
-        if not is_integer(first) or first < 0:
-            fields.problem("max_window_layers", first, "must be an integer from 0")
+        if problem := checks.integer("max_window_layers", first, 0):
+            fields.problems.append(problem)
             first = num_layers
         kinds = ["full_attention"] * min(first, num_layers)
         kinds += ["full_attention" if window is None else "sliding_attention"] * (num_layers - len(kinds))

@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError
 
 # Beyond these a number is a mistake or an attack, and arrays or lists of that size would end the process.
 MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = 10_000
-
-
-def is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Fields:
@@ -37,30 +34,25 @@ class Fields:
         return self.values[name] if name in self.values else self.defaults.get(name)
 
     def problem(self, name: str, value: Any, supported: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        self.problems.append(f"{name} is {shown}; {supported}")
+        self.problems.append(f"{name} is {checks.shown(value)}; {supported}")
 
     def integer(self, name: str, *, most: int = MAX_INTEGER) -> int:
         """A positive integer."""
         value = self.get(name)
-        if is_integer(value) and 1 <= value <= most:
+        problem = checks.integer(name, value, 1, most)
+        if problem is None:
             return value
         if value is None and name not in self.values:
-            self.problems.append(f"{name} is missing; must be an integer from 1 to {most:,}")
-        else:
-            self.problem(name, value, f"must be an integer from 1 to {most:,}")
+            problem = f"{name} is missing, must be an integer from 1 to {most:,}"
+        self.problems.append(problem)
         return 1
 
     def number(self, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
         """A positive finite number from low to high, given by the caller under the name to report."""
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            self.problem(name, value, "must be a positive finite number")
-        elif not low <= value <= high:
-            self.problem(name, value, f"must be from {low:g} to {high:g}")
-        else:
+        problem = checks.number(name, value, above=0) or checks.number(name, value, low, high)
+        if problem is None:
             return float(value)
+        self.problems.append(problem)
         return 1.0
 
     def flag(self, name: str) -> bool:

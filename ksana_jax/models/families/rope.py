@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax import checks
 from ksana_jax.config import RopeConfig
-from ksana_jax.models.families.fields import Fields, is_integer
+from ksana_jax.models.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 # Far beyond what any model uses, and within what float32 can multiply with positions and vectors.
@@ -84,8 +85,8 @@ def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position
     original = fields.get("original_max_position_embeddings")
     if original is None:
         original = form.get("original_max_position_embeddings", max_position)
-    if not is_integer(original) or original < 1:
-        fields.problem(f"{where}.original_max_position_embeddings", original, "must be a positive integer")
+    if problem := checks.integer(f"{where}.original_max_position_embeddings", original):
+        fields.problems.append(problem)
         original = max_position
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")

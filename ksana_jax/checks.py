@@ -1,0 +1,90 @@
+"""Checks of settings, all in one wording: "NAME is VALUE, must be ...". A leaf that every module may import.
+
+Each check returns the problem that it finds, or None; `require` raises the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+
+def require(*problems: str | None, error: type[ValueError] = ValueError) -> None:
+    """Raises the first problem, if there is one.
+
+    Raises:
+      ValueError, or the `error` given.
+    """
+    for problem in problems:
+        if problem is not None:
+            raise error(problem)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an int; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an integer or a finite float."""
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def integer(name: str, value: Any, low: int = 1, high: int | None = None, *, optional: bool = False) -> str | None:
+    """The problem with a setting that must be an integer of a range.
+
+    Args:
+      low, high: included. optional: whether None is a value too.
+    """
+    if (optional and value is None) or (is_integer(value) and low <= value and (high is None or value <= high)):
+        return None
+    limit = "" if high is None else f" to {high:,}"
+    return f"{name} is {shown(value)}, must be an integer from {low:,}{limit}{' or None' * optional}"
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float | None = None,
+    high: float = math.inf,
+    *,
+    above: float | None = None,
+    below: float = math.inf,
+    optional: bool = False,
+) -> str | None:
+    """The problem with a setting that must be a finite number of a range.
+
+    Args:
+      low, high: included. above, below: excluded. optional: whether None is a value too.
+    """
+    if optional and value is None:
+        return None
+    if is_number(value) and (low is None or value >= low) and (above is None or value > above):
+        if value <= high and value < below:
+            return None
+    limits = [f"from {shown(low)}"] if low is not None else []
+    limits += [f"above {shown(above)}"] if above is not None else []
+    limits += [f"{'to' if low is not None else 'at most'} {shown(high)}"] if high < math.inf else []
+    limits += [f"below {shown(below)}"] if below < math.inf else []
+    joint = " " if low is not None and high < math.inf else " and "
+    kind = "a number" if min(high, below) < math.inf else "a finite number"
+    return f"{name} is {shown(value)}, must be {kind} {joint.join(limits)}{' or None' * optional}"
+
+
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> str | None:
+    """The problem with a setting that must be one of some values."""
+    return None if value in allowed else f"{name} is {shown(value)}, must be one of {', '.join(map(str, allowed))}"
+
+
+def boolean(name: str, value: Any) -> str | None:
+    """The problem with a setting that must be True or False."""
+    return None if isinstance(value, bool) else f"{name} is {shown(value)}, must be True or False"
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: digits in groups, long values cut."""
+    if is_integer(value):
+        return f"{value:,}" if abs(value) < 10**40 else f"an integer of {value.bit_length():,} bits"
+    text = f"{value:,.12g}" if is_number(value) and abs(value) >= 1e4 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

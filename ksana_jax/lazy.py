@@ -1,0 +1,26 @@
+"""Public names of a package that are imported on first use: `import ksana_jax` does not wait for jax."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` for a package.
+
+    Args:
+      package: its `__name__`. modules: {public name: the module that has it}.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name in modules:
+            return getattr(import_module(modules[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return __getattr__, __dir__
