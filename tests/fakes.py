@@ -203,15 +203,14 @@ class FakeExecutor:
             self.scramble(np.ones(self.num_blocks, bool))
             raise self.Failed("as told")
         a, shape = step.arrays, step.shape
-        tiles = np.arange(shape.num_tiles)
-        tile_of = np.concatenate([np.arange(shape.num_singles), shape.num_singles + tiles.repeat(shape.query_tile)])
+        tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
         offsets = np.arange(self.block_size)
-        size = len(a.last)
+        size = shape.num_tiles
         tables, starts = a.block_tables, a.block_starts
         if a.shared_tables is not None and a.shared_starts is not None:
             shared = np.zeros((2, size, tables.shape[1]), np.int32) + np.array([0, FAR], np.int32)[:, None, None]
-            group = np.arange(shape.num_singles) // shape.shared_rows
-            shared[:, : shape.num_singles] = a.shared_tables[group], a.shared_starts[group]
+            group = np.arange(shape.parts[0].count) // shape.shared_rows
+            shared[:, : len(group)] = a.shared_tables[group], a.shared_starts[group]
             tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
         kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
         kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
@@ -222,7 +221,7 @@ class FakeExecutor:
             if pattern is not last_pattern:
                 last_pattern, visible = pattern, pattern.visible(a.positions[:, None], kv_positions)
             hidden = _attend(hidden, (self.keys[layer, kv_slots] * weights)[tile_of], visible)
-        last = hidden[a.last]
+        last = hidden[a.sampled[: step.num_sampled]]
         tokens = choose(last, self.vocab)
         if (s := step.sampling) is not None:
             seeds = (_u64(s.seeds[:, 0]) << np.uint64(32)) + _u64(s.seeds[:, 1])
@@ -258,10 +257,10 @@ class FakeExecutor:
         """
         a, shape = step.arrays, step.shape
         assert self.shapes is None or shape in self.shapes, f"{shape} was not compiled"
-        tokens, tiles = shape.num_tokens, shape.num_singles + shape.num_tiles
-        wide = (tiles, shape.table_width)
-        expected_shapes = [(tokens,), (tokens,), (tokens,), wide, wide, (tiles,)]
+        tokens, wide = shape.num_tokens, (shape.num_tiles, shape.table_width)
+        expected_shapes = [(tokens,), (tokens,), (tokens,), wide, wide, (shape.max_sampled,)]
         if shape.shared_rows:
+            assert shape.parts[0].width == 1
             expected_shapes += [(shape.num_groups, shape.table_width)] * 2
         else:
             assert a.shared_tables is None and a.shared_starts is None
@@ -277,10 +276,10 @@ class FakeExecutor:
         assert (a.block_starts[~absent] % self.block_size == 0).all()
         gaps = np.diff(a.block_starts, axis=1)
         assert ((gaps > 0) | absent[:, 1:]).all() and (gaps >= 0).all(), "blocks are not in the order of the text"
-        assert ((a.last >= 0) & (a.last < max(tokens, 1))).all()
+        assert ((a.sampled >= 0) & (a.sampled < tokens)).all() and 0 <= step.num_sampled <= shape.max_sampled
         if step.sampling is not None:
             given = [x for x in step.sampling if x is not None]
-            assert all(len(x) == tiles for x in given)
+            assert all(len(x) == step.num_sampled for x in given)
 
 
 def make_engine(
@@ -321,7 +320,7 @@ def make_engine(
         policy=policy,
     )
     width = -(-max_model_len // block_size)
-    buckets = Buckets.of(max_num_seqs, scheduler.max_num_tiles, width, query_tile, shared_rows=shared_rows)
+    buckets = Buckets.of(max_num_seqs, max_num_batched_tokens, width, query_tile, shared_rows=shared_rows)
     # What `LLM.warm_up` compiles.
     widest = scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
     executor.shapes = set(buckets.all_shapes(widest))

@@ -35,8 +35,8 @@ class Step:
         self.llm, self.runner, self.batch, self.text, self.label = llm, llm.runner, batch, text, label
         self.lowered: Any = None
         size, blocks = llm.config.block_size, -(-text // llm.config.block_size)
-        self.shape = shape = llm.engine.builder.buckets.shape(batch, 0, blocks)
-        rows, width, num_blocks = shape.num_singles, shape.table_width, self.runner.cache.num_blocks
+        self.shape = shape = llm.engine.builder.buckets.shape(batch, (), blocks)
+        rows, width, num_blocks = shape.num_tokens, shape.table_width, self.runner.cache.num_blocks
         ids = np.random.default_rng(0).permutation(num_blocks)[: batch * blocks].reshape(batch, blocks)
         tables, starts = np.zeros((rows, width), np.int32), np.full((rows, width), FAR, np.int32)
         tables[:batch, :blocks], starts[:batch, :blocks] = ids, size * np.arange(blocks)
@@ -44,8 +44,9 @@ class Step:
         positions[:batch] = text - 1
         slots[:batch] = ids[:, (text - 1) // size] * size + (text - 1) % size
         tokens = np.random.default_rng(1).integers(0, llm.model_config.vocab_size, rows).astype(np.int32)
-        arrays = StepArrays(tokens, positions, slots, tables, starts, np.arange(rows, dtype=np.int32))
-        self.input, self.arrays = StepInput(shape, arrays), jax.device_put(arrays)
+        sampled = np.minimum(np.arange(shape.max_sampled, dtype=np.int32), rows - 1)
+        arrays = StepArrays(tokens, positions, slots, tables, starts, sampled)
+        self.input, self.arrays = StepInput(shape, arrays, num_sampled=rows), jax.device_put(arrays)
 
     def bytes(self) -> dict[str, int]:
         """Least bytes of a step."""
@@ -54,11 +55,11 @@ class Step:
 
     def on_device(self, program: Callable[..., Any], settings: Any = None) -> Callable[[int], Any]:
         """A call that runs the step and chooses tokens, all arrays being on the device."""
-        runner, last = self.runner, self.arrays.last
+        runner, count = self.runner, self.input.num_sampled
 
         def call(index: int):
-            runner.cache, hidden = program(runner.params, runner.cache, self.arrays, runner._seen.arrays)
-            return runner.compile_sampler(hidden, last, settings, None)(runner.params, hidden, last, settings)
+            runner.cache, _, hidden = program(runner.params, runner.cache, self.arrays, runner._seen.arrays)
+            return runner.compile_sampler(hidden, count, settings, None)(runner.params, hidden, settings)
 
         return call
 
@@ -66,7 +67,7 @@ class Step:
         """Sampling at temperature 1, without top-k, top-p and penalties."""
         from ksana_jax.step.contract import SamplingArrays
 
-        rows = self.shape.num_singles
+        rows = self.input.num_sampled
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
         ints = np.zeros(rows, np.int32)
         seeds = np.random.default_rng(2).integers(0, 2**32, (rows, 2), dtype=np.uint32)

@@ -38,7 +38,7 @@ class RandomTokens:
         self.patterns: Sequence[AttentionPattern] = [FULL]
 
     def execute(self, step: StepInput) -> StepOutput:
-        return StepOutput(self.tokens[: len(step.arrays.last)])
+        return StepOutput(self.tokens[: step.num_sampled])
 
     def move(self, moves: Moves) -> None:
         pass
@@ -90,11 +90,11 @@ def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK
         max_model_len=max_model_len,
         live=LiveRange.of([FULL]),
     )
-    buckets = Buckets.of(rows, scheduler.max_num_tiles, -(-max_model_len // block_size), scheduler.query_tile)
+    buckets = Buckets.of(rows, scheduler.max_num_batched_tokens, -(-max_model_len // block_size), scheduler.query_tile)
     engine = Engine(
         scheduler,
         BatchBuilder(buckets, block_size, memory.blocks.num_blocks, VOCAB_SIZE),
-        RandomTokens(rows + scheduler.max_num_tiles),
+        RandomTokens(rows),
         tokenizer=None,
         eos_ids=(0,),
         max_model_len=max_model_len,

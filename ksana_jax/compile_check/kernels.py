@@ -13,7 +13,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
-from ksana_jax.step.contract import StepShape
+from ksana_jax.step.contract import Part, StepShape
 from pallas_kernels import aot
 from pallas_kernels.aot.check import SOURCES, Case, check
 
@@ -26,7 +26,10 @@ BLOCK_SIZE = 64
 
 # Decode of one row and of 64 rows; 32 rows beside eight tiles of prompts, 64 tokens each.
 TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
-SHAPES = (StepShape(1, 0, 1, TABLE_WIDTH), StepShape(64, 0, 1, TABLE_WIDTH), StepShape(32, 8, 64, TABLE_WIDTH))
+SHAPES = tuple(
+    StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)
+    for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)))
+)
 
 
 def cases(target: aot.Target) -> list[Case]:
@@ -35,7 +38,7 @@ def cases(target: aot.Target) -> list[Case]:
     return [
         Case(
             "step of Llama-8B",
-            {"attention": attention, "rows": shape.num_singles, "tiles": shape.num_tiles},
+            {"attention": attention, "rows": shape.parts[0].count, "tiles": shape.num_tiles - shape.parts[0].count},
             functools.partial(step, attention=attention, shape=shape),
         )
         for attention, shape in [*((used, shape) for shape in SHAPES), *((other, SHAPES[1]) for other in others)]

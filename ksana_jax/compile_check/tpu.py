@@ -28,7 +28,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
-from ksana_jax.step.contract import StepShape
+from ksana_jax.step.contract import Part, StepShape
 from pallas_kernels.aot.report import Memory, find_copies, judge_program, part_size
 
 EXTRA = "aot-tpu"
@@ -41,7 +41,7 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
 TABLE_WIDTH = LLAMA.max_position // BLOCK_SIZE
-DECODE, PREFILL = StepShape(8, 0, 1, TABLE_WIDTH), StepShape(0, 4, 32, TABLE_WIDTH)
+DECODE, PREFILL = (StepShape((part,), TABLE_WIDTH, max_sampled=8) for part in (Part(8, 1), Part(4, 32)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ def _in_order(shape: StepShape, sharding, num_blocks: int):
 
 
 def tiles(shape: StepShape):
-    """Shapes of q, tables, starts, positions and slots of a step that has either singles or tiles."""
-    count, width = (shape.num_tiles, shape.query_tile) if shape.num_tiles else (shape.num_singles, 1)
+    """Shapes of q, tables, starts, positions and slots of a step of one part."""
+    [(count, width)] = shape.parts
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = jax.ShapeDtypeStruct((count, width, LLAMA.num_heads, LLAMA.head_dim), jnp.bfloat16)
     table = ints((count, shape.table_width))

@@ -269,13 +269,13 @@ class Engine:
         report.note_first_tokens(self.scheduler.rows, batch, now)
         rows_of = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.targets is not None:
-            report.add_prompt_scores(self.scheduler.rows, batch, ends, step.arrays.last, output, rows_of)
-        progress = self.scheduler.update(batch, output.tokens[ends])
-        reported = self._report_tokens(batch, ends, output, progress, rows_of)
+            report.add_prompt_scores(self.scheduler.rows, batch, ends, output, rows_of)
+        progress = self.scheduler.update(batch, output.tokens[: np.count_nonzero(batch.samples)])
+        reported = self._report_tokens(batch, output, progress, rows_of)
         for seq in progress.finished:
             reported.setdefault(seq.owner)
         if len(progress.guided):
-            self._advance_beams(batch, ends, output, progress, reported)
+            self._advance_beams(batch, output, progress, reported)
         for request in reported:
             for completion in request.completions:
                 if completion.seq.finish_reason is not None:
@@ -336,17 +336,17 @@ class Engine:
             self.executor.move(moves)
             self.memory.commit()
 
-    def _report_tokens(self, batch, ends, output: StepOutput, progress: Progress, rows_of) -> dict[Request, None]:
+    def _report_tokens(self, batch, output: StepOutput, progress: Progress, rows_of) -> dict[Request, None]:
         """Hands new tokens to the completions that want them; returns their requests, in order."""
         reported: dict[Request, None] = {}
         if not rows_of:
             return reported
-        tile_of = dict(zip(batch.rows.tolist(), ends.tolist(), strict=True))
+        place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
         token_of = dict(zip(progress.rows.tolist(), progress.tokens.tolist(), strict=True))
         for completion, row in rows_of.items():
             if row not in token_of or not completion.watched:
                 continue
-            stop = completion.add(token_of[row], output.scores, tile_of[row])
+            stop = completion.add(token_of[row], output.scores, place_of[row])
             if stop is not None:
                 self._stop_by_text(completion.seq, stop)
                 reported.setdefault(completion.seq.owner)
@@ -354,22 +354,22 @@ class Engine:
                 reported.setdefault(completion.seq.owner)
         return reported
 
-    def _advance_beams(self, batch, ends, output: StepOutput, progress: Progress, reported) -> None:
+    def _advance_beams(self, batch, output: StepOutput, progress: Progress, reported) -> None:
         """Hands what beams ask for to their requests, which choose how they go on."""
-        tile_of = dict(zip(batch.rows.tolist(), ends.tolist(), strict=True))
+        place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
         scores = output.scores
         assert scores is not None
         # Dropped beams leave their rows: who is where is asked before.
         for seq, row in [(self.scheduler.rows.seqs[row], row) for row in progress.guided.tolist()]:
             assert seq is not None
-            request, tile = seq.owner, tile_of[row]
-            if output.tokens[tile] < 0:
+            request, place = seq.owner, place_of[row]
+            if output.tokens[place] < 0:
                 self._end(request, FinishReason.ERROR)
                 reported.setdefault(request)
             if request.finished:
                 continue
             top = slice(request.beams.num_candidates)
-            if not request.beams.report(seq, scores.top_ids[tile, top], scores.top_logprobs[tile, top]):
+            if not request.beams.report(seq, scores.top_ids[place, top], scores.top_logprobs[place, top]):
                 continue
             if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.kv.salt)):
                 report.finish_beams(request)

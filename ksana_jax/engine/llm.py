@@ -283,7 +283,8 @@ class LLM:
         # uses all cores, and times matrix products meanwhile.
         alone = self.runner.platform != "cpu" or self.config.memory_fraction is not None
         workers = 1 if alone else os.cpu_count() or 1
-        self.runner.warm_up(self.engine.builder.buckets.all_shapes(width), asked, workers)
+        buckets = self.engine.builder.buckets
+        self.runner.warm_up(buckets.all_shapes(width), buckets.singles, asked, workers)
         if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
             self.runner.mover.warm_up()
         for name, compared in self.memory_usage().items():

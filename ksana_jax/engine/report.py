@@ -16,8 +16,7 @@ def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
     fresh = rows.num_tokens[batch.rows] == rows.num_prompt[batch.rows]
     if not fresh.any():
         return
-    whole = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
-    for row in batch.rows[fresh & whole]:
+    for row in batch.rows[fresh & batch.samples]:
         seq = rows.seqs[row]
         assert seq is not None
         metrics = seq.owner.metrics
@@ -30,14 +29,13 @@ def add_prompt_scores(
     rows: Rows,
     batch: ScheduledBatch,
     ends: np.ndarray,
-    last: np.ndarray,
     output: StepOutput,
     rows_of: dict[Completion, int],
 ) -> None:
     """Adds the log-probabilities of the prompt tokens that this step has scored.
 
     Args:
-      ends: [rows of the batch] tile of each row's last token. last: [tiles] index of each tile's last token.
+      ends: [rows of the batch] index of each row's last token among the step's.
       rows_of: the completions that are watched, and where they run.
     """
     scores = output.prompt_scores
@@ -52,7 +50,7 @@ def add_prompt_scores(
         start = int(rows.num_computed[row])
         # The step scored prompt tokens start + 1 to start + computed; a restart scores some again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
-        token = int(last[ends[i]]) + 1 - computed + (first - 1 - start)
+        token = int(ends[i]) + 1 - computed + (first - 1 - start)
         for offset in range(max(end + 1 - first, 0)):
             token_id = int(rows.token_ids[row, first + offset])
             seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))

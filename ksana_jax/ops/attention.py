@@ -80,23 +80,16 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, where: Where, plan:
     """
     layer, batch, shape, pattern, rope, num_rotated_sinks = where
     q, q_sink = queries
-    d, tiles, size = shape.num_singles, shape.num_tiles, shape.query_tile
     sink_width = -(-num_rotated_sinks // cache.block_size)
     parts = []
-    for start, count, width in ((0, d, 1), (d, tiles, size)):
-        if not count:
-            continue
-        # Singles occupy tables [0, D), tiles tables [D, S).
-        tokens, tables = slice(start, start + count * width), slice(start, start + count)
-        tiled = [
-            None if x is None else x[tokens].reshape(count, width, *x.shape[1:]) for x in (q, q_sink, batch.positions)
-        ]
+    for part, tokens, tiles in shape.places():
+        tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in (q, q_sink, batch.positions)]
         seen = _attend_tiles(
-            tiled[0], tiled[1], tiled[2], cache, layer, batch.block_tables[tables], batch.block_starts[tables],
+            tiled[0], tiled[1], tiled[2], cache, layer, batch.block_tables[tiles], batch.block_starts[tiles],
             pattern, rope, sink_width,
         )  # fmt: skip
-        if shape.shared_rows and width == 1:
-            seen = merge(seen, _attend_shared(q[:d], cache, layer, batch, shape, pattern, rope))
+        if shape.shared_rows and not parts:
+            seen = merge(seen, _attend_shared(q[tokens], cache, layer, batch, shape, pattern, rope))
         parts.append(normalised(seen))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -127,17 +120,17 @@ def normalised(seen: Seen) -> jax.Array:
 
 
 def _attend_shared(q_TNH, cache, layer, batch: StepArrays, shape: StepShape, pattern, rope) -> Seen:
-    """Attention of singles to the blocks that their groups share: a group is a tile of queries with one table."""
-    rows, groups = shape.shared_rows, shape.num_groups
+    """Attention of single tokens to the blocks that their groups share: a group is a tile of queries with one table."""
+    rows, groups, count = shape.shared_rows, shape.num_groups, shape.parts[0].count
 
     def tiled(x, fill):
         pad = ((0, groups * rows - len(x)), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x, pad, constant_values=fill).reshape(groups, rows, *x.shape[1:])
 
-    positions = tiled(batch.positions[: shape.num_singles], -1)
+    positions = tiled(batch.positions[:count], -1)
     tables, starts = batch.shared_tables, batch.shared_starts
     seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, layer, tables, starts, pattern, rope, 0)
-    return Seen(*(x[: shape.num_singles] for x in seen))
+    return Seen(*(x[:count] for x in seen))
 
 
 def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, starts_SP, pattern, rope, sink_width):

@@ -142,20 +142,17 @@ class Call(NamedTuple):
 
 
 def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
-    """The calls that make up a step: singles, tiles, then singles over what groups of them share."""
-    d, made = shape.num_singles, []
+    """The calls that make up a step: its parts, then the first part over what groups of its tokens share."""
+    made = []
 
     def add(start: int, count: int, tile: int, tables, starts, shared: bool = False) -> None:
         bare = Call(start, count, tile, (tables, starts, tables), shared)
         made.append(bare._replace(arrays=(tables, starts, bare.take(batch.positions, -1))))
 
-    if d:
-        add(0, d, 1, batch.block_tables[:d], batch.block_starts[:d])
-    if shape.num_tiles:
-        count = shape.num_tiles * shape.query_tile
-        add(d, count, shape.query_tile, batch.block_tables[d:], batch.block_starts[d:])
+    for part, tokens, tiles in shape.places():
+        add(tokens.start, part.count * part.width, part.width, batch.block_tables[tiles], batch.block_starts[tiles])
     if shape.shared_rows:
-        add(0, d, shape.shared_rows, batch.shared_tables, batch.shared_starts, shared=True)
+        add(0, shape.parts[0].count, shape.shared_rows, batch.shared_tables, batch.shared_starts, shared=True)
     return made
 
 

@@ -54,5 +54,5 @@ def compiled_bytes(steps: Sequence[StepShape], num_programs: int, num_layers: in
       steps: those that are steps of the network.
       num_programs: all of them.
     """
-    parts = sum((step.num_singles > 0) + (step.num_tiles > 0) for step in steps)
+    parts = sum(len(step.parts) for step in steps)
     return COMPILER_BYTES + num_programs * PROGRAM_BYTES + parts * num_layers * LAYER_PART_BYTES

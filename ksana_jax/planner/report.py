@@ -7,6 +7,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -119,7 +120,7 @@ def _context(most: int, trained: int) -> str:
     return f"{most:,}" + (f" (trained for {trained:,})" if most > trained else "")
 
 
-def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
+def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
     """Bytes beside weights and pool of every bucket that an engine with the plan's batch and context has."""
     asked = found.request
     config, _ = read_model(model)
@@ -136,17 +137,17 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, int]]:
         target=compile_target(find_device(found.device)),
     )  # fmt: skip
     return [
-        {"num_singles": shape.num_singles, "num_tiles": shape.num_tiles, "query_tile": shape.query_tile,
-         "table_width": shape.table_width, "network_bytes": cost.network, "sampling_bytes": cost.sampling}
+        {"parts": shape.parts, "table_width": shape.table_width, "network_bytes": cost.network,
+         "sampling_bytes": cost.sampling}
         for shape, cost in zip(shapes, measured, strict=True)
     ]  # fmt: skip
 
 
-def show_buckets(listed: list[dict[str, int]], target: str, console: Console) -> None:
+def show_buckets(listed: list[dict[str, Any]], target: str, console: Console) -> None:
     """Prints what each bucket takes while it runs; target: what it was compiled for."""
     console.print(escape(f"\nWhat a step takes in each bucket beside weights and pool, compiled for {target}"))
-    table = _table(("singles", "tiles", "table width", "network", "sampling"))
+    table = _table(("tiles x tokens", "table width", "network", "sampling"))
     for b in listed:
-        table.add_row(*(f"{b[name]:,}" for name in ("num_singles", "num_tiles", "table_width")),
-                      byte_size(b["network_bytes"]), byte_size(b["sampling_bytes"]))  # fmt: skip
+        parts = " + ".join(f"{count:,} x {width}" for count, width in b["parts"])
+        table.add_row(parts, f"{b['table_width']:,}", byte_size(b["network_bytes"]), byte_size(b["sampling_bytes"]))
     console.print(table)

@@ -24,7 +24,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.runner import Runner
-from ksana_jax.step.contract import StepShape
+from ksana_jax.step.contract import Part, StepShape
 from pallas_kernels import aot
 
 # Layers that are compiled of a deeper model.
@@ -151,9 +151,9 @@ def _compiled(
             max_model_len=config.max_position, device=device, **settings,
         )  # fmt: skip
         for shape in shapes:
-            runner.warm_up([shape], [SamplingParams(temperature=1.0)])
-            rows = shape.num_singles + shape.num_tiles
-            sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", shape.num_tokens, rows)]
+            most = shape.max_sampled
+            runner.warm_up([shape], [most], [SamplingParams(temperature=1.0)])
+            sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", most, most)]
             found.append(StepBytes(program_bytes(runner.programs[shape]), max(map(program_bytes, sampling))))
     return found
 
@@ -191,8 +191,9 @@ def measure_step(
     tiles = -(-max_num_batched_tokens // query_tile)
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
     measured = step_bytes(
-        config, [StepShape(rows, tiles, query_tile, width) for rows, width in points], dtype=dtype,
-        block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device, target=target,
+        config, [StepShape((Part(rows, 1), Part(tiles, query_tile)), width, rows) for rows, width in points],
+        dtype=dtype, block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
+        target=target,
     )  # fmt: skip
     lines = []
     for a, b, c in ([m.network for m in measured], [m.sampling for m in measured]):

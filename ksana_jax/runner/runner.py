@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -155,15 +156,17 @@ class Runner:
         arrays = step.arrays
         if self.embeds_on_host:
             arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
-        self.cache, hidden = run(self.params, self.cache, arrays, self._seen.arrays)
+        self.cache, hidden, sampled = run(self.params, self.cache, arrays, self._seen.arrays)
         prompt_scores = None
         if step.targets is not None:
             top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
             score_prompt = self._program(*self._score_program(step.shape.num_tokens, top))
             prompt_scores = score_prompt(self.params, hidden, step.targets)
-        top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        finish = self.compile_sampler(hidden, step.arrays.last, step.sampling, top)
-        tokens, scores = finish(self.params, hidden, step.arrays.last, step.sampling)
+        tokens, scores = np.zeros(0, np.int32), None
+        if step.num_sampled:
+            top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
+            choose_tokens = self.compile_sampler(sampled, step.num_sampled, step.sampling, top)
+            tokens, scores = choose_tokens(self.params, sampled, step.sampling)
         self.mover.finish(saved)  # while the device computes
         return StepOutput(
             tokens=np.asarray(tokens),
@@ -177,10 +180,17 @@ class Runner:
         self.cache, saved, _ = self.mover.start(self.cache, moves)
         self.mover.finish(saved)
 
-    def warm_up(self, shapes: Sequence[StepShape], asked: Sequence[SamplingParams] = (), workers: int = 1) -> None:
+    def warm_up(
+        self,
+        shapes: Sequence[StepShape],
+        num_sampled: Sequence[int],
+        asked: Sequence[SamplingParams] = (),
+        workers: int = 1,
+    ) -> None:
         """Compiles the steps of some shapes; already compiled ones cost nothing.
 
         Args:
+          num_sampled: buckets of the tokens that are sampled in a step.
           asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
           workers: programs compiled at once.
         """
@@ -190,13 +200,12 @@ class Runner:
         prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
         dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
         programs: dict[Any, Callable] = {shape: functools.partial(self.lower_step, shape) for shape in shapes}
-        for shape in shapes:
-            size = shape.num_singles + shape.num_tiles
-            hidden = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
-            last = jax.ShapeDtypeStruct((size,), jnp.int32)
-            for settings in (None, *(_sampling_shapes(size, vocab if d else None) for d in dense)):
-                programs |= [self._sample_program(hidden, last, settings, top) for top in tops]
-            programs |= [self._score_program(shape.num_tokens, top) for top in prompt_tops]
+        for tokens in {shape.num_tokens for shape in shapes}:
+            programs |= [self._score_program(tokens, top) for top in prompt_tops]
+        for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
+            hidden = jax.ShapeDtypeStruct((most, self.config.d_model), self.params.embed.dtype)
+            for settings in (None, *(_sampling_shapes(count, vocab if d else None) for d in dense)):
+                programs |= [self._sample_program(hidden, count, settings, top) for top in tops]
         new = {key: lower for key, lower in programs.items() if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
 
@@ -206,23 +215,25 @@ class Runner:
         return self._compiled[key]
 
     def compile_step(self, shape: StepShape) -> Callable:
-        """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D])."""
+        """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the
+        sampled tokens [J, D])."""
         return self._program(shape, functools.partial(self.lower_step, shape))
 
-    def compile_sampler(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
-        """Logits and the choice of tokens: (params, hidden [T, D], last [S], sampling) -> (tokens [S], scores).
+    def compile_sampler(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
+        """Logits and the choice of tokens: (params, hidden [J, D], sampling) -> (tokens [count], scores).
 
         Args:
-          hidden, last, sampling: arrays, or their shapes. num_top: most probable tokens to score; None scores nothing.
+          hidden, sampling: arrays, or their shapes. count: how many tokens are chosen, after the first ones of hidden.
+          num_top: most probable tokens to score; None scores nothing.
         """
-        return self._program(*self._sample_program(hidden, last, sampling, num_top))
+        return self._program(*self._sample_program(hidden, count, sampling, num_top))
 
     def lower_step(self, shape: StepShape):
         """Lowers a step without compiling it, to look at the program."""
-        size, width, tokens = shape.num_singles + shape.num_tiles, shape.table_width, shape.num_tokens
+        tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((size, width)),
-                            ints((size, width)), ints((size,)))  # fmt: skip
+        arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((tiles, width)),
+                            ints((tiles, width)), ints((shape.max_sampled,)))  # fmt: skip
         if shape.shared_rows:
             shared = ints((shape.num_groups, width))
             arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
@@ -236,15 +247,15 @@ class Runner:
         step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))
         return step.lower(self.params, self.cache, arrays, self._seen.arrays)
 
-    def _sample_program(self, hidden, last, sampling: SamplingArrays | None, num_top: int | None):
+    def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
         """Key of the program that chooses tokens, and what lowers it."""
         dense = sampling is not None and sampling.counts is not None
 
         def lower():
-            run = jax.jit(functools.partial(_choose_tokens, num_top=num_top))
-            return run.lower(self.params, hidden, last, sampling)
+            run = jax.jit(functools.partial(_choose_tokens, count=count, num_top=num_top))
+            return run.lower(self.params, hidden, sampling)
 
-        return ("sample", hidden.shape[0], last.shape[0], sampling is not None, dense, num_top), lower
+        return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lower
 
     def _score_program(self, num_tokens: int, num_top: int):
         """Key of the program that scores prompt tokens, and what lowers it."""
@@ -278,11 +289,11 @@ def _bucket_of_top(count: int, vocab_size: int) -> int:
 def _run(params, cache, arrays, patterns, *, shape, config, **how):
     attend = paged_attend(arrays, shape, patterns, config=config, **how)
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=config)
-    return cache, hidden
+    return cache, hidden, hidden[arrays.sampled]
 
 
-def _choose_tokens(params, hidden, last, sampling, *, num_top):
-    scores_SV = logits(params, hidden[last])
+def _choose_tokens(params, hidden, sampling, *, count, num_top):
+    scores_SV = logits(params, hidden[:count])
     tokens = sample(scores_SV, sampling)
     return tokens, None if num_top is None else score(scores_SV, tokens, num_top)
 

@@ -209,10 +209,12 @@ class Scheduler:
         else:
             singles = singles[rows.alive[singles]]
         if not chunks:
-            return ScheduledBatch(singles, _NO_ROWS, _NO_ROWS) if len(singles) else None
+            return ScheduledBatch(singles, _NO_ROWS, _NO_ROWS, np.ones(len(singles), bool)) if len(singles) else None
         alone = [row for row, count in chunks if count == 1]
         longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
-        return ScheduledBatch(np.concatenate([singles, np.array(alone, np.intp)]), longer[:, 0], longer[:, 1])
+        batch = ScheduledBatch(np.append(singles, np.array(alone, np.intp)), longer[:, 0], longer[:, 1], _NO_ROWS)
+        batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
+        return batch
 
     def _provide_by_force(self, singles: np.ndarray, needy: np.ndarray) -> np.ndarray:
         """Gives a block to each row in need of one, in order, preempting from the end; returns the singles that run."""
@@ -324,21 +326,17 @@ class Scheduler:
         """Books a step: tokens appended, blocks that nobody will see returned, ended sequences taken out.
 
         Args:
-          tokens: for each of `batch.rows`, the token sampled after its last computed one; ignored where the row has
-            more to compute. A negative one ends its sequence with FinishReason.ERROR.
+          tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
+            FinishReason.ERROR.
         """
         r, rows = self.rows, batch.rows
         r.num_computed[rows] += batch.num_per_row
-        complete = r.num_computed[rows] == r.num_tokens[rows]
-        guided = _NO_ROWS
-        if r.guided[rows].any():
-            guided = rows[complete & r.guided[rows]]
-            complete &= ~r.guided[rows]
+        sampled, guided = batch.sampled, _NO_ROWS
+        if r.guided[sampled].any():
+            by_request = r.guided[sampled]
+            guided, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
             for row in guided:
                 r.seqs[row].idles = True
-        sampled = rows
-        if not complete.all():
-            sampled, tokens = rows[complete], tokens[complete]
         finished: list[Sequence] = []
         if tokens.min(initial=0) < 0:
             finished += self._fail(sampled[tokens < 0])

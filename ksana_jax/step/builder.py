@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,8 +12,10 @@ from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FAR
 from ksana_jax.sampling.bias import bias_of
 from ksana_jax.sequence import Rows
-from ksana_jax.step.contract import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
 from ksana_jax.step.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
@@ -23,31 +26,40 @@ def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def least_rows(dtype: str) -> int:
+    """Least rows that the tokens of a step are padded to: matrix units multiply eight as fast as one.
+
+    XLA:CPU is slower with one row of bfloat16, 21 ms against 1.2 ms with eight (2048 x 8192), since it makes all
+    weights float32 first.
+    """
+    return 8 if dtype == "bf16" else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Sizes that steps are padded to.
 
     Args:
-      singles: numbers of tokens that are alone in their row. tiles: numbers of query tiles. widths: of block tables.
-      query_tile: tokens of a tile.
+      singles: numbers of tokens that are alone in their row; also of tokens whose logits are wanted.
+      tiles: parts for longer chunks, the fewest tokens first.
+      widths: of block tables.
       shared_rows: singles of a group that may share leading blocks; 0 turns that off. Steps in which no group shares
         have shapes of their own: looking for nothing in every layer would cost them about 6 % (8 layers, 32 rows, CPU).
     """
 
     singles: tuple[int, ...]
-    tiles: tuple[int, ...]
+    tiles: tuple[Part, ...]
     widths: tuple[int, ...]
-    query_tile: int
     shared_rows: int = 0
 
     @classmethod
     def of(
         cls,
         max_num_seqs: int,
-        max_num_tiles: int,
+        max_num_batched_tokens: int,
         table_width: int,
         query_tile: int,
-        min_singles: int = 1,
+        min_rows: int = 1,
         shared_rows: int = 0,
     ) -> Buckets:
         """Ladders of factors of two; of four from 64 for widths, since a table costs little beyond its bytes.
@@ -56,13 +68,13 @@ class Buckets:
         CPU), and half as many steps have to be compiled.
 
         Args:
-          min_singles: least rows of a step of singles, where matrix units are slow with fewer.
+          min_rows: least rows of a matrix product, see `least_rows`.
         """
+        fewest, most = -(-min_rows // query_tile), -(-max_num_batched_tokens // query_tile)
         return cls(
-            singles=ladder(min(min_singles, max_num_seqs), max_num_seqs),
-            tiles=ladder(1, max_num_tiles),
+            singles=ladder(min_rows, max(max_num_seqs, min_rows)),
+            tiles=tuple(Part(n, query_tile) for n in ladder(fewest, max(fewest, most))),
             widths=ladder(64, table_width, 4.0),
-            query_tile=query_tile,
             shared_rows=shared_rows,
         )
 
@@ -72,51 +84,56 @@ class Buckets:
         the same shapes."""
         return cls.of(
             config.max_num_seqs,
-            -(-config.max_num_batched_tokens // config.query_tile),
+            config.max_num_batched_tokens,
             -(-max_model_len // config.block_size),
             config.query_tile,
-            # Matrix units want rows: XLA:CPU takes 21 ms for one row of bfloat16, 1.2 ms for eight (2048 x 8192).
-            min_singles=8 if config.dtype == "bf16" else 1,
+            least_rows(config.dtype),
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
         )
 
-    def shape(self, num_singles: int, num_tiles: int, width: int, shares: bool = False) -> StepShape:
-        """The smallest bucket that holds a step, in which groups of singles share blocks or not.
+    def shape(self, num_singles: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
+        """The smallest bucket that holds a step.
 
-        Steps with both singles and tiles take the most singles: those are cheap beside a tile, and it keeps the number
+        Steps with both singles and chunks take the most singles: those are cheap beside a tile, and it keeps the number
         of combinations down.
-        """
-        if not num_singles:
-            singles = 0
-        elif num_tiles:
-            singles = self.singles[-1]
-        else:
-            singles = _at_least(self.singles, num_singles)
-        tiles = _at_least(self.tiles, num_tiles) if num_tiles else 0
-        shared_rows = self.shared_rows if shares else 0
-        return StepShape(singles, tiles, self.query_tile, _at_least(self.widths, width), shared_rows)
 
-    def extremes(self) -> list[StepShape]:
-        """The largest shape, and the smallest with singles and with a tile: with one row XLA:CPU makes bfloat16
-        weights float32, which can take more than all rows do."""
-        width = self.widths[-1]
-        pairs = ((self.singles[-1], self.tiles[-1]), (self.singles[0], 0), (0, self.tiles[0]))
-        shapes = [StepShape(d, t, self.query_tile, width) for d, t in pairs]
-        return [shapes[0]._replace(shared_rows=self.shared_rows), *shapes[1:]]
+        Args:
+          counts: tokens of each longer chunk. width: of the widest block table.
+          shares: whether groups of singles share leading blocks.
+        """
+        if not (counts := list(counts)):
+            parts = (Part(_at_least(self.singles, num_singles), 1),)
+        else:
+            tiles = next(p for p in self.tiles if sum(-(-c // p.width) for c in counts) <= p.count)
+            parts = (Part(self.singles[-1], 1), tiles) if num_singles else (tiles,)
+        return self._shape(parts, _at_least(self.widths, width), self.shared_rows if shares else 0)
+
+    def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
+        return StepShape(parts, width, max_sampled=self.singles[-1], shared_rows=shared_rows)
+
+    def num_sampled(self, count: int) -> int:
+        """The smallest bucket that holds so many tokens whose logits are wanted."""
+        return _at_least(self.singles, count) if count else 0
+
+    def largest(self) -> StepShape:
+        """The shape that takes most memory."""
+        return self._shape((Part(self.singles[-1], 1), self.tiles[-1]), self.widths[-1], self.shared_rows)
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Every shape that a step can have, up to a width of the block tables."""
-        pairs = [(d, 0) for d in self.singles]
-        pairs += [(d, t) for t in self.tiles for d in (0, self.singles[-1])]
+        most = Part(self.singles[-1], 1)
+        found = [(Part(d, 1),) for d in self.singles]
+        found += [parts for tiles in self.tiles for parts in ((tiles,), (most, tiles))]
         top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
         widths = [w for w in self.widths if w <= top]
-        shapes = [StepShape(d, t, self.query_tile, w) for w in widths for d, t in pairs]
+        shapes = [self._shape(parts, width) for width in widths for parts in found]
         if self.shared_rows:
-            shapes += [shape._replace(shared_rows=self.shared_rows) for shape in shapes if shape.num_singles > 1]
+            several = [s for s in shapes if s.parts[0].width == 1 and s.parts[0].count > 1]
+            shapes += [shape._replace(shared_rows=self.shared_rows) for shape in several]
         return shapes
 
 
-def _padded(values: np.ndarray, shape: tuple[int, ...], fill: int) -> np.ndarray:
+def _padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarray:
     """Values in the corner of an array of a shape that may be larger; itself where it is not."""
     if values.shape == shape:
         return values
@@ -150,33 +167,29 @@ class BatchBuilder:
         """A scheduled step as an executor takes it.
 
         Returns:
-          The step, and for each of `batch.rows` the index in [0, S) of the tile that holds its last token.
+          The step, and for each of `batch.rows` the index in [0, T) of the last of its tokens that are computed.
         """
         singles, chunks = batch.singles, batch.chunks
-        num_tiles = -(-batch.counts // self.buckets.query_tile) if len(chunks) else batch.counts
         shared = None
         if self.buckets.shared_rows and len(singles) > 1:
-            shared = self._with_sharing_singles(singles, chunks, int(num_tiles.sum()), rows)
+            shared = self._with_sharing_singles(batch, rows)
         if shared is not None:
             shape, arrays, ends = shared
         else:
             width = int(rows.num_blocks[batch.rows].max())
-            shape, ends = self.buckets.shape(len(singles), int(num_tiles.sum()), width), np.arange(len(singles))
+            shape, ends = self.buckets.shape(len(singles), batch.counts, width), np.arange(len(singles), dtype=np.int32)
             arrays = self._with_singles(shape, singles, rows)
         if len(chunks):
-            ends = np.concatenate([ends, shape.num_singles + np.cumsum(num_tiles) - 1])
-            tile = shape.num_singles
-            for row, count, tiles in zip(chunks.tolist(), batch.counts.tolist(), num_tiles.tolist(), strict=True):
-                token = shape.num_singles + (tile - shape.num_singles) * shape.query_tile
-                self._put_chunk(arrays, rows, row, token, count, slice(tile, tile + tiles))
-                tile += tiles
-        step = StepInput(shape, arrays)
+            ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
+        sampled = ends if batch.samples.all() else ends[batch.samples]
+        arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
+        step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
         self._ask(step, batch, rows, ends)
         return step, ends
 
     def _with_singles(self, shape: StepShape, singles: np.ndarray, rows: Rows) -> StepArrays:
         """The arrays with their singles; the rest is padding."""
-        tokens, tiles, width = shape.num_tokens, shape.num_singles + shape.num_tiles, shape.table_width
+        tokens, tiles, width = shape.num_tokens, shape.num_tiles, shape.table_width
         at = rows.num_computed[singles]
         # A single is the newest token of its row: it lies in the row's last block.
         newest = rows.block_tables[singles, rows.num_blocks[singles] - 1]
@@ -187,15 +200,16 @@ class BatchBuilder:
             slots=_padded(slots, (tokens,), self.num_blocks * self.block_size),
             block_tables=_padded(rows.block_tables[singles, :width], (tiles, width), 0),
             block_starts=_padded(rows.block_starts[singles, :width], (tiles, width), FAR),
-            last=_padded(np.arange(len(singles), dtype=np.int32), (tiles,), 0),
+            sampled=_NO_TOKENS,
         )
 
     def _with_sharing_singles(
-        self, singles: np.ndarray, chunks: np.ndarray, num_tiles: int, rows: Rows
+        self, batch: ScheduledBatch, rows: Rows
     ) -> tuple[StepShape, StepArrays, np.ndarray] | None:
         """The same where groups of singles share leading blocks: shape, arrays, and where each single's token went;
         None where no group does."""
-        group_rows, first, count = self.buckets.shared_rows, self.sink_width, rows.num_blocks[singles]
+        singles, group_rows, first = batch.singles, self.buckets.shared_rows, self.sink_width
+        count = rows.num_blocks[singles]
         tables = rows.block_tables[singles, : int(count.max())]
         found = find_shared_runs(
             tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
@@ -204,8 +218,8 @@ class BatchBuilder:
             return None
         singles, ordered = singles[found.order], tables[found.order]
         own = count[found.order] - np.repeat(found.runs, group_rows)[: len(singles)]
-        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[chunks].max(initial=0)))
-        shape = self.buckets.shape(len(singles), num_tiles, width, shares=True)
+        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[batch.chunks].max(initial=0)))
+        shape = self.buckets.shape(len(singles), batch.counts, width, shares=True)
         arrays = self._with_singles(shape, singles, rows)
         size, width = len(arrays.block_tables), shape.table_width
         starts = rows.block_starts[singles, : ordered.shape[1]]
@@ -216,7 +230,18 @@ class BatchBuilder:
             block_tables=_padded(split[2], (size, width), 0),
             block_starts=_padded(split[3], (size, width), FAR),
         )
-        return shape, arrays, np.argsort(found.order)
+        return shape, arrays, np.argsort(found.order).astype(np.int32)
+
+    def _put_chunks(self, shape: StepShape, arrays: StepArrays, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
+        """Writes longer chunks into the tiles of the last part; returns where the last token of each went."""
+        *_, ((_, size), tokens, tiles) = shape.places()
+        tile, ends = 0, []
+        for row, count in zip(batch.chunks.tolist(), batch.counts.tolist(), strict=True):
+            token, next_tile = tokens.start + tile * size, tile - (-count // size)
+            self._put_chunk(arrays, rows, row, token, count, slice(tiles.start + tile, tiles.start + next_tile))
+            ends.append(token + count - 1)
+            tile = next_tile
+        return np.array(ends, np.int32)
 
     def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
         start, width = int(rows.num_computed[row]), int(rows.num_blocks[row])
@@ -228,14 +253,13 @@ class BatchBuilder:
         arrays.slots[here] = rows.block_tables[row, block] * self.block_size + positions % self.block_size
         arrays.block_tables[tiles, :width] = rows.block_tables[row, :width]
         arrays.block_starts[tiles, :width] = rows.block_starts[row, :width]
-        arrays.last[tiles] = token + count - 1
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
         """Fills in what the rows ask for beyond greedy tokens."""
-        running = batch.rows
-        if rows.samples[running].any():
-            step.sampling = self._sampling(rows, running, ends, len(step.arrays.last))
-        num_logprobs = int(rows.num_logprobs[running].max())
+        running, sampled = batch.rows, batch.sampled
+        if rows.samples[sampled].any():
+            step.sampling = self._sampling(rows, sampled, step.num_sampled)
+        num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
         step.num_logprobs = None if num_logprobs < 0 else num_logprobs
         scored = rows.num_prompt_logprobs[running] >= 0
         if not scored.any():
@@ -249,38 +273,36 @@ class BatchBuilder:
         for row, count, end in zip(running[scored], batch.num_per_row[scored], ends[scored], strict=True):
             start = int(rows.num_computed[row])
             known = min(int(count), int(rows.num_prompt[row]) - 1 - start)
-            token = step.arrays.last[end] + 1 - count
+            token = end + 1 - count
             step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
 
-    def _sampling(self, rows: Rows, running: np.ndarray, ends: np.ndarray, size: int) -> SamplingArrays:
-        def spread(column: np.ndarray, default: float) -> np.ndarray:
-            out = np.full((size, *column.shape[1:]), default, column.dtype)
-            out[ends] = column[running]
-            return out
+    def _sampling(self, rows: Rows, sampled: np.ndarray, size: int) -> SamplingArrays:
+        def padded(column: np.ndarray, default: float) -> np.ndarray:
+            return _padded(column[sampled], (size, *column.shape[1:]), default)
 
         settings = SamplingArrays(
-            temperature=spread(rows.temperature, 0),
-            top_k=spread(rows.top_k, 0),
-            top_p=spread(rows.top_p, 1),
-            min_p=spread(rows.min_p, 0),
-            seeds=spread(rows.seeds, 0),
-            num_outputs=spread(rows.num_tokens - rows.num_prompt, 0),
-            repetition_penalty=spread(rows.repetition_penalty, 1),
-            presence_penalty=spread(rows.presence_penalty, 0),
-            frequency_penalty=spread(rows.frequency_penalty, 0),
+            temperature=padded(rows.temperature, 0),
+            top_k=padded(rows.top_k, 0),
+            top_p=padded(rows.top_p, 1),
+            min_p=padded(rows.min_p, 0),
+            seeds=padded(rows.seeds, 0),
+            num_outputs=padded(rows.num_tokens - rows.num_prompt, 0),
+            repetition_penalty=padded(rows.repetition_penalty, 1),
+            presence_penalty=padded(rows.presence_penalty, 0),
+            frequency_penalty=padded(rows.frequency_penalty, 0),
         )
-        if not rows.dense[running].any():
+        if not rows.dense[sampled].any():
             return settings
         counts = np.zeros((size, self.vocab_size), np.int32)
         in_prompt = np.zeros((size, self.vocab_size), bool)
         bias = np.zeros((size, self.vocab_size), np.float32)
-        for row, tile in zip(running.tolist(), ends.tolist(), strict=True):
+        for at, row in enumerate(sampled.tolist()):
             seq = rows.seqs[row]
             if seq is None or not rows.dense[row]:
                 continue
             split, end = seq.num_prompt, int(rows.num_tokens[row])
-            in_prompt[tile, rows.token_ids[row, :split]] = True
-            counts[tile] = np.bincount(rows.token_ids[row, split:end], minlength=self.vocab_size)
+            in_prompt[at, rows.token_ids[row, :split]] = True
+            counts[at] = np.bincount(rows.token_ids[row, split:end], minlength=self.vocab_size)
             output = rows.token_ids[row, split:end]
-            bias[tile] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
+            bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
         return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)

@@ -1,19 +1,21 @@
 """All that crosses between host and device in a step. NumPy only; knows neither policies nor kernels.
 
-A step is a ragged batch of packed tokens, without any flag for prefill or decode. Tokens that are alone in their row
-(decode) come first, one each; longer chunks follow in query tiles of Q tokens that belong to one row. So with D singles
-and two tiles of Q = 4, of which the second is half empty:
+A step is a ragged batch of packed tokens, without any flag for prefill or decode. It is a list of parts, each of so
+many query tiles of one width; the tokens of a tile belong to one row. Tokens that are alone in their row (decode) come
+first, in tiles of one token; longer chunks follow in wider tiles. So the parts (3, 1) and (2, 4), when row a computes
+six tokens and the last tile is half empty:
 
-    token   0 .. D-1      D .. D+3        D+4 .. D+7
-    tile    0 .. D-1      D               D+1
-    row     one each      a, a, a, a      a, a, -, -
+    token   0  1  2   3 .. 6        7 .. 10
+    tile    0  1  2   3             4
+    row     b  c  d   a, a, a, a    a, a, -, -
 
-and S = D + 2 tiles share S block tables. Kernels get tiles of equal work; a reference needs no more than reshapes.
+The S = 5 tiles have a block table each. Kernels get tiles of equal work; a reference needs no more than reshapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -30,11 +32,13 @@ class ScheduledBatch:
     Attributes:
       singles: [D] rows.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
+      samples: [D + chunks] whether the step computes the last token of the row, so that its next one is sampled.
     """
 
     singles: np.ndarray
     chunks: np.ndarray
     counts: np.ndarray
+    samples: np.ndarray
 
     @property
     def rows(self) -> np.ndarray:
@@ -48,30 +52,57 @@ class ScheduledBatch:
         return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
     @property
+    def sampled(self) -> np.ndarray:
+        """Those of `rows` whose next token is sampled."""
+        return self.rows if self.samples.all() else self.rows[self.samples]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.singles) + int(self.counts.sum())
 
 
-class StepShape(NamedTuple):
-    """What a compiled step is specialised on: D singles, tiles of Q tokens, width P of the block tables.
+class Part(NamedTuple):
+    """`count` query tiles of `width` tokens each."""
 
-    shared_rows: singles of a group that may share leading blocks; 0 where none do.
+    count: int
+    width: int
+
+
+class StepShape(NamedTuple):
+    """What a compiled step is specialised on.
+
+    parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, most tokens whose
+    logits are wanted. shared_rows: tiles of the first part, of one token each, in a group that may share leading
+    blocks; 0 where none do.
     """
 
-    num_singles: int
-    num_tiles: int
-    query_tile: int
+    parts: tuple[Part, ...]
     table_width: int
+    max_sampled: int
     shared_rows: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_singles + self.num_tiles * self.query_tile
+        """T, padding included."""
+        return sum(count * width for count, width in self.parts)
+
+    @property
+    def num_tiles(self) -> int:
+        """S, those of one token included."""
+        return sum(part.count for part in self.parts)
 
     @property
     def num_groups(self) -> int:
-        """C, groups of singles that may share leading blocks."""
-        return -(-self.num_singles // self.shared_rows) if self.shared_rows else 0
+        """C, groups of single tokens that may share leading blocks."""
+        return -(-self.parts[0].count // self.shared_rows) if self.shared_rows else 0
+
+    def places(self) -> Iterator[tuple[Part, slice, slice]]:
+        """Each part with its place among the T tokens and among the S tiles."""
+        token = tile = 0
+        for part in self.parts:
+            tokens, tiles = part.count * part.width, part.count
+            yield part, slice(token, token + tokens), slice(tile, tile + tiles)
+            token, tile = token + tokens, tile + tiles
 
 
 # NumPy on the host, jax inside a compiled step.
@@ -79,15 +110,15 @@ Array: TypeAlias = Any
 
 
 class StepArrays(NamedTuple):
-    """A step as padded int32 arrays; T = D + tiles * Q, S = D + tiles.
+    """A step as padded int32 arrays; see `StepShape` for T, S, P, J and C.
 
     tokens: [T] ids; within an executor whose embedding rests on the host, their rows of it [T, D].
     positions: [T] text positions, -1 where padded.
     slots: [T] where the token's keys and values go: block * B + offset; M*B where padded.
     block_tables: [S, P] blocks that the tile's row can see, by rising text position; any valid id where absent.
     block_starts: [S, P] text position of each block's first slot; FAR where absent.
-    last: [S] index in [0, T) of the tile's last token.
-    shared_tables, shared_starts: [C, P] blocks that all of singles g * shared_rows and following see, in addition to
+    sampled: [J] indices in [0, T) of the tokens whose logits are wanted; 0 where padded.
+    shared_tables, shared_starts: [C, P] blocks that all of tokens g * shared_rows and following see, in addition to
       their own tables and before them in the text; None where shape.shared_rows is 0. Attention over them runs once for
       the group. They hold no sinks that are seen from elsewhere.
     """
@@ -97,17 +128,17 @@ class StepArrays(NamedTuple):
     slots: Array
     block_tables: Array
     block_starts: Array
-    last: Array
+    sampled: Array
     shared_tables: Array | None = None
     shared_starts: Array | None = None
 
 
 class SamplingArrays(NamedTuple):
-    """Per-tile sampling settings [S]; see `request.SamplingParams`. Tiles that do not sample hold defaults.
+    """Settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
 
-    seeds: [S, 2] uint32, high and low word. num_outputs: [S] tokens already generated: the random stream's position.
-    counts: [S, V] int32 times each token was generated, or None when no row has penalties or biases.
-    in_prompt: [S, V] bool, or None likewise. bias: [S, V] float32 added to the logits, or None likewise.
+    seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated: the random stream's position.
+    counts: [n, V] int32 times each token was generated, or None when no row has penalties or biases.
+    in_prompt: [n, V] bool, or None likewise. bias: [n, V] float32 added to the logits, or None likewise.
     """
 
     temperature: Array
@@ -140,7 +171,8 @@ class TokenScores(NamedTuple):
 class StepInput:
     """What an executor gets.
 
-    sampling: None means that all rows are greedy.
+    num_sampled: how many of the J sampled tokens count, from a bucket; 0 wants no logits.
+    sampling: settings of num_sampled tokens; None means that all are greedy.
     num_logprobs: top tokens to report for sampled tokens; None for no log-probabilities.
     targets: [T] the token that follows each packed token in its prompt, -1 where none; None scores no prompt.
     num_prompt_logprobs: top tokens to report for scored prompt tokens.
@@ -149,6 +181,7 @@ class StepInput:
 
     shape: StepShape
     arrays: StepArrays
+    num_sampled: int
     sampling: SamplingArrays | None = None
     num_logprobs: int | None = None
     targets: np.ndarray | None = None
@@ -158,7 +191,7 @@ class StepInput:
 
 @dataclasses.dataclass
 class StepOutput:
-    """What an executor returns: tokens [S] sampled after each tile's last token, and the scores asked for.
+    """What an executor returns: the tokens [num_sampled] that follow the sampled ones, and the scores asked for.
 
     A token is -1 where the scores are not finite, so that none can be chosen.
 

@@ -18,7 +18,7 @@ from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, choose, explai
 from ksana_jax.ops.kernels import Attention, Kernels, calls
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR
-from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.step.contract import Part, StepArrays, StepShape
 from pallas_kernels.hopper import decode as hopper_decode
 from pallas_kernels.hopper import kv_write as hopper_kv_write
 from pallas_kernels.hopper import prefill as hopper_prefill
@@ -96,7 +96,7 @@ def make_step(seed: int, shared: bool, tile: int = 4):
     batch = StepArrays(zeros, positions, zeros + 64 * B, tables, starts, zeros[:7])
     if shared:
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
-    shape = StepShape(5, 2, tile, width, shared_rows=3 if shared else 0)
+    shape = StepShape((Part(5, 1), Part(2, tile)), width, max_sampled=7, shared_rows=3 if shared else 0)
     q = jnp.asarray(rng.standard_normal((len(positions), N, H)) * 2 * H**-0.5, jnp.bfloat16)
     blocks = jnp.asarray(pool, jnp.bfloat16)
     return q, KVCache({"kv": blocks}), jax.tree.map(jnp.asarray, batch), shape
@@ -165,7 +165,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
     positions = jnp.array([40, 3, -1])
     batch = StepArrays(None, positions, jnp.array([17, 63, 4 * B]), None, None, None)
     pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
-    where = Where(1, batch, StepShape(3, 0, 1, 1), pattern, make_rope(RopeConfig(), H), 2)
+    where = Where(1, batch, StepShape((Part(3, 1),), 1, 3), pattern, make_rope(RopeConfig(), H), 2)
     angles = where.rope.angles(positions)
     expected, expected_pool = write(q, k, v, pool, where, angles, 0.125)
     with interpreting():

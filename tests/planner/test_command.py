@@ -94,10 +94,10 @@ def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
                 as_json=True)  # fmt: skip
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
-    sizes = {(b["num_singles"], b["num_tiles"]): b["network_bytes"] for b in found["buckets"]}
-    # Singles 1 and 2; a tile, alone or with the most singles; one width of tables.
-    assert set(sizes) == {(1, 0), (2, 0), (0, 1), (2, 1)}
-    assert sizes[1, 0] < sizes[2, 0] < sizes[0, 1] < sizes[2, 1]
+    # One and two tokens alone in their rows; a tile, alone or with the most of those; one width of tables.
+    assert [b["parts"] for b in found["buckets"]] == [[[1, 1]], [[2, 1]], [[1, 32]], [[2, 1], [1, 32]]]
+    sizes = [b["network_bytes"] for b in found["buckets"]]
+    assert sizes == sorted(set(sizes))
     assert all(b["table_width"] == 4 and b["sampling_bytes"] > 0 for b in found["buckets"])
     assert "What a step takes in each bucket" in out
 

@@ -10,13 +10,13 @@ from ksana_jax import SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.planner import step_memory
 from ksana_jax.planner.step_memory import measure_step, program_bytes, step_bytes
-from ksana_jax.step.contract import StepShape
+from ksana_jax.step.contract import Part, StepShape
 from pallas_kernels import aot
 from tests.engine.small import SMALL, Letters, make_llm, model
 
 WIDE = ModelConfig(vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256,
                    max_position=4096)  # fmt: skip
-SHAPE = StepShape(8, 1, 32, 16)
+SHAPE = StepShape((Part(8, 1), Part(1, 32)), 16, max_sampled=8)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,9 @@ def test_a_steps_buffers_are_small_beside_a_copy_of_the_pool(llm):
 def test_a_steps_bytes_are_predicted_from_other_shapes():
     """Three shapes are compiled: other rows and widths follow."""
     cost = measure_step(WIDE, dtype="f32", max_num_batched_tokens=32)
-    [compiled] = step_bytes(WIDE, [StepShape(96, 1, 32, 96)], dtype="f32", block_size=16)
+    [compiled] = step_bytes(
+        WIDE, [StepShape((Part(96, 1), Part(1, 32)), 96, max_sampled=96)], dtype="f32", block_size=16
+    )
     # XLA assigns buffers to places of its own choice, so that sizes are not quite linear.
     assert cost.bytes(96, 96) == pytest.approx(compiled.peak, rel=0.02)
     assert cost.line(96, 96).alpha(96) > 0

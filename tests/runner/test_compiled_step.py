@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.models.transformer import init_params
-from ksana_jax.step.contract import StepShape
+from ksana_jax.step.contract import Part, StepShape
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.reference import reference_logprobs
 
@@ -82,7 +82,7 @@ def test_nothing_is_compiled_after_the_warm_up_whatever_is_asked_for(compilation
 POOL_BYTES = 64 * 2**20
 # Blocks [M, L, 2, K, B, H] of 2 layers, 2 heads, 16 tokens, 8 numbers.
 BLOCK_NUMBERS = 2 * 2 * 2 * 16 * 8
-SHAPES = [StepShape(8, 0, 16, 4), StepShape(8, 1, 16, 4)]
+SHAPES = [StepShape((Part(8, 1), *tiles), 4, max_sampled=8) for tiles in ((), (Part(1, 16),))]
 
 
 @pytest.fixture(scope="module", params=["f32", "bf16"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ksana_jax.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.builder import BatchBuilder, Buckets, ladder
-from ksana_jax.step.contract import ScheduledBatch, StepShape
+from ksana_jax.step.contract import Part, ScheduledBatch, StepShape
 from tests.fakes import VOCAB, asking, make_engine, prompt_of, run, two_layers
 
 B, M, Q = 4, 50, 4
@@ -31,13 +31,15 @@ def rows_with(*sequences, **settings) -> Rows:
 
 
 def builder(singles=(2, 4), tiles=(1, 2, 4), widths=(3, 6)) -> BatchBuilder:
-    return BatchBuilder(Buckets(singles, tiles, widths, Q), B, M, VOCAB)
+    return BatchBuilder(Buckets(singles, tuple(Part(n, Q) for n in tiles), widths), B, M, VOCAB)
 
 
-def batch_of(singles=(), **chunks) -> ScheduledBatch:
-    """Rows of singles; rows and counts of chunks as row_2=6."""
+def build(rows: Rows, singles=(), maker: BatchBuilder | None = None, **chunks):
+    """The step of some singles, and of some rows' chunks, as row_2=6."""
     pairs = np.array([(int(name[4:]), count) for name, count in chunks.items()], np.intp).reshape(-1, 2)
-    return ScheduledBatch(np.array(singles, np.intp), pairs[:, 0], pairs[:, 1])
+    batch = ScheduledBatch(np.array(singles, np.intp), pairs[:, 0], pairs[:, 1], np.zeros(0, bool))
+    batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
+    return (maker or builder()).build(batch, rows)
 
 
 def test_singles_come_first_and_chunks_follow_in_tiles_of_one_row():
@@ -45,22 +47,31 @@ def test_singles_come_first_and_chunks_follow_in_tiles_of_one_row():
         (range(10, 19), 8, [30, 31, 32]),  # one token left, the first of its third block
         (range(40, 47), 1, [20, 21]),  # six left: a whole tile and half of one
     )
-    step, ends = builder().build(batch_of([0], row_1=6), rows)
+    step, ends = build(rows, [0], row_1=6)
     a = step.arrays
-    assert step.shape == StepShape(num_singles=4, num_tiles=2, query_tile=Q, table_width=3)
+    assert step.shape == StepShape((Part(4, 1), Part(2, Q)), table_width=3, max_sampled=4)
     assert a.tokens.tolist() == [18, 0, 0, 0, 41, 42, 43, 44, 45, 46, 0, 0]
     assert a.positions.tolist() == [8, -1, -1, -1, 1, 2, 3, 4, 5, 6, -1, -1]
     assert a.slots.tolist() == [32 * B, *[NOWHERE] * 3, 81, 82, 83, 84, 85, 86, NOWHERE, NOWHERE]
     assert a.block_tables[[0, 4, 5]].tolist() == [[30, 31, 32], [20, 21, 0], [20, 21, 0]]
     assert a.block_starts.tolist() == [[0, 4, 8], *[[FAR] * 3] * 3, *[[0, 4, FAR]] * 2]
-    assert ends.tolist() == [0, 5]
-    assert a.last[ends].tolist() == [0, 9]
+    assert ends.tolist() == [0, 9]
+    assert a.sampled.tolist() == [0, 9, 0, 0] and step.num_sampled == 2
+
+
+def test_logits_are_wanted_of_the_last_tokens_of_texts_only():
+    rows = rows_with((range(9), 8, [1, 2, 3]), (range(20), 1, [4, 5]), (range(6), 0, [6, 7]))
+    step, ends = build(rows, [0], row_1=5, row_2=6)  # the second row has tokens left to compute
+    assert ends.tolist() == [0, 4 + 4, 4 + 8 + 5]
+    assert step.arrays.sampled.tolist() == [0, 17, 0, 0] and step.num_sampled == 2
+    step, _ = build(rows, row_1=5)
+    assert step.num_sampled == 0
 
 
 def test_a_full_step_of_singles_holds_no_padding():
     rows = rows_with(([1, 2, 3], 2, [5]), ([4, 5, 6, 7, 8], 4, [6, 7]))
-    step, ends = builder().build(batch_of([1, 0]), rows)
-    assert step.shape == StepShape(2, 0, Q, 3)
+    step, ends = build(rows, [1, 0])
+    assert step.shape == StepShape((Part(2, 1),), 3, 4)
     assert step.arrays.tokens.tolist() == [8, 3] and step.arrays.positions.tolist() == [4, 2]
     assert step.arrays.slots.tolist() == [7 * B, 5 * B + 2]
     assert step.arrays.block_starts.tolist() == [[0, 4, FAR], [0, FAR, FAR]]
@@ -70,7 +81,7 @@ def test_a_full_step_of_singles_holds_no_padding():
 def test_arrays_of_a_step_do_not_change_with_the_rows():
     # The device may still be reading them when the next step is scheduled.
     rows = rows_with(([1, 2, 3], 2, [5]), ([4, 5, 6, 7, 8], 4, [6, 7]))
-    step, _ = builder(widths=(6,)).build(batch_of([0, 1]), rows)
+    step, _ = build(rows, [0, 1], builder(widths=(6,)))
     arrays = [a for a in step.arrays if a is not None]
     before = [a.copy() for a in arrays]
     for array in (rows.token_ids, rows.num_computed, rows.block_tables, rows.block_starts):
@@ -81,25 +92,27 @@ def test_arrays_of_a_step_do_not_change_with_the_rows():
 def test_a_chunk_after_returned_blocks_finds_its_slots_by_text_position():
     rows = rows_with((range(30), 17, [9, 8, 7]))
     rows.block_starts[0, :3] = [0, 16, 20]  # a sink block, and the window
-    step, _ = builder().build(batch_of(row_0=5), rows)
+    step, _ = build(rows, row_0=5)
     assert step.arrays.slots[:5].tolist() == [8 * B + 1, 8 * B + 2, 8 * B + 3, 7 * B, 7 * B + 1]
 
 
 def test_greedy_rows_bring_no_sampling_arrays():
-    step, _ = builder().build(batch_of([0]), rows_with(([1, 2], 1, [3])))
+    step, _ = build(rows_with(([1, 2], 1, [3])), [0])
     assert step.sampling is None and step.num_logprobs is None and step.targets is None
 
 
-def test_sampling_settings_lie_where_a_rows_last_token_is():
+def test_sampling_settings_are_in_the_order_of_the_sampled_tokens():
     rows = rows_with(([1, 2, 3], 2, [5]), (range(7), 1, [6, 7]), temperature=0.5, top_k=9, top_p=0.75, min_p=0.25)
     rows.num_tokens[0] += 2  # after two tokens of output
-    step, ends = builder().build(batch_of([0], row_1=6), rows)
+    rows.num_computed[0] += 2
+    rows.place(Sequence(2, np.arange(3, dtype=np.int32), asking(temperature=0.5), (), max_len=64), 2)
+    step, _ = build(rows, [0], builder(singles=(3, 4)), row_1=6, row_2=2)
     s = step.sampling
-    assert s.temperature.tolist() == [0.5, 0, 0, 0, 0, 0.5]
-    assert s.top_k.tolist() == [9, 0, 0, 0, 0, 9]
-    assert s.top_p.tolist() == [0.75, 1, 1, 1, 1, 0.75] and s.min_p.tolist() == [0.25, 0, 0, 0, 0, 0.25]
-    assert s.seeds[ends].tolist() == [[0, 7], [1, 7]]
-    assert s.num_outputs.tolist() == [2, 0, 0, 0, 0, 0]
+    assert s.temperature.tolist() == [0.5, 0.5, 0]
+    assert s.top_k.tolist() == [9, 9, 0]
+    assert s.top_p.tolist() == [0.75, 0.75, 1] and s.min_p.tolist() == [0.25, 0.25, 0]
+    assert s.seeds.tolist() == [[0, 7], [1, 7], [0, 0]]
+    assert s.num_outputs.tolist() == [2, 0, 0]
     assert s.counts is None and s.in_prompt is None and s.bias is None
     assert {a.dtype.name for a in s if a is not None} == {"float32", "int32", "uint32"}
 
@@ -110,7 +123,7 @@ def test_penalties_and_biases_see_prompt_and_output_apart():
     rows.append(np.array([0]), np.array([9]))
     rows.append(np.array([0]), np.array([9]))
     rows.num_computed[0] = 4
-    step, _ = builder().build(batch_of([0]), rows)
+    step, _ = build(rows, [0])
     s = step.sampling
     assert np.flatnonzero(s.in_prompt[0]).tolist() == [1, 2]
     assert np.flatnonzero(s.counts[0]).tolist() == [9] and s.counts[0, 9] == 2
@@ -120,7 +133,7 @@ def test_penalties_and_biases_see_prompt_and_output_apart():
 
 def test_prompt_tokens_are_scored_where_the_token_before_them_is_computed():
     rows = rows_with((range(50, 57), 1, [6, 7]), prompt_logprobs=2)
-    step, _ = builder().build(batch_of(row_0=6), rows)
+    step, _ = build(rows, row_0=6)
     # Positions 1 to 6 predict tokens 2 to 6; nothing is known after the last.
     assert step.targets.tolist() == [52, 53, 54, 55, 56, -1, -1, -1]
     assert step.num_prompt_logprobs == 2
@@ -134,16 +147,18 @@ def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, rati
 
 
 @given(
-    max_num_seqs=st.integers(1, 40), max_num_tiles=st.integers(1, 20), width=st.integers(1, 300),
-    min_singles=st.sampled_from([1, 8]), data=st.data(),
+    max_num_seqs=st.integers(1, 40), budget=st.integers(1, 80), width=st.integers(1, 300),
+    min_rows=st.sampled_from([1, 8]), data=st.data(),
 )  # fmt: skip
-def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, max_num_tiles, width, min_singles, data):
-    buckets = Buckets.of(max_num_seqs, max_num_tiles, width, Q, min_singles)
+def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, budget, width, min_rows, data):
+    buckets = Buckets.of(max_num_seqs, budget, width, Q, min_rows)
     singles = data.draw(st.integers(0, max_num_seqs))
-    tiles = data.draw(st.integers(0 if singles else 1, max_num_tiles))
+    tiles = data.draw(st.integers(0 if singles else 1, -(-budget // Q)))
     wide = data.draw(st.integers(1, width))
-    shape = buckets.shape(singles, tiles, wide)
-    assert shape.num_singles >= singles and shape.num_tiles >= tiles and shape.table_width >= wide
+    shape = buckets.shape(singles, [Q] * tiles, wide)
+    assert shape.parts[0].count >= singles or not singles
+    assert shape.parts[-1].count * shape.parts[-1].width >= tiles * Q and shape.table_width >= wide
+    assert shape.num_tokens >= min_rows, "the device may want rows though one sequence runs"
     assert shape in buckets.all_shapes(wide) and set(buckets.all_shapes(wide)) <= set(buckets.all_shapes())
     assert len(set(buckets.all_shapes())) == len(buckets.all_shapes())
 
