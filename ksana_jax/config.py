@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,40 +12,22 @@ from ksana_jax import checks, vllm_names
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv import replacement
-from ksana_jax.patterns import FAR, FULL, AttentionPattern
+from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig
+from ksana_jax.patterns import FAR, FULL, AttentionPattern, per_layer
 from ksana_jax.plugins import name_of
 from ksana_jax.scheduler import policies
 from ksana_jax.units import GIB
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding, arXiv:2104.09864, and the ways to stretch it.
-
-    Fields beyond `theta` belong to some kinds only, with the names of Hugging Face's `rope_scaling`.
-    original_max_len: tokens; the context before stretching (dynamic, llama3, yarn).
-    """
-
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_len: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer; letters as in `ksana_jax.__doc__`.
+    """Shape of a decoder-only transformer; letters as in `ksana_jax.__doc__`. `layers` has it layer by layer.
 
+    rope, pattern: rotary embedding, and which positions are seen: one for all layers or a tuple with one for each.
+    attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
+    mlp: kind of the feed-forward parts, a name in `models.mlp.MLPS`.
+    norm: kind of the norms, a name in `models.layers.NORMS`.
     max_position: tokens; the context that the model was trained for.
-    pattern: which positions each layer sees: one for all layers or one for each.
     """
 
     family: str = "llama"
@@ -56,12 +39,15 @@ class ModelConfig:
     head_dim: int = 64
     d_ff: int = 1408
     norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig | tuple[RopeConfig, ...] = PLAIN_ROPE
     tie_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_scale: float | None = None
+    mlp: str = "swiglu"
+    norm: str = "rms"
     max_position: int = 2048
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
     bos_id: int | None = None
@@ -75,11 +61,17 @@ class ModelConfig:
             found.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if isinstance(self.head_dim, int) and self.head_dim % 2:
             found.append(f"head_dim is {self.head_dim}, must be even for rotary embeddings")
-        rope = self.rope
-        numbers = {"norm_eps": self.norm_eps, "rope theta": rope.theta, "rope factor": rope.factor}
-        found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
-        if self.rope.kind in ("dynamic", "llama3", "yarn") and not self.rope.original_max_len:
-            found.append(f"rope {self.rope.kind!r} needs original_max_len")
+        for name in ("rope", "pattern"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != self.num_layers:
+                found.append(f"{name} has {len(value)} entries, the model has {self.num_layers} layers")
+        optional = checks.number("attention_scale", self.attention_scale, above=0, optional=True)
+        found += filter(None, (checks.number("norm_eps", self.norm_eps, above=0), optional))
+        for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
+            numbers = {"rope theta": rope.theta, "rope factor": rope.factor}
+            found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
+            if rope.kind in ("dynamic", "llama3", "yarn") and not rope.original_max_len:
+                found.append(f"rope {rope.kind!r} needs original_max_len")
         return found
 
     def validate(self) -> ModelConfig:
@@ -92,14 +84,28 @@ class ModelConfig:
             raise ConfigError("; ".join(found))
         return self
 
-    @property
-    def num_params(self) -> int:
-        """Count of weights, tied embeddings counted once."""
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.d_model * (qkv + self.num_heads * self.head_dim + 3 * self.d_ff + 2)
-        layer += qkv * self.qkv_bias + self.d_model * self.out_bias + (2 * self.d_ff + self.d_model) * self.mlp_bias
-        layer += 2 * self.head_dim * self.qk_norm
-        return self.num_layers * layer + self.d_model + self.vocab_size * self.d_model * (2 - self.tie_embeddings)
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is made of."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        mlp, norms = MLPSpec(self.mlp, self.d_ff, self.mlp_bias), NormSpec(self.norm, self.norm_eps)
+        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
+        return tuple(
+            LayerSpec(
+                AttentionSpec(
+                    self.num_heads, self.num_kv_heads, self.head_dim, rope, pattern, scale,
+                    self.qkv_bias, self.out_bias, self.qk_norm,
+                ), mlp, norms,
+            )
+            for rope, pattern in zip(ropes, per_layer(self.pattern, self.num_layers), strict=True)
+        )  # fmt: skip
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """The same model cut off after a number of layers."""
+        cut = {
+            name: value[:num_layers] for name in ("rope", "pattern") if isinstance(value := getattr(self, name), tuple)
+        }
+        return dataclasses.replace(self, num_layers=num_layers, **cut)
 
 
 # The host keeps arrays with a row for each.

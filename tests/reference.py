@@ -32,16 +32,17 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None) -> np.
     i, j = np.arange(t)[:, None], np.arange(t)[None, :]
     x = f64(params.embed)[np.asarray(tokens)]
     heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_dim
-    for p, pat in zip(params.layers, patterns, strict=True):
+    for p, pat, layer in zip(params.layers, patterns, config.layers, strict=True):
+        spec = layer.attention
         y = _norm(x, f64(p.attn_norm), config.norm_eps)
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
         k = np.repeat((y @ f64(p.w_k).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
         v = np.repeat((y @ f64(p.w_v).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
-        k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, heads)), config.rope.theta)
+        k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, heads)), spec.rope.theta)
         mask, stands = literal(pat, i, j)
         out = np.zeros((t, heads, h))
         for n in range(heads):
-            q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, config.rope.theta)
+            q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
             scores = np.where(mask, (q_ij * k[None, :, n]).sum(-1) / np.sqrt(h), -np.inf)
             w = np.exp(scores - scores.max(-1, keepdims=True))
             out[:, n] = (w / w.sum(-1, keepdims=True)) @ v[:, n]

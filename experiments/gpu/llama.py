@@ -7,8 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig, RopeConfig
-from ksana_jax.models.transformer import Params, is_shape, param_shapes
+from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.models.params import Params, is_shape, param_shapes
 from ksana_jax.ops.pool import KVCache
 
 LLAMA_8B = ModelConfig(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.transformer import Params
+from ksana_jax.models.params import Params
 
 # Elements of each weight that are looked at: a model that was trained further differs in all of them.
 _SAMPLED = 4096
@@ -20,7 +20,7 @@ def fingerprint(config: ModelConfig, params: Params, *, dtype: str, max_model_le
     Attention patterns are not part of it: see `kv.prefix_index`.
     """
     digest = hashlib.sha256(f"{config} {dtype}".encode())
-    if config.rope.kind == "dynamic":  # its frequencies follow from the longest text
+    if any(layer.attention.rope.kind == "dynamic" for layer in config.layers):  # stretched by the longest text
         digest.update(b"%d" % max_model_len)
     for path, leaf in jax.tree.flatten_with_path(params)[0]:
         flat = leaf.reshape(-1)

@@ -28,7 +28,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.loading import check_tokenizer, load_model
 from ksana_jax.loading.load import auto_dtype, check_embedding_on_host, embedding_on_host
 from ksana_jax.metrics import StepRecord
-from ksana_jax.models.transformer import Params
+from ksana_jax.models.params import Params, num_params
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern, LiveRange
 from ksana_jax.planner.engine import Compared, pool_size, usage
@@ -211,7 +211,7 @@ class LLM:
     def __repr__(self) -> str:
         model, config, pool = self.model_config, self.config, byte_size(self.num_blocks * self.block_bytes)
         parts = (
-            f"{self.name}: {model.family}, {model.num_params:,} weights, {config.dtype}",
+            f"{self.name}: {model.family}, {num_params(model):,} weights, {config.dtype}",
             f"{self.num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",
             f"max_model_len {config.max_model_len:,}",
             f"attention {' | '.join(dict.fromkeys(map(str, self.patterns)))}",
@@ -379,7 +379,7 @@ class LLM:
 
 def recompute_cost(model: ModelConfig, block_size: int) -> Callable[[int], float]:
     """Operations to compute a block at a text position, relative to the first block: attention grows with the text."""
-    per_token = 2 * model.num_params
+    per_token = 2 * num_params(model)
     per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
 
     def operations(position: int) -> float:

@@ -24,7 +24,7 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.load import abstract_params
-from ksana_jax.models.transformer import Params
+from ksana_jax.models.params import Params
 
 FILES = "files.json"
 MAX_LISTED = 20

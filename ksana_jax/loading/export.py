@@ -18,7 +18,7 @@ from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.load import tensor_names
 from ksana_jax.loading.tensor_files import SINGLE
 from ksana_jax.models.families import config_to_hf
-from ksana_jax.models.transformer import Params, is_shape, param_shapes
+from ksana_jax.models.params import Params, is_shape, param_shapes
 
 STORED_DTYPES = ("float32", "bfloat16", "float16")
 

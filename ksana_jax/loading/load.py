@@ -23,7 +23,7 @@ from ksana_jax.loading.config_json import load_config, model_directory, read_jso
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.models.transformer import Params, init_params, is_shape, param_shapes
+from ksana_jax.models.params import Params, init_params, is_shape, num_params, param_shapes
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
@@ -102,7 +102,7 @@ def _log(done: str, config: ModelConfig, params: Params, began: float) -> None:
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     logger.info(
         "%s: %s weights, %s bytes, in %.1f s",
-        done, f"{config.num_params:,}", f"{num_bytes:,}", time.perf_counter() - began,
+        done, f"{num_params(config):,}", f"{num_bytes:,}", time.perf_counter() - began,
     )  # fmt: skip
 
 

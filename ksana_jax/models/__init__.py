@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 from ksana_jax.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ksana_jax.models.dense import attention_weights, causal_attend, dense_logits
+    from ksana_jax.models.dense import attention_weights, dense_attend, dense_logits
+    from ksana_jax.models.params import Params, init_params
     from ksana_jax.models.rope import make_rope
-    from ksana_jax.models.transformer import Attend, Params, forward, init_params, logits
+    from ksana_jax.models.transformer import Attend, forward, logits
 
 _PUBLIC = {
     "forward": "ksana_jax.models.transformer",
     "logits": "ksana_jax.models.transformer",
-    "init_params": "ksana_jax.models.transformer",
-    "Params": "ksana_jax.models.transformer",
+    "init_params": "ksana_jax.models.params",
+    "Params": "ksana_jax.models.params",
     "Attend": "ksana_jax.models.transformer",
     "dense_logits": "ksana_jax.models.dense",
     "attention_weights": "ksana_jax.models.dense",
-    "causal_attend": "ksana_jax.models.dense",
+    "dense_attend": "ksana_jax.models.dense",
     "make_rope": "ksana_jax.models.rope",
 }
 __all__ = ["forward", "logits", "init_params", "Params", "Attend", "dense_logits", "attention_weights",
-           "causal_attend", "make_rope"]  # fmt: skip
+           "dense_attend", "make_rope"]  # fmt: skip
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

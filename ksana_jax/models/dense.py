@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.rope import Rope, make_rope
-from ksana_jax.models.transformer import Attend, Params, forward, logits
+from ksana_jax.models.params import Params
+from ksana_jax.models.rope import layer_ropes
+from ksana_jax.models.transformer import Attend, forward, logits
 
 
-def causal_attend(rope: Rope, length: int) -> Attend:
-    """An `Attend` for `forward`: causal attention over [..., length] tokens from position 0, softmax in float32."""
-    angles = rope.angles(jnp.arange(length))
-    visible = jnp.tril(jnp.ones((length, length), bool))
+def dense_attend(length: int, *, config: ModelConfig, max_len: int | None = None) -> Attend:
+    """An `Attend` for `forward`: attention over whole texts [..., length] from position 0, softmax in float32.
 
-    def attend(layer, q, k, v, state):
-        del layer
-        q, k = rope.rotate(q, angles), rope.rotate(k, angles)
-        group = q.shape[-2] // k.shape[-2]
-        q = q.reshape(*q.shape[:-2], k.shape[-2], group, q.shape[-1])
-        scores = jnp.einsum("...tkgh,...ckh->...kgtc", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("...kgtc,...ckh->...tkgh", weights, v, preferred_element_type=jnp.float32)
-        return out.reshape(*out.shape[:-3], -1, out.shape[-1]).astype(q.dtype), state
+    Each layer has its own rope, scale and pattern.
 
-    return attend
+    Args:
+      max_len: longest text to be served, for `make_rope`; None is length.
+
+    Raises:
+      ValueError: the model's patterns place sinks at other than their own positions.
+    """
+    return _attend(length, config, max_len, lambda state, weights: state)
 
 
-def dense_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Logits [..., T, V] in float32 of whole texts [..., T] under full causal attention, without a cache."""
-    attend = causal_attend(make_rope(config.rope, config.head_dim, tokens.shape[-1]), tokens.shape[-1])
+def dense_logits(params: Params, tokens: jax.Array, *, config: ModelConfig, max_len: int | None = None) -> jax.Array:
+    """Logits [..., T, V] in float32 of whole texts [..., T], without a cache; see `dense_attend`."""
+    attend = dense_attend(tokens.shape[-1], config=config, max_len=max_len)
     hidden, _ = forward(params, tokens, attend, None, config=config)
     return logits(params, hidden)
 
 
 def attention_weights(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Attention probabilities [L, ..., N, T, T] (query, key) of whole texts [..., T] under full causal attention."""
-    length = tokens.shape[-1]
-    rope = make_rope(config.rope, config.head_dim, length)
-    dense, angles = causal_attend(rope, length), rope.angles(jnp.arange(length))
-    visible = jnp.tril(jnp.ones((length, length), bool))
-
-    def attend(layer, q, k, v, state):
-        repeated = jnp.repeat(rope.rotate(k, angles), q.shape[-2] // k.shape[-2], axis=-2)
-        scores = jnp.einsum("...tnh,...cnh->...ntc", rope.rotate(q, angles), repeated) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(visible, scores.astype(jnp.float32), -jnp.inf), axis=-1)
-        out, _ = dense(layer, q, k, v, None)
-        return out, (*state, weights)
-
+    """Attention probabilities [L, ..., N, T, T] (query, key) of whole texts [..., T]; see `dense_attend`."""
+    attend = _attend(tokens.shape[-1], config, None, lambda state, weights: (*state, weights))
     _, weights = forward(params, tokens, attend, (), config=config)
     return jnp.stack(weights)
+
+
+def _attend(length: int, config: ModelConfig, max_len: int | None, keep: Callable[[Any, jax.Array], Any]) -> Attend:
+    """Attention whose state is what `keep` makes of the state and a layer's probabilities [..., N, T, T]."""
+    if any(layer.attention.pattern.num_rotated_sinks for layer in config.layers):
+        raise ValueError("dense attention has sinks at their own positions only; the engine serves the others")
+    positions = jnp.arange(length)
+    ropes = layer_ropes(config, max_len or length)
+    angles = {id(rope): rope.angles(positions) for rope in ropes}
+
+    def attend(layer, q, k, v, state):
+        spec, rope = config.layers[layer].attention, ropes[layer]
+        q, k = (rope.rotate(x, angles[id(rope)]) for x in (q, k))
+        grouped = q.reshape(*q.shape[:-2], spec.num_kv_heads, -1, spec.head_dim)
+        scores = jnp.einsum("...tkgh,...ckh->...kgtc", grouped, k, preferred_element_type=jnp.float32) * spec.scale
+        visible = spec.pattern.visible(positions[:, None], positions)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("...kgtc,...ckh->...tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        state = keep(state, weights.reshape(*weights.shape[:-4], -1, length, length))
+        return out.reshape(q.shape).astype(q.dtype), state
+
+    return attend

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.errors import ConfigError
+from ksana_jax.layer_spec import NormSpec
 
-def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
-    """x [..., in] times w [out, in], plus b [out]: [..., out] in x's dtype, accumulated in float32."""
+# A function with the contract of `linear`.
+Linear = Callable[..., jax.Array]
+# normalise(x [..., D], weight [D]) -> [..., D].
+Normalise = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    """x [..., in] times w [out, in], plus b [out]: [..., out] in dtype (x's by default), accumulated in float32."""
     y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if b is not None:
         y = y + b
-    return y.astype(x.dtype)
+    return y.astype(dtype or x.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Divides x [..., D] by its root mean square, times weight [D]; computed in float32 (arXiv:1910.07467)."""
+    return weight * _normalised(x, eps).astype(x.dtype)
+
+
+def _normalised(x: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return weight * x32.astype(x.dtype)
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
-def swiglu(x: jax.Array, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> jax.Array:
-    """Gated feed-forward of x [..., D]: down(silu(gate x) * up x) (arXiv:2002.05202)."""
-    hidden = jax.nn.silu(linear(x, w_gate, b_gate)) * linear(x, w_up, b_up)
-    return linear(hidden, w_down, b_down)
+class Norm(NamedTuple):
+    """A kind of norm. apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that changes no scale."""
+
+    apply: Callable[[jax.Array, jax.Array, float], jax.Array]
+    identity: float
+
+
+NORMS = {"rms": Norm(rms_norm, 1.0)}
+
+
+def norm_kind(name: str) -> Norm:
+    """The kind of norm of a name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in NORMS:
+        raise ConfigError(f"norm is {name!r}, must be one of {', '.join(NORMS)}")
+    return NORMS[name]
+
+
+def normaliser(spec: NormSpec) -> Normalise:
+    """The function that a layer's norms share."""
+    apply = norm_kind(spec.kind).apply
+    return lambda x, weight: apply(x, weight, spec.eps)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.config import RopeConfig
+from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import RopeConfig
 
 
 class Rope(NamedTuple):
@@ -37,6 +38,14 @@ def _rotate(x, angles, scale):
     half = x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def layer_ropes(config: ModelConfig, max_len: int | None = None) -> tuple[Rope, ...]:
+    """The rope of each layer; layers with one `RopeConfig` have one object. max_len: see `make_rope`."""
+    ropes = {
+        spec.rope: make_rope(spec.rope, spec.head_dim, max_len) for spec in (layer.attention for layer in config.layers)
+    }
+    return tuple(ropes[layer.attention.rope] for layer in config.layers)
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> Rope:

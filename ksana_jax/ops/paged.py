@@ -21,7 +21,7 @@ def paged_attend(
     patterns: PatternArrays,
     *,
     config: ModelConfig,
-    rope: Rope,
+    ropes: Sequence[Rope],
     num_rotated_sinks: int,
     implementation: Implementation,
     alike: Sequence[int],
@@ -30,18 +30,20 @@ def paged_attend(
 
     Args:
       batch: the step's arrays, on the device.
-      patterns: int32 arrays [L]: traced, so that changing a window does not compile anew.
+      patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
+      ropes: of each layer; layers with one rope share its angles.
       num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
       alike: for each layer the first one with the same pattern: they share what the implementation plans.
     """
-    angles = rope.angles(batch.positions)
+    angles = {id(rope): rope.angles(batch.positions) for rope in ropes}
     plans: dict[int, Any] = {}
 
     def attend(layer: int, q, k, v, cache: KVCache):
+        spec, rope = config.layers[layer].attention, ropes[layer]
         where = Where(layer, batch, shape, patterns.layer(layer), rope, num_rotated_sinks)
         if implementation.plan and alike[layer] not in plans:
-            plans[alike[layer]] = implementation.plan(where, cache, config.num_heads)
-        queries, cache = implementation.write(q, k, v, cache, where, angles, config.head_dim**-0.5)
+            plans[alike[layer]] = implementation.plan(where, cache, spec.num_heads)
+        queries, cache = implementation.write(q, k, v, cache, where, angles[id(rope)], spec.scale)
         out = implementation.attend(queries, cache, where, plans.get(alike[layer]))
         return out.astype(q.dtype), cache
 

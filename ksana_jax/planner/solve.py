@@ -9,6 +9,7 @@ from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.loading.config_json import load_config
+from ksana_jax.models.params import num_params
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.devices import Device, compile_target, find_device
 from ksana_jax.planner.formula import Memory, PlanRequest, largest
@@ -114,7 +115,7 @@ def plan(
     held, total = memory.tokens_held(batch, context), memory.total(batch, context)
     return Plan(
         model=name,
-        num_params=config.num_params,
+        num_params=num_params(config),
         device=device.name,
         device_bytes=device.memory_bytes,
         budget_bytes=budget,

@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
-from ksana_jax.models.transformer import Params
+from ksana_jax.models.params import Params
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
@@ -124,7 +124,7 @@ def step_bytes(
     )  # fmt: skip
     if config.num_layers <= ONE_MORE:
         return compiled(config)
-    few, more = (compiled(dataclasses.replace(config, num_layers=n, pattern=FULL)) for n in (FEW, ONE_MORE))
+    few, more = (compiled(config.first_layers(n)) for n in (FEW, ONE_MORE))
     further = config.num_layers - FEW
     return [
         StepBytes(a.network + further * (b.network - a.network), b.sampling) for a, b in zip(few, more, strict=True)

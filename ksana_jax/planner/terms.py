@@ -8,7 +8,7 @@ import jax
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import DTYPE_BYTES
-from ksana_jax.models.transformer import is_shape, param_shapes
+from ksana_jax.models.params import is_shape, param_shapes
 
 
 def weights_bytes(config: ModelConfig, dtype: str, embedding_device: str = "device") -> int:

@@ -15,8 +15,9 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
-from ksana_jax.models.rope import Rope, make_rope
-from ksana_jax.models.transformer import Params, forward, logits
+from ksana_jax.models.params import Params
+from ksana_jax.models.rope import layer_ropes
+from ksana_jax.models.transformer import forward, logits
 from ksana_jax.ops.implementations import Needs, choose
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache, make_cache
@@ -86,7 +87,7 @@ class Runner:
         needs = Needs.of(config, layout, num_rotated_sinks=max_rotated_sinks, device=device)
         self.implementation = choose(needs, attention)
         self.num_rotated_sinks = max_rotated_sinks
-        self.rope: Rope = make_rope(config.rope, config.head_dim, max_model_len)
+        self.ropes = layer_ropes(config, max_model_len)
         self.sink_width = -(-max_rotated_sinks // layout.block_size)
         make = functools.partial(make_cache, layout, num_blocks)
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
@@ -241,7 +242,7 @@ class Runner:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
         run = functools.partial(
-            _run, shape=shape, config=self.config, rope=self.rope, alike=self._seen.alike,
+            _run, shape=shape, config=self.config, ropes=self.ropes, alike=self._seen.alike,
             num_rotated_sinks=self.num_rotated_sinks, implementation=self.implementation,
         )  # fmt: skip
         step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))

@@ -1,6 +1,6 @@
 """Causal attention with a backward pass of its own, for training on a CPU.
 
-`models.dense.causal_attend` computes the same. XLA on CPU multiplies bfloat16 fast (AMX) only when the left operand is
+`models.dense.dense_attend` computes the same. XLA on CPU multiplies bfloat16 fast (AMX) only when the left operand is
 contracted over its last dimension; gradients to keys and values contract over queries, and were 8 to 13 times slower
 (16 x 2 heads, 512 x 256, 2 cores, jax 0.10.2 and 0.12.0). So the backward pass computes the probabilities again with
 keys as rows, from the saved logarithms of their sums (arXiv:2307.08691, algorithm 2). Queries go in blocks that see no

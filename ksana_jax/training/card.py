@@ -6,6 +6,7 @@ import json
 import math
 import textwrap
 
+from ksana_jax.models.params import num_params
 from ksana_jax.training.settings import TrainConfig
 from ksana_jax.training.sinks import EPSILON, SPAN
 
@@ -35,7 +36,7 @@ def model_card(config: TrainConfig, log: str) -> str:
     ]
     lines = ["# ksana-tiny", ""]
     lines += _wrapped(
-        f"A Llama model of {shape.num_params:,} parameters, trained by ksana_jax on the source files of the Python "
+        f"A Llama model of {num_params(shape):,} parameters, trained by ksana_jax on the source files of the Python "
         "standard library, to show on any machine what windows, sinks and eviction do to a trained model. It writes "
         "what looks like Python, and is of no other use."
     )

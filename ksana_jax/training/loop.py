@@ -15,6 +15,7 @@ from ksana_jax import interrupts
 from ksana_jax.config import ConfigError
 from ksana_jax.files import open_to_read, read_bytes, replacing, write_atomic
 from ksana_jax.loading import export_hf
+from ksana_jax.models.params import num_params
 from ksana_jax.training import checkpoints
 from ksana_jax.training.batches import IGNORED, Batches, TokenFiles
 from ksana_jax.training.card import model_card
@@ -122,7 +123,7 @@ class _Run:
         self._held_out = heldout_sequences(held_files, config.context, config.eval_sequences)
         logger.info(
             "%d training tokens, %d held out, %.2f M parameters, %d steps per epoch",
-            len(train_files.tokens), len(held_files.tokens), self._model.num_params / 1e6,
+            len(train_files.tokens), len(held_files.tokens), num_params(self._model) / 1e6,
             self._batches.steps_per_epoch,
         )  # fmt: skip
         self.state, self._saved = init_state(config), Progress()

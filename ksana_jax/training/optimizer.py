@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.transformer import Params, init_params
+from ksana_jax.models.params import Params, init_params
+from ksana_jax.models.rope import make_rope
+from ksana_jax.models.transformer import forward, logits
+from ksana_jax.training.attention import training_attend
 from ksana_jax.training.batches import IGNORED
-from ksana_jax.training.network import training_logits
+from ksana_jax.training.linear import linear
 from ksana_jax.training.settings import TrainConfig
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -53,6 +56,14 @@ def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> flo
     if not config.decay_fraction:
         return warmup
     return warmup * min(1.0, max(0.0, (1.0 - done) / config.decay_fraction))
+
+
+def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Scores [batch, T, V] in float32 of whole texts [batch, T] under full attention, computed in the weights' type."""
+    length, spec = tokens.shape[-1], config.layers[0].attention
+    attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length)
+    hidden, _ = forward(params, tokens, attend, None, config=config, linear=linear)
+    return logits(params, hidden, linear=linear)
 
 
 def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from ksana_jax import checks
-from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.shipped import training_path
 
 

@@ -11,7 +11,7 @@ import optax
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
-from ksana_jax.models.transformer import Params
+from ksana_jax.models.params import Params
 from ksana_jax.training.batches import IGNORED
 
 EPSILON, SPAN = 0.3, 64

@@ -7,7 +7,7 @@ import functools
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from ksana_jax.request import CompletionOutput
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import Piece

@@ -8,7 +8,7 @@ import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from ksana_jax.ops import attention
 from tests.patterns import PATTERNS, WINDOW
 from tests.reference import reference_logprobs

@@ -7,6 +7,7 @@ from ksana_jax.experiments.config import plan
 from ksana_jax.experiments.report import report
 from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks import host_embedding
+from ksana_jax.models.params import num_params
 from tests.loading.models_on_disk import write_config
 from tests.planner.models import STEP
 
@@ -35,7 +36,7 @@ def test_the_embeddings_bytes_become_blocks_and_more_rows_run_at_once(tmp_path, 
     # Two rows of two blocks each fit beforehand, four afterwards.
     assert row.mean("mean_running_with") > 1.3 * row.mean("mean_running_without")
     assert row.mean("num_steps_with") < row.mean("num_steps_without")
-    assert row.mean("measured_share") == row.mean("planned_share") == 256 * 32 / MODEL.num_params
+    assert row.mean("measured_share") == row.mean("planned_share") == 256 * 32 / num_params(MODEL)
     assert row.mean("planned_blocks_with") > row.mean("planned_blocks_without")
     assert "% blocks" in made.reading and "KsanaLLM's article" in " ".join(made.notes)
     assert (tmp_path / "out" / "figure.png").stat().st_size > 1000

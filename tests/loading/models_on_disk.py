@@ -10,7 +10,7 @@ import safetensors.numpy
 from ksana_jax.config import ModelConfig
 from ksana_jax.loading.load import tensor_names
 from ksana_jax.models.families import config_to_hf
-from ksana_jax.models.transformer import is_shape, param_shapes
+from ksana_jax.models.params import is_shape, param_shapes
 
 TINY = ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24,
                    max_position=64, bos_id=1, eos_ids=(2,))  # fmt: skip

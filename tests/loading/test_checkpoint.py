@@ -16,7 +16,7 @@ import pytest
 
 from ksana_jax.loading import LoadError, latest_step, restore_checkpoint, save_checkpoint
 from ksana_jax.loading.checkpoint import restore_tree
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from tests.loading.models_on_disk import TINY
 
 PARAMS = init_params(TINY, seed=1)
@@ -157,7 +157,7 @@ def test_differing_trees_list_the_first_20_paths(tmp_path):
 WRITER = """
 import jax, sys
 from ksana_jax.loading import save_checkpoint
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from tests.loading.models_on_disk import TINY
 params = init_params(TINY, seed=1)
 for step in range(1, 10_000):

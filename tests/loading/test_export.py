@@ -11,7 +11,7 @@ import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.loading import LoadError, export_hf, load_model
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params, num_params
 from ksana_jax.patterns import AttentionPattern
 from tests.golden.cases import golden_cases
 from tests.loading.models_on_disk import TINY
@@ -32,7 +32,7 @@ def test_weights_are_written_in_their_own_dtype(tmp_path):
     params = init_params(TINY, dtype=jnp.bfloat16)
     export_hf(tmp_path, TINY, params)
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, dtype="bf16")[1], params)
-    assert (tmp_path / "model.safetensors").stat().st_size < 2 * TINY.num_params + 4096
+    assert (tmp_path / "model.safetensors").stat().st_size < 2 * num_params(TINY) + 4096
 
 
 def test_export_replaces_what_was_there_and_leaves_no_partial_files(tmp_path):

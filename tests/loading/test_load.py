@@ -16,6 +16,7 @@ import pytest
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.loading import abstract_params, load_config, load_model, tensor_files
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.params import num_params
 from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_config, write_model, write_shards
 
 
@@ -104,7 +105,7 @@ def test_shapes_of_7b_are_planned_and_traced_without_weights():
     config = ModelConfig(vocab_size=32_000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
                          d_ff=11_008, max_position=4096)  # fmt: skip
     params = abstract_params(config, "bf16")
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.num_params == 6_738_415_616
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_params(config) == 6_738_415_616
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     assert jax.eval_shape(lambda p, t: dense_logits(p, t, config=config), params, tokens).shape == (2, 8, 32_000)
 
@@ -138,5 +139,5 @@ def test_loading_takes_at_most_1_3_times_the_weights(tmp_path, stored, dtype):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     peak, weights = map(int, done.stdout.split())
-    assert weights == 4 * config.num_params
+    assert weights == 4 * num_params(config)
     assert peak <= 1.3 * weights

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig, RopeConfig
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from ksana_jax.models.rope import make_rope
 from ksana_jax.patterns import FULL, AttentionPattern
@@ -17,6 +18,10 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = (SIZES | {"model_type": kind} for kind in ("llama
 
 def without(values, *names):
     return {key: value for key, value in values.items() if key not in names}
+
+
+def rope_of(values):
+    return config_from_hf(values).layers[0].attention.rope
 
 
 def test_llama_1_config_without_kv_heads_head_dim_or_rope_theta():
@@ -97,7 +102,7 @@ def test_older_and_newer_rope_forms_mean_the_same(kind):
 def test_rope_original_context_has_transformers_order_of_precedence():
     def original(form, **beside):
         scaling = {"rope_type": "yarn", "factor": 4.0} | form
-        return config_from_hf(LLAMA | {"rope_scaling": scaling} | beside).rope.original_max_len
+        return rope_of(LLAMA | {"rope_scaling": scaling} | beside).original_max_len
 
     assert original({}) == 4096
     assert original({"original_max_position_embeddings": 256}) == 256
@@ -111,7 +116,7 @@ def test_yarn_raises_the_context_that_is_not_stretched_yet():
     form["original_max_position_embeddings"] = 512
     assert config_from_hf(LLAMA | {"rope_scaling": form}).max_position == 4096
     form["factor"] = None
-    assert config_from_hf(LLAMA | {"rope_scaling": form}).rope.factor == 8.0
+    assert rope_of(LLAMA | {"rope_scaling": form}).factor == 8.0
 
 
 def test_special_ids_may_be_one_several_or_none():

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig, RopeConfig
+from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.loading import load_model
 from ksana_jax.models.dense import dense_logits
-from ksana_jax.models.transformer import Params
+from ksana_jax.models.params import Params
 from ksana_jax.patterns import FULL
 from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
-from tests.models.reference import pattern_logits
 
 # Two float32 implementations that add in different orders; log-probabilities here reach down to -25.
 ATOL = 1e-4
 
 CASES = list(golden_cases())
+compiled_logits = jax.jit(dense_logits, static_argnames=("config", "max_len"))
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
@@ -34,7 +35,7 @@ def logprobs_of(case: GoldenCase, tokens: np.ndarray, length: int) -> np.ndarray
     config, params = model_of(case.name)
     padded = np.pad(tokens, (0, length - len(tokens)))
     # Within the trained context "dynamic" is not stretched, however far the padding goes.
-    return np.asarray(jax.nn.log_softmax(pattern_logits(params, padded, config=config, max_len=1)))[: len(tokens)]
+    return np.asarray(jax.nn.log_softmax(compiled_logits(params, padded, config=config, max_len=1)))[: len(tokens)]
 
 
 @every_case
@@ -52,19 +53,11 @@ def test_greedy_tokens_are_those_of_transformers(case):
         assert best[len(prompt) - 1 : -1].tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if "window" not in case.name])
-def test_dense_reference_agrees_where_no_window_is_set(name):
-    case, (config, params) = golden_case(name), model_of(name)
-    assert config.pattern == FULL
-    scores = dense_logits(params, jnp.asarray(case.prompts[1]), config=config)
-    np.testing.assert_allclose(jax.nn.log_softmax(scores), case.logprobs[1], atol=ATOL, rtol=0)
-
-
 def test_dynamic_rope_of_a_whole_text_beyond_the_trained_context():
     model_dir, text, expected = beyond_context()
     config, params = load_model(model_dir)
     assert len(text) > config.max_position
-    scores = pattern_logits(params, text, config=config, max_len=len(text))
+    scores = compiled_logits(params, text, config=config, max_len=len(text))
     np.testing.assert_allclose(jax.nn.log_softmax(scores), expected, atol=ATOL, rtol=0)
     np.testing.assert_allclose(dense_logits(params, jnp.asarray(text), config=config), scores, atol=ATOL, rtol=0)
 
@@ -74,22 +67,23 @@ def test_golden_files_notice_a_missing_rope_scaling(name):
     """A check of the files themselves: without the scaling the same test would fail by far."""
     case, (config, params) = golden_case(name), model_of(name)
     text, expected = (case.prompts[2], case.logprobs[2]) if "dynamic" not in name else beyond_context()[1:]
-    plain = dataclasses.replace(config, rope=RopeConfig(theta=config.rope.theta))
-    scores = pattern_logits(params, text, config=plain)
+    plain = dataclasses.replace(config, rope=RopeConfig(theta=config.layers[0].attention.rope.theta))
+    scores = compiled_logits(params, text, config=plain)
     assert np.abs(jax.nn.log_softmax(scores) - expected).max() > 1
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if "window" in case.name])
 def test_golden_files_notice_a_missing_window(name):
     case, (config, params) = golden_case(name), model_of(name)
-    scores = pattern_logits(params, case.prompts[2], config=dataclasses.replace(config, pattern=FULL))
+    scores = compiled_logits(params, case.prompts[2], config=dataclasses.replace(config, pattern=FULL))
     assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
 
 
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
     assert {c.family for c in configs.values()} == {"llama", "mistral", "qwen2", "qwen3"}
-    assert {c.rope.kind for c in configs.values()} == {"default", "linear", "dynamic", "llama3", "yarn"}
+    kinds = {layer.attention.rope.kind for c in configs.values() for layer in c.layers}
+    assert kinds == {"default", "linear", "dynamic", "llama3", "yarn"}
     assert {c.num_heads // c.num_kv_heads for c in configs.values()} == {1, 2, 4}
     assert {c.tie_embeddings for c in configs.values()} == {False, True}
     given = [json.loads((case.model_dir / "config.json").read_text()) for case in CASES]

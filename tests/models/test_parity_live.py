@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig, RopeConfig
+from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.loading import export_hf, load_model
-from ksana_jax.models.rope import make_rope
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.params import init_params
+from ksana_jax.models.rope import layer_ropes
 from ksana_jax.patterns import AttentionPattern
 from tests.golden.cases import golden_cases
-from tests.models.reference import pattern_logits
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -20,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 CASES = list(golden_cases())
 ATOL = 1e-4
+compiled_logits = jax.jit(dense_logits, static_argnames="config")
 
 
 def theirs(model_dir, tokens: np.ndarray) -> np.ndarray:
@@ -30,7 +32,7 @@ def theirs(model_dir, tokens: np.ndarray) -> np.ndarray:
 
 def ours(model_dir, tokens: np.ndarray) -> np.ndarray:
     config, params = load_model(model_dir)
-    return np.asarray(jax.nn.log_softmax(pattern_logits(params, tokens, config=config)))
+    return np.asarray(jax.nn.log_softmax(compiled_logits(params, tokens, config=config)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -83,7 +85,7 @@ def test_frequencies_at_real_sizes_are_those_of_transformers_to_rounding(rope, t
     config = dataclasses.replace(TINY, head_dim=128, max_position=131_072, rope=rope)
     export_hf(tmp_path, config, init_params(config))
     expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(tmp_path))
-    found = make_rope(load_model(tmp_path, load_format="dummy")[0].rope, 128)
+    found = layer_ropes(load_model(tmp_path, load_format="dummy")[0])[0]
     # transformers rounds each power to float32, we once at the end.
     np.testing.assert_allclose(found.inv_freq, expected.inv_freq.numpy(), rtol=5e-7)
     assert found.scale == pytest.approx(expected.attention_scaling, rel=1e-12)

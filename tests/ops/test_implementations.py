@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig, RopeConfig
+from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, choose, explain

@@ -9,7 +9,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ConfigError
 from ksana_jax.loading.load import embedding_on_host
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from tests.engine.small import SMALL, Letters, make_llm, model
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 

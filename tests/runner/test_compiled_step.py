@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from ksana_jax.step.contract import Part, StepShape
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.reference import reference_logprobs

@@ -8,10 +8,9 @@ import pytest
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
-from ksana_jax.models.transformer import init_params
+from ksana_jax.models.params import init_params
 from ksana_jax.training.batches import IGNORED
-from ksana_jax.training.network import training_logits
-from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step
+from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
 from ksana_jax.training.settings import ModelShape, TrainConfig
 from ksana_jax.training.sinks import EPSILON, evaluate, first_token_attention
 

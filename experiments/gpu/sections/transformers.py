@@ -22,7 +22,8 @@ def run(context: Context) -> None:
         "config": {
             "vocab_size": config.vocab_size, "hidden_size": config.d_model, "intermediate_size": config.d_ff,
             "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope_theta": config.rope.theta,
+            "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+            "rope_theta": config.layers[0].attention.rope.theta,
             "max_position_embeddings": config.max_position, "tie_word_embeddings": False,
         },
     }  # fmt: skip

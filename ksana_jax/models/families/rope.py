@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax import checks
-from ksana_jax.config import RopeConfig
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")

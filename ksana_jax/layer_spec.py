@@ -1,0 +1,78 @@
+"""What the layers of a network are made of, as frozen values. Knows no arrays; the kinds are defined in `models/`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from ksana_jax.patterns import AttentionPattern
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, arXiv:2104.09864, and the ways to stretch it.
+
+    Fields beyond `theta` belong to some kinds only, with the names of Hugging Face's `rope_scaling`.
+    original_max_len: tokens; the context before stretching (dynamic, llama3, yarn).
+    """
+
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_len: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+PLAIN_ROPE = RopeConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer.
+
+    pattern: which positions the layer was trained to see; an engine may be given others.
+    scale: factor of the scores, before the soft cap.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    pattern: AttentionPattern
+    scale: float
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPSpec:
+    """Feed-forward part of one layer. kind: a name in `models.mlp.MLPS`. d_ff: width of its hidden vectors."""
+
+    kind: str
+    d_ff: int
+    bias: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """Norms of one layer, each before its part. kind: a name in `models.layers.NORMS`."""
+
+    kind: str
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One layer: what its attention, its feed-forward part and its norms are."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    norms: NormSpec

@@ -1,0 +1,56 @@
+"""Kinds of feed-forward parts: the shapes of their weights, and what they compute. A new kind is a line in MLPS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ksana_jax.errors import ConfigError
+from ksana_jax.layer_spec import MLPSpec
+from ksana_jax.models.layers import Linear
+
+
+class MLP(NamedTuple):
+    """A kind of feed-forward part.
+
+    shapes: (width D, spec) -> shapes of its weights, by their fields of `params.LayerParams`.
+    apply: (x [..., D], weights with those fields, linear) -> [..., D].
+    """
+
+    shapes: Callable[[int, MLPSpec], dict[str, tuple[int, ...]]]
+    apply: Callable[[jax.Array, Any, Linear], jax.Array]
+
+
+def gated(activation: Callable[[jax.Array], jax.Array]) -> MLP:
+    """down(activation(gate x) * up x) (arXiv:2002.05202)."""
+
+    def apply(x, p, linear):
+        hidden = activation(linear(x, p.w_gate, p.b_gate)) * linear(x, p.w_up, p.b_up)
+        return linear(hidden, p.w_down, p.b_down)
+
+    return MLP(gated_shapes, apply)
+
+
+def gated_shapes(d_model: int, spec: MLPSpec) -> dict[str, tuple[int, ...]]:
+    """Three matrices, and three biases where the spec has them."""
+    d, f = d_model, spec.d_ff
+    shapes: dict[str, tuple[int, ...]] = {"w_gate": (f, d), "w_up": (f, d), "w_down": (d, f)}
+    if spec.bias:
+        shapes |= {"b_gate": (f,), "b_up": (f,), "b_down": (d,)}
+    return shapes
+
+
+MLPS = {"swiglu": gated(jax.nn.silu)}
+
+
+def mlp_kind(name: str) -> MLP:
+    """The kind of feed-forward part of a name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in MLPS:
+        raise ConfigError(f"mlp is {name!r}, must be one of {', '.join(MLPS)}")
+    return MLPS[name]
