@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ksana_jax import checks, vllm_names
@@ -207,6 +207,15 @@ class EngineConfig:
             )
         policies.find_policy(self.policy)
         replacement.find_policy(self.prefix_eviction)
+
+    def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
+        """Returns the config with max_model_len and max_rotated_sinks filled in where they are None."""
+        rotated = max(pattern.num_rotated_sinks for pattern in patterns)
+        return dataclasses.replace(
+            self,
+            max_model_len=self.max_model_len or model.max_position,
+            max_rotated_sinks=rotated if self.max_rotated_sinks is None else self.max_rotated_sinks,
+        )
 
     def plain(self) -> dict[str, Any]:
         """Returns the fields as values that JSON can hold, for records: a policy of your own goes by its name."""

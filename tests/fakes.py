@@ -13,20 +13,21 @@ chunks, and the pattern from its literal definition.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
-from ksana_jax.patterns import FAR, FULL, AttentionPattern, LiveRange
+from ksana_jax.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.request import SamplingParams
-from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step.builder import BatchBuilder, Buckets
+from ksana_jax.step.builder import Buckets
 from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, TokenScores
 from tests.reference import literal
 
@@ -174,12 +175,11 @@ class FakeExecutor:
         arrays = {pattern: pattern.arrays() for pattern in patterns}
         self._patterns = [arrays[pattern] for pattern in patterns]
 
-    def reset(self) -> np.ndarray:
+    def reset(self) -> None:
         """Noise everywhere, and the host's blocks in another place."""
         self.scramble(np.ones(self.num_blocks, bool))
         self.host_blocks = np.empty_like(self.host_blocks)
         self.scramble_host(np.ones(len(self.host_blocks), bool))
-        return self.host_blocks
 
     def scramble(self, blocks: np.ndarray) -> None:
         """Fills some blocks [M] (boolean) with noise, as whoever takes them next might."""
@@ -291,7 +291,11 @@ def make_engine(
     max_num_batched_tokens: int = 16,
     query_tile: int = 4,
     max_model_len: int = 64,
-    policy: str = "fcfs",
+    policy: Any = "fcfs",
+    caching: bool = False,
+    replacement: Any = "lru",
+    preempt: Any = "auto",
+    write: Any = "back",
     eos_ids: tuple[int, ...] = (),
     host_slots: int = 0,
     shared_rows: int = 0,
@@ -302,37 +306,43 @@ def make_engine(
     """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
 
     Args:
+      caching, replacement, write: `EngineConfig`'s enable_prefix_caching, prefix_eviction, cache_write.
       host_slots: blocks of host memory.
       shared_rows: see `Buckets`.
       scope, digest: of the prefix index.
-      memory: arguments of KVMemory, such as caching=True.
+      memory: arguments of KVMemory, such as disk.
     """
-    clock = itertools.count().__next__
     executor = FakeExecutor(patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots)
-    index = PrefixIndex(block_size, scope, digest)
-    scheduler = Scheduler(
-        KVMemory(num_blocks, index, host_data=executor.host_blocks, clock=clock, **memory),
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
         max_num_seqs=max_num_seqs,
+        policy=policy,
+        preempt=preempt,
         max_num_batched_tokens=max_num_batched_tokens,
         query_tile=query_tile,
         max_model_len=max_model_len,
-        live=LiveRange.of(patterns),
-        policy=policy,
+        enable_prefix_caching=caching,
+        prefix_eviction=replacement,
+        cache_write=write,
     )
-    width = -(-max_model_len // block_size)
-    buckets = Buckets.of(max_num_seqs, max_num_batched_tokens, width, query_tile, shared_rows=shared_rows)
+    model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), eos_ids=eos_ids)
+    buckets = dataclasses.replace(Buckets.of_engine(config, max_model_len), shared_rows=shared_rows)
+    engine = build_engine(
+        model,
+        None,
+        config,
+        patterns=patterns,
+        executor=executor,
+        clock=itertools.count().__next__,
+        buckets=buckets,
+        **{"index": PrefixIndex(block_size, scope, digest), "block_bytes": 0, **memory},
+    )
+    engine.builder = dataclasses.replace(engine.builder, min_saved_tokens=1)
     # What `LLM.warm_up` compiles.
-    widest = scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
+    widest = engine.scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
     executor.shapes = set(buckets.all_shapes(widest))
-    return Engine(
-        scheduler,
-        BatchBuilder(buckets, block_size, num_blocks, VOCAB, min_saved_tokens=1),
-        executor,
-        tokenizer=None,
-        eos_ids=eos_ids,
-        max_model_len=max_model_len,
-        clock=clock,
-    )
+    return engine
 
 
 def asking(max_tokens: int = 8, **settings) -> SamplingParams:

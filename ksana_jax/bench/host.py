@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from ksana_jax import checks
+from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import Moves
-from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.patterns import FULL, AttentionPattern
 from ksana_jax.request import SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step.builder import BatchBuilder, Buckets
+from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import StepInput, StepOutput
 
 BLOCK_SIZE = 16
@@ -36,6 +36,7 @@ class RandomTokens:
     def __init__(self, size: int):
         self.tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
         self.patterns: Sequence[AttentionPattern] = [FULL]
+        self.host_blocks = None
 
     def execute(self, step: StepInput) -> StepOutput:
         return StepOutput(self.tokens[: step.num_sampled])
@@ -72,7 +73,7 @@ class Stopwatch:
 
 class _TimedBuilder:
     def __init__(self, builder: BatchBuilder):
-        self.vocab_size, self.build = builder.vocab_size, Stopwatch(builder.build)
+        self.build = Stopwatch(builder.build)
 
 
 def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK_SIZE) -> Engine:
@@ -81,24 +82,16 @@ def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK
     Row i begins with context - (i mod block_size) tokens.
     """
     max_model_len = context + steps + 1
-    memory = KVMemory(rows * -(-max_model_len // block_size), PrefixIndex(block_size))
-    scheduler = Scheduler(
-        memory,
+    config = EngineConfig(
+        block_size=block_size,
+        num_blocks=rows * -(-max_model_len // block_size),
         max_num_seqs=rows,
         max_num_batched_tokens=max(PREFILL_TOKENS, rows),
-        query_tile=32,
-        max_model_len=max_model_len,
-        live=LiveRange.of([FULL]),
-    )
-    buckets = Buckets.of(rows, scheduler.max_num_batched_tokens, -(-max_model_len // block_size), scheduler.query_tile)
-    engine = Engine(
-        scheduler,
-        BatchBuilder(buckets, block_size, memory.blocks.num_blocks, VOCAB_SIZE),
-        RandomTokens(rows),
-        tokenizer=None,
-        eos_ids=(0,),
         max_model_len=max_model_len,
     )
+    executor = RandomTokens(rows)
+    engine = build_engine(ModelConfig(vocab_size=VOCAB_SIZE, eos_ids=(0,)), None, config, executor=executor)
+    scheduler = engine.scheduler
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=0, max_tokens=2 * steps + context, ignore_eos=True, detokenize=False)
     for row in range(rows):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax import interrupts
+from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.engine import report
 from ksana_jax.engine.beam import Beams, advance, num_candidates
 from ksana_jax.engine.changes import Changes
@@ -32,16 +33,14 @@ from ksana_jax.tokenizers import Tokenizer
 
 
 class Engine:
-    """Serves requests step by step.
+    """Serves requests step by step; `engine.build.build_engine` makes one.
 
     Args:
       scheduler: owns rows and blocks.
       builder: turns its batches into arrays.
       executor: computes them.
+      model, config: what it was built from.
       tokenizer: makes text; None serves requests with detokenize=False only.
-      eos_ids: end-of-sequence ids of the model.
-      max_model_len: most tokens of a sequence, prompt included.
-      seed: of requests that bring none.
       clock: seconds, rising.
     """
 
@@ -51,15 +50,14 @@ class Engine:
         builder: BatchBuilder,
         executor: Executor,
         *,
+        model: ModelConfig,
+        config: EngineConfig,
         tokenizer: Tokenizer | None,
-        eos_ids: tuple[int, ...],
-        max_model_len: int,
-        seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
-        self.tokenizer, self.eos_ids = tokenizer, eos_ids
-        self.max_model_len, self.seed, self.clock = max_model_len, seed, clock
+        self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
+        self.eos_ids, self.max_model_len = model.eos_ids, scheduler.max_model_len
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
@@ -81,7 +79,7 @@ class Engine:
     def validate(self, prompt_token_ids: np.ndarray, params: SamplingParams) -> None:
         """Raises ValueError if a request can never be served; see `check_request`."""
         check_request(
-            prompt_token_ids, params, self.scheduler, vocab_size=self.builder.vocab_size,
+            prompt_token_ids, params, self.scheduler, vocab_size=self.model.vocab_size,
             max_model_len=self.max_model_len, tokenizer=self.tokenizer, eos_ids=self.eos_ids,
         )  # fmt: skip
 
@@ -114,7 +112,7 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         for index in range(params.n):
-            seed = seed_of(params, index, self.seed, number)
+            seed = seed_of(params, index, self.config.seed, number)
             seq = self._new_sequence(request, prompt_token_ids, index, cache_salt, seed)
             given = self.tokenizer if params.detokenize else None
             completion = Completion(index, seq, given, streams and not params.beam_width)
@@ -317,7 +315,8 @@ class Engine:
         self._watched.clear()
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
-        self.scheduler.reset(LiveRange.of(patterns), scope, self.executor.reset())
+        self.executor.reset()
+        self.scheduler.reset(LiveRange.of(patterns), scope, self.executor.host_blocks)
 
     def flush(self) -> None:
         """Brings cached prefixes to the disk, where there is one; raises RuntimeError while requests are running."""

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
@@ -17,27 +17,21 @@ from ksana_jax import vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig, engine_config
 from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.engine.build import build_engine, kv_layout
 from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
-from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
-from ksana_jax.kv.layout import KVLayout
-from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.loading import check_tokenizer, load_model
-from ksana_jax.loading.load import auto_dtype, check_embedding_on_host, embedding_on_host
+from ksana_jax.loading import load_model
+from ksana_jax.loading.load import auto_dtype
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.params import Params, num_params
 from ksana_jax.pattern_presets import PatternLike, read_patterns
-from ksana_jax.patterns import AttentionPattern, LiveRange
-from ksana_jax.planner.engine import Compared, pool_size, usage
+from ksana_jax.patterns import AttentionPattern
+from ksana_jax.planner.engine import Compared, PoolPlan, pool_size, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.shipped import model_path
-from ksana_jax.step.builder import BatchBuilder, Buckets
 from ksana_jax.tokenizers import Tokenizer, load_tokenizer
 from ksana_jax.units import byte_size
 
@@ -84,7 +78,7 @@ class LLM:
             tokenizer = load_tokenizer(model_path(tokenizer))
         elif tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
             tokenizer = load_tokenizer(model_dir)
-        self._start(config, params, pattern, tokenizer, before)
+        self._build(config, params, pattern, tokenizer, before)
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
@@ -96,98 +90,46 @@ class LLM:
         config = engine_config(settings)
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
-        self._start(config, params, pattern, tokenizer, before and max(before - weights, 0))
+        self._build(config, params, pattern, tokenizer, before and max(before - weights, 0))
         return self
 
-    def _start(
+    @classmethod
+    def around(cls, engine: Engine) -> LLM:
+        """An engine that `build_engine` has made, whose executor is a `Runner`."""
+        self = cls.__new__(cls)
+        self.model_config, self.name = engine.model, "around"
+        self._take(engine, _plan(engine.model, engine.config, engine.executor.patterns), None)
+        return self
+
+    def _build(
         self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None, resident_before: int | None
     ) -> None:
         keep_compiled_steps()
         model = self.model_config
-        if config.embedding_device == "host":
-            check_embedding_on_host(model)
-            params = embedding_on_host(params)
-        if tokenizer is not None:
-            if not isinstance(tokenizer, Tokenizer):
-                kind = type(tokenizer).__name__
-                raise ConfigError(f"tokenizer is of type {kind}, must be a path, a ksana_jax Tokenizer or None")
-            check_tokenizer(model, tokenizer)
-        self.tokenizer = tokenizer
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
-        max_model_len = config.max_model_len or model.max_position
+        config = config.for_model(model, patterns)
+        assert config.max_model_len is not None
         # The last token of a sequence is sampled and never computed.
-        if max_model_len - 1 > model.max_position:
+        if config.max_model_len - 1 > model.max_position:
             warnings.warn(
-                f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: "
-                "beyond them only patterns with a window keep it on known ground",
+                f"max_model_len is {config.max_model_len:,}, the model was trained for {model.max_position:,} "
+                "positions: beyond them only patterns with a window keep it on known ground",
                 stacklevel=3,
             )
-        rotated = config.max_rotated_sinks
-        if rotated is None:
-            rotated = max(p.num_rotated_sinks for p in patterns)
-        self._resident_before = resident_before
-        layout = KVLayout.of(
-            model, patterns, dtype=config.dtype, block_size=config.block_size, platform=jax.devices()[0].platform
-        )
-        self.memory_plan = pool_size(model, config, layout, max_model_len=max_model_len, max_rotated_sinks=rotated)
-        num_blocks = self.memory_plan.num_blocks
-        num_host_blocks = config.host_cache_bytes // layout.block_bytes
-        self.config = dataclasses.replace(
-            config, max_model_len=max_model_len, num_blocks=num_blocks, max_rotated_sinks=rotated
-        )
-        self.runner = Runner(
-            model, params, patterns, layout=layout, num_blocks=num_blocks, max_model_len=max_model_len,
-            max_rotated_sinks=rotated, num_host_blocks=num_host_blocks,
-            embedding_device=config.embedding_device, attention=config.attention_implementation,
-        )  # fmt: skip
+        plan = _plan(model, config, patterns)
+        config = dataclasses.replace(config, num_blocks=plan.num_blocks)
+        engine = build_engine(model, params, config, patterns=patterns, tokenizer=tokenizer)
+        self._take(engine, plan, resident_before)
         logger.info(
             "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
-            f"{num_blocks:,}", config.block_size, byte_size(self.memory_plan.pool_bytes),
-            f"{num_blocks * config.block_size:,}",
+            f"{plan.num_blocks:,}", config.block_size, byte_size(plan.pool_bytes),
+            f"{plan.num_blocks * config.block_size:,}",
         )  # fmt: skip
-        self._fingerprint = ""
-        if config.enable_prefix_caching:
-            self._fingerprint = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
-        memory = KVMemory(
-            num_blocks,
-            PrefixIndex(
-                config.block_size,
-                Scope(self._fingerprint).seen_through(patterns),
-                cost=recompute_cost(model, config.block_size),
-            ),
-            caching=config.enable_prefix_caching,
-            replacement=config.prefix_eviction,
-            preempt=config.preempt,
-            host_data=self.runner.mover.host_blocks,
-            disk=self._open_disk(config),
-            block_bytes=layout.block_bytes,
-            write=config.cache_write,
-        )
-        scheduler = Scheduler(
-            memory,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            query_tile=config.query_tile,
-            max_model_len=max_model_len,
-            live=LiveRange.of(patterns),
-            policy=config.policy,
-        )
-        buckets = Buckets.of_engine(config, max_model_len)
-        self.engine = Engine(
-            scheduler,
-            BatchBuilder(buckets, config.block_size, num_blocks, model.vocab_size, self.runner.sink_width),
-            self.runner,
-            tokenizer=tokenizer,
-            eos_ids=model.eos_ids,
-            max_model_len=max_model_len,
-            seed=config.seed,
-        )
 
-    def _open_disk(self, config: EngineConfig) -> DiskTier | None:
-        if config.disk_cache_dir is None:
-            return None
-        block_format = BlockFormat.of(self.runner.layout, self._fingerprint)
-        return DiskTier(config.disk_cache_dir, block_format, config.disk_cache_bytes)
+    def _take(self, engine: Engine, plan: PoolPlan, resident_before: int | None) -> None:
+        assert isinstance(engine.executor, Runner)
+        self.engine, self.config, self.tokenizer, self.runner = engine, engine.config, engine.tokenizer, engine.executor
+        self.memory_plan, self._resident_before = plan, resident_before
 
     def close(self) -> None:
         """Writes to disk what is to be kept there, and lets the folder go.
@@ -377,12 +319,12 @@ class LLM:
         ]
 
 
-def recompute_cost(model: ModelConfig, block_size: int) -> Callable[[int], float]:
-    """Operations to compute a block at a text position, relative to the first block: attention grows with the text."""
-    per_token = 2 * num_params(model)
-    per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
-
-    def operations(position: int) -> float:
-        return per_token + per_seen_token * (position + block_size / 2)
-
-    return lambda position: operations(position) / operations(0)
+def _plan(model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern]) -> PoolPlan:
+    assert config.max_model_len is not None and config.max_rotated_sinks is not None
+    return pool_size(
+        model,
+        config,
+        kv_layout(model, config, patterns),
+        max_model_len=config.max_model_len,
+        max_rotated_sinks=config.max_rotated_sinks,
+    )

@@ -60,6 +60,7 @@ class Runner:
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       attention: name of an implementation of paged attention; "auto" takes the first that serves.
       device: that steps are compiled for, where it is not jax's first one.
+      programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
 
     Raises:
       ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
@@ -79,6 +80,7 @@ class Runner:
         embedding_device: str = "device",
         attention: str = "auto",
         device: Any = None,
+        programs: dict[Any, Any] | None = None,
     ):
         self.config, self.params, self.layout = config, params, layout
         self.embeds_on_host = embedding_device == "host"
@@ -93,7 +95,7 @@ class Runner:
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         self.mover = BlockMover(layout, num_blocks, num_host_blocks)
-        self._compiled: dict[Any, Callable] = {}
+        self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
         self.set_patterns(patterns)
 
@@ -139,14 +141,18 @@ class Runner:
             self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
         self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
 
-    def reset(self) -> np.ndarray:
+    @property
+    def host_blocks(self) -> np.ndarray:
+        """The host's blocks; see `step.Executor`."""
+        return self.mover.host_blocks
+
+    def reset(self) -> None:
         """Reallocates the pool and the host's blocks; see `step.Executor`."""
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: there may not be room for two
         self.cache = make_cache(self.layout, num_blocks)
         self.mover.reset()
-        return self.mover.host_blocks
 
     def execute(self, step: StepInput) -> StepOutput:
         """Runs one step; see `step.Executor`."""

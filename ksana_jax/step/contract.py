@@ -212,6 +212,11 @@ class Executor(Protocol):
         """What each layer attends to."""
         ...
 
+    @property
+    def host_blocks(self) -> np.ndarray | None:
+        """The host's blocks [slots, ...], which `Moves` name; None without host memory."""
+        ...
+
     def execute(self, step: StepInput) -> StepOutput:
         """Makes the step's moves, then computes it."""
         ...
@@ -228,10 +233,7 @@ class Executor(Protocol):
         """
         ...
 
-    def reset(self) -> np.ndarray | None:
-        """Reallocates the pool, which a failed step may have consumed, and the host's blocks.
-
-        Returns:
-          The new blocks of the host; reads from disk that are under way still write to the old ones.
-        """
+    def reset(self) -> None:
+        """Reallocates the pool, which a failed step may have consumed, and the host's blocks: reads from disk that are
+        under way still write to the old ones."""
         ...

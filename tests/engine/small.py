@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import operator
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ModelConfig
+from ksana_jax.config import ModelConfig, engine_config
+from ksana_jax.engine.build import build_engine
 from ksana_jax.models.params import init_params
+from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.request import CompletionOutput
+from ksana_jax.step.builder import Buckets
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import Piece
 
@@ -59,23 +64,33 @@ def model():
 
 
 SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
-_compiled: dict = {}
+# What the compiled functions of one model depend on beside the shapes of a step: what a `Runner` is given of a config.
+_OF_A_RUNNER = operator.attrgetter("dtype", "num_blocks", "block_size", "max_rotated_sinks", "embedding_device",
+                                   "attention_implementation")  # fmt: skip
+_programs: dict = collections.defaultdict(dict)
 
 
-def make_llm(tokenizer: Tokenizer | None = None, seed: int = 0, pattern=None, **settings) -> LLM:
-    """An engine with one bucket of each kind, so that it has three shapes of steps; engines of the same settings share
-    what is compiled, which knows nothing of seeds and requests."""
-    settings = SMALL | settings
-    config, params = model()
-    llm = LLM.from_params(config, params, tokenizer=tokenizer, seed=seed, pattern=pattern, **settings)
-    buckets = llm.engine.builder.buckets
+def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | None = None, **settings) -> LLM:
+    """An engine with one bucket of each kind, so that it has three shapes of steps; engines that compile the same steps
+    share them, unless a dict of programs is given."""
+    model_config, params = model()
+    patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
+    config = engine_config(SMALL | settings).for_model(model_config, patterns)
+    buckets = Buckets.of_engine(config, config.max_model_len or 0)
     few = dataclasses.replace(
         buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
     )
-    llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=few)
-    key = tuple(sorted(settings.items())), llm.runner.sink_width
-    llm.runner._compiled = _compiled.setdefault(key, llm.runner._compiled)
-    return llm
+    return LLM.around(
+        build_engine(
+            model_config,
+            params,
+            config,
+            patterns=patterns,
+            tokenizer=tokenizer,
+            buckets=few,
+            programs=_programs[_OF_A_RUNNER(config)] if programs is None else programs,
+        )
+    )
 
 
 def complete(llm: LLM, prompt="x.y", **given) -> CompletionOutput:

@@ -317,7 +317,6 @@ def expected_beams():
     return dense_beams(*model(), PROMPTS, ASKED)
 
 
-_compiled: dict = {}
 SMALL_POOL = {"block_size": 4, "num_blocks": 18, "max_num_seqs": 8}
 
 
@@ -326,7 +325,6 @@ SMALL_POOL = {"block_size": 4, "num_blocks": 18, "max_num_seqs": 8}
 ], ids=["recomputed", "cached", "swapped"])  # fmt: skip
 def test_beams_of_the_paged_network_are_those_of_the_dense_one_in_a_small_pool(settings):
     llm = make_llm(**SMALL_POOL, **settings)
-    llm.runner._compiled = _compiled  # the network knows nothing of these settings
     for output, expected in zip(beams_of(llm, PROMPTS, ASKED), expected_beams(), strict=True):
         expect_beams(output, expected)
     assert_idle(llm)

@@ -27,17 +27,10 @@ SIZES = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 2, "max_num_batched_
 WRITES = ("through", "back")
 
 
-@functools.cache
-def compiled(dtype: str) -> dict:
-    """Compiled steps of all engines here: they know nothing of tiers."""
-    return {}
-
-
 @contextlib.contextmanager
 def engine(folder, write="through", dtype="f32", **settings):
     settings = SIZES | {"host_cache_bytes": 2**18} | settings
     llm = make_llm(dtype=dtype, enable_prefix_caching=True, disk_cache_dir=str(folder), cache_write=write, **settings)
-    llm.runner._compiled = compiled(dtype)
     # A thread that traces a step leaves little of the interpreter to the one that reads files.
     llm.engine.memory.disk_reads._timeout_s = 60.0
     yield llm
@@ -54,7 +47,6 @@ def tokens_of(llm) -> list[list[int]]:
 def cold(dtype: str = "f32") -> list[list[int]]:
     """What each prompt gives alone in an engine without any cache."""
     llm = make_llm(dtype=dtype, **SIZES)
-    llm.runner._compiled = compiled(dtype)
     return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
 
 

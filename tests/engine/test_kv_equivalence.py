@@ -29,7 +29,6 @@ PROMPTS += [
     PROMPTS[1][:26] + RNG.integers(2, VOCAB, 5).tolist(),
     *(RNG.integers(2, VOCAB, n).tolist() for n in (33, 9)),
 ]
-_compiled: dict = {}
 
 
 def asked(**settings) -> SamplingParams:
@@ -38,11 +37,8 @@ def asked(**settings) -> SamplingParams:
 
 
 def engine(**settings):
-    """An engine on the common pool; where the memory manager differs alone, compiled steps are the same."""
-    llm = make_llm(**POOL | settings)
-    key = tuple(settings.get(n) for n in ("num_blocks", "max_num_batched_tokens", "shared_prefix_attention"))
-    llm.runner._compiled = _compiled.setdefault(key, llm.runner._compiled)
-    return llm
+    """An engine on the common pool."""
+    return make_llm(**POOL | settings)
 
 
 def tokens_of(llm, prompts=PROMPTS, params=None) -> list[list[int]]:
@@ -200,7 +196,7 @@ def test_salts_keep_tenants_apart_and_change_no_token():
 
 
 def test_nothing_is_compiled_after_warm_up_with_everything_on():
-    llm = make_llm(**POOL, enable_prefix_caching=True, preempt="swap", host_cache_bytes=2**15)
+    llm = make_llm(**POOL, enable_prefix_caching=True, preempt="swap", host_cache_bytes=2**15, programs={})
     kinds = [asked(), asked(n=3, temperature=1.0), asked(beam_width=2, ignore_eos=False)]
     llm.warm_up(sampling_params=kinds)
     compiled = llm.num_compilations
