@@ -1,9 +1,9 @@
 """A research engine for KV-cache memory and scheduling in LLM inference.
 
-Reading order: `request` (what a user asks), `config`, `kv/patterns` (who sees whom), `models/transformer` (the
-network), `ops/attention` and `kv/cache` (paged keys and values), `sequence` and `scheduler/scheduler` (what runs in a
-step), `batch` (a step as arrays), `engine/runner` (compiled steps), `engine/engine` (the loop), `engine/llm` (the front
-door).
+Reading order: `request` (what a user asks), `config`, `patterns` (who sees whom), `models/transformer` (the network),
+`ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each block is), `sequence` and
+`scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays), `runner/runner` (compiled steps),
+`engine/engine` (the loop), `engine/llm` (the front door).
 
 Array names carry their dimensions where more than one shape is in play:
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from ksana_jax import checks, vllm_names
+from ksana_jax import checks
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
-from ksana_jax.kv import replacement
 from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, per_layer
 from ksana_jax.plugins import name_of
-from ksana_jax.scheduler import policies
 from ksana_jax.units import GIB
 
 
@@ -205,8 +203,6 @@ class EngineConfig:
             raise ConfigError(
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )
-        policies.find_policy(self.policy)
-        replacement.find_policy(self.prefix_eviction)
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
         """Returns the config with max_model_len and max_rotated_sinks filled in where they are None."""
@@ -220,13 +216,3 @@ class EngineConfig:
     def plain(self) -> dict[str, Any]:
         """Returns the fields as values that JSON can hold, for records: a policy of your own goes by its name."""
         return {f.name: name_of(getattr(self, f.name)) for f in dataclasses.fields(self)}
-
-
-def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Returns the configuration that keywords of `LLM` ask for, vLLM's among them.
-
-    Raises:
-      ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
-    """
-    known = {f.name for f in dataclasses.fields(EngineConfig)} | {"pattern", "load_format", "tokenizer"}
-    return EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known))

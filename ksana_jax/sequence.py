@@ -29,7 +29,7 @@ class Sequence:
       seed: of its random stream.
       owner: the request it belongs to; the scheduler does not look inside.
       request_id, index: what it is called where blocks are shown; index is its completion's, or a beam's own.
-      bad_words: token ids of what its request must not say, see `sampling.bias`.
+      bad_words: token ids of what its request must not say, see `step.bias`.
       kv: what KV memory knows of it.
       guided: its request appends its tokens (beam search), not the scheduler.
 

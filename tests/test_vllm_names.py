@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ConfigError, engine_config
+from ksana_jax.engine.settings import engine_config
+from ksana_jax.errors import ConfigError
 from ksana_jax.vllm_names import page
 from tests.engine.small import Letters, make_llm
 

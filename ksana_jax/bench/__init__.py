@@ -1,1 +1,1 @@
-"""Times of the engine on this machine, one command each: `ksana bench host`, `ksana bench throughput`."""
+"""Times and memory of the engine on this machine: `ksana bench host`, `ksana bench throughput`, `peak_memory`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.request import SamplingParams
-from ksana_jax.sampling.bias import bad_word_ids
 from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.step.bias import bad_word_ids
 from ksana_jax.tokenizers import Tokenizer
 
 

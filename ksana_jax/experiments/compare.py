@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.report import Report, of_rows, read_report
-from ksana_jax.experiments.tasks.base import ResultRow
+from ksana_jax.experiments.tasks.results import ResultRow
 
 
 def compare(folders: Sequence[Path]) -> Report:

@@ -23,6 +23,7 @@ from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseEx
 from yaml import YAMLError
 
 from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.engine.settings import check_policies
 from ksana_jax.experiments import dotted
 from ksana_jax.experiments.identity import canonical, trial_id
 from ksana_jax.experiments.models import fingerprint, num_layers, training_context
@@ -267,7 +268,7 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     task.check(config)  # before a length that follows from its settings is somebody else's error
     if config["engine"]["max_model_len"] is None:
         config["engine"]["max_model_len"] = task.max_model_len(settings)
-    config["engine"] = EngineConfig(**config["engine"]).plain()  # one spelling of each value
+    config["engine"] = check_policies(EngineConfig(**config["engine"])).plain()  # one spelling of each value
     given, wanted = len(config["layer_patterns"]), num_layers(config["model"])
     if given and wanted is not None and given != wanted:
         raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")

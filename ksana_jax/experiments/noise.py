@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ksana_jax.experiments.tasks.base import Column, ResultRow
+from ksana_jax.experiments.tasks.results import Column, ResultRow
 
 NUM_DEVIATIONS = 2
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ksana_jax.experiments.run import Ended
 from ksana_jax.experiments.tasks import task_named
-from ksana_jax.experiments.tasks.base import ResultRow
+from ksana_jax.experiments.tasks.results import ResultRow
 
 
 class Callbacks(TypedDict, total=False):

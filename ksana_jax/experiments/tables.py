@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.experiments import noise
-from ksana_jax.experiments.tasks.base import Column, ResultRow
+from ksana_jax.experiments.tasks.results import Column, ResultRow
 
 MISSING = "—"
 

@@ -7,48 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax import patterns
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops.attention import ragged_paged_attention, write
+from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
-
-
-class Needs(NamedTuple):
-    """Hardware, shapes and patterns that an implementation must support.
-
-    platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
-    dtype: NumPy's name of the type in which keys and values are stored.
-    num_rotated_sinks: most sinks that are seen from elsewhere.
-    pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
-      them would compute another pattern than was asked for.
-    """
-
-    platform: str
-    compute_capability: tuple[int, int] | None
-    dtype: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    num_rotated_sinks: int = 0
-    pattern_fields: tuple[str, ...] = patterns.PatternArrays._fields
-
-    @classmethod
-    def of(cls, config: ModelConfig, layout: KVLayout, *, num_rotated_sinks: int = 0, device: Any = None) -> Needs:
-        """Those of a model and its pool on a device, by default jax's first one."""
-        device = device or jax.devices()[0]
-        found = getattr(device, "compute_capability", None)
-        return cls(
-            device.platform, None if found is None else _version(found),
-            layout.leaf("kv").dtype, config.num_heads, config.num_kv_heads, config.head_dim, layout.block_size,
-            num_rotated_sinks, patterns.PatternArrays._fields,
-        )  # fmt: skip
-
-
-def _version(compute_capability: str) -> tuple[int, int]:
-    major, minor = compute_capability.split(".")
-    return int(major), int(minor)
 
 
 class Implementation(NamedTuple):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.ops.attention import CEILING, Queries, Where, write
+from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
@@ -19,9 +20,6 @@ from pallas_kernels.hopper import prefill as hopper_prefill
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.triton import decode as triton_decode
 from pallas_kernels.triton import ragged as triton_ragged
-
-if TYPE_CHECKING:
-    from ksana_jax.ops.implementations import Needs
 
 PREFILL_ROWS = 128  # of `hopper_prefill`'s tiles
 

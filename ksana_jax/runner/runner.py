@@ -18,7 +18,8 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import forward, logits
-from ksana_jax.ops.implementations import Needs, choose
+from ksana_jax.ops.implementations import choose
+from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.patterns import AttentionPattern, PatternArrays, stack

@@ -10,8 +10,8 @@ import numpy as np
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FAR
-from ksana_jax.sampling.bias import bias_of
 from ksana_jax.sequence import Rows
+from ksana_jax.step.bias import bias_of
 from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
 from ksana_jax.step.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
 

@@ -15,8 +15,9 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
-from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, choose, explain
+from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Attention, Kernels, calls
+from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import Part, StepArrays, StepShape

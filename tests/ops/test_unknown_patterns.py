@@ -16,8 +16,9 @@ from ksana_jax.cli import app
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops import implementations
-from ksana_jax.ops.implementations import Needs, choose, explain
+from ksana_jax.ops.implementations import choose, explain
 from ksana_jax.ops.kernels import HOPPER, TRITON, kernel_pattern
+from ksana_jax.ops.needs import Needs
 from ksana_jax.patterns import FAR, PatternArrays
 from ksana_jax.runner.runner import Runner
 from tests import reference

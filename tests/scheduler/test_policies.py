@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax import EngineConfig
 from ksana_jax.config import ConfigError
+from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.policies import POLICIES, LongestPrefix, make_policy
 from ksana_jax.sequence import Sequence
@@ -80,9 +81,9 @@ def test_settings_with_a_policy_of_the_users_own_are_checked_at_once_and_recorde
     assert EngineConfig(**recorded).plain() == recorded
     for wrong in ([], None, 5, "lifo", "tests.scheduler.test_policies:POLICIES"):
         with pytest.raises(ConfigError, match=r"^policy is "):
-            EngineConfig(policy=wrong)
+            check_policies(EngineConfig(policy=wrong))
         with pytest.raises(ConfigError, match=r"^prefix_eviction is "):
-            EngineConfig(prefix_eviction=wrong)
+            check_policies(EngineConfig(prefix_eviction=wrong))
 
 
 def texts_of(groups: int, length: int = 40) -> list[np.ndarray]:

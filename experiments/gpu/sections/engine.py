@@ -22,7 +22,8 @@ TIE = 0.05
 def run(context: Context) -> None:
     from ksana_jax.config import ModelConfig
     from ksana_jax.kv.layout import KVLayout
-    from ksana_jax.ops.implementations import IMPLEMENTATIONS, Needs, explain
+    from ksana_jax.ops.implementations import IMPLEMENTATIONS, explain
+    from ksana_jax.ops.needs import Needs
 
     for name, used, why in explain():
         context.record("fact", name="implementation", who=name, used=used, why=why)

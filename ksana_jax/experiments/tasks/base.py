@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
+from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-
-Measurement = dict[str, Any]
 
 # Metadata of a setting that is a list of files which the task reads. Relative ones in a YAML file start at its folder.
 # Their names are no part of a trial's id: `BaseTask.inputs` has to give a digest of what they hold.
@@ -44,53 +42,6 @@ def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None
         checks.integer(f"settings.{name}", settings[name], least, optional=settings[name] is None) for name in names
     )
     checks.require(*found, error=ConfigError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of the table. key: of the summary; write: a value as text; best: which value is set in bold.
-
-    exact: the same work gives the same value, a count: it is written without a deviation of 0, and any difference that
-    can be read counts. Other columns are subject to noise, see `ksana_jax.experiments.noise`.
-    """
-
-    key: str
-    title: str
-    write: Callable[[float], str]
-    best: Literal["min", "max"] | None = None
-    exact: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class ResultRow:
-    """A row of the table with its results. trials: the measurements of each finished trial, one trial a seed.
-
-    values: {summary key: its values}, one for each sample: of trials that measured the same one the first counts.
-    samples: {summary key: what each value was measured on}; see `BaseTask.sample`.
-    """
-
-    label: str
-    point: Mapping[str, Any]
-    num_planned: int
-    trials: Sequence[Sequence[Measurement]]
-    values: Mapping[str, Sequence[float]]
-    samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """What the figure and the sentence call the row."""
-        parts = [self.label] * bool(self.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in self.point.items()]
-        return ", ".join(parts) or "this configuration"
-
-    def mean(self, key: str) -> float | None:
-        """Mean over samples; None where nothing was measured."""
-        values = self.values.get(key, ())
-        return statistics.fmean(values) if values else None
-
-    def sd(self, key: str) -> float | None:
-        """Standard deviation over samples; None below two."""
-        values = self.values.get(key, ())
-        return statistics.stdev(values) if len(values) > 1 else None
 
 
 class TrialContext(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ksana_jax.experiments.noise import NUM_DEVIATIONS
-from ksana_jax.experiments.tasks.base import Measurement, ResultRow
+from ksana_jax.experiments.tasks.results import Measurement, ResultRow
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams

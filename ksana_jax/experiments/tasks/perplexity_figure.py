@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.experiments.figures import line_style
-from ksana_jax.experiments.tasks.base import ResultRow
 from ksana_jax.experiments.tasks.perplexity_report import live_blocks, method, spans
+from ksana_jax.experiments.tasks.results import ResultRow
 from ksana_jax.experiments.tasks.row_figure import against_numbers, draw_lines
 
 if TYPE_CHECKING:

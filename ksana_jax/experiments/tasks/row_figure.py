@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.experiments.figures import COLOURS, integer_ticks, line_style
-from ksana_jax.experiments.tasks.base import Column, ResultRow
+from ksana_jax.experiments.tasks.results import Column, ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

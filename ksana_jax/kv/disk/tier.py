@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.config import ConfigError
+from ksana_jax.errors import ConfigError
 from ksana_jax.files import UnsafeFile
 from ksana_jax.folder_lock import FolderInUse, FolderLock
 from ksana_jax.kv.disk.block_file import (

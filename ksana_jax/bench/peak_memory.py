@@ -1,4 +1,4 @@
-"""Predicted against measured memory: python -m ksana_jax.planner.check MODEL [--dtype bf16 --max-num-seqs 8 ...].
+"""Predicted against measured memory: python -m ksana_jax.bench.peak_memory MODEL [--dtype bf16 --max-num-seqs 8 ...].
 
 The highest resident memory of a process is that of all it has done, so the comparison wants a process of its own.
 MODEL is what `LLM` takes; of a directory without weights random ones are drawn.
@@ -52,7 +52,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ksana_jax.planner.check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ksana_jax.bench.peak_memory", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="f32")
     parser.add_argument("--memory-fraction", type=float, default=0.5)

@@ -1,0 +1,33 @@
+"""Keywords of `LLM` as a configuration whose policies exist. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ksana_jax import vllm_names
+from ksana_jax.config import EngineConfig
+from ksana_jax.kv import replacement
+from ksana_jax.scheduler import policies
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Returns the configuration that keywords of `LLM` ask for, vLLM's among them.
+
+    Raises:
+      ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
+    """
+    known = {f.name for f in dataclasses.fields(EngineConfig)} | {"pattern", "load_format", "tokenizer"}
+    return check_policies(EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known)))
+
+
+def check_policies(config: EngineConfig) -> EngineConfig:
+    """Returns a configuration after a look at what its policies name, which `config` itself cannot import.
+
+    Raises:
+      ConfigError: there is no such policy.
+    """
+    policies.find_policy(config.policy)
+    replacement.find_policy(config.prefix_eviction)
+    return config
