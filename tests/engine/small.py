@@ -8,8 +8,9 @@ import functools
 import operator
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ModelConfig, engine_config
+from ksana_jax.config import ModelConfig
 from ksana_jax.engine.build import build_engine
+from ksana_jax.engine.settings import engine_config
 from ksana_jax.models.params import init_params
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.request import CompletionOutput
