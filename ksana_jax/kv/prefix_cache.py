@@ -122,6 +122,13 @@ class PrefixCache:
         alive = ~self.live.dead_blocks(np.arange(count) * size, size, count * size)
         return [d for d in np.flatnonzero(alive).tolist() if d >= len(found) or not found[d].is_somewhere]
 
+    def num_cached_tokens(self, state: KVState, token_ids: np.ndarray) -> int:
+        """Tokens of a text's beginning that could be taken over now; pins nothing and reads nothing from disk."""
+        if not self.enabled:
+            return 0
+        found = self._known(state, token_ids, (len(token_ids) - 1) // self._index.block_size)
+        return self.usable(np.array([node.is_somewhere for node in found], bool)) * self._index.block_size
+
     def usable(self, there: np.ndarray) -> int:
         """Longest beginning of a text, in blocks, of which all that later queries see is there.
 

@@ -1,21 +1,38 @@
-"""Orders in which requests are served. A policy is one function: the smaller its value, the earlier a sequence runs,
-and the later it is preempted.
+"""Orders in which requests are served: the smaller its rank, the earlier a sequence runs and the later it is preempted.
 
-A policy of your own needs no entry here: `LLM(policy="my_package.module:mine")`, or the function itself.
+A policy is a function of a sequence, its rank. One that remembers something, or whose ranks change while sequences
+wait, is a class with the methods of `Policy`; each scheduler makes one of its own, with max_num_seqs. A policy of your
+own needs no entry here: `LLM(policy="my_package.module:mine")`, or the function or class itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ksana_jax.plugins import resolve
 from ksana_jax.sequence import Sequence
 
-# Any value that sorts; asked once, when a sequence arrives.
-Policy = Callable[[Sequence], Any]
-# A policy that remembers something is a class: each scheduler calls it with max_num_seqs for a policy of its own.
-Stateful = Callable[[int], Policy]
+
+class Policy(Protocol):
+    """The order of one scheduler.
+
+    A policy may also have `reorder(waiting: list[Sequence], memory: KVMemory) -> None`. It is called before sequences
+    are admitted in a step, and gives those that wait another `seq.rank`: for ageing, or for what is cached by now
+    (`memory.prefixes.num_cached_tokens`). A running sequence keeps the rank with which it was admitted.
+    """
+
+    def rank(self, seq: Sequence) -> Any:
+        """Returns any value that sorts; asked once, when a sequence arrives."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRank:
+    """A policy that is one function."""
+
+    rank: Callable[[Sequence], Any]
 
 
 def fcfs(seq: Sequence) -> float:
@@ -48,7 +65,7 @@ class LongestPrefix:
         self._prefix = prefix
         self._first: dict[tuple[str, bytes], int] = {}
 
-    def __call__(self, seq: Sequence) -> tuple[int, bytes]:
+    def rank(self, seq: Sequence) -> tuple[int, bytes]:
         # Big endian: bytes then sort as the numbers do.
         tokens = seq.token_ids.astype(">i4").tobytes()
         group = (seq.kv.salt, tokens[: 4 * self._prefix])
@@ -60,7 +77,7 @@ class LongestPrefix:
         return (first, tokens)
 
 
-POLICIES: dict[str, Policy | type[LongestPrefix]] = {
+POLICIES: dict[str, Callable[[Sequence], Any] | type[Policy]] = {
     "fcfs": fcfs,
     "shortest_first": shortest_first,
     "fewest_tokens_left": fewest_tokens_left,
@@ -68,7 +85,7 @@ POLICIES: dict[str, Policy | type[LongestPrefix]] = {
 }
 
 
-def find_policy(spec: str | Policy) -> Policy | Stateful:
+def find_policy(spec: Any) -> Callable[[Sequence], Any] | type[Policy]:
     """Returns what `EngineConfig.policy` names: a key of POLICIES, "package.module:name", or a function or class.
 
     Raises:
@@ -77,7 +94,7 @@ def find_policy(spec: str | Policy) -> Policy | Stateful:
     return resolve(spec, POLICIES, "policy")
 
 
-def make_policy(spec: str | Policy, max_num_seqs: int) -> Policy:
+def make_policy(spec: Any, max_num_seqs: int) -> Policy:
     """Returns the policy of one scheduler; see `find_policy`."""
     found: Any = find_policy(spec)
-    return found(max_num_seqs) if isinstance(found, type) else found
+    return found(max_num_seqs) if isinstance(found, type) else ByRank(found)

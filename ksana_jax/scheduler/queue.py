@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from typing import Any
 
 from ksana_jax.kv.memory import KVMemory
@@ -20,13 +21,21 @@ class WaitingQueue:
 
     def __init__(self, memory: KVMemory, policy: Policy):
         self._memory, self._policy = memory, policy
+        self._reorder: Callable[[list[Sequence], KVMemory], None] | None = getattr(policy, "reorder", None)
         self.entries: list[tuple[Any, int, Sequence]] = []
         self.leaders: dict[Sequence, None] = {}
 
     def rank(self, seq: Sequence) -> None:
         """Asks the policy for a sequence's place, once."""
         if seq.rank is None:
-            seq.rank = self._policy(seq)
+            seq.rank = self._policy.rank(seq)
+
+    def reorder(self) -> None:
+        """Lets the policy rank those that wait anew, if it does such a thing."""
+        if self._reorder is not None and self.entries:
+            waiting = [seq for _, _, seq in self.entries]
+            self._reorder(waiting, self._memory)
+            self.entries = sorted((seq.rank, seq.seq_id, seq) for seq in waiting)
 
     def add(self, seq: Sequence) -> None:
         """Puts a sequence in its place."""

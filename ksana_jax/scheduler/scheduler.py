@@ -21,7 +21,7 @@ from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission, Room
-from ksana_jax.scheduler.policies import Policy, make_policy
+from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.row_blocks import RowBlocks
@@ -59,7 +59,7 @@ class Scheduler:
         query_tile: int,
         max_model_len: int,
         live: LiveRange,
-        policy: str | Policy = "fcfs",
+        policy: Any = "fcfs",
     ):
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -205,6 +205,7 @@ class Scheduler:
                     chunks.append((row, count))
         if self.num_preemptions == preempted_before:
             if self.waiting:
+                self.queue.reorder()
                 self._admit_waiting(room, chunks)
         else:
             singles = singles[rows.alive[singles]]

@@ -21,7 +21,7 @@ def sequence(seq_id: int, text, salt: str = "", max_tokens: int = 4) -> Sequence
 
 
 def order(policy, seqs) -> list[int]:
-    ranks = [(policy(seq), seq.seq_id) for seq in seqs]
+    ranks = [(policy.rank(seq), seq.seq_id) for seq in seqs]
     return [seq_id for _, seq_id in sorted(ranks)]
 
 
@@ -53,7 +53,7 @@ class EveryOther:
     def __init__(self, max_num_seqs: int):
         self.max_num_seqs, self.count = max_num_seqs, 0
 
-    def __call__(self, seq: Sequence) -> int:
+    def rank(self, seq: Sequence) -> int:
         self.count += 1
         return self.count % 2
 
@@ -133,15 +133,15 @@ def test_nobody_is_overtaken_by_more_than_patience_requests():
 def test_groups_that_take_in_nobody_any_more_are_forgotten():
     policy = LongestPrefix(4, patience=4)
     for i in range(10_000):
-        policy(sequence(i, [i // 100, i % 100]))
+        policy.rank(sequence(i, [i // 100, i % 100]))
     assert len(policy._first) <= 4098
 
 
 def test_two_schedulers_do_not_share_groups():
     one, other = make_policy("longest_prefix", 4), make_policy("longest_prefix", 4)
     text = prompt_of(40)
-    one(sequence(0, text))
-    assert other(sequence(7, text))[0] == 7
+    one.rank(sequence(0, text))
+    assert other.rank(sequence(7, text))[0] == 7
 
 
 @pytest.mark.parametrize(("policy", "num_computed"), [("longest_prefix", 2), ("fcfs", 6)])
