@@ -8,7 +8,7 @@ TARGET ?= h200
 AOT_VENV ?= .venv-aot
 # More for pytest or ksana, for example: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
-EXTRAS ?= dev
+EXTRAS ?= dev,docs
 LIVES ?= 2000
 
 RUN := $(VENV)/bin/python
@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test kernels check-kernels emulate-kernels soak run-soak lint format clean
+.PHONY: help demo test docs kernels check-kernels emulate-kernels soak run-soak lint format clean
 
 help:
 	@echo "make demo     an ablation of attention windows on the embedded model: a table and a figure"
@@ -24,6 +24,7 @@ help:
 	@echo "make kernels  compiles the kernels for a GPU, without one, reports, and runs what came out in an emulator"
 	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": the report alone)"
 	@echo "make soak     long proofs: what tests leave out, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
+	@echo "make docs     the documentation as HTML, in docs/_build; a warning is an error"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   lays the code out as lint wants it"
 	@echo "make clean    removes $(VENV), $(AOT_VENV) and the caches"
@@ -37,6 +38,9 @@ test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+docs: $(READY)
+	@$(RUN) docs/build.py
 
 kernels:
 	@$(MAKE) --no-print-directory check-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
@@ -81,7 +85,7 @@ clean:
 	@for venv in "$(VENV)" "$(AOT_VENV)"; do \
 	  if [ -f "$$venv/pyvenv.cfg" ]; then echo "== removing $$venv"; rm -rf "$$venv"; fi; \
 	done
-	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build ksana_jax.egg-info
+	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build docs/_build ksana_jax.egg-info
 	@find ksana_jax pallas_kernels experiments tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an installation that was cut short is taken up again.

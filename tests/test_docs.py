@@ -1,18 +1,27 @@
-"""Pages in docs/ are right: their Python runs, their drawings are what patterns do, and their links lead somewhere."""
+"""Pages in docs/ are right: code runs, commands parse, drawings are what the engine does, links lead somewhere."""
 
+import importlib
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import yaml
+from typer.main import get_command
 
-from ksana_jax import AttentionPattern
+from ksana_jax import AttentionPattern, cli
+from ksana_jax.experiments.config import plan
 from tests.reference import literal
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted((*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"))
+PAGES = sorted(
+    (*DOCS.glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("experiments/*/README.md"))
+)
 
 
 def blocks(page, language):
@@ -58,3 +67,65 @@ def test_drawn_distances_of_sinks_are_what_the_patterns_do():
         visible, stands = literal(pattern, *np.ogrid[:10, :10])
         expected = [stands[9, k] - k for k in range(10) if visible[9, k]]
         assert [int(d) for d in distances.split()] == expected
+
+
+def commands(page):
+    """What `ksana` is given in a page's console blocks and in the table of README, word by word."""
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ (?:.* \| )?ksana (.*)$", text, re.M)
+    lines += [line.partition("    ")[0] for line in re.findall(r"^ksana (.*)$", text, re.M)]
+    return [shlex.split(line.partition("  ")[0]) for line in lines]
+
+
+def parsed(words):
+    """Parses a command line without running it; returns the words that name the command."""
+    command, name = get_command(cli.app), []
+    while words[0] in getattr(command, "commands", {}):
+        command = command.commands[words[0]]
+        name, words = [*name, words[0]], words[1:]
+        if not words:
+            break
+    command.make_context(" ".join(name), list(words))
+    return " ".join(name)
+
+
+def test_commands_in_pages_exist_and_take_the_options_shown():
+    for page in PAGES:
+        for words in commands(page):
+            parsed(words)
+
+
+def test_every_command_has_a_how_to():
+    def names(command, words=()):
+        children = getattr(command, "commands", {})
+        return [n for k, c in children.items() for n in names(c, (*words, k))] if children else [" ".join(words)]
+
+    assert {parsed(words) for words in commands(DOCS / "commands.md")} == set(names(get_command(cli.app)))
+
+
+def test_the_experiment_of_the_page_on_commands_is_one():
+    [text] = blocks(DOCS / "commands.md", "yaml")
+    assert [row.label for row in plan(yaml.safe_load(text)).rows] == ["full", "sinks + window"]
+
+
+def test_the_drawn_step_and_the_drawn_blocks_are_what_their_numbers_say():
+    text = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    steps = [line.split() for line in re.findall(r"^step \d   ([ABC ]+?)(?:  .*)?$", text, re.M)]
+    assert [len(step) for step in steps] == [16, 16, 4, 3] and sum(step.count("C") for step in steps[:3]) == 30
+    assert re.findall(r"^(?:between steps|within a step)   (\S+)", text, re.M) == ["#" * 8, "#" * 8 + "c" * 16]
+
+
+def test_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    build = [sys.executable, "docs/build.py", str(tmp_path / "html")]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ksana_jax.LLM.generate" in (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
+    assert (tmp_path / "html" / "experiments-quickstart.html").is_file()
+
+
+@pytest.mark.parametrize("module", ["ksana_jax", "ksana_jax.models", "ksana_jax.loading", "ksana_jax.tokenizers"])
+def test_the_python_reference_lists_every_public_name(module):
+    section = (DOCS / "api.md").read_text(encoding="utf-8").split(f"## `{module}`\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)", section, re.M)
+    assert sorted(listed) == sorted(importlib.import_module(module).__all__)

@@ -1,0 +1,93 @@
+"""python docs/build.py [OUT]: builds the documentation as HTML, offline; a warning is an error. `make docs` runs it.
+
+Pages are plain Markdown that reads as well on a code host: docs/*.md and Markdown files elsewhere in the repository,
+which link to each other by their paths. They are copied into one tree, and their links changed to fit it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+# The tree of contents: captions, and the pages under them. The page of a path is its name without ".md".
+CONTENTS = {
+    "Using it": ["docs/concepts.md", "docs/commands.md", "docs/yaml.md", "docs/coming-from-vllm.md", "docs/jax.md",
+                 "docs/api.md", "examples/README.md"],
+    "The project": ["README.md", "docs/status.md", "docs/results.md", "CONTRIBUTING.md", "pallas_kernels/README.md",
+                    "CHANGELOG.md"],
+}  # fmt: skip
+STUDIES = [str(readme.relative_to(ROOT)) for readme in sorted(ROOT.glob("experiments/*/README.md"))]
+INDEX = "docs/README.md"
+
+
+def page_of(path: str) -> str:
+    """The name of a page in the tree: "docs/README.md" is index, "experiments/gpu/README.md" experiments-gpu."""
+    if path == INDEX:
+        return "index"
+    name = path.removeprefix("docs/").removesuffix(".md").removesuffix("/README")
+    return name.lower().replace("/", "-")
+
+
+PAGES = {path: page_of(path) for path in (INDEX, *(path for paths in CONTENTS.values() for path in paths), *STUDIES)}
+
+
+def stage(tree: Path) -> None:
+    """Copies pages, their pictures and the files that they link to.
+
+    Raises:
+      ValueError: a link leads nowhere.
+    """
+    shutil.copy(ROOT / "docs" / "conf.py", tree)
+    for path, page in PAGES.items():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        text = LINK.sub(lambda link, path=path: moved(link, path, tree), text)
+        if path == INDEX:
+            text += "".join(contents(caption, paths) for caption, paths in CONTENTS.items())
+        if path == "docs/results.md":
+            text += contents("Studies", STUDIES)
+        (tree / f"{page}.md").write_text(text, encoding="utf-8")
+
+
+def contents(caption: str, paths: list[str]) -> str:
+    pages = "\n".join(PAGES[path] for path in paths)
+    return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+
+
+def moved(link: re.Match, path: str, tree: Path) -> str:
+    """A link of a page as it is in the tree: to another page, to a copy of a file, or the link itself if to a site."""
+    mark, text, target, heading = link[1], link[2], link[3], link[4] or ""
+    if "://" in target:
+        return link[0]
+    there = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    page = PAGES.get(there) or PAGES.get(f"{there}/README.md")
+    if page:
+        return f"[{text}]({page}.md{heading})"
+    source = ROOT / there
+    if not source.is_file():
+        raise ValueError(f"{path}: {target} is not a file of the repository")
+    name = f"files/{there}" + ".txt" * (source.suffix == ".md")  # Sphinx would take it for a page
+    copy = tree / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, copy)
+    return f"{mark}[{text}]({name})"
+
+
+def main(out: str = "docs/_build") -> int:
+    from sphinx.cmd.build import build_main
+
+    with tempfile.TemporaryDirectory() as folder:
+        stage(Path(folder))
+        code = build_main(["-q", "-W", "--keep-going", "-n", "-E", "-b", "html", folder, out])
+    if code == 0:
+        print(f"{out}/index.html")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
