@@ -7,13 +7,14 @@ NaN, and so do the slots of a row's last block that it has not reached, and bloc
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import int4
+from pallas_kernels.contract import Call, Options, Pool
 from pallas_kernels.patterns import FAR, FULL, Pattern
 
 WINDOW = Pattern(window=40)
@@ -114,8 +115,8 @@ def layout(spec: Spec) -> Layout:
     return Layout(np.stack(tables), np.stack(starts), np.stack(positions), readable)
 
 
-def make(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """Positional and keyword arguments of `ragged_paged_attention`, on jax's default device.
+def make(spec: Spec) -> Call:
+    """A call on jax's default device.
 
     Scores have a standard deviation of 2, so that a softmax is neither flat nor a single token.
     """
@@ -129,17 +130,15 @@ def make(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     query = (spec.num_heads, spec.head_dim)
     scale = 2 * spec.head_dim**-0.5
     q = normal(*positions.shape, *query, scale=scale)
-    pool, scales = _pool(rng, spec, readable)
-    keywords: dict[str, Any] = dict(
-        layer=spec.layer, pattern=spec.pattern, soft_cap=spec.soft_cap, return_lse=spec.return_lse
-    )
-    if spec.sink_queries:
-        keywords["q_sink"] = jnp.asarray(normal(*positions.shape, spec.sink_queries, *query, scale=scale))
-    if spec.codes:
-        keywords["scales"] = jnp.asarray(scales)
-    if spec.sink_logits:
-        keywords["sink_logits"] = jnp.asarray(rng.standard_normal(spec.num_heads, np.float32))
-    return tuple(jnp.asarray(x) for x in (q, pool, tables, starts, positions)), keywords
+    kv, scales = _pool(rng, spec, readable)
+    q_sink = normal(*positions.shape, spec.sink_queries, *query, scale=scale) if spec.sink_queries else None
+    sinks = rng.standard_normal(spec.num_heads, np.float32) if spec.sink_logits else None
+    call = Call(
+        q, Pool(kv, scales if spec.codes else None), tables, starts, positions, layer=spec.layer, pattern=spec.pattern,
+        options=Options(q_sink, sinks, spec.soft_cap, spec.return_lse),
+    )  # fmt: skip
+    # Numbers of the pattern and the layer stay Python's.
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
 
 
 def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):

@@ -68,32 +68,51 @@ class Work(NamedTuple):
     place: jax.Array
 
 
+def units_per_block_id(pool_shape) -> int:
+    """Units of a pool [M, L, 2, K, B, H] from one block id to the next."""
+    _, num_layers, two, num_kv_heads, block_size, _ = pool_shape
+    return num_layers * two * num_kv_heads * (block_size // unit_tokens(block_size))
+
+
 def split_tiles(tables, starts, positions, queries: int):
     """Query tiles [S, Q] cut into those of at most `queries` queries, each with its row's tables [S, P] and starts."""
     s, width = positions.shape
     per_tile = min(queries, width)
     tiles = -(-width // per_tile)
     positions = jnp.pad(positions, ((0, 0), (0, tiles * per_tile - width)), constant_values=-1)
-    return *(jnp.repeat(x, tiles, axis=0) for x in (tables, starts)), positions.reshape(s * tiles, per_tile)
+    positions = positions.reshape(s * tiles, per_tile)
+    return jnp.repeat(tables, tiles, axis=0), jnp.repeat(starts, tiles, axis=0), positions
 
 
-def units_of(tables, starts, block_size: int, units_per_block_id: int):
-    """Blocks [S, P] cut into units [S, P * parts]: their index in the pool seen as units, and their first positions.
+class Units(NamedTuple):
+    """Units of block tables, cut out of blocks. U = P x units of a block.
+
+    index: [S, U] in the pool seen as units, without layer, head and key/value. starts: [S, U] first text position; FAR
+    where absent. live: [S, U] whether some query sees some of it. first, last: [S, 1] smallest and largest position of
+    the queries; FAR and -1 where there are none.
+    """
+
+    index: jax.Array
+    starts: jax.Array
+    live: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+
+def units_of(tables, starts, positions, pattern: Pattern, block_size: int, per_block_id: int) -> Units:
+    """Units of tables [S, P] with starts [S, P], for queries at positions [S, Q].
 
     Args:
-      units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
+      per_block_id: as `units_per_block_id` gives it.
     """
     size = unit_tokens(block_size)
     parts = jnp.arange(block_size // size)
-    units = (tables * units_per_block_id)[:, :, None] + parts
-    starts = jnp.where(starts[:, :, None] < FAR, starts[:, :, None] + size * parts, FAR)
-    return units.reshape(len(units), -1), starts.reshape(len(units), -1)
-
-
-def oldest_and_newest(positions):
-    """Smallest and largest position [S, 1] of each tile's queries [S, Q]; FAR and -1 where there are none."""
-    oldest = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
-    return oldest, positions.max(axis=1, keepdims=True)
+    index = ((tables * per_block_id)[:, :, None] + parts).reshape(len(tables), -1)
+    starts = jnp.where(starts[:, :, None] < FAR, starts[:, :, None] + size * parts, FAR).reshape(len(tables), -1)
+    first = jnp.where(positions < 0, FAR, positions).min(axis=1, keepdims=True)
+    last = positions.max(axis=1, keepdims=True)
+    live = pattern.sees_some(first, last, starts, size) & (starts < FAR)
+    return Units(index, starts, live, first, last)
 
 
 def placed(place, width: int, blocks, starts):
@@ -103,7 +122,7 @@ def placed(place, width: int, blocks, starts):
     return blocks, jnp.full((len(place), width), FAR, jnp.int32).at[row, place].set(starts, mode="drop")
 
 
-def plan(
+def schedule(
     tables: jax.Array,
     starts: jax.Array,
     positions: jax.Array,
@@ -111,7 +130,7 @@ def plan(
     *,
     block_size: int,
     num_kv_heads: int,
-    units_per_block_id: int,
+    per_block_id: int,
     num_workers: int,
 ) -> Work:
     """Cuts a step's attention into equal stretches.
@@ -121,15 +140,13 @@ def plan(
       starts: [S, P] text position of each block's first slot; FAR where absent.
       positions: [S, Q] of each tile's queries; -1 where padded.
       pattern: scalars.
-      units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
+      per_block_id: as `units_per_block_id` gives it.
       num_workers: stretches to cut the work into.
     """
     s = tables.shape[0]
     size = unit_tokens(block_size)
     per_piece = TILE_KV // size
-    units, unit_starts = units_of(tables, starts, block_size, units_per_block_id)
-    first, last = oldest_and_newest(positions)
-    live = pattern.sees_some(first, last, unit_starts, size) & (unit_starts < FAR)
+    units, unit_starts, live, first, last = units_of(tables, starts, positions, pattern, block_size, per_block_id)
     count = live.sum(axis=1)
     width = -(-units.shape[1] // per_piece) * per_piece
     # The live ones move to the front; the others are sent beyond the end and dropped.

@@ -7,7 +7,6 @@ one layer and out has q's shape: the output of one call is the query of the next
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu.cases import Arguments, Case
+from pallas_kernels.contract import Kernel
 from pallas_kernels.patterns import Pattern
 
 # Of jax's paged_attention: stages of its pipeline and tokens of each.
@@ -48,21 +48,20 @@ class Candidate:
     part: bool = False
 
 
-def reference() -> Callable[..., Any]:
+def reference() -> Kernel:
     """The float32 reference of `pallas_kernels`."""
-    from pallas_kernels.reference import ragged_paged_attention
+    from pallas_kernels.reference import KERNEL
 
-    return ragged_paged_attention
+    return KERNEL
 
 
-def implementations() -> dict[str, Callable[..., Any]]:
+def implementations() -> dict[str, Kernel]:
     """Ours, by name; on a machine without a GPU the reference stands in."""
     if jax.default_backend() == "gpu":
-        import pallas_kernels
+        from pallas_kernels.registry import KERNELS
 
-        found = dict(pallas_kernels.IMPLEMENTATIONS)
-        shared = functools.partial(found["hopper_prefill"], registers=False)
-        return found | {"hopper_prefill, weights in shared memory": shared}
+        shared = KERNELS["hopper_prefill"].tuned(registers=False)
+        return KERNELS | {"hopper_prefill, weights in shared memory": shared}
     return {"reference": reference()}
 
 
@@ -70,18 +69,18 @@ def ours(case: Case) -> list[Candidate]:
     """Each implementation of `pallas_kernels` that the engine could use for a case."""
     few = case.queries * case.num_heads // case.num_kv_heads < PREFILL_ROWS
     found = implementations().items()
-    return [ours_as(name, f, case) for name, f in found if not (few and name.startswith("hopper_prefill"))]
+    return [ours_as(name, kernel, case) for name, kernel in found if not (few and name.startswith("hopper_prefill"))]
 
 
-def ours_as(name: str, attend: Callable[..., Any], case: Case) -> Candidate:
-    """One function with the contract of `pallas_kernels`, under a name."""
+def ours_as(name: str, kernel: Kernel, case: Case) -> Candidate:
+    """A kernel with the contract of `pallas_kernels`, under a name."""
     pattern = Pattern(*case.pattern)
 
     def prepare(a: Arguments):
         return a.q, a[1:], tuple(jnp.int32(layer) for layer in range(case.num_layers))
 
     def step(q, shared, layer):
-        return attend(q, *shared, layer=layer, pattern=pattern)
+        return kernel(Arguments(q, *shared).call(layer=layer, pattern=pattern)).out
 
     return Candidate(name, prepare, step, ours=True)
 

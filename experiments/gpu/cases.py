@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.patterns import FAR, Pattern
+from pallas_kernels.contract import Call, Options, Pool
+from pallas_kernels.patterns import FAR, FULL, Pattern
 
 # Successive calls read different layers, together so many bytes: four times the L2 of an H200 (60 MB) and more.
 ROTATED_BYTES = 512 * 2**20
 
 
 class Arguments(NamedTuple):
-    """Of `ragged_paged_attention`.
+    """Arrays of a `Call`.
 
     q: [S, Q, N, H]. pool: [M, L, 2, K, B, H]. tables, starts: [S, P]. positions: [S, Q].
     """
@@ -27,6 +28,12 @@ class Arguments(NamedTuple):
     tables: Any
     starts: Any
     positions: Any
+
+    def call(self, *, layer: Any = 0, pattern: Any = FULL, scales: Any = None, **options: Any) -> Call:
+        """The call of a kernel. options: fields of Options."""
+        pool = Pool(self.pool, scales)
+        more = Options(**options)
+        return Call(self.q, pool, self.tables, self.starts, self.positions, layer=layer, pattern=pattern, options=more)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,11 @@ def parts(case: Case) -> list[Candidate]:
     """Both parts on a case."""
     pattern = Pattern(*case.pattern)
     # Without jit of its own, whose trace would be kept.
-    whole: Callable[..., Any] = inspect.unwrap(hopper_decode.ragged_paged_attention)
+    whole: Callable[..., Any] = inspect.unwrap(hopper_decode.attend)
+
+    def attend(arrays: Arguments, layer) -> jax.Array:
+        return whole(arrays.call(layer=layer, pattern=pattern), tuning=hopper_decode.KERNEL.tuning).out
+
     layers = tuple(jnp.int32(layer) for layer in range(case.num_layers))
 
     def attention_alone(q, shared, layer):
@@ -30,8 +34,8 @@ def parts(case: Case) -> list[Candidate]:
             some = jnp.moveaxis(partial[: work.of_pair.shape[0] - 1], 1, 2)  # [S * K, rows, W, H / W]
             return some.reshape(*some.shape[:2], -1)[:, :num_rows].astype(out_dtype), partial_lse
 
-        with _in_place_of("merge", no_merge):
-            return whole(q, *shared, layer=layer, pattern=pattern)
+        with _in_place_of("merge_segments", no_merge):
+            return attend(Arguments(q, *shared), layer)
 
     def segments(a: Arguments):
         found = []
@@ -41,8 +45,8 @@ def parts(case: Case) -> list[Candidate]:
             pairs = work.of_pair.shape[0] - 1
             return jnp.zeros((pairs, num_rows, config.head_dim), out_dtype), jnp.zeros((pairs, num_rows))
 
-        with _in_place_of("merge", keeps):
-            whole(*a, layer=0, pattern=pattern)
+        with _in_place_of("merge_segments", keeps):
+            attend(a, 0)
         return a.q, (a[1:], tuple(found)), layers
 
     def merge_alone(q, shared, layer):
@@ -52,8 +56,8 @@ def parts(case: Case) -> list[Candidate]:
             # Fed by the call before, or XLA would make one call of them all: one small addition.
             return partial, partial_lse + q[0, 0, 0, 0].astype(jnp.float32) * 1e-30
 
-        with _in_place_of("attend", no_attention):
-            return whole(q, *arrays, layer=layer, pattern=pattern)
+        with _in_place_of("attend_segments", no_attention):
+            return attend(Arguments(q, *arrays), layer)
 
     return [
         Candidate(ATTENTION, lambda a: (a.q, a[1:], layers), attention_alone, ours=True, part=True),
@@ -63,7 +67,7 @@ def parts(case: Case) -> list[Candidate]:
 
 @contextlib.contextmanager
 def _in_place_of(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`hopper`'s function of a name replaced while something is traced."""
+    """A function of Hopper's decode of a name replaced while something is traced."""
     kept = getattr(hopper_decode, name)
     setattr(hopper_decode, name, function)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpu.candidates import Candidate, reference
-from experiments.gpu.cases import Case
+from experiments.gpu.cases import Arguments, Case
 from experiments.gpu.compiling import Compiling
 from experiments.gpu.context import Context
 from experiments.gpu.timing import chain
@@ -102,7 +101,11 @@ class Programs:
     def _of_case(self, case: Case) -> list[tuple[Any, Any]]:
         shapes = case.shapes()
         few = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (shapes.q, *shapes[2:])]
-        exact = functools.partial(reference(), pattern=Pattern(*case.pattern), out_dtype=jnp.float32, layer=0)
+
+        def exact(*arrays):
+            call = Arguments(*arrays).call(pattern=Pattern(*case.pattern), out_dtype=jnp.float32)
+            return reference()(call).out
+
         return [
             (DATA, jax.jit(case.random).lower(jax.random.key(0))),
             (REFERENCE, jax.jit(exact).lower(few[0], shapes.pool, *few[1:])),

@@ -30,6 +30,7 @@ from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import Part, StepShape
 from pallas_kernels.aot.report import Memory, find_copies, judge_program, part_size
+from pallas_kernels.contract import Call, Pool
 
 EXTRA = "aot-tpu"
 # By name: topology for libtpu, device as jax calls it, and what libtpu would otherwise look for on the network.
@@ -82,8 +83,11 @@ def _gathered(shape: StepShape, sharding, num_blocks: int):
     """Attention of one layer behind the contract."""
     q, tables, starts, positions, _ = tiles(shape)
     pool = (num_blocks, LLAMA.num_layers, 2, LLAMA.num_kv_heads, BLOCK_SIZE, LLAMA.head_dim)
-    args = (q, jax.ShapeDtypeStruct(pool, jnp.bfloat16), tables, starts, positions)
-    return lower(sharding, functools.partial(tpu_attention.ragged_paged_attention, layer=1), *args)
+
+    def run(q, kv, tables, starts, positions):  # the pattern is to be known
+        return tpu_attention.KERNEL(Call(q, Pool(kv), tables, starts, positions, layer=1)).out
+
+    return lower(sharding, run, q, jax.ShapeDtypeStruct(pool, jnp.bfloat16), tables, starts, positions)
 
 
 def _in_order(shape: StepShape, sharding, num_blocks: int):

@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.ops.attention import CEILING, Queries, Where, write
+from ksana_jax.ops.attention import CEILING, Queries, Seen, Where, merge, normalised, write
 from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
-from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels import contract
+from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper import kv_write as hopper_kv_write
-from pallas_kernels.hopper import prefill as hopper_prefill
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.triton import decode as triton_decode
-from pallas_kernels.triton import ragged as triton_ragged
+from pallas_kernels.registry import KERNELS
 
-PREFILL_ROWS = 128  # of `hopper_prefill`'s tiles
+PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
 # What kernels read of a `PatternArrays`, and what they call it.
 PATTERN_FIELDS = {
@@ -32,17 +31,6 @@ PATTERN_FIELDS = {
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
 
 
-class Attention(NamedTuple):
-    """A kernel of attention.
-
-    attend: with `pallas_kernels.reference.ragged_paged_attention`'s signature.
-    plan_work: what layers with one pattern share of a call, given as `work`; None where there is nothing.
-    """
-
-    attend: Callable[..., Any]
-    plan_work: Callable[..., Any] | None = None
-
-
 class Kernels(NamedTuple):
     """Kernels that together serve a step.
 
@@ -51,12 +39,12 @@ class Kernels(NamedTuple):
     kv_write: that of `pallas_kernels.kv_write_reference`; None writes with XLA.
     """
 
-    decode: Attention
-    ragged: Attention
-    prefill: Attention | None = None
+    decode: Kernel
+    ragged: Kernel
+    prefill: Kernel | None = None
     kv_write: Callable[..., Any] | None = None
 
-    def serving(self, call: Call, where: Where, cache: KVCache, num_heads: int) -> Attention:
+    def serving(self, call: Call, where: Where, cache: KVCache, num_heads: int) -> Kernel:
         """The kernel for one call."""
         if call.tile == 1:
             return self.decode
@@ -65,15 +53,18 @@ class Kernels(NamedTuple):
             return self.ragged
         *_, num_kv_heads, block_size, head_dim = cache.kv.shape
         needs = num_heads, num_kv_heads, head_dim, block_size, cache.kv.dtype, where.num_rotated_sinks
-        return self.ragged if _lacks(self.prefill, call.tile, *needs) else self.prefill
+        return self.ragged if _unsupported(self.prefill, call.tile, *needs) else self.prefill
 
     def plan(self, where: Where, cache: KVCache, num_heads: int):
         """What layers with one pattern share in a step: one for each call of a kernel."""
-        seen, found = kernel_pattern(where.pattern), []
+        pattern, found = kernel_pattern(where.pattern), []
+        num_sinks = where.num_rotated_sinks
         for call in calls(where.batch, where.shape):
-            plan_work = self.serving(call, where, cache, num_heads).plan_work
-            assert plan_work is not None
-            found.append(plan_work(*call.arrays, cache.kv, seen, num_query_heads=num_heads))
+            tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
+            q = jax.ShapeDtypeStruct((*tiles, *shape), cache.kv.dtype)
+            q_sink = jax.ShapeDtypeStruct((*tiles, num_sinks, *shape), cache.kv.dtype)
+            asked = _call(call, where.layer, pattern, cache, q, q_sink if num_sinks and not call.shared else None)
+            found.append(self.serving(call, where, cache, num_heads).work(asked))
         return tuple(found)
 
     def write(self, q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
@@ -99,20 +90,17 @@ class Kernels(NamedTuple):
     def attend(self, queries: Queries, cache: KVCache, where: Where, plan: tuple[Any, ...] | None) -> jax.Array:
         """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16; gives the dtype of queries."""
         found, dtype = [], queries.here.dtype
-        merges = where.shape.shared_rows > 0
+        pattern, merges = kernel_pattern(where.pattern), where.shape.shared_rows > 0
         for i, call in enumerate(calls(where.batch, where.shape)):
             kernel = self.serving(call, where, cache, queries.here.shape[1])
-            work = {} if plan is None else {"work": plan[i]}
-            second = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
-            out, lse = kernel.attend(
-                call.take(queries.here, 0), cache.kv, *call.arrays, layer=jnp.int32(where.layer),
-                pattern=kernel_pattern(where.pattern), q_sink=second, return_lse=True,
-                out_dtype=jnp.float32 if merges else dtype, **work,
-            )  # fmt: skip
-            found.append((call.give(out), call.give(lse)))
+            q_sink = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
+            asked = _call(call, where.layer, pattern, cache, call.take(queries.here, 0), q_sink)
+            asked = asked.replace(return_lse=merges, out_dtype=jnp.float32 if merges else dtype)
+            found.append(jax.tree.map(call.give, kernel(asked, None if plan is None else plan[i])))
         if merges:
-            found[0] = merge(found[0], found.pop())
-        parts = [out.astype(dtype) for out, _ in found]
+            shared = found.pop()
+            found[0] = found[0]._replace(out=normalised(merge(_seen(found[0]), _seen(shared))))
+        parts = [result.out.astype(dtype) for result in found]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -154,6 +142,13 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
     return made
 
 
+def _call(call: Call, layer, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
+    """One call of a kernel in its contract's form."""
+    tables, starts, positions = call.arrays
+    pool, options = contract.Pool(cache.kv, cache.leaves.get("scale")), contract.Options(q_sink)
+    return contract.Call(q, pool, tables, starts, positions, jnp.int32(layer), pattern, options)
+
+
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
     """A layer's numbers as the kernels name them.
 
@@ -183,12 +178,10 @@ def second_positions(where: Where) -> jax.Array:
     return jnp.where(pattern.sink_position == CEILING, at_ceiling, in_cache)
 
 
-def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention (out [T, N, H], log-sum-exp [T, N]) of the same queries to the keys of both."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    lse = jnp.logaddexp(lse_a, lse_b)
-    base = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    return jnp.exp(lse_a - base)[..., None] * out_a + jnp.exp(lse_b - base)[..., None] * out_b, lse
+def _seen(result: contract.Result) -> Seen:
+    """A kernel's result as one of several that are merged: its log-sum-exp is the weight of all of it."""
+    assert result.lse is not None
+    return Seen(result.lse, jnp.isfinite(result.lse).astype(jnp.float32), result.out)
 
 
 def lacks(kernels: Kernels, needs: Needs) -> str | None:
@@ -197,29 +190,24 @@ def lacks(kernels: Kernels, needs: Needs) -> str | None:
         return reason
     more = needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.block_size, needs.dtype, needs.num_rotated_sinks
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
-        if found := _lacks(kernel, tile, *more):
+        if found := _unsupported(kernel, tile, *more):
             return found
     return None if kernels.kv_write is None else _write_lacks(kernels.kv_write, needs)
 
 
 @functools.cache
-def _lacks(
-    kernel: Attention, tile: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype,
+def _unsupported(
+    kernel: Kernel, tile: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype,
     num_rotated_sinks: int,
 ) -> str | None:  # fmt: skip
-    def array(*dims: int, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(dims, dtype)
-
-    q, pool = (1, tile, num_heads, head_dim), (2, 1, 2, num_kv_heads, block_size, head_dim)
-    q_sink = array(*q[:2], num_rotated_sinks, *q[2:], dtype=dtype) if num_rotated_sinks else None
-    try:
-        jax.eval_shape(
-            lambda *args, q_sink: kernel.attend(*args, layer=0, q_sink=q_sink), array(*q, dtype=dtype),
-            array(*pool, dtype=dtype), array(1, 1), array(1, 1), array(1, tile), q_sink=q_sink,
-        )  # fmt: skip
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    """Why a kernel does not take calls of some shapes, or None."""
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    pool = contract.Pool(floats((2, 1, 2, num_kv_heads, block_size, head_dim)))
+    q_sink = floats((1, tile, num_rotated_sinks, num_heads, head_dim)) if num_rotated_sinks else None
+    q, table = floats((1, tile, num_heads, head_dim)), ints((1, 1))
+    options = contract.Options(q_sink)
+    return kernel.unsupported(contract.Call(q, pool, table, table, ints((1, tile)), options=options))
 
 
 def _write_lacks(kv_write, needs: Needs) -> str | None:
@@ -236,8 +224,8 @@ def _write_lacks(kv_write, needs: Needs) -> str | None:
     return None
 
 
-_FEW = Attention(hopper_decode.ragged_paged_attention, hopper_decode.plan_work)
-_MANY = Attention(hopper_prefill.ragged_paged_attention, hopper_prefill.plan_work)
-HOPPER = Kernels(_FEW, _FEW, _MANY, hopper_kv_write.kv_write)
+HOPPER = Kernels(
+    KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], hopper_kv_write.kv_write
+)
 # Make their work list in each layer.
-TRITON = Kernels(Attention(triton_decode.ragged_paged_attention), Attention(triton_ragged.ragged_paged_attention))
+TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import aot, int4
 from pallas_kernels.aot.check import Case
+from pallas_kernels.contract import Call, Kernel, Options, Pool
 from pallas_kernels.patterns import Pattern
 
 # Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
@@ -72,45 +73,43 @@ WRITES: tuple[dict[str, Any], ...] = (
 
 def cases(target: aot.Target) -> list[Case]:
     """All of them for one target."""
-    from pallas_kernels.hopper import decode as hopper_decode
-    from pallas_kernels.hopper import kv_write as hopper_kv_write
-    from pallas_kernels.hopper import mass as hopper_mass
-    from pallas_kernels.hopper import prefill as hopper_prefill
-    from pallas_kernels.triton import decode as triton_decode
-    from pallas_kernels.triton import ragged as triton_ragged
+    from pallas_kernels.hopper import mass
+    from pallas_kernels.hopper.kv_write import kv_write
+    from pallas_kernels.hopper.schedule import Tuning
+    from pallas_kernels.registry import KERNELS
 
     found = []
     if target.hopper:
-        found += attention("hopper attention", hopper_decode.ragged_paged_attention, (*DECODE, {"q": 16}, *QUANTISED))
-        found += attention("hopper prefill", hopper_prefill.ragged_paged_attention, PREFILL)
+        found += attention("hopper attention", KERNELS["hopper_decode"], (*DECODE, {"q": 16}, *QUANTISED))
+        found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL)
+        found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS)
         found += [
-            Case("hopper mass", shape, functools.partial(mass_program, mass=hopper_mass.probability_mass, **shape))
-            for shape in MASS
-        ]
-        found += [
-            Case(
-                "hopper kv write",
-                shape,
-                functools.partial(kv_write_program, kv_write=hopper_kv_write.kv_write, **shape),
-            )
+            Case("hopper kv write", shape, functools.partial(kv_write_program, kv_write=kv_write, **shape))
             for shape in WRITES
         ]
-    found += attention("triton decode", triton_decode.ragged_paged_attention, DECODE)
-    found += attention("triton ragged", triton_ragged.ragged_paged_attention, ({"q": 16}, {"h": 256, "q": 16}))
+    found += attention("triton decode", KERNELS["triton_decode"], DECODE)
+    found += attention("triton ragged", KERNELS["triton_ragged"], ({"q": 16}, {"h": 256, "q": 16}))
     return found
 
 
-def attention(name: str, attend, shapes) -> list[Case]:
-    """Cases of an implementation of `ragged_paged_attention`; `attention_program` says what a shape may hold."""
-    return [
-        Case(name, shape, functools.partial(attention_program, attend=attend, **shape)) for shape in shapes
-    ]  # fmt: skip
+def _mass_alone(probability_mass):
+    """As an attention, but without the one whose log-sum-exp it takes."""
+
+    def attend(call: Call, work: None, *, tuning):
+        return probability_mass(call, jnp.zeros(call.q.shape[:3], jnp.float32), tuning=tuning)
+
+    return attend
+
+
+def attention(name: str, kernel: Kernel, shapes) -> list[Case]:
+    """Cases of a kernel of attention; `attention_program` says what a shape may hold."""
+    return [Case(name, shape, functools.partial(attention_program, kernel=kernel, **shape)) for shape in shapes]
 
 
 def attention_program(
     target: aot.Target,
     *,
-    attend,
+    kernel: Kernel,
     s=32,
     q=1,
     n=32,
@@ -127,38 +126,23 @@ def attention_program(
 
     Args:
       s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
-      sinks: width of the second query; 0 for none. codes: 8-bit type, or int4, of a quantised pool.
-      tuning: keywords of that implementation.
+      sinks: queries for repositioned sinks; 0 for none. codes: 8-bit type, or int4, of a quantised pool.
+      tuning: fields of the kernel's tuning.
     """
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-
-    pool = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or dtype))
-    scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32) if codes else None
+    kv = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or dtype))
+    scales = jax.ShapeDtypeStruct(kv.shape[:-1], jnp.float32) if codes else None
     if codes == "int4":
-        scales = jax.ShapeDtypeStruct(int4.scales_shape(pool.shape), jnp.bfloat16)
-
-    def run(queries, q_sink, pool, scales, tables, starts, positions, layer, pattern):
-        more = {} if scales is None else {"scales": scales}
-        return attend(
-            queries, pool, tables, starts, positions, layer=layer, pattern=Pattern(*pattern), q_sink=q_sink,
-            soft_cap=soft_cap, return_lse=True, **more, **tuning,
-        )  # fmt: skip
-
-    return aot.lower(
-        target, run, floats((s, q, n, h)), floats((s, q, sinks, n, h)) if sinks else None,
-        pool, scales, ints((s, TABLE_WIDTH)), ints((s, TABLE_WIDTH)), ints((s, q)),
-        ints(()), (ints(()),) * len(Pattern._fields),
+        scales = jax.ShapeDtypeStruct(int4.scales_shape(kv.shape), jnp.bfloat16)
+    table = ints((s, TABLE_WIDTH))
+    call = Call(
+        floats((s, q, n, h)), Pool(kv, scales), table, table, ints((s, q)), layer=ints(()),
+        pattern=Pattern(*(ints(()),) * len(Pattern._fields)),
+        options=Options(floats((s, q, sinks, n, h)) if sinks else None, soft_cap=soft_cap, return_lse=True),
     )  # fmt: skip
-
-
-def mass_program(target: aot.Target, *, mass, **shape):
-    """One call, after the attention whose log-sum-exp it takes; shapes as of `attention_program`."""
-
-    def attend(q, pool, tables, starts, positions, *, return_lse, **keywords):
-        return mass(q, pool, tables, starts, positions, jnp.zeros(q.shape[:3], jnp.float32), **keywords)
-
-    return attention_program(target, attend=attend, **shape)
+    tuned = kernel.tuned(**tuning)
+    return aot.lower(target, lambda call: tuned(call), call)
 
 
 def kv_write_program(target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None):
@@ -166,7 +150,7 @@ def kv_write_program(target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=
 
     Args:
       t, n, k, h, b: tokens, query heads, kv heads, head dim, tokens of a block.
-      sinks: width of the second query; 0 for none.
+      sinks: queries for repositioned sinks; 0 for none.
       norms: queries and keys are normed. codes: 8-bit type of a quantised pool.
     """
     array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: their configuration, matrices in shared memory, the call."""
+"""What the Hopper kernels share: their configuration, matrices in shared memory, the launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.contract import Call
 from pallas_kernels.hopper import interpreter
 
 ROWS = 64  # of a wgmma
@@ -67,32 +68,28 @@ def layout(width: int, num_bytes: int | float):
     return plgpu.TilingTransform((8, int(swizzle / num_bytes))), plgpu.SwizzleTransform(swizzle)
 
 
-def check_heads(q, pool, dtypes) -> None:
-    """Raises NotImplementedError where kernels of attention lack the dtype, head dim or group of q [S, Q, N, H]."""
-    num_heads, h = q.shape[2:]
+def check_heads(call: Call, dtypes) -> None:
+    """Raises NotImplementedError where a call's dtype, head dim or group is not one that the kernels support."""
+    pool = call.pool.kv
     if pool.dtype not in dtypes:
-        taken = ", ".join(str(jnp.dtype(x)) for x in dtypes)
-        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes {taken}")
-    if h not in (64, 96, 128, 256):
+        supported = ", ".join(str(jnp.dtype(x)) for x in dtypes)
+        raise NotImplementedError(f"keys and values in {pool.dtype}; this kernel takes {supported}")
+    if (h := pool.shape[5]) not in (64, 96, 128, 256):
         raise NotImplementedError(f"a head dim of {h}; this kernel takes 64, 96, 128 and 256")
-    if (group := num_heads // pool.shape[3]) > ROWS:
-        raise NotImplementedError(f"{group} query heads to a kv head; this kernel takes up to {ROWS}")
-
-
-def sinks_of_rows(sink_logits, num_kv_heads: int, group: int, queries: int) -> jax.Array:
-    """Learned sink logits in base 2 of the rows of each kv head, queries x query heads: [K, 64]; -inf without any."""
-    sinks = jnp.full((num_kv_heads, 1, group), -jnp.inf, jnp.float32)
-    if sink_logits is not None:
-        sinks = sink_logits.astype(jnp.float32).reshape(num_kv_heads, 1, group) * LOG2E
-    sinks = jnp.broadcast_to(sinks, (num_kv_heads, queries, group)).reshape(num_kv_heads, -1)
-    return jnp.pad(sinks, ((0, 0), (0, ROWS - queries * group)))
+    if call.group > ROWS:
+        raise NotImplementedError(f"{call.group} query heads to a kv head; this kernel takes up to {ROWS}")
 
 
 def int32(x) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
-def call(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
+def numbers_of(call: Call) -> jax.Array:
+    """The numbers of a call that kernels read on the device: the effective pattern's, then the layer."""
+    return jnp.stack([int32(x) for x in (*call.effective_pattern, call.layer)])
+
+
+def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
     parameters = interpreter.parameters(interpret)
     return plgpu.kernel(
         interpreter.interpreted(body) if parameters else body,

@@ -1,8 +1,9 @@
 """Ragged paged attention for Hopper, in Mosaic GPU: few queries to a row, many keys. Bound by memory.
 
-Each block of threads is one warpgroup that walks its stretch of `work.plan`. Two of them fit a multiprocessor, so that
-one computes while the other waits. Where the output is too wide for one warpgroup's registers, two of them score the
-same keys and sum half of the values' columns each; both K and V lie in memory as two halves. Per piece of 64 tokens:
+Each block of threads is one warpgroup that walks its stretch of the work list (`work`). Two of them fit a
+multiprocessor, so that one computes while the other waits. Where the output is too wide for one warpgroup's registers,
+two of them score the same keys and sum half of the values' columns each; both K and V lie in memory as two halves. Per
+piece of 64 tokens:
 
     TMA, one box per unit     K [64, H], V [64, H] into one of `stages` buffers, asked for `stages` pieces ahead
     wgmma 64 x 64 x H         scores: rows are queries x query heads of the group, padded to 64
@@ -28,9 +29,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import quantised as narrow
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, call, int32, layout, load
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, layout, load
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
 
@@ -278,24 +280,24 @@ def _attend(q_g, q_sink_g, pool_g, scales_g, units_g, starts_g, care_g, position
     plgpu.wait_smem_to_gmem(0)
 
 
-def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, layer, config: Config, interpret):
+def attend_segments(q, q_sink, positions, pool: Pool, work: Work, numbers, config: Config, interpret):
     """Partial attention of each segment: out [N, W, rows, H / W] float32 of W warpgroups and log2-sum-exp [N, 64].
 
     Args:
       q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None. positions: [S, 64] of the rows.
+      numbers: from `numbers_of`.
     """
     size, h, n = unit_tokens(config.block_size), config.head_dim, work.segments.shape[0]
-    numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
     groups, stages, width = config.warpgroups, config.stages, config.width
     tiles = layout(width, 2)  # the same of all that is multiplied
     matrix = plgpu.SMEM((1, ROWS, h), config.dtype, transforms=tiles)
-    codes = layout(width, 0.5 if pool.dtype == jnp.int4 else pool.dtype.itemsize)
-    buffers = plgpu.SMEM((stages, groups, TILE_KV, width), pool.dtype, transforms=codes)
+    codes = layout(width, 0.5 if pool.kv.dtype == jnp.int4 else pool.kv.dtype.itemsize)
+    buffers = plgpu.SMEM((stages, groups, TILE_KV, width), pool.kv.dtype, transforms=codes)
     arrivals = TILE_KV // size * (groups + (config.codes is not None))
     arrived = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-    pool = pool.reshape(-1, size, h)
-    scales = None if scales is None else scales.reshape(len(pool), *narrow.scales_shape(pool))
-    kernel = call(
+    units = pool.kv.reshape(-1, size, h)
+    scales = None if pool.scales is None else pool.scales.reshape(len(units), *narrow.scales_shape(units))
+    kernel = launch(
         "hopper_attention",
         functools.partial(_attend, config=config, plain=bool(interpret)),
         (config.num_workers,),
@@ -325,6 +327,6 @@ def attend(q, q_sink, positions, pool, scales, work: Work, pattern: Pattern, lay
         warpgroups=groups,
     )
     return kernel(
-        q, q_sink, pool, scales, work.units, work.starts, work.care, positions, work.newest, work.segments, work.first,
+        q, q_sink, units, scales, work.units, work.starts, work.care, positions, work.newest, work.segments, work.first,
         numbers,
     )  # fmt: skip

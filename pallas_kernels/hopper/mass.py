@@ -1,6 +1,6 @@
 """The attention weight that each slot got, for Hopper, in Mosaic GPU: what H2O and its like add up. Bound by memory.
 
-Reads keys only, along the work list of `ragged_paged_attention`, after it: its log-sum-exp makes weights of scores, so
+Reads keys only, along the work list of the attention, after it: its log-sum-exp makes weights of scores, so
 that nothing has to be merged. Each block of threads is one warpgroup; two of them fit a multiprocessor. Per piece of 64
 tokens:
 
@@ -15,7 +15,6 @@ Source: heavy hitters, arXiv:2306.14048, section 4.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,11 +22,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, call, check_heads, int32, layout, load
-from pallas_kernels.hopper.decode import plan_work
+from pallas_kernels.contract import Call, check_options
+from pallas_kernels.hopper.common import LOG2E, Config, check_heads, int32, launch, layout, load, numbers_of
 from pallas_kernels.hopper.decode_mask import key_positions
-from pallas_kernels.patterns import FULL, Pattern
-from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, split_tiles, unit_tokens
+from pallas_kernels.hopper.schedule import Tuning, schedule
+from pallas_kernels.hopper.tiles import Tiles
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
 
 
 # _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive.
@@ -121,88 +122,55 @@ def _weigh(q_g, q_sink_g, lse_g, positions_g, pool_g, units_g, starts_g, care_g,
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
-@functools.partial(jax.jit, static_argnames=("soft_cap", "num_workers", "stages", "interpret"))
-def probability_mass(
-    q: jax.Array,
-    pool: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    positions: jax.Array,
-    lse: jax.Array,
-    *,
-    layer,
-    pattern: Pattern = FULL,
-    q_sink: jax.Array | None = None,
-    soft_cap: float | None = None,
-    work: Work | None = None,
-    num_workers: int | None = None,
-    stages: int | None = None,
-    interpret: Any = False,
-) -> jax.Array:
-    """The attention weight that each slot got: [S, K, P * B] float32; see `reference.probability_mass`.
+@functools.partial(jax.jit, static_argnames="tuning")
+def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tuning: Tuning) -> jax.Array:
+    """The attention weight that each slot got, `Result.mass`, for a call that may ask for other results too.
 
     Args:
-      work: from `hopper.plan_work`, as the attention takes it; None makes it here.
-      num_workers: blocks of threads that the work is cut for, as of the attention.
-      stages: pieces of 64 keys that each of them holds at once; 64 KB of them by default.
-      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+      lse: [S, Q, N] as the attention gives it; it holds the learned sink logits, which are not read here.
+      work: from `schedule`, as the attention takes it; None makes it here.
 
     Raises:
-      NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.
+      NotImplementedError: a dtype, head dim, block size, group or pool that the kernel does not support.
     """
-    s, width, n, h = q.shape
-    kv_heads, block_size = pool.shape[3:5]
-    group = n // kv_heads
-    check_heads(q, pool, (jnp.bfloat16, jnp.float16))
-    if q_sink is None:
-        pattern = pattern._replace(sink_moved=0)
+    pool = call.pool.kv
+    block_size, h = pool.shape[4:]
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "out_dtype")
+    check_heads(call, (jnp.bfloat16, jnp.float16))
+    tiles = Tiles.of(call)
     if work is None:
-        work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n, num_workers=num_workers)
-    _, _, split = split_tiles(tables, starts, positions, ROWS // group)
-    tiles, per_tile = split.shape[0] // s, split.shape[1]
-    rows = -(-per_tile * group // 8) * 8
-    num_sink_queries = 0 if q_sink is None else q_sink.shape[2]
+        work = schedule(call, tuning=tuning)
     config = Config(
-        kv_heads, h, block_size, rows, pool.dtype, work.first.shape[0] - 1, stages or 512 // h, soft_cap,
-        num_sink_queries,
+        num_kv_heads=tiles.num_kv_heads, head_dim=h, block_size=block_size, rows=tiles.rows, dtype=pool.dtype,
+        num_workers=work.first.shape[0] - 1, stages=tuning.stages or 512 // h, soft_cap=call.options.soft_cap,
+        num_sink_queries=call.num_sink_queries,
     )  # fmt: skip
-
-    def packed(x, fill):  # [S, Q, N, ...] -> [S * tiles * K, rows, ...]
-        more = x.shape[3:]
-        x = jnp.pad(x, ((0, 0), (0, tiles * per_tile - width), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-        x = jnp.moveaxis(x.reshape(s * tiles, per_tile, kv_heads, group, *more), 1, 2)
-        x = x.reshape(s * tiles * kv_heads, per_tile * group, *more)
-        return jnp.pad(x, ((0, 0), (0, rows - per_tile * group), *((0, 0),) * len(more)), constant_values=fill)
-
-    second = None
-    if q_sink is not None:  # [S * tiles * K, J, rows, H]
-        second = jnp.moveaxis(packed(jnp.moveaxis(q_sink.astype(pool.dtype), 2, 3), 0), 2, 1)
     # What must not count weighs exp2(score - inf).
-    counts = (positions[:, :, None] >= 0) & (lse > -jnp.inf)
+    counts = (call.positions[:, :, None] >= 0) & (lse > -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf)
-    positions = jnp.broadcast_to(positions[:, :, None], lse.shape)
-    queries = plgpu.SMEM((rows, h), pool.dtype, transforms=layout(h, 2))
-    kernel = call(
+    positions = jnp.broadcast_to(call.positions[:, :, None], lse.shape)
+    queries = plgpu.SMEM((tiles.rows, h), pool.dtype, transforms=layout(h, 2))
+    kernel = launch(
         "hopper_mass",
         functools.partial(_weigh, config=config),
         (config.num_workers,),
-        out_type=jax.ShapeDtypeStruct((s * tiles * kv_heads, work.care.shape[1], TILE_KV), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((len(work.units) * tiles.num_kv_heads, work.care.shape[1], TILE_KV), jnp.float32),
         scratch_types=(
             queries,
-            queries if num_sink_queries else None,
+            queries if config.num_sink_queries else None,
             plgpu.SMEM((config.stages, TILE_KV, h), pool.dtype, transforms=layout(h, 2)),
             plgpu.Barrier(),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=TILE_KV // unit_tokens(block_size), num_barriers=config.stages),
         ),
-        interpret=interpret,
+        interpret=tuning.interpret,
     )
     mass = kernel(
-        packed(q.astype(pool.dtype), 0), second, packed(lse, jnp.inf), packed(positions, -1),
-        pool.reshape(-1, unit_tokens(block_size), h), work.units, work.starts, work.care, work.segments, work.first,
-        jnp.stack([int32(x) for x in (*pattern, layer)]),
+        tiles.pack(call.q.astype(pool.dtype)), tiles.pack_sink_queries(call.options.q_sink, pool.dtype),
+        tiles.pack(lse, jnp.inf), tiles.pack(positions, -1), pool.reshape(-1, unit_tokens(block_size), h), work.units,
+        work.starts, work.care, work.segments, work.first, numbers_of(call),
     )  # fmt: skip
-    return _in_table(mass, work, s, kv_heads)
+    return _in_table(mass, work, tiles.num_rows, tiles.num_kv_heads)
 
 
 def _in_table(mass, work: Work, num_rows: int, kv_heads: int):

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, call, int32, layout
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, layout
 from pallas_kernels.work import Work
 
 
@@ -80,7 +80,7 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
     plgpu.wait_smem_to_gmem(0)
 
 
-def merge(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int, out_dtype, interpret):
+def merge_segments(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int, out_dtype, interpret):
     """Joins segments: out [S*K, num_rows, H] in out_dtype and natural log-sum-exp [S*K, num_rows] float32.
 
     Args:
@@ -93,7 +93,7 @@ def merge(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int
     # Mosaic GPU tiles by that many rows; a second tile of columns would begin inside an atom, and its stores, which
     # swizzle relative to the tile, would disagree with the TMA engine, which swizzles by absolute address.
     box = min(config.columns, 128 // jnp.dtype(out_dtype).itemsize)
-    kernel = call(
+    kernel = launch(
         "hopper_merge",
         functools.partial(_merge, config=config, depth=depth),
         (pairs * parts,),

@@ -1,7 +1,8 @@
-"""Prefill attention for Hopper: arrays of the contract cut and packed for the kernel, and back."""
+"""Attention of many queries to a row, on Hopper: a call cut and packed for its kernel, and its result unpacked."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,127 +11,93 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.common import ROWS, call, check_heads, int32, layout, sinks_of_rows
-from pallas_kernels.hopper.prefill_kernel import CONSUMERS, Config, attend
-from pallas_kernels.hopper.prefill_work import TILE, Plan, piece_tokens, plan
-from pallas_kernels.patterns import FULL, Pattern
-from pallas_kernels.work import split_tiles, unit_tokens
+from pallas_kernels.contract import Call, Kernel, Result, check_options
+from pallas_kernels.hopper import prefill_work
+from pallas_kernels.hopper.common import ROWS, check_heads, launch, layout, numbers_of
+from pallas_kernels.hopper.prefill_kernel import CONSUMERS, Config, attend_tile
+from pallas_kernels.hopper.prefill_work import TILE, PrefillWork, piece_tokens
+from pallas_kernels.hopper.tiles import Tiles, where_queried
+from pallas_kernels.work import unit_tokens, units_per_block_id
 
 
-def plan_work(tables, starts, positions, pool, pattern: Pattern, *, num_query_heads: int) -> Plan:
-    """What `ragged_paged_attention` makes for itself; give it to layers that share a pattern.
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the kernel runs.
 
-    Args:
-      tables, starts, positions, pool, pattern: as of `ragged_paged_attention`.
+    stages: pieces of keys and values held at once.
+    take_turns: one consumer has the tensor cores while the other computes its softmax.
+    registers: weights stay in registers and the output is summed in place: 4 to 25 % fewer instructions than through
+      shared memory, counted in the emulator of PTX. With a head dim of 256 a compiled kernel sums in place in any case:
+      separate sums would not fit the registers. jax's interpreter can do neither and does without;
+      `pallas_kernels.ptx` holds both forms to the reference.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
     """
-    _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
-    tables, starts, positions = split_tiles(
-        tables, starts, positions, CONSUMERS * (ROWS // (num_query_heads // kv_heads))
-    )
-    return plan(
-        tables, starts, positions, pattern, block_size=block_size, head_dim=head_dim,
-        units_per_block_id=num_layers * 2 * kv_heads * (block_size // unit_tokens(block_size)),
+
+    stages: int = 2
+    take_turns: bool = True
+    registers: bool = True
+    interpret: Any = False
+
+
+def schedule(call: Call, *, tuning: Tuning) -> PrefillWork:
+    """The work of calls that share rows and pattern, as the layers of a model do. Of q it reads the shape."""
+    shape = call.pool.kv.shape
+    return prefill_work.schedule(
+        *Tiles.of(call, CONSUMERS).split(call), call.effective_pattern, block_size=shape[4], head_dim=shape[5],
+        per_block_id=units_per_block_id(shape),
     )  # fmt: skip
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
-@functools.partial(
-    jax.jit,
-    static_argnames=("soft_cap", "return_lse", "out_dtype", "stages", "take_turns", "registers", "interpret"),
-)
-def ragged_paged_attention(
-    q: jax.Array,
-    pool: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    positions: jax.Array,
-    *,
-    layer: int | jax.Array,
-    pattern: Pattern = FULL,
-    q_sink: jax.Array | None = None,
-    soft_cap: float | None = None,
-    sink_logits: jax.Array | None = None,
-    return_lse: bool = False,
-    out_dtype=None,
-    work: Plan | None = None,
-    stages: int = 2,
-    take_turns: bool = True,
-    registers: bool = True,
-    interpret: Any = False,
-):
-    """Attends tiles of many queries to the paged keys and values of their rows; see `pallas_kernels` for the contract.
+@functools.partial(jax.jit, static_argnames="tuning")
+def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Result:
+    """Attends a call; `pallas_kernels.contract` has the arguments.
 
     Args:
-      work: from `plan_work`; None makes it here.
-      stages: pieces of keys and values held at once.
-      take_turns: one consumer has the tensor cores while the other computes its softmax.
-      registers: weights stay in registers and the output is summed in place: 4 to 25 % fewer instructions than through
-        shared memory, counted in the emulator of PTX. With a head dim of 256 a compiled kernel sums in place in any
-        case: separate sums would not fit the registers. jax's interpreter can do neither and does without;
-        `pallas_kernels.ptx` holds both forms to the reference.
-      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+      work: from `schedule`; None makes it here.
 
     Raises:
-      NotImplementedError: a dtype, head dim, block size or group that the kernel lacks.
+      NotImplementedError: a dtype, head dim, block size, group or option that the kernel does not support.
     """
-    s, width, n, h = q.shape
-    kv_heads, block_size = pool.shape[3:5]
-    group = n // kv_heads
-    check_heads(q, pool, (jnp.bfloat16, jnp.float16))
-    if q_sink is None:
-        pattern = pattern._replace(sink_moved=0)
+    options, pool = call.options, call.pool.kv
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "out_dtype")
+    check_heads(call, (jnp.bfloat16, jnp.float16))
+    tiles = Tiles.of(call, CONSUMERS)
     if work is None:
-        work = plan_work(tables, starts, positions, pool, pattern, num_query_heads=n)
-    per_half = ROWS // group
-    _, _, split = split_tiles(tables, starts, positions, CONSUMERS * per_half)
-    split = jnp.pad(split, ((0, 0), (0, CONSUMERS * per_half - split.shape[1])), constant_values=-1)
-    tiles, rows = split.shape[0] // s, per_half * group
-    compiled = not interpret
+        work = schedule(call, tuning=tuning)
+    compiled, block_size, h = not tuning.interpret, *pool.shape[4:]
     config = Config(
-        kv_heads, h, block_size, pool.dtype, jnp.dtype(out_dtype or q.dtype), stages, soft_cap, take_turns,
-        registers and compiled, (registers or h > 128) and compiled, 0 if q_sink is None else q_sink.shape[2],
+        num_kv_heads=tiles.num_kv_heads, head_dim=h, block_size=block_size, dtype=pool.dtype,
+        out_dtype=call.out_dtype, stages=tuning.stages, soft_cap=options.soft_cap, take_turns=tuning.take_turns,
+        registers=tuning.registers and compiled, in_place=(tuning.registers or h > 128) and compiled,
+        num_sink_queries=call.num_sink_queries,
     )  # fmt: skip
-
-    def packed(x):  # [S, Q, J, N, H] -> [S * tiles * K * 2, J, 64, H]
-        x = jnp.pad(x.astype(pool.dtype), ((0, 0), (0, tiles * CONSUMERS * per_half - width), *((0, 0),) * 3))
-        x = x.reshape(s * tiles, CONSUMERS, per_half, -1, kv_heads, group, h)
-        x = x.transpose(0, 4, 1, 3, 2, 5, 6).reshape(-1, x.shape[3], rows, h)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, ROWS - rows), (0, 0)))
-
-    row_positions = jnp.repeat(split, group, axis=1).reshape(-1, CONSUMERS, rows)
-    row_positions = jnp.pad(row_positions, ((0, 0), (0, 0), (0, ROWS - rows)), constant_values=-1)
-    sinks = sinks_of_rows(sink_logits, kv_heads, group, per_half)
-    second = None if q_sink is None else packed(q_sink)
-    q = packed(q[:, :, None])[:, 0]
-    out, lse = _attend(q, second, row_positions, pool, sinks, work, pattern, layer, config, interpret)
-
-    def unpacked(x):  # [S * tiles * K * 2, 64, ...] -> [S, Q, N, ...]
-        x = x[:, :rows].reshape(s * tiles, kv_heads, CONSUMERS, per_half, group, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 3).reshape(s, -1, n, *x.shape[5:])[:, :width]
-
-    out = jnp.where(positions[:, :, None, None] >= 0, unpacked(out), 0)
-    if not return_lse:
-        return out
-    return out, jnp.where(positions[:, :, None] >= 0, unpacked(lse), -jnp.inf)
+    out, lse = _attend_tiles(
+        tiles.pack(call.q.astype(pool.dtype)), tiles.pack_sink_queries(options.q_sink, pool.dtype),
+        tiles.pack_positions(call.positions), pool, tiles.pack_sinks(options.sinks), work, numbers_of(call), config,
+        tuning.interpret,
+    )  # fmt: skip
+    lse = where_queried(call, tiles.unpack(lse), -jnp.inf) if options.return_lse else None
+    return Result(where_queried(call, tiles.unpack(out), 0), lse)
 
 
-def _attend(q, q_sink, positions, pool, sinks, work: Plan, pattern: Pattern, layer, config: Config, interpret):
+def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers, config: Config, interpret):
     """Output [S*K*2, 64, H] in out_dtype and natural log-sum-exp [S*K*2, 64] float32 of S tiles of 2 x 64 rows.
 
     Args:
       q: [S*K*2, 64, H]; q_sink: [S*K*2, J, 64, H] or None. positions: [S, 2, 64] of the rows.
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
+      numbers: from `numbers_of`.
     """
     size, h, piece = unit_tokens(config.block_size), config.head_dim, piece_tokens(config.head_dim)
-    numbers = jnp.stack([int32(x) for x in (*pattern, layer)])
     tiles, part_tiles = layout(h, 2), layout(math.gcd(h, config.part), 2)  # wgmma reads whole tiles
     buffers = functools.partial(plgpu.SMEM, (config.stages, piece, h), config.dtype)
     arrived = plgpu.Barrier(num_arrivals=piece // size, num_barriers=config.stages)
     read = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
     weights = plgpu.SMEM((CONSUMERS, ROWS, piece), config.dtype, transforms=part_tiles)
-    kernel = call(
+    kernel = launch(
         "hopper_prefill",
-        functools.partial(attend, config=config),
+        functools.partial(attend_tile, config=config),
         (len(work.tiles) * config.num_kv_heads,),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, config.out_dtype),
@@ -158,3 +125,6 @@ def _attend(q, q_sink, positions, pool, sinks, work: Plan, pattern: Pattern, lay
     )  # fmt: skip
     positions = positions[work.tiles[:, TILE]]
     return kernel(q, q_sink, pool.reshape(-1, size, h), work.units, work.starts, work.tiles, positions, sinks, numbers)
+
+
+KERNEL = Kernel(attend, Tuning(), schedule)

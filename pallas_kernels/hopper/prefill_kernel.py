@@ -77,7 +77,7 @@ class Config:
 
 # _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which the consumers
 # arrive when they have read what may be overwritten.
-def attend(q_g, q_sink_g, pool_g, units_g, starts_g, tiles_g, positions_g, sinks_g, numbers_g, out_g, lse_g, q_s,
+def attend_tile(q_g, q_sink_g, pool_g, units_g, starts_g, tiles_g, positions_g, sinks_g, numbers_g, out_g, lse_g, q_s,
            k_s, v_s, p_s, out_s, lse_s, q_bar, k_bar, v_bar, k_read, v_read, turn, *, config: Config):  # fmt: skip
     """The kernel, for one query tile of one kv head; arguments as `prefill` makes them."""
     size, h, stages, kv_heads = unit_tokens(config.block_size), config.head_dim, config.stages, config.num_kv_heads

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.patterns import FAR, Pattern
-from pallas_kernels.work import oldest_and_newest, placed, unit_tokens, units_of
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.work import placed, unit_tokens, units_of
 
-# Columns of Plan.tiles.
+# Columns of PrefillWork.tiles.
 TILE, NUM_PIECES, NUM_MASKED, FIRST_MOVED, DIRTY, NEWEST = range(6)
 
 
@@ -31,7 +31,7 @@ def piece_tokens(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-class Plan(NamedTuple):
+class PrefillWork(NamedTuple):
     """Arrays int32. S query tiles, those with most pieces first; U units of a table, filled up to whole pieces.
 
     units: [S, U] index of a unit in the pool seen as units, without layer, key/value and head; any one of the tile's
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     tiles: jax.Array
 
 
-def plan(
+def schedule(
     tables: jax.Array,
     starts: jax.Array,
     positions: jax.Array,
@@ -55,8 +55,8 @@ def plan(
     *,
     block_size: int,
     head_dim: int,
-    units_per_block_id: int,
-) -> Plan:
+    per_block_id: int,
+) -> PrefillWork:
     """Chooses and orders the blocks of each tile.
 
     Args:
@@ -64,16 +64,14 @@ def plan(
       starts: [S, P] text position of each block's first slot; FAR where absent.
       positions: [S, Q] of each tile's queries; -1 where padded.
       pattern: scalars.
-      units_per_block_id: units of the pool from one block id to the next: L * 2 * K * (units of a block).
+      per_block_id: as `units_per_block_id` gives it.
 
     Raises:
       NotImplementedError: the block size is not 16, 32, 64 or 128.
     """
     size = unit_tokens(block_size)
     s, per_piece = tables.shape[0], piece_tokens(head_dim) // size
-    units, starts = units_of(tables, starts, block_size, units_per_block_id)
-    first, last = oldest_and_newest(positions)
-    live = pattern.sees_some(first, last, starts, size) & (starts < FAR)
+    units, starts, live, first, last = units_of(tables, starts, positions, pattern, block_size, per_block_id)
     count = live.sum(axis=1, keepdims=True)
     width = -(-units.shape[1] // per_piece) * per_piece
     # The newest live one moves to the front; the others are sent beyond the end and dropped.
@@ -97,6 +95,6 @@ def plan(
         x = jnp.take_along_axis(x.reshape(s, -1, per_piece), order[:, :, None], axis=1).reshape(s, width)
         return x[longest_first].astype(jnp.int32)
 
-    return Plan(
+    return PrefillWork(
         units=ordered(units), starts=ordered(starts), tiles=jnp.stack(numbers, axis=1).astype(jnp.int32)[longest_first]
     )  # fmt: skip

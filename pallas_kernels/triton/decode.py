@@ -1,6 +1,6 @@
 """Paged attention in Pallas-Triton for few queries to a row and many keys: decode. Bound by memory.
 
-The stretches of `work.plan` are programs: each walks some pieces of one (query tile, kv head) with `parts`'
+The stretches of `work.schedule` are programs: each walks some pieces of one (query tile, kv head) with `parts`'
 loop and leaves a partial result; a second kernel merges those of a pair by their log-sum-exp. So the time follows all
 visible tokens together, however they are spread over rows.
 
@@ -9,6 +9,7 @@ Source: split keys, Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashde
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,46 +18,22 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.patterns import FULL, Pattern
+from pallas_kernels.contract import Call, Kernel, Result
 from pallas_kernels.triton import parts
 from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
 
 
-def ragged_paged_attention(
-    q,
-    pool,
-    tables,
-    starts,
-    positions,
-    *,
-    layer,
-    pattern: Pattern = FULL,
-    q_sink=None,
-    soft_cap: float | None = None,
-    sink_logits=None,
-    return_lse: bool = False,
-    out_dtype=None,
-    num_workers: int = 512,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
-    interpret: bool = False,
-):
-    """Attends the queries of each tile to the slots of its block table; see `reference.ragged_paged_attention`.
-
-    Args:
-      num_workers: equal stretches that the work is cut into, a few times the multiprocessors. As many programs again
-        as there are (query tile, kv head) pairs run.
-      num_warps, num_stages: of each program.
-      interpret: run it with jax operations on any device.
+def attend(call: Call, work: None = None, *, tuning: parts.Tuning) -> Result:
+    """Attends a call; `pallas_kernels.contract` has the arguments.
 
     Raises:
-      NotImplementedError: as `ragged.ragged_paged_attention` does, but 64 query heads per kv head at most.
+      NotImplementedError: the dtype, head dim, block size or an option is not one of these kernels', or more than 64
+        query heads share a kv head (32 with q_sink, 16 with a head dim of 256 besides).
     """
-    whole_shape = q.shape
-    q, tables, starts, positions, q_sink = parts.narrow(q, tables, starts, positions, q_sink, pool, max_rows=64)
-    shape = parts.shape_of(q, pool, q_sink, soft_cap)
-    work = parts.plan_work(tables, starts, positions, pattern, pool, num_workers)
-    num_segments, num_rows = work.segments.shape[0], shape.q_tile * shape.group
+    whole, call = call, parts.narrow(call, max_rows=64)
+    shape = parts.shape_of(call)
+    stretches = parts.schedule(call, tuning.num_workers)
+    num_segments, num_rows = stretches.segments.shape[0], shape.q_tile * shape.group
     partial, top, total = pl.pallas_call(
         functools.partial(_segment_kernel, shape=shape),
         out_shape=(
@@ -65,33 +42,25 @@ def ragged_paged_attention(
             jax.ShapeDtypeStruct((num_segments, num_rows), jnp.float32),
         ),
         grid=(num_segments,),
-        **parts.parameters("triton_decode_attention", shape, num_warps, num_stages, interpret),
-    )(*parts.inputs(q, pool, positions, pattern, layer, q_sink, work), work.segments)
+        **parts.parameters("triton_decode_attention", shape, tuning),
+    )(parts.Inputs.of(call, stretches), stretches.segments)
     out, lse = pl.pallas_call(
         functools.partial(_merge_kernel, shape=shape),
-        out_shape=(
-            jax.ShapeDtypeStruct(q.shape, out_dtype or q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
-        ),
-        grid=(q.shape[0] * shape.num_kv_heads,),
-        **parts.parameters("triton_decode_merge", shape, 4, 2, interpret),
-    )(partial, top, total, work.of_pair, positions, parts.sinks_of(sink_logits, q.shape[2]))
-    out = out.reshape(whole_shape)
-    return (out, lse.reshape(whole_shape[:3])) if return_lse else out
+        out_shape=parts.outputs(call),
+        grid=(call.q.shape[0] * shape.num_kv_heads,),
+        **parts.parameters("triton_decode_merge", shape, dataclasses.replace(tuning, num_warps=4, num_stages=2)),
+    )(partial, top, total, stretches.of_pair, call.positions, parts.sinks_of(call))
+    return parts.result_of(whole, out, lse)
 
 
-def _segment_kernel(q_ref, sink_ref, pool_ref, pos_ref, units_ref, starts_ref, care_ref, newest_ref, num_moved_ref,
-                    numbers_ref, segments_ref, partial_ref, top_ref, total_ref, *, shape: parts.Shape):  # fmt: skip
+def _segment_kernel(refs: parts.Inputs, segments_ref, partial_ref, top_ref, total_ref, *, shape: parts.Shape):
     segment = pl.program_id(0)
     num_pieces = segments_ref[segment, NUM_PIECES]
 
     @pl.when(num_pieces > 0)
     def _():
-        acc, top, total = parts.attend(
-            q_ref, sink_ref, pool_ref, pos_ref, units_ref, starts_ref, care_ref, newest_ref, num_moved_ref, numbers_ref,
-            segments_ref[segment, TILE], segments_ref[segment, HEAD], segments_ref[segment, PIECE], num_pieces,
-            shape=shape,
-        )  # fmt: skip
+        tile, head, first_piece = (segments_ref[segment, i] for i in (TILE, HEAD, PIECE))
+        acc, top, total = parts.attend(refs, tile, head, first_piece, num_pieces, shape=shape)
         row, row_2d, column, inside, inside_2d = _partial_places(shape)
         plt.store(partial_ref.at[segment, row_2d, column], acc, mask=inside_2d)
         plt.store(top_ref.at[segment, row], top, mask=inside)
@@ -130,3 +99,6 @@ def _partial_places(shape: parts.Shape):
     num_rows = shape.q_tile * shape.group
     row_2d, column, _, inside_2d = parts.matrix_places(shape, 0)
     return row, row_2d, column, row < num_rows, inside_2d
+
+
+KERNEL = Kernel(attend, parts.Tuning())

@@ -7,21 +7,41 @@ Source: online softmax, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import work
+from pallas_kernels.contract import Call, Result, check_options
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.work import MASK, MOVED, TILE_KV, plan, unit_tokens
+from pallas_kernels.work import MASK, MOVED, TILE_KV, split_tiles, unit_tokens
 
 LOG2E = math.log2(math.e)
 NUM_NUMBERS = len(Pattern._fields) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a kernel runs.
+
+    num_workers: of decode, equal stretches that the work is cut into, a few times the multiprocessors. As many programs
+      again as there are (query tile, kv head) pairs run.
+    num_warps, num_stages: of each program.
+    interpret: run it with jax operations on any device.
+    """
+
+    num_workers: int = 512
+    num_warps: int | None = None
+    num_stages: int | None = None
+    interpret: bool = False
 
 
 class Shape(NamedTuple):
@@ -49,73 +69,103 @@ class Shape(NamedTuple):
         return unit_tokens(self.block_size)
 
 
-def narrow(q, tables, starts, positions, q_sink, pool, max_rows: int):
-    """Cuts tiles of more matrix rows than `max_rows`, or than the registers hold, into several with the same table."""
-    num_tiles, q_tile, num_heads, head_dim = q.shape
-    if q_sink is not None:
-        max_rows = 16 if head_dim > 128 else 32
-    elif head_dim > 128:
-        max_rows = min(max_rows, 64)
-    group = num_heads // pool.shape[3]
-    if group > max_rows:
-        raise NotImplementedError(f"{group} query heads share a kv head; these kernels take {max_rows} at most")
-    narrow_q = max(n for n in range(1, q_tile + 1) if q_tile % n == 0 and n * group <= max_rows)
-    parts = q_tile // narrow_q
-    if parts > 1:
-        tables, starts = jnp.repeat(tables, parts, axis=0), jnp.repeat(starts, parts, axis=0)
-        shape = (num_tiles * parts, narrow_q)
-        q, positions = q.reshape(*shape, *q.shape[2:]), positions.reshape(shape)
-        q_sink = None if q_sink is None else q_sink.reshape(*shape, *q_sink.shape[2:])
-    return q, tables, starts, positions, q_sink
+def narrow(call: Call, max_rows: int) -> Call:
+    """Cuts tiles of more matrix rows than `max_rows`, or than the registers hold, into several with the same table.
 
-
-def shape_of(q, pool, q_sink, soft_cap) -> Shape:
-    """What the kernels are compiled for; raises NotImplementedError where there is none for these arguments."""
-    _, q_tile, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = pool.shape[3:5]
+    Raises:
+      NotImplementedError: an option, dtype, head dim, block size or group that these kernels do not support.
+    """
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "out_dtype")
+    q, q_sink, pool = call.q, call.options.q_sink, call.pool.kv
+    num_tiles, q_tile, _, head_dim = q.shape
     if q.dtype != pool.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"queries in {q.dtype}, pool in {pool.dtype}; both must be bfloat16 or float16")
     if head_dim not in (64, 96, 128, 256):
         raise NotImplementedError(f"head_dim {head_dim}; these kernels take 64, 96, 128 or 256")
-    unit_tokens(block_size)
-    sink_queries = 0 if q_sink is None else q_sink.shape[2]
-    return Shape(q_tile, num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, sink_queries, soft_cap)
-
-
-def plan_work(tables, starts, positions, pattern: Pattern, pool, num_workers: int):
-    """`work.plan` for the layout of this pool."""
-    _, num_layers, two, num_kv_heads, block_size, _ = pool.shape
-    return plan(
-        tables,
-        starts,
-        positions,
-        pattern,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        units_per_block_id=num_layers * two * num_kv_heads * (block_size // unit_tokens(block_size)),
-        num_workers=num_workers,
+    unit_tokens(pool.shape[4])
+    if q_sink is not None:
+        max_rows = 16 if head_dim > 128 else 32
+    elif head_dim > 128:
+        max_rows = min(max_rows, 64)
+    if call.group > max_rows:
+        raise NotImplementedError(f"{call.group} query heads share a kv head; these kernels take {max_rows} at most")
+    narrow_q = max(n for n in range(1, q_tile + 1) if q_tile % n == 0 and n * call.group <= max_rows)
+    tables, starts, positions = split_tiles(call.tables, call.starts, call.positions, narrow_q)
+    shape = (num_tiles * (q_tile // narrow_q), narrow_q)
+    q_sink = None if q_sink is None else q_sink.reshape(*shape, *q_sink.shape[2:])
+    return call.replace(
+        q=q.reshape(*shape, *q.shape[2:]), tables=tables, starts=starts, positions=positions, q_sink=q_sink
     )
 
 
-def inputs(q, pool, positions, pattern: Pattern, layer, q_sink, work) -> tuple:
-    """Arrays that `attend` reads, in its order. Of the pool only a view is made: [rows, H]."""
-    numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (*pattern, layer)])
-    sinks = jnp.zeros((1, 1, 1, 1, 1), q.dtype) if q_sink is None else q_sink
-    pool = pool.reshape(-1, pool.shape[-1])
-    num_moved = (work.care & MOVED != 0).sum(axis=1).astype(jnp.int32)
-    return q, sinks, pool, positions, work.units, work.starts, work.care, work.newest, num_moved, numbers
+def shape_of(call: Call) -> Shape:
+    """What the kernels are compiled for."""
+    num_kv_heads, block_size, head_dim = call.pool.kv.shape[3:]
+    q_tile = call.q.shape[1]
+    return Shape(q_tile, call.group, num_kv_heads, head_dim, block_size, call.num_sink_queries, call.options.soft_cap)
 
 
-def sinks_of(sink_logits, num_heads: int):
+def schedule(call: Call, num_workers: int) -> work.Work:
+    """`work.schedule` of a call."""
+    shape = call.pool.kv.shape
+    return work.schedule(
+        call.tables, call.starts, call.positions, call.effective_pattern, block_size=shape[4],
+        num_kv_heads=shape[3], per_block_id=work.units_per_block_id(shape), num_workers=num_workers,
+    )  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """What `attend` reads: arrays, or inside of a kernel references to them.
+
+    pool: a view [rows, H]. num_moved: [S] pieces with repositioned sinks. numbers: of the pattern, then the layer.
+    q_sink: without repositioned sinks a placeholder. Others as in Call and Work.
+    """
+
+    q: Any
+    q_sink: Any
+    pool: Any
+    positions: Any
+    units: Any
+    starts: Any
+    care: Any
+    newest: Any
+    num_moved: Any
+    numbers: Any
+
+    @classmethod
+    def of(cls, call: Call, work: work.Work) -> Inputs:
+        numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (*call.effective_pattern, call.layer)])
+        q_sink = jnp.zeros((1, 1, 1, 1, 1), call.q.dtype) if call.options.q_sink is None else call.options.q_sink
+        pool = call.pool.kv.reshape(-1, call.pool.kv.shape[-1])
+        num_moved = (work.care & MOVED != 0).sum(axis=1).astype(jnp.int32)
+        return cls(
+            call.q, q_sink, pool, call.positions, work.units, work.starts, work.care, work.newest, num_moved, numbers
+        )
+
+
+def sinks_of(call: Call):
     """[N] learned sink logits; -inf where there are none."""
-    return jnp.full(num_heads, -jnp.inf, jnp.float32) if sink_logits is None else sink_logits.astype(jnp.float32)
+    sinks = call.options.sinks
+    return jnp.full(call.q.shape[2], -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
 
-def parameters(name: str, shape: Shape, num_warps: int | None, num_stages: int | None, interpret: bool) -> dict:
+def result_of(call: Call, out, lse) -> Result:
+    """Of what a kernel gave for a narrowed call, the result of the call as it was."""
+    out = out.reshape(call.q.shape)
+    return Result(out, lse.reshape(call.q.shape[:3]) if call.options.return_lse else None)
+
+
+def outputs(call: Call):
+    """Types of a result and its log-sum-exp."""
+    return jax.ShapeDtypeStruct(call.q.shape, call.out_dtype), jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32)
+
+
+def parameters(name: str, shape: Shape, tuning: Tuning) -> dict:
     """Keywords of `pallas_call`. The back end is always named: which one is the default depends on jax's version.
 
     Compiled for H200 and A100 these defaults spill no registers, and the stages fit the shared memory.
     """
+    num_warps, num_stages = tuning.num_warps, tuning.num_stages
     if num_warps is None:
         # Each of these makes a program need more registers; two of them are too much for 4 warps.
         sinks = shape.sink_queries > 1 or (shape.sink_queries > 0 and shape.columns > 64)
@@ -123,29 +173,27 @@ def parameters(name: str, shape: Shape, num_warps: int | None, num_stages: int |
         num_warps = 8 if needs >= 2 else 4
     if num_stages is None:
         num_stages = 3 if shape.columns <= 128 else 2
-    if not interpret:
+    if not tuning.interpret:
         # jax says it once per kernel when it is lowered, which is after we have returned.
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-    return dict(
-        name=name, interpret=interpret, compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
-    )
+    params = plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+    return dict(name=name, interpret=tuning.interpret, compiler_params=params)
 
 
-def attend(q_ref, sink_ref, pool_ref, pos_ref, units_ref, starts_ref, care_ref, newest_ref, num_moved_ref, numbers_ref,
-           tile, head, first_piece, num_pieces, *, shape: Shape):  # fmt: skip
+def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     """Attention of one query tile and kv head over some of its pieces, inside a kernel.
 
     Returns:
       weighted sum of values [rows, columns], largest score in base 2 and sum of weights [rows]; all float32.
     """
-    pattern = Pattern(*(numbers_ref[i] for i in range(NUM_NUMBERS - 1)))
-    layer = numbers_ref[NUM_NUMBERS - 1]
+    pattern = Pattern(*(refs.numbers[i] for i in range(NUM_NUMBERS - 1)))
+    layer = refs.numbers[NUM_NUMBERS - 1]
     size, per_piece = shape.size, TILE_KV // shape.size
     q_row, q_column, q_head, q_mask = matrix_places(shape, head)
     q_token = q_row // shape.group
-    q = plt.load(q_ref.at[tile, q_token, q_head, q_column], mask=q_mask, other=0.0)
-    q_pos = _positions(pos_ref, tile, shape)
-    newest = newest_ref[tile]
+    q = plt.load(refs.q.at[tile, q_token, q_head, q_column], mask=q_mask, other=0.0)
+    q_pos = _positions(refs.positions, tile, shape)
+    newest = refs.newest[tile]
     slot = jnp.arange(TILE_KV, dtype=jnp.int32)
     kv_column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, TILE_KV)
     parts = shape.block_size // size
@@ -155,9 +203,9 @@ def attend(q_ref, sink_ref, pool_ref, pos_ref, units_ref, starts_ref, care_ref, 
 
     def places(piece):
         """Row of the pool [rows, H] of each slot's key, without layer and head, and text position."""
-        index = jnp.minimum(piece * per_piece + slot // size, units_ref.shape[1] - 1)
-        row = plt.load(units_ref.at[tile, index]) * size + slot % size
-        return row, plt.load(starts_ref.at[tile, index]) + slot % size
+        index = jnp.minimum(piece * per_piece + slot // size, refs.units.shape[1] - 1)
+        row = plt.load(refs.units.at[tile, index]) * size + slot % size
+        return row, plt.load(refs.starts.at[tile, index]) + slot % size
 
     def body(i, carry, with_sinks=False):
         acc, top, total, row, kv_pos = carry
@@ -170,17 +218,17 @@ def attend(q_ref, sink_ref, pool_ref, pos_ref, units_ref, starts_ref, care_ref, 
         mask = _along(kv_pos <= newest, 0, shape.columns)
         if shape.columns != shape.head_dim:
             mask &= kv_column < shape.head_dim
-        k = plt.load(pool_ref.at[_along(row, 0, shape.columns), kv_column], mask=mask, other=0.0)
+        k = plt.load(refs.pool.at[_along(row, 0, shape.columns), kv_column], mask=mask, other=0.0)
         v_row = _along(row + values * size, 0, shape.columns)
-        v = plt.load(pool_ref.at[v_row, kv_column], mask=mask, other=0.0)
+        v = plt.load(refs.pool.at[v_row, kv_column], mask=mask, other=0.0)
         scores = _dot_t(q, k)
-        care = care_ref[tile, piece]
+        care = refs.care[tile, piece]
         kv_pos = _along(kv_pos, 1, shape.rows)
         if with_sinks:
             here = pattern.moved(_along(q_pos, 0, TILE_KV), kv_pos)
 
             def move(j, scores):
-                q_sink = plt.load(sink_ref.at[tile, q_token, j, q_head, q_column], mask=q_mask, other=0.0)
+                q_sink = plt.load(refs.q_sink.at[tile, q_token, j, q_head, q_column], mask=q_mask, other=0.0)
                 mine = here & (jnp.minimum(kv_pos, shape.sink_queries - 1) == j)
                 return jnp.where(mine, _dot_t(q_sink, k), scores)
 
@@ -211,7 +259,7 @@ def attend(q_ref, sink_ref, pool_ref, pos_ref, units_ref, starts_ref, care_ref, 
     begin = 0
     if shape.sink_queries:
         # Sinks are in the first pieces. Their loop is one of its own as the others' would not be pipelined with it.
-        begin = jnp.clip(num_moved_ref[tile] - first_piece, 0, num_pieces)
+        begin = jnp.clip(refs.num_moved[tile] - first_piece, 0, num_pieces)
         carry = lax.fori_loop(0, begin, functools.partial(body, with_sinks=True), carry)
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
 

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ksana_jax.compile_check import kernels, tpu_attention
 from ksana_jax.compile_check import tpu as tpu_check
 from pallas_kernels.arguments import CHUNKED, RAGGED, WINDOW, Spec, make
+from pallas_kernels.contract import Kernel, Result
 from pallas_kernels.patterns import FULL
 from tests.pallas_kernels.contract import check
 
@@ -42,50 +43,48 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_kernel_of_jax_keeps_the_contract(interpreted, spec):
-    def attend(*args, pattern, **keywords):  # numbers of a pattern are traced here, and these are of FULL
-        return tpu_attention.ragged_paged_attention(*args, **keywords)
+    def attend(call, work, *, tuning):  # numbers of a pattern are traced here, and these are of FULL
+        return tpu_attention.attend(call.replace(pattern=FULL), tuning=tuning)
 
     assert spec.pattern == FULL
-    check(attend, spec, tokens_at_once=64, queries_at_once=8)
+    check(Kernel(attend, tpu_attention.Tuning(64, 8)), spec)
 
 
 def test_it_serves_a_pool_that_rests_in_its_own_order(interpreted):
     spec = SPECS[0]
-    pool = make(spec)[0][1]
+    pool = make(spec).pool.kv
     num_blocks, num_layers, _, kv_heads, block_size, head_dim = pool.shape
     pages = pool.transpose(0, 1, 4, 3, 2, 5).reshape(num_blocks * num_layers, block_size, 2 * kv_heads, head_dim)
 
-    def attend(q, pool, tables, starts, positions, *, layer, **of_full_attention):
-        page_ids = tables * num_layers + layer
-        return tpu_attention.attend_pages(q, pages, page_ids, starts, positions, tokens_at_once=64, queries_at_once=4)
+    def attend(call, work, *, tuning):
+        page_ids = call.tables * num_layers + call.layer
+        return Result(tpu_attention.attend_pages(call.q, pages, page_ids, call.starts, call.positions, tuning=tuning))
 
-    check(attend, spec)
+    check(Kernel(attend, tpu_attention.Tuning(64, 4)), spec)
 
 
 @pytest.mark.parametrize(
-    ("changed", "keywords", "line"),
+    ("changed", "options", "line"),
     [
         ({"pattern": WINDOW}, {}, "full attention only, known when compiled: Pattern.window=40"),
         ({"dtype": "float16"}, {}, "bfloat16 throughout, not float16 for float16 to float16"),
         ({}, {"out_dtype": jnp.float32}, "not bfloat16 for bfloat16 to float32"),
         ({"head_dim": 64}, {}, "compiles for head dim 128, not 64"),
         ({"num_heads": 6, "num_kv_heads": 3}, {}, "1, 2, 4 or a multiple of 8 kv heads, not 3"),
-        ({"return_lse": True}, {}, "no log-sum-exp"),
-        ({"sink_logits": True}, {}, "no learned sinks"),
-        ({"sink_queries": 1}, {}, "no second query"),
+        ({"return_lse": True}, {}, "does not support return_lse"),
+        ({"sink_logits": True, "sink_queries": 1}, {}, "does not support q_sink, sinks"),
+        ({"codes": "int8"}, {}, "does not support scales"),
     ],
     ids=str,
 )
-def test_what_it_lacks_is_said(changed, keywords, line):
-    arguments, given = make(Spec(**{"rows": ((20, 1),), "head_dim": 128, **changed}))
+def test_what_it_lacks_is_said(changed, options, line):
+    call = make(Spec(**{"rows": ((20, 1),), "head_dim": 128, **changed}))
     with pytest.raises(NotImplementedError, match=line):
-        tpu_attention.ragged_paged_attention(*arguments, **given, **keywords)
+        tpu_attention.KERNEL(call.replace(**options))
 
 
 def test_a_pattern_of_traced_numbers_is_refused():
-    arguments, given = make(Spec(rows=((20, 1),), head_dim=128))
-    with pytest.raises(NotImplementedError, match="known when compiled"):
-        jax.jit(tpu_attention.ragged_paged_attention)(*arguments, layer=1, pattern=given["pattern"])
+    assert "known when compiled" in str(tpu_attention.KERNEL.unsupported(make(Spec(rows=((20, 1),), head_dim=128))))
 
 
 def test_without_the_compiler_one_line_names_the_extra(monkeypatch, capsys):

@@ -21,6 +21,8 @@ from experiments.gpu.race import Entry, race
 from experiments.gpu.sections import correctness, decode, prefill, step, throughput
 from experiments.gpu.table import table
 from experiments.gpu.where import dump_tile, where_wrong
+from pallas_kernels.contract import Kernel, Result, check_options
+from pallas_kernels.hopper.schedule import Tuning
 from pallas_kernels.patterns import FAR, Pattern
 from tests.experiments.gpu_context import make_context
 
@@ -47,12 +49,12 @@ def test_the_first_case_is_timed_before_the_last_is_lowered(tmp_path, monkeypatc
     lowered = []
 
     def slow(case):
-        def attend(*args, **keywords):
+        def attend(call, work, *, tuning):
             time.sleep(0.5)  # what it takes to lower a kernel
             lowered.append(case)
-            return candidates.reference()(*args, **keywords)
+            return candidates.reference()(call)
 
-        return attend
+        return Kernel(attend, None)
 
     context = make_context(tmp_path)
     tried = []
@@ -145,12 +147,13 @@ def test_correctness_begins_with_llamas_shapes_and_hoppers_kernels(tmp_path, mon
     asked = []
 
     def named(name):
-        def attend(*args, **keywords):
+        def attend(call, work, *, tuning):
+            check_options(call, "q_sink", "sinks", "soft_cap", "return_lse")
             asked.append(name)
-            out = candidates.reference()(*args, **keywords)
+            out = candidates.reference()(call)
             return jax.tree.map(lambda x: x * 1.5, out) if name == "triton" else out
 
-        return attend
+        return Kernel(attend, None)
 
     monkeypatch.setattr(
         correctness, "implementations", lambda: {n: named(n) for n in ("triton", "hopper", "hopper_prefill")}
@@ -188,20 +191,25 @@ def test_the_parts_of_the_hopper_kernel_are_traced_apart():
         traced[part.name] = [name in text for name in ("hopper_attention", "hopper_merge")]
         assert jax.eval_shape(part.step, carry, shared, owns[0]) == carry  # a chain feeds it to itself
     assert traced == {parts.ATTENTION: [True, False], parts.MERGE: [False, True]}
-    assert parts.hopper_decode.merge.__module__ == "pallas_kernels.hopper.merge"  # and put back
+    assert parts.hopper_decode.merge_segments.__module__ == "pallas_kernels.hopper.merge"  # and put back
 
 
 def test_decode_sweeps_pairs_of_stages_and_workers_and_leaves_prefill_out(monkeypatch):
     case = cases.Case("64x4k", (4096,) * 64, 64)
     asked = []
+
+    def attend(call, work, *, tuning):
+        asked.append((tuning.stages, tuning.num_workers))
+        return Result(None)
+
     kernels = {
-        "hopper_decode": lambda *args, **keywords: asked.append((keywords["stages"], keywords["num_workers"])),
+        "hopper_decode": Kernel(attend, Tuning()),
         "hopper_prefill": None, "hopper_prefill, weights in shared memory": None, "triton_decode": None,
     }  # fmt: skip
     for module in (candidates, decode):
         monkeypatch.setattr(module, "implementations", lambda: kernels)
     for candidate in decode.sweep(case):
-        candidate.step(None, (), 0)
+        candidate.step(None, (None,) * 4, 0)
     assert asked == [(2, 264), (2, 396), (4, 132), (5, 132)]
     assert [c.name for c in candidates.ours(case)] == ["hopper_decode", "triton_decode"]
     chunk = cases.Case("chunk", (4096,), 64, queries=32, prefill=True)
@@ -241,30 +249,29 @@ def test_arguments_are_of_the_shapes_that_programs_are_compiled_for():
 def test_comparison_finds_one_wrong_row_nan_and_a_wrong_log_sum_exp():
     right = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 4, 64)), jnp.float32)
     lse = jnp.zeros((3, 1, 4)).at[2].set(-jnp.inf)
-    assert correctness.compare((right, lse), (right, lse))["right"]
-    assert correctness.compare(right.astype(jnp.bfloat16), right)["right"]
+    both, alone = Result(right, lse), Result(right)
+    assert correctness.compare(both, both)["right"]
+    assert correctness.compare(Result(right.astype(jnp.bfloat16)), alone)["right"]
     wrong_row = right.at[0, 0, 0].multiply(1.05)
-    assert not correctness.compare(wrong_row, right)["right"]
-    assert not correctness.compare(right.at[0, 0, 0, 0].set(jnp.nan), right)["right"]
+    assert not correctness.compare(Result(wrong_row), alone)["right"]
+    assert not correctness.compare(Result(right.at[0, 0, 0, 0].set(jnp.nan)), alone)["right"]
     for bad in (lse.at[0].set(0.1), lse.at[0].set(-jnp.inf), lse.at[2].set(0.0), lse.at[1].set(jnp.nan)):
-        assert not correctness.compare((right, bad), (right, lse))["right"]
-    assert not correctness.compare(right, (right, lse))["right"]
+        assert not correctness.compare(Result(right, bad), both)["right"]
+    assert not correctness.compare(alone, both)["right"]
 
 
 def test_a_wrong_candidate_is_timed_but_marked_and_one_that_cannot_run_is_reported(tmp_path, capsys):
     context = make_context(tmp_path)
     case = cases.Case("2x40", (40, 33), 16, 4, 2, 64, tiny=True)
 
-    def wrong(q, *args, **keywords):
-        return candidates.reference()(q, *args, **keywords) * 1.1
+    def wrong(call, work, *, tuning):
+        return Result(candidates.reference()(call).out * 1.1)
 
-    def lacking(*args, **keywords):
+    def lacking(call, work, *, tuning):
         raise NotImplementedError("a head dim of 64")
 
-    tried = [
-        candidates.ours_as(n, f, case)
-        for n, f in (("good", candidates.reference()), ("bad", wrong), ("lacks", lacking))
-    ]
+    kernels = {"good": candidates.reference(), "bad": Kernel(wrong, None), "lacks": Kernel(lacking, None)}
+    tried = [candidates.ours_as(name, kernel, case) for name, kernel in kernels.items()]
     measured = race(context, "decode, blocks of 64", [Entry(case, tried)])
     assert {who for _, who, _ in measured} == {"good", "bad"}
     records = read_records(context.records)

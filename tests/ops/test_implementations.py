@@ -9,37 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
-from ksana_jax.ops.kernels import Attention, Kernels, calls
+from ksana_jax.ops.kernels import Kernels, calls
 from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import Part, StepArrays, StepShape
-from pallas_kernels.hopper import decode as hopper_decode
 from pallas_kernels.hopper import kv_write as hopper_kv_write
-from pallas_kernels.hopper import prefill as hopper_prefill
-from pallas_kernels.triton import decode as triton_decode
-from pallas_kernels.triton import ragged as triton_ragged
+from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.soak import soak_unless
 
 H200 = Needs("gpu", (9, 0), "bfloat16", 32, 8, 128, 64)
 B, H, N, K = 16, 64, 4, 2
-TRITON = Kernels(
-    *(Attention(functools.partial(m.ragged_paged_attention, interpret=True)) for m in (triton_decode, triton_ragged))
-)
-FEW = Attention(
-    functools.partial(hopper_decode.ragged_paged_attention, interpret=PARAMS, num_workers=3),
-    functools.partial(hopper_decode.plan_work, num_workers=3),
-)
-MANY = Attention(functools.partial(hopper_prefill.ragged_paged_attention, interpret=PARAMS), hopper_prefill.plan_work)
+TRITON = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
+FEW = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
+MANY = KERNELS["hopper_prefill"].tuned(interpret=PARAMS)
 HOPPER = Kernels(FEW, FEW, MANY, functools.partial(hopper_kv_write.kv_write, interpret=PARAMS))
 
 
@@ -129,7 +120,7 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
     queries, exact = write(q, nothing, nothing, exact, where, angles, 1.0)
     expected = np.asarray(ragged_paged_attention(queries, exact, where))
     with interpreting():
-        plan = kernels.plan(where, cache, N) if kernels.decode.plan_work else None
+        plan = kernels.plan(where, cache, N) if kernels.decode.schedule else None
         queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, where, angles, 1.0))(cache)
         got = np.asarray(kernels.attend(queries, cache, where, plan))
     assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
@@ -195,8 +186,3 @@ def test_the_configuration_knows_the_names_that_there_are():
 def test_a_machine_without_a_gpu_does_not_wait_for_pallas():
     code = "import sys; from ksana_jax import LLM; sys.exit('jax.experimental.pallas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_every_kernel_with_the_contract_of_paged_attention_is_listed():
-    assert set(pallas_kernels.IMPLEMENTATIONS) == {"hopper_decode", "hopper_prefill", "triton_decode", "triton_ragged"}
-    assert pallas_kernels.IMPLEMENTATIONS["hopper_decode"] is hopper_decode.ragged_paged_attention

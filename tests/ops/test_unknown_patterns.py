@@ -113,7 +113,7 @@ def test_a_kernel_that_is_called_all_the_same_refuses(one_more_field):
     where = types.SimpleNamespace(pattern=layer)
     with pytest.raises(NotImplementedError, match=REASON):
         HOPPER.plan(where, None, 4)
-    assert TRITON.decode.plan_work is None  # `attend` asks for the pattern in each call
+    assert TRITON.decode.schedule is None  # `attend` asks for the pattern in each call
 
 
 def test_the_reference_computes_the_new_pattern(one_more_field, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels import int4, reference
 from pallas_kernels.arguments import Spec, make
+from pallas_kernels.contract import Kernel, Pool, Result
 
 # Kernels round each weight of the softmax to the pool's 16 bits, and the result once more: each by at most half a unit
 # in the last place, 2^-8 of the value in bfloat16 (8 bits) and 2^-11 in float16 (11 bits). The weighted sum of |v|
@@ -20,48 +21,40 @@ RELATIVE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11}
 ABSOLUTE = 2e-5
 LSE = 1e-4
 
-STATIC = ("soft_cap", "return_lse", "out_dtype")
-
 
 @functools.cache
-def _jitted(function, static: tuple[str, ...]):
-    """One for each function: specs of the same shapes share its compilation, which counts for more than its speed."""
+def _jitted(attend, tuning):
+    """One for each kernel: specs of the same shapes share its compilation, which counts for more than its speed."""
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    return jax.jit(function, static_argnames=static, compiler_options=options)
+    return jax.jit(lambda call: attend(call, None, tuning=tuning), compiler_options=options)
 
 
 @functools.cache
 def expected(spec: Spec):
     """Of the reference, in float32: result, log-sum-exp, and the weighted sums of the values' absolutes."""
-    (q, pool, *rest), keywords = make(spec)
-    attend = _jitted(reference.ragged_paged_attention, STATIC)
-    keywords = {**keywords, "return_lse": True, "out_dtype": jnp.dtype("float32")}
-    out, lse = attend(q, pool, *rest, **keywords)
-    if pool.dtype == jnp.int4:
-        pool = int4.dequantise(pool, keywords.pop("scales"))
-    absolute_values = np.array(pool)
+    call = make(spec).replace(return_lse=True, out_dtype=jnp.dtype("float32"))
+    attend = _jitted(reference.attend, None)
+    out, lse, _ = attend(call)
+    kv, scales = call.pool
+    if kv.dtype == jnp.int4:
+        kv, scales = int4.dequantise(kv, scales), None
+    absolute_values = np.array(kv)
     absolute_values[:, :, 1] = np.abs(absolute_values[:, :, 1])
-    absolute, _ = attend(q, jnp.asarray(absolute_values), *rest, **keywords)
+    absolute = attend(call.replace(pool=Pool(jnp.asarray(absolute_values), scales))).out
     return np.asarray(out), np.asarray(lse), np.asarray(absolute)
 
 
-def check(implementation, spec: Spec, **keywords) -> None:
-    """Asserts that an implementation gives the reference's result and log-sum-exp.
-
-    Args:
-      implementation: a function with the signature of `reference.ragged_paged_attention`.
-      keywords: the implementation's own.
-    """
-    arguments, given = make(spec)
-    attend = _jitted(implementation, tuple(sorted({*STATIC, *keywords})))
-    compare(attend(*arguments, **given, **keywords), spec)
+def check(kernel: Kernel, spec: Spec) -> None:
+    """Asserts that a kernel gives the reference's result and log-sum-exp."""
+    compare(_jitted(kernel.attend, kernel.tuning)(make(spec)), spec)
 
 
-def compare(actual, spec: Spec) -> None:
-    """Asserts that a result, or with `return_lse` two, are the reference's for a spec."""
+def compare(result: Result, spec: Spec) -> None:
+    """Asserts that a result, and with `return_lse` its log-sum-exp, are the reference's for a spec."""
     out, lse, absolute = expected(spec)
-    if spec.return_lse:
-        actual, actual_lse = actual
+    actual, actual_lse, _ = result
+    assert (actual_lse is not None) == spec.return_lse
+    if actual_lse is not None:
         assert actual_lse.dtype == jnp.float32 and actual_lse.shape == lse.shape
         np.testing.assert_allclose(np.asarray(actual_lse), lse, rtol=0, atol=LSE, err_msg=str(spec))
     assert actual.dtype == spec.dtype and actual.shape == out.shape

@@ -1,26 +1,24 @@
 """Every pattern of the engine in the kernels: the same numbers mean the same keys, and each kernel computes them."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 
 from ksana_jax.ops.kernels import kernel_pattern
 from pallas_kernels.arguments import Spec
-from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels.contract import Kernel
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.triton import decode as triton_decode
-from pallas_kernels.triton import ragged as triton_ragged
+from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.reference import literal
 from tests.soak import soak_unless
 
-KERNELS = {
-    "decode": functools.partial(triton_decode.ragged_paged_attention, interpret=True, num_workers=3),
-    "ragged": functools.partial(triton_ragged.ragged_paged_attention, interpret=True),
+TRITON = {
+    "decode": KERNELS["triton_decode"].tuned(interpret=True, num_workers=3),
+    "ragged": KERNELS["triton_ragged"].tuned(interpret=True),
 }
 # Texts that go past the window and the highest ceiling. Specs that differ in their pattern alone share a compilation.
 DECODE = Spec(rows=((75, 1), (0, 0), (17, 1)), head_dim=64, seed=50)
@@ -49,15 +47,18 @@ def test_the_kernels_pattern_shows_the_same_keys_and_moves_the_same_sinks(name):
     assert not (moved & (j >= PATTERNS[name].num_sinks)).any()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", TRITON)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_triton_computes_every_pattern(kernel, name):
-    check(KERNELS[kernel], spec_of(DECODE if kernel == "decode" else CHUNK, name))
+    check(TRITON[kernel], spec_of(DECODE if kernel == "decode" else CHUNK, name))
 
 
 @pytest.mark.parametrize("name", soak_unless(lambda name: name in ("dilated", "LM-Infinite"), PATTERNS))
 def test_hopper_computes_every_pattern(name):
-    # A function of its own each time: the interpreter of jax 0.10 cannot run the same program twice.
-    attend = functools.partial(hopper_decode.ragged_paged_attention, interpret=PARAMS, num_workers=3)
+    tuned = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
+
+    def attend(call, work, *, tuning):  # one of its own each time: jax 0.10's interpreter runs no program twice
+        return tuned(call)
+
     with interpreting():
-        check(attend, spec_of(DECODE, name))
+        check(Kernel(attend, None), spec_of(DECODE, name))

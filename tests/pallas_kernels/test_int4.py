@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import int4, reference
+from pallas_kernels.contract import Call, Pool
 from pallas_kernels.patterns import FAR
 
 RNG = np.random.default_rng(3)
@@ -79,14 +80,13 @@ def test_full_blocks_and_the_newest_tokens_merge_by_their_log_sum_exp():
     q = jnp.asarray(RNG.standard_normal((1, 1, 2, 64)) / 8, jnp.float32)
     positions = jnp.array([[147]], jnp.int32)
 
-    def attend(pool, tables, starts, **keywords):
-        return reference.ragged_paged_attention(
-            q, pool, jnp.array([tables]), jnp.array([starts]), positions, layer=0, return_lse=True, **keywords
-        )
+    def attend(pool, tables, starts):
+        call = Call(q, pool, jnp.array([tables]), jnp.array([starts]), positions)
+        return reference.attend(call.replace(return_lse=True))
 
-    parts = attend(codes, [1, 0], [0, 64], scales=scales), attend(newest, [0, 0], [128, FAR])
-    weights = jax.nn.softmax(jnp.stack([lse for _, lse in parts]), axis=0)
-    merged = sum(weight[..., None] * out for weight, (out, _) in zip(weights, parts))
+    parts = attend(Pool(codes, scales), [1, 0], [0, 64]), attend(Pool(newest), [0, 0], [128, FAR])
+    weights = jax.nn.softmax(jnp.stack([part.lse for part in parts]), axis=0)
+    merged = sum(weight[..., None] * part.out for weight, part in zip(weights, parts))
     numbers = jnp.concatenate([int4.dequantise(codes, scales), newest.astype(jnp.float32)])
-    expected, _ = attend(numbers, [1, 0, 2], [0, 64, 128])
+    expected = attend(Pool(numbers), [1, 0, 2], [0, 64, 128]).out
     np.testing.assert_allclose(merged, expected, atol=1e-6)

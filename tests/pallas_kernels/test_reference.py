@@ -1,7 +1,6 @@
 """The reference against loops in float64 that know nothing of it; and that the specs are as unkind as they say."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -11,13 +10,15 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.arguments import BENCH, FULL, SINKS_MOVED, SMALL, TINY, Spec, layout, make
+from pallas_kernels.contract import Call
 from pallas_kernels.patterns import FAR
 
 
-def loops(q, pool, tables, starts, positions, *, layer, pattern, q_sink=None, soft_cap=None, sink_logits=None):
+def loops(call: Call):
     """Result, log-sum-exp and mass per slot: one query, one head and one slot at a time, the rules written out."""
-    q, pool = np.asarray(q, np.float64), np.asarray(pool, np.float64)
-    tables, starts, positions = (np.asarray(x) for x in (tables, starts, positions))
+    q, pool = np.asarray(call.q, np.float64), np.asarray(call.pool.kv, np.float64)
+    tables, starts, positions = (np.asarray(x) for x in (call.tables, call.starts, call.positions))
+    layer, pattern, q_sink, soft_cap = call.layer, call.pattern, call.options.q_sink, call.options.soft_cap
     num_heads, num_kv_heads, size = q.shape[2], pool.shape[3], pool.shape[4]
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     mass = np.zeros((len(q), num_kv_heads, tables.shape[1] * size))
@@ -42,7 +43,7 @@ def loops(q, pool, tables, starts, positions, *, layer, pattern, q_sink=None, so
             values.append(block[1, kv_head, offset])
             slots.append(slot)
         if scores:
-            sink = [] if sink_logits is None else [float(sink_logits[head])]
+            sink = [] if call.options.sinks is None else [float(call.options.sinks[head])]
             lse[tile, token, head] = np.logaddexp.reduce(scores + sink)
             weights = np.exp(np.array(scores) - lse[tile, token, head])
             out[tile, token, head] = weights @ np.array(values)
@@ -53,37 +54,24 @@ def loops(q, pool, tables, starts, positions, *, layer, pattern, q_sink=None, so
 # Of SMALL those that share a compilation.
 @pytest.mark.parametrize("spec", [*TINY, *(s for s in SMALL if s.head_dim == 64 and s.sink_logits)], ids=str)
 def test_reference_gives_what_loops_in_float64_give(spec):
-    arguments, keywords = make(dataclasses.replace(spec, return_lse=True))
-    del keywords["return_lse"]
-    out, lse, mass = loops(*arguments, **keywords)
-    static = ("soft_cap", "return_lse", "out_dtype")
-    attend = jax.jit(reference.ragged_paged_attention, static_argnames=static)
-    actual, actual_lse = attend(*arguments, **keywords, return_lse=True, out_dtype=jnp.dtype("float32"))
+    call = make(spec).replace(return_lse=True, return_mass=True, out_dtype=jnp.dtype("float32"))
     # Sums of up to 257 float32 terms of size 4.
-    np.testing.assert_allclose(actual, out, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(actual_lse, lse, rtol=0, atol=1e-5)
-    keywords.pop("sink_logits", None)
-    weigh = jax.jit(reference.probability_mass, static_argnames=static[:1])
-    np.testing.assert_allclose(weigh(*arguments, actual_lse, **keywords), mass, rtol=0, atol=1e-5)
+    for actual, expected in zip(jax.jit(reference.attend)(call), loops(call), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_result_has_the_dtype_of_the_queries_unless_another_is_asked_for():
-    arguments, keywords = make(TINY[0])
     for out_dtype in (None, jnp.float16):
-        attend = functools.partial(reference.ragged_paged_attention, **keywords, out_dtype=out_dtype)
-        assert jax.eval_shape(attend, *arguments)[0].dtype == (out_dtype or jnp.bfloat16)
+        call = make(TINY[0]).replace(out_dtype=out_dtype)
+        assert jax.eval_shape(reference.attend, call).out.dtype == (out_dtype or jnp.bfloat16)
 
 
 def test_halves_of_a_text_merged_by_their_log_sum_exp_are_the_whole():
-    (q, pool, tables, starts, positions), keywords = make(TINY[0])
-    keywords["out_dtype"] = jnp.float32
-    sink_logits = keywords.pop("sink_logits")
-    attend = jax.jit(functools.partial(reference.ragged_paged_attention, **keywords))
-    whole, whole_lse = attend(q, pool, tables, starts, positions, sink_logits=sink_logits)
-    first = jnp.where(starts < 64, starts, FAR)
-    second = jnp.where(starts < 64, FAR, starts)
-    a, lse_a = attend(q, pool, tables, first, positions, sink_logits=sink_logits)
-    b, lse_b = attend(q, pool, tables, second, positions, sink_logits=jnp.full_like(sink_logits, -jnp.inf))
+    call = make(TINY[0]).replace(out_dtype=jnp.float32)
+    starts, attend = call.starts, jax.jit(reference.attend)
+    whole, whole_lse, _ = attend(call)
+    a, lse_a, _ = attend(call.replace(starts=jnp.where(starts < 64, starts, FAR)))
+    b, lse_b, _ = attend(call.replace(starts=jnp.where(starts < 64, FAR, starts), sinks=None))
     lse = jnp.logaddexp(lse_a, lse_b)
     weight_a, weight_b = (jnp.where(jnp.isinf(lse), 0.0, jnp.exp(x - lse)) for x in (lse_a, lse_b))
     # Text of 16 tokens has nothing in its second half.
@@ -111,8 +99,8 @@ def test_specs_hold_what_goes_wrong_in_kernels():
 
 def test_dead_slots_hold_nan_and_only_those():
     spec = Spec(rows=((40, 1), (0, 0), (16, 1)), pattern=SINKS_MOVED._replace(window=4), sink_queries=1)
-    (_, pool, tables, *_), _ = make(spec)
-    pool, tables = np.asarray(pool, np.float32), np.asarray(tables)
+    call = make(spec)
+    pool, tables = np.asarray(call.pool.kv, np.float32), np.asarray(call.tables)
     nan = np.isnan(pool)
     assert (nan == nan[:, :1, :1, :1, :, :1]).all(), "the same slots in all layers, for keys, values and heads"
     nan = nan[:, 0, 0, 0, :, 0]
@@ -124,9 +112,9 @@ def test_dead_slots_hold_nan_and_only_those():
 
 def test_seeds_give_other_data_and_the_same_seed_the_same():
     spec = TINY[0]
-    (q, *_), _ = make(spec)
-    assert (make(spec)[0][0] == q).all()
-    assert (make(dataclasses.replace(spec, seed=spec.seed + 1))[0][0] != q).any()
+    q = make(spec).q
+    assert (make(spec).q == q).all()
+    assert (make(dataclasses.replace(spec, seed=spec.seed + 1)).q != q).any()
 
 
 def test_names_of_specs_tell_them_apart():

@@ -16,7 +16,7 @@ from pallas_kernels.work import (
     PIECE,
     TILE,
     TILE_KV,
-    plan,
+    schedule,
     unit_tokens,
 )
 
@@ -44,12 +44,12 @@ def rows(block_size, rng, width=1):
 def make(arrays, pattern, block_size, num_workers):
     parts = block_size // unit_tokens(block_size)
     pattern = Pattern(*(jnp.int32(x) for x in pattern))
-    work = jax.jit(plan, static_argnames=("block_size", "num_kv_heads", "units_per_block_id", "num_workers"))(
+    work = jax.jit(schedule, static_argnames=("block_size", "num_kv_heads", "per_block_id", "num_workers"))(
         *arrays,
         pattern,
         block_size=block_size,
         num_kv_heads=KV_HEADS,
-        units_per_block_id=parts,
+        per_block_id=parts,
         num_workers=num_workers,
     )
     return jax.tree.map(np.asarray, work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ from experiments.gpu.context import Context
 from experiments.gpu.race import TOLERANCE, poisoned
 from experiments.gpu.where import dump_tile, where_wrong
 from pallas_kernels import arguments
+from pallas_kernels.contract import Call, Kernel, Result
 
 # One query of one head may be off by more than all together: its probabilities are rounded to 8 bits, few weigh much.
 ROW_TOLERANCE = 4e-2
@@ -41,14 +41,14 @@ def run(context: Context) -> None:
     seed = time.time_ns() % 2**20
     found = [dataclasses.replace(spec, seed=spec.seed + seed) for spec in specs(context.tiny)]
     context.record("fact", name="seeds", first=seed)
-    attends = implementations()
+    kernels = implementations()
     # Hopper's kernels on everything, then the others.
-    passes = [{n: f for n, f in attends.items() if n.startswith("hopper") == first} for first in (True, False)]
+    passes = [{n: k for n, k in kernels.items() if n.startswith("hopper") == first} for first in (True, False)]
     left_out = [f"{n} on {spec}" for chosen in passes if chosen for n, spec in check_all(context, found, chosen)]
     if left_out:
         context.record("fact", name="left out", specs=left_out)
     context.attempt("probability mass", lambda: _check_mass(context, seed))
-    for name in [*attends, MASS]:
+    for name in [*kernels, MASS]:
         count = _count(context, name)
         context.record("fact", name="correctness", who=name, **count)
         context.say(f"{name}: " + ", ".join(f"{n} {k}" for k, n in count.items()))
@@ -78,14 +78,14 @@ def _count(context: Context, who: str) -> dict[str, int]:
 
 
 def check_all(
-    context: Context, found: list[arguments.Spec], attends: dict[str, Any]
+    context: Context, found: list[arguments.Spec], kernels: dict[str, Kernel]
 ) -> list[tuple[str, arguments.Spec]]:
     """Checks implementations on all specs, of which two at once are compiled; returns what there was no time for."""
     compiling, ahead = Compiling(context), []
     for index, spec in enumerate(found):
         if context.left() < 8:
-            return [(name, spec) for spec in [*(s.spec for s in ahead), *found[index:]] for name in attends]
-        batch = _Batch(context, spec, attends, compiling)
+            return [(name, spec) for spec in [*(s.spec for s in ahead), *found[index:]] for name in kernels]
+        batch = _Batch(context, spec, kernels, compiling)
         # The first verdict waits for nothing else.
         ahead = [*ahead, batch]
         while ahead and (index == 0 or len(ahead) >= AT_ONCE):
@@ -98,25 +98,21 @@ def check_all(
 class _Batch:
     """One spec: its arguments, and the programs of the implementations that take it."""
 
-    def __init__(self, context: Context, spec: arguments.Spec, attends: dict[str, Any], compiling: Compiling):
+    def __init__(self, context: Context, spec: arguments.Spec, kernels: dict[str, Kernel], compiling: Compiling):
         self._context, self.spec, self._compiling = context, spec, compiling
-        self._args, keywords = arguments.make(spec)
-        static = {k: keywords.pop(k) for k in ("soft_cap", "return_lse")}
-        self._keywords, self._names = keywords, []
+        self._call, self._names = arguments.make(spec), []
         done = {(r["who"], r["case"]) for r in context.past("check", "failed") if "case" in r}  # before a restart
         wanted = {
-            name: f
-            for name, f in attends.items()
-            if (name, str(spec)) not in done and not context.excluded(name, str(spec)) and _takes(name, f, spec)
+            name: kernel
+            for name, kernel in kernels.items()
+            if (name, str(spec)) not in done
+            and not context.excluded(name, str(spec))
+            and _takes(name, kernel, spec, self._call)
         }
-        for name, attend in ({REFERENCE: reference()} | wanted if wanted else {}).items():
-
-            def call(args, keywords, attend=attend):
-                return attend(*args, **keywords, **static)
-
+        for name, kernel in ({REFERENCE: reference()} | wanted if wanted else {}).items():
             try:
                 with context.guard(name, str(spec), seconds=60):
-                    lowered = jax.jit(call).lower(self._args, keywords)
+                    lowered = jax.jit(lambda call, kernel=kernel: kernel(call)).lower(self._call)
             except Exception as error:
                 context.failed(f"{name} on {spec}", error, who=name, case=str(spec))
                 continue
@@ -130,7 +126,7 @@ class _Batch:
         if not names:
             return
         try:
-            right = jax.block_until_ready(self._program(REFERENCE)(self._args, self._keywords))
+            right = jax.block_until_ready(self._program(REFERENCE)(self._call))
         except Exception as error:
             context.failed(f"{REFERENCE} on {case}", error)
             return
@@ -138,8 +134,8 @@ class _Batch:
             try:
                 program = self._program(name)
                 with context.guard(name, case):
-                    out = jax.block_until_ready(poisoned(program, self._args, self._keywords))
-                    again = jax.block_until_ready(program(self._args, self._keywords))
+                    out = jax.block_until_ready(poisoned(program, self._call))
+                    again = jax.block_until_ready(program(self._call))
                 found = compare(out, right) | {"repeatable": _same(out, again)}
                 found |= _where(context, out, right, found["right"])
                 if not found["right"]:
@@ -155,16 +151,16 @@ class _Batch:
         return self._compiling.result((name, str(self.spec)))
 
 
-def _takes(name: str, attend: Any, spec: arguments.Spec) -> bool:
-    """Whether a spec is worth an implementation's time: prefill kernels never get single queries."""
-    if spec.codes and "scales" not in inspect.signature(attend).parameters:
+def _takes(name: str, kernel: Kernel, spec: arguments.Spec, call: Call) -> bool:
+    """Whether a spec is worth a kernel's time: prefill kernels never get single queries."""
+    if name.startswith("hopper_prefill") and spec.q_tile == 1:
         return False
-    return not (name.startswith("hopper_prefill") and spec.q_tile == 1)
+    return not (spec.codes and kernel.unsupported(call))
 
 
 def _where(context: Context, out: Any, right: Any, is_right: bool) -> dict[str, Any]:
     """Errors by column and head; where a result is wrong by query too, and the run's first wrong tile as a file."""
-    a, b = (x[0] if isinstance(x, tuple) else x for x in (out, right))
+    a, b = out.out, right.out
     found = where_wrong(a, b, ROW_TOLERANCE)
     if is_right:
         return {key: found[key] for key in ("by_columns", "by_head")}
@@ -177,8 +173,13 @@ def _check_mass(context: Context, seed: int) -> None:
     """The weight that each slot got, after the reference's attention; on machines without a GPU of the reference."""
     from pallas_kernels import reference as exact
     from pallas_kernels.hopper import mass as hopper_mass
+    from pallas_kernels.hopper.schedule import Tuning
 
-    weigh: Any = hopper_mass.probability_mass if jax.default_backend() == "gpu" else exact.probability_mass
+    def weigh(call: Call, lse):
+        if jax.default_backend() == "gpu":
+            return hopper_mass.probability_mass(call, lse, tuning=Tuning())
+        return exact.probability_mass(call, lse)
+
     specs = [
         arguments.Spec(rows=((700, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True, seed=seed),
         arguments.Spec(rows=((290, 31),), q_tile=16, num_heads=8, head_dim=128, block_size=64, return_lse=True,
@@ -187,26 +188,24 @@ def _check_mass(context: Context, seed: int) -> None:
     for spec in specs:
         if context.excluded(MASS, str(spec)):
             continue
-        arrays, keywords = arguments.make(spec)
-        args: tuple[Any, ...] = (*arrays, reference()(*arrays, **keywords)[1])
-        given = {k: x for k, x in keywords.items() if k not in ("sink_logits", "return_lse")}
+        call = arguments.make(spec)
+        lse: Any = reference()(call).lse
         with context.guard(MASS, str(spec)):
-            found = jax.block_until_ready(weigh(*args, **given))
-        right = exact.probability_mass(*args, **given)
+            found = jax.block_until_ready(weigh(call, lse))
+        right = exact.probability_mass(call, lse)
         error = float(jnp.linalg.norm(found - right) / jnp.linalg.norm(right))
         context.record("check", metric="correctness", case=str(spec), who=MASS, ours=True, error=error,
                        tolerance=TOLERANCE, right=error <= TOLERANCE)  # fmt: skip
 
 
-def compare(out: Any, right: Any) -> dict[str, Any]:
-    """Errors of (out, lse) or out against the reference's, and whether they are within the tolerances.
+def compare(result: Result, reference: Result) -> dict[str, Any]:
+    """Errors of a result against the reference's, and whether they are within the tolerances.
 
     Returns:
       error: relative, of all together. worst_row: of one query and head, relative to the larger of its own and a tenth
       of the typical size. lse_error: largest difference of log-sum-exps; those of -inf must be -inf on both sides.
     """
-    out, lse = out if isinstance(out, tuple) else (out, None)
-    right, right_lse = right if isinstance(right, tuple) else (right, None)
+    (out, lse, _), (right, right_lse, _) = result, reference
     a, b = (np.asarray(x.astype(jnp.float32), np.float64) for x in (out, right))
     if not np.isfinite(a).all():
         return {"right": False, "error": float("inf"), "not_finite": int((~np.isfinite(a)).sum())}

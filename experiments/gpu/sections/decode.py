@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from experiments.gpu.candidates import Candidate, implementations, jax_peers, ours, ours_as
 from experiments.gpu.cases import Case, decode_cases
 from experiments.gpu.context import Context
@@ -57,6 +55,6 @@ def sweep(case: Case) -> list[Candidate]:
     kernel = found.get("hopper_decode")
     return [
         ours_as(f"hopper, {stages} stages, {workers} workers",
-                functools.partial(kernel, stages=stages, num_workers=workers) if kernel else found["reference"], case)
+                kernel.tuned(stages=stages, num_workers=workers) if kernel else found["reference"], case)
         for stages, workers in TUNING
     ]  # fmt: skip

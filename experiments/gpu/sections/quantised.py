@@ -1,4 +1,4 @@
-"""Decode over keys and values of 8 and 4 bits against the same in bfloat16, for implementations that take `scales`.
+"""Decode over keys and values of 8 and 4 bits against the same in bfloat16, for kernels that support `scales`.
 
 `scales` is [M, L, 2, K, B] float32 beside a pool of codes, int8 or float8_e4m3fn: one for each token and kv head. Those
 of int4 are `pallas_kernels.int4`'s.
@@ -7,18 +7,16 @@ of int4 are `pallas_kernels.int4`'s.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu.candidates import Candidate, implementations, jax_bundled, ours, reference
+from experiments.gpu.candidates import Candidate, implementations, jax_bundled, ours
 from experiments.gpu.cases import Arguments, Case, decode_cases
 from experiments.gpu.context import Context
 from experiments.gpu.race import Entry, race
 from pallas_kernels import int4
+from pallas_kernels.contract import Kernel
 
 BAR = 0.6  # of the time with bfloat16, for int8
 INT8, INT4 = "int8", "int4"
@@ -48,14 +46,14 @@ def _numbers(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return codes.astype(jnp.float32) * scales[..., None]
 
 
-def _with_scales(name: str, attend: Callable[..., Any], case: Case, kind: str) -> Candidate:
+def _with_scales(name: str, kernel: Kernel, case: Case, kind: str) -> Candidate:
     def prepare(a: Arguments):
         pool, scales = quantised(a.pool, kind)
         return a.q, (pool, scales, *a[2:]), tuple(jnp.int32(layer) for layer in range(case.num_layers))
 
     def step(q, shared, layer):
         pool, scales, *rest = shared
-        return attend(q, pool, *rest, layer=layer, scales=scales)
+        return kernel(Arguments(q, pool, *rest).call(layer=layer, scales=scales)).out
 
     of_token = case.head_dim * 9 // 16 if kind == INT4 else case.head_dim + 4  # with scales
     num_bytes = 2 * case.num_kv_heads * of_token * case.visible()
@@ -65,9 +63,12 @@ def _with_scales(name: str, attend: Callable[..., Any], case: Case, kind: str) -
     )  # fmt: skip
 
 
-def _stand_in(q, pool, *rest, scales, **keywords):
-    """On a machine without a GPU: the reference on what codes stand for."""
-    return reference()(q, _numbers(pool, scales).astype(jnp.bfloat16), *rest, **keywords)
+def _supports_scales(kernel: Kernel, case: Case) -> bool:
+    def call(a: Arguments):
+        pool, scales = quantised(a.pool)
+        return a._replace(pool=pool).call(scales=scales)
+
+    return kernel.unsupported(jax.eval_shape(call, case.shapes())) is None
 
 
 def _bundled(case: Case) -> Candidate:
@@ -98,13 +99,12 @@ def _bundled(case: Case) -> Candidate:
 
 def run(context: Context) -> None:
     on_gpu = jax.default_backend() == "gpu"
-    able = {n: f for n, f in implementations().items() if "scales" in inspect.signature(f).parameters}
-    if not on_gpu:
-        able = {"reference": _stand_in}
+    cases = decode_cases(64, context.tiny)[: 1 if context.tiny else 2]
+    able = {n: kernel for n, kernel in implementations().items() if _supports_scales(kernel, cases[0])}
     context.record("fact", name="quantised", implementations=sorted(able))
     entries = []
-    for case in decode_cases(64, context.tiny)[: 1 if context.tiny else 2]:
-        coded = [_with_scales(n, f, case, kind) for n, f in able.items() for kind in KINDS]
+    for case in cases:
+        coded = [_with_scales(n, kernel, case, kind) for n, kernel in able.items() for kind in KINDS]
         entries.append(Entry(case, [*ours(case), *coded, *([_bundled(case)] if on_gpu else [])]))
     measured = race(context, "quantised", entries)
     for case, who, mode in list(measured):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -12,11 +10,12 @@ from experiments.gpu.candidates import Candidate, implementations, ours
 from experiments.gpu.cases import Arguments, Case
 from experiments.gpu.context import Context
 from experiments.gpu.race import Entry, race
+from pallas_kernels.contract import Kernel
 
 BAR = 5.0
 
 
-def together(case: Case, name: str, attend: Callable[..., Any]) -> Candidate:
+def together(case: Case, name: str, kernel: Kernel) -> Candidate:
     """All rows' queries as one tile over the shared blocks, each row's own blocks after that."""
     count = case.shared // case.block_size
 
@@ -28,11 +27,11 @@ def together(case: Case, name: str, attend: Callable[..., Any]) -> Candidate:
 
     def step(q, arrays, layer):
         pool, shared, own = arrays
-        out_a, lse_a = attend(
-            q.reshape(1, -1, *q.shape[2:]), pool, *shared, layer=layer, return_lse=True, out_dtype=jnp.float32
-        )
-        out_a, lse_a = out_a.reshape(q.shape), lse_a.reshape(q.shape[:3])
-        out_b, lse_b = attend(q, pool, *own, layer=layer, return_lse=True, out_dtype=jnp.float32)
+        merged = dict(layer=layer, return_lse=True, out_dtype=jnp.float32)
+        a = kernel(Arguments(q.reshape(1, -1, *q.shape[2:]), pool, *shared).call(**merged))
+        b = kernel(Arguments(q, pool, *own).call(**merged))
+        assert a.lse is not None and b.lse is not None
+        out_a, lse_a, out_b, lse_b = a.out.reshape(q.shape), a.lse.reshape(q.shape[:3]), b.out, b.lse
         top = jnp.maximum(lse_a, lse_b)
         weight_a, weight_b = jnp.exp(lse_a - top)[..., None], jnp.exp(lse_b - top)[..., None]
         return ((out_a * weight_a + out_b * weight_b) / (weight_a + weight_b)).astype(q.dtype)

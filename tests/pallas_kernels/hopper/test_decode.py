@@ -5,7 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from pallas_kernels import reference
 from pallas_kernels.arguments import SINKS_AT_CEILING, SINKS_MOVED, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
@@ -22,6 +24,7 @@ TWO_GROUPS = (
     Spec(rows=((140, 1), (75, 1)), num_heads=2, head_dim=256, codes="float8_e4m3fn", evict_every=3, sink_queries=1,
          pattern=SINKS_MOVED),
 )  # fmt: skip
+KERNEL = decode.KERNEL.tuned(interpret=PARAMS)
 SPECS = (*TINY, *TINY_QUANTISED)
 
 
@@ -29,40 +32,42 @@ SPECS = (*TINY, *TINY_QUANTISED)
 def test_the_hopper_kernel_equals_the_reference_without_races(spec):
     workers = WORKERS[SPECS.index(spec) % len(WORKERS)]
     with interpreting():
-        check(decode.ragged_paged_attention, spec, num_workers=workers, interpret=PARAMS)
+        check(KERNEL.tuned(num_workers=workers), spec)
 
 
 @several_warpgroups
 @pytest.mark.parametrize("spec", TWO_GROUPS, ids=str)
 def test_two_warpgroups_equal_the_reference_without_races(spec):
     with interpreting():
-        check(decode.ragged_paged_attention, spec, num_workers=3, interpret=PARAMS)
+        check(KERNEL.tuned(num_workers=3), spec)
 
 
 def test_layers_can_share_one_work_list():
     spec = TINY[0]
-    (q, pool, tables, starts, positions), given = make(spec)
-    work = decode.plan_work(
-        tables, starts, positions, pool, given["pattern"], num_query_heads=spec.num_heads, num_workers=2
-    )
-    given["return_lse"] = False
+    call, kernel = make(spec).replace(return_lse=False), KERNEL.tuned(num_workers=2)
     with interpreting():
-        attend = decode.ragged_paged_attention
-        own = attend(q, pool, tables, starts, positions, **given, num_workers=2, interpret=PARAMS)
-        shared = attend(q, pool, tables, starts, positions, **given, work=work, num_workers=2, interpret=PARAMS)
-    assert (own == shared).all()
+        own, shared = kernel(call), kernel(call, kernel.work(call))
+    assert (own.out == shared.out).all()
+
+
+def test_the_mass_comes_with_the_attention():
+    call = make(Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, block_size=64))
+    with interpreting():
+        result = KERNEL.tuned(num_workers=1)(call.replace(return_mass=True))
+    assert result.lse is None
+    mass = reference.attend(call.replace(return_mass=True)).mass
+    np.testing.assert_allclose(result.mass, mass, rtol=0, atol=1e-5)
 
 
 def test_interpret_true_is_all_that_a_machine_without_a_gpu_needs():
     spec = Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, block_size=64)
-    check(decode.ragged_paged_attention, spec, num_workers=1, interpret=True)
+    check(decode.KERNEL.tuned(num_workers=1, interpret=True), spec)
 
 
 def test_what_the_kernel_lacks_is_named():
     def attempt(**changes):
         spec = dataclasses.replace(Spec(rows=((5, 1),)), **changes)
-        (q, *rest), given = make(spec)
-        decode.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
+        KERNEL(make(spec))
 
     for changes, message in (
         (dict(head_dim=80), "head dim of 80"),
@@ -76,14 +81,12 @@ def test_what_the_kernel_lacks_is_named():
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
 def test_values_of_any_magnitude_are_as_exact(codes):
-    arguments, given = make(Spec(rows=((20, 1),), num_heads=1, num_kv_heads=1, block_size=64, codes=codes))
-    scales = given.pop("scales")
+    call = make(Spec(rows=((20, 1),), num_heads=1, num_kv_heads=1, block_size=64, codes=codes))
+    scales = call.pool.scales
 
     def attend(scales):
-        out = decode.ragged_paged_attention(
-            *arguments, **given, scales=scales, out_dtype="float32", num_workers=1, interpret=PARAMS
-        )
-        return np.asarray(out)
+        of_scales = call.replace(pool=Pool(call.pool.kv, scales), out_dtype="float32")
+        return np.asarray(KERNEL.tuned(num_workers=1)(of_scales).out)
 
     with interpreting():
         for factor in (2.0**-30, 2.0**30):
@@ -92,10 +95,11 @@ def test_values_of_any_magnitude_are_as_exact(codes):
 
 @pytest.mark.parametrize("changes", [dict(scales=None), dict(scales="of one layer"), dict(pool="in 16 bits")])
 def test_scales_that_do_not_fit_the_pool_are_refused(changes):
-    (q, pool, *rest), given = make(Spec(rows=((5, 1),), codes="int8"))
+    call = make(Spec(rows=((5, 1),), codes="int8"))
+    kv, scales = call.pool
     if "pool" in changes:
-        pool = pool.astype("bfloat16")
+        kv = kv.astype("bfloat16")
     else:
-        given["scales"] = given["scales"][:, :1] if changes["scales"] else None
+        scales = scales[:, :1] if changes["scales"] else None
     with pytest.raises(ValueError, match="scales"):
-        decode.ragged_paged_attention(q, pool, *rest, **given, interpret=PARAMS)
+        KERNEL(call.replace(pool=Pool(kv, scales)))

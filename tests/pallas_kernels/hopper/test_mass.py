@@ -1,7 +1,6 @@
 """Probability mass per slot on Hopper, run by jax's interpreter of GPU programs on the CPU, against the reference."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,10 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.arguments import SINKS, SINKS_AT_CEILING, WINDOW, Spec, make
+from pallas_kernels.contract import Call
 from pallas_kernels.hopper import decode
 from pallas_kernels.hopper.mass import probability_mass
+from pallas_kernels.hopper.schedule import Tuning, schedule
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
 # Scores are sums of H products of 16 bits each, exact in float32 but for their order: a few 2^-24 of scores up to 10,
@@ -31,44 +32,40 @@ SPECS = (
 WORKERS = (9, 3, 1, 2)
 
 
-def arguments_of(spec: Spec) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """Positional and keyword arguments of `probability_mass`."""
-    arguments, given = make(dataclasses.replace(spec, return_lse=True))
-    _, lse = reference.ragged_paged_attention(*arguments, **given)
-    return (*arguments, lse), {name: x for name, x in given.items() if name not in ("sink_logits", "return_lse")}
+def arguments_of(spec: Spec) -> tuple[Call, jax.Array]:
+    """A call and its log-sum-exp."""
+    call = make(dataclasses.replace(spec, return_lse=True))
+    lse = reference.attend(call).lse
+    assert lse is not None
+    return call, lse
 
 
 @pytest.mark.parametrize(("spec", "num_workers"), list(zip(SPECS, WORKERS)), ids=str)
 def test_the_mass_of_each_slot_equals_the_reference_without_races(spec, num_workers):
-    arguments, given = arguments_of(spec)
+    arguments = arguments_of(spec)
     with interpreting():
-        actual = probability_mass(*arguments, **given, num_workers=num_workers, interpret=PARAMS)
+        actual = probability_mass(*arguments, tuning=Tuning(num_workers, interpret=PARAMS))
     assert actual.dtype == jnp.float32
-    np.testing.assert_allclose(actual, reference.probability_mass(*arguments, **given), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(actual, reference.probability_mass(*arguments), rtol=0, atol=TOLERANCE)
 
 
 def test_masses_sum_to_one_for_each_query_and_head_with_the_work_list_of_the_attention():
     spec = Spec(rows=((85, 2), (0, 0), (3, 1)), q_tile=2, num_heads=6, head_dim=128, block_size=64, seed=4)
-    (q, pool, tables, starts, positions), given = make(dataclasses.replace(spec, return_lse=True))
-    tuning = dict(num_workers=2, interpret=PARAMS)
-    work = decode.plan_work(
-        tables, starts, positions, pool, spec.pattern, num_query_heads=spec.num_heads, num_workers=2
-    )
+    call, tuning = make(dataclasses.replace(spec, return_lse=True)), Tuning(num_workers=2, interpret=PARAMS)
+    work = schedule(call, tuning=tuning)
     with interpreting():
-        _, lse = decode.ragged_paged_attention(q, pool, tables, starts, positions, **given, work=work, **tuning)
-        mass = probability_mass(
-            q, pool, tables, starts, positions, lse, layer=spec.layer, work=work, stages=1, **tuning
-        )
+        lse = decode.attend(call, work, tuning=tuning).lse
+        mass = probability_mass(call, lse, work, tuning=dataclasses.replace(tuning, stages=1))
     # Three query heads to a kv head.
     by_tile = [[3 * num_queries] * 2 for num_queries in (2, 0, 1)]
     np.testing.assert_allclose(mass.sum(axis=2), by_tile, rtol=0, atol=1e-4)
 
 
 def test_queries_without_a_log_sum_exp_give_no_mass():
-    arguments, given = arguments_of(Spec(rows=((80, 1),), num_heads=2, num_kv_heads=1, block_size=64))
-    lse = arguments[-1].at[:, :, 1].set(-jnp.inf)
+    call, lse = arguments_of(Spec(rows=((80, 1),), num_heads=2, num_kv_heads=1, block_size=64))
+    lse = lse.at[:, :, 1].set(-jnp.inf)
     with interpreting():
-        mass = probability_mass(*arguments[:-1], lse, **given, num_workers=1, interpret=PARAMS)
+        mass = probability_mass(call, lse, tuning=Tuning(num_workers=1, interpret=PARAMS))
     np.testing.assert_allclose(mass.sum(), 1, rtol=0, atol=1e-4)
 
 
@@ -82,6 +79,6 @@ def test_queries_without_a_log_sum_exp_give_no_mass():
     ],
 )
 def test_what_the_kernel_lacks_is_named(spec, message):
-    arguments, given = arguments_of(spec)
+    arguments = arguments_of(spec)
     with pytest.raises(NotImplementedError, match=message):
-        probability_mass(*arguments, **given, interpret=PARAMS)
+        probability_mass(*arguments, tuning=Tuning(interpret=PARAMS))

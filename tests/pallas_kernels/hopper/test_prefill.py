@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout, make
+from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper import prefill
-from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, TILE, piece_tokens, plan
+from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, TILE, piece_tokens, schedule
 from pallas_kernels.patterns import FAR, Pattern
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 
+KERNEL = prefill.KERNEL.tuned(interpret=PARAMS)
 # Each compiles anew: the interpreter of jax 0.10 cannot run the same program twice.
 SPECS = (
     # 128 rows to a tile; the chunk's second tile is partly padded; one row is empty.
@@ -33,31 +35,29 @@ SPECS = (
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_prefill_kernel_equals_the_reference_without_races(spec):
     with interpreting():
-        check(prefill.ragged_paged_attention, spec, interpret=PARAMS)
+        check(KERNEL, spec)
 
 
 @several_warpgroups
-def test_layers_can_share_a_plan_made_before():
-    def attend(q, pool, tables, starts, positions, *, pattern, **keywords):
-        work = prefill.plan_work(tables, starts, positions, pool, pattern, num_query_heads=q.shape[2])
-        # Without a table nothing but the plan says where the keys are.
-        return prefill.ragged_paged_attention(
-            q, pool, jnp.zeros_like(tables), jnp.zeros_like(starts), positions, pattern=pattern, work=work,
-            interpret=PARAMS, **keywords,
-        )  # fmt: skip
+def test_layers_can_share_one_work_list():
+    def attend(call, work, *, tuning):
+        work = KERNEL.work(call)
+        # Without a table nothing but the work list says where the keys are.
+        call = call.replace(tables=jnp.zeros_like(call.tables), starts=jnp.zeros_like(call.starts))
+        return KERNEL(call, work)
 
     spec = Spec(rows=((150, 20),), q_tile=20, num_kv_heads=1, evict_every=3, pattern=GLOBAL)
     with interpreting():
-        check(attend, dataclasses.replace(spec, return_lse=True))
+        check(Kernel(attend, None), dataclasses.replace(spec, return_lse=True))
 
 
 @pytest.mark.parametrize("pattern", [Pattern(), WINDOW, SINKS, SINKS_AT_CEILING, DILATED, GLOBAL], ids=str)
 @pytest.mark.parametrize("block_size, head_dim", [(16, 64), (128, 128), (128, 256)])
-def test_the_plan_has_what_is_seen_and_masks_what_is_not_seen_by_all(pattern, block_size, head_dim):
+def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(pattern, block_size, head_dim):
     spec = Spec(rows=((700, 70), (0, 0), (3, 3)), q_tile=32, block_size=block_size, evict_every=4, pattern=pattern)
     tables, starts, positions, _ = layout(spec)
     arrays = (jnp.asarray(tables), jnp.asarray(starts), jnp.asarray(positions))
-    work = plan(*arrays, pattern, block_size=block_size, head_dim=head_dim, units_per_block_id=10)
+    work = schedule(*arrays, pattern, block_size=block_size, head_dim=head_dim, per_block_id=10)
     size = min(block_size, 64)
     per_piece = piece_tokens(head_dim) // size
     for units, begin, numbers in zip(*(np.asarray(x).tolist() for x in work)):
@@ -91,8 +91,7 @@ def test_the_plan_has_what_is_seen_and_masks_what_is_not_seen_by_all(pattern, bl
 def test_what_the_kernel_lacks_is_named():
     def attempt(**changes):
         spec = dataclasses.replace(Spec(rows=((5, 5),), q_tile=32), **changes)
-        (q, *rest), given = make(spec)
-        prefill.ragged_paged_attention(q, *rest, **given, interpret=PARAMS)
+        KERNEL(make(spec))
 
     for changes, message in (
         (dict(head_dim=80), "head dim of 80"),

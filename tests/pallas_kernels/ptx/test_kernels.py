@@ -6,15 +6,17 @@ operands of wgmma, proxy fences. `make kernels` runs these tests; elsewhere they
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from pallas_kernels import ptx, reference
 from pallas_kernels.arguments import SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
-from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper import kv_write as hopper_kv_write
-from pallas_kernels.hopper import prefill as hopper_prefill
 from pallas_kernels.hopper.mass import probability_mass
+from pallas_kernels.hopper.schedule import Tuning
+from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_prefill
 from tests.pallas_kernels.ptx.plugin import needs_plugin
@@ -36,35 +38,39 @@ WRITES = [
 PREFILL = [*test_prefill.SPECS, WIDE]
 
 
-def emulate(attend, spec: Spec, **tuning) -> None:
+def run(function, call, *args, **options):
+    """A function of a call in the emulator. Numbers of the pattern and the layer are constants of the program."""
+    leaves, tree = jax.tree.flatten((call, *args))
+    arrays = [x for x in leaves if hasattr(x, "shape")]
+
+    def with_arrays(*arrays):
+        given = iter(arrays)
+        return function(*tree.unflatten([next(given) if hasattr(x, "shape") else x for x in leaves]))
+
+    return ptx.run(with_arrays, *arrays, **options)
+
+
+def emulate(kernel: Kernel, spec: Spec) -> None:
     """Holds attention in the emulator to the reference."""
-    arguments, given = make(spec)
-    arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
-    rest = {name: x for name, x in given.items() if name not in arrays}
-    actual = ptx.run(lambda args, arrays: attend(*args, **arrays, **rest, **tuning), arguments, arrays, seed=spec.seed)
-    contract.compare(actual, spec)
+    contract.compare(run(kernel, make(spec), seed=spec.seed), spec)
 
 
 @pytest.mark.parametrize("spec", DECODE, ids=str)
 def test_attention_and_merge(spec):
-    emulate(hopper_decode.ragged_paged_attention, spec, num_workers=3)
+    emulate(KERNELS["hopper_decode"].tuned(num_workers=3), spec)
 
 
 @pytest.mark.parametrize("registers", [True, False], ids=["weights in registers", "weights in shared memory"])
 @pytest.mark.parametrize("spec", PREFILL, ids=str)
 def test_prefill(spec, registers):
-    emulate(hopper_prefill.ragged_paged_attention, spec, registers=registers)
+    emulate(KERNELS["hopper_prefill"].tuned(registers=registers), spec)
 
 
 @pytest.mark.parametrize("spec", test_mass.SPECS, ids=str)
 def test_probability_mass(spec):
-    arguments, given = test_mass.arguments_of(spec)
-    arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
-    rest = {name: x for name, x in given.items() if name not in arrays}
-    actual = ptx.run(
-        lambda args, arrays: probability_mass(*args, **arrays, **rest, num_workers=3), arguments, arrays, seed=spec.seed
-    )
-    expected = reference.probability_mass(*arguments, **given)
+    arguments, tuning = test_mass.arguments_of(spec), Tuning(num_workers=3)
+    actual = run(lambda call, lse: probability_mass(call, lse, tuning=tuning), *arguments, seed=spec.seed)
+    expected = reference.probability_mass(*arguments)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=test_mass.TOLERANCE)
 
 
@@ -78,22 +84,18 @@ def test_write_of_keys_and_values(case):
 
 def test_float32_results_of_few_rows():
     spec = dataclasses.replace(GROUPS[2], dtype="bfloat16")
-    arguments, given = make(spec)
-    out = ptx.run(
-        lambda *args: hopper_decode.ragged_paged_attention(*args, **given, num_workers=2, out_dtype=np.float32),
-        *arguments,
-    )
-    assert out.dtype == np.float32
-    contract.compare(out.astype("bfloat16"), spec)
+    result = run(KERNELS["hopper_decode"].tuned(num_workers=2), make(spec).replace(out_dtype=np.float32))
+    assert result.out.dtype == np.float32
+    contract.compare(result._replace(out=result.out.astype("bfloat16")), spec)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_attention_and_merge_of_longer_rows(spec):
-    emulate(hopper_decode.ragged_paged_attention, spec, num_workers=5)
+    emulate(KERNELS["hopper_decode"].tuned(num_workers=5), spec)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("spec", [spec for spec in SMALL if spec.q_tile > 1], ids=str)
 def test_prefill_of_longer_rows(spec):
-    emulate(hopper_prefill.ragged_paged_attention, spec)
+    emulate(KERNELS["hopper_prefill"], spec)

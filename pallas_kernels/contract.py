@@ -1,0 +1,188 @@
+"""The contract of attention kernels: one typed call, its options, its result. Knows shapes and types, no algorithm.
+
+    kernel = KERNELS["hopper_decode"]
+    out = kernel(Call(q, Pool(kv), tables, starts, positions, layer=3, pattern=Pattern(window=1024))).out
+
+`reference.attend` says in 40 lines what a call means. A kernel raises NotImplementedError for what it does not support;
+of options that it does not read, `check_options` does so. All types are pytrees, so that jax.jit takes a call and
+jax.eval_shape asks, without running anything, whether a kernel supports one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import int4
+from pallas_kernels.patterns import FULL, Pattern
+
+Array: TypeAlias = Any  # a jax.Array, or for `Kernel.unsupported` and `Kernel.schedule` a jax.ShapeDtypeStruct
+
+
+class Pool(NamedTuple):
+    """Paged keys and values of all layers, as numbers or as codes with their scales.
+
+    kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1].
+    scales: None where kv holds numbers. [M, L, 2, K, B] float32 where it holds codes in int8 or float8_e4m3fn: a key or
+      value is its code times its scale. bfloat16, laid out and applied as `int4` says, where the codes are int4.
+    """
+
+    kv: Array
+    scales: Array | None = None
+
+    def check_scales(self) -> None:
+        """Raises ValueError where codes have no scales, numbers have some, or the scales are of another pool."""
+        if (self.kv.dtype.itemsize == 1) != (self.scales is not None):
+            raise ValueError(f"a pool of {self.kv.dtype} with{'out' if self.scales is None else ''} scales")
+        if self.scales is None:
+            return
+        dtype, shape = jnp.dtype("float32"), self.kv.shape[:-1]
+        if self.kv.dtype == jnp.int4:
+            dtype, shape = jnp.dtype("bfloat16"), int4.scales_shape(self.kv.shape)
+        if self.scales.dtype != dtype or self.scales.shape != shape:
+            raise ValueError(f"scales are {self.scales.dtype}{list(self.scales.shape)}, not {dtype}{list(shape)}")
+
+
+# Of fields that a compiled kernel depends on: no leaves of the pytree.
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Options:
+    """What a call asks for beyond softmax attention with a pattern.
+
+    q_sink: [S, Q, J, N, H], queries for repositioned sinks: where `pattern.moved`, the sink at text position j is
+      scored with [:, :, min(j, J - 1)] of these instead of q. Without them no sink is repositioned. Where
+      `pattern.sink_moved` is 1, all J are the same.
+    sinks: [N] float32 learned sink logits: one per head that joins the softmax's denominator and has no value.
+    soft_cap: scores become cap * tanh(score / cap).
+    return_lse, return_mass: also give `Result.lse`, `Result.mass`.
+    out_dtype: of `Result.out`; q's dtype by default.
+    """
+
+    q_sink: Array | None = None
+    sinks: Array | None = None
+    soft_cap: float | None = dataclasses.field(default=None, metadata=STATIC)
+    return_lse: bool = dataclasses.field(default=False, metadata=STATIC)
+    return_mass: bool = dataclasses.field(default=False, metadata=STATIC)
+    out_dtype: Any = dataclasses.field(default=None, metadata=STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """Attention of tiles of queries to the paged keys and values of their rows.
+
+    q: [S, Q, N, H], rotated and already scaled by H**-0.5. A tile is Q tokens of one row; decode has Q = 1.
+    pool: N is a multiple of its K. The whole pool with the index of a layer: a slice would be a copy of gigabytes.
+    tables: [S, P] int32 block ids, by rising text position; any valid id where absent.
+    starts: [S, P] int32 text position of each block's first slot; FAR where absent. Blocks in between may be missing.
+    positions: [S, Q] int32 text positions of the queries; -1 where padded.
+    layer: index in [0, L); may be traced.
+    pattern: which text positions a query sees; its numbers may be traced.
+    """
+
+    q: Array
+    pool: Pool
+    tables: Array
+    starts: Array
+    positions: Array
+    layer: int | Array = 0
+    pattern: Pattern = FULL
+    options: Options = Options()
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q.shape[2] // self.pool.kv.shape[3]
+
+    @property
+    def num_sink_queries(self) -> int:
+        """J of `q_sink`; 0 without."""
+        return 0 if self.options.q_sink is None else self.options.q_sink.shape[2]
+
+    @property
+    def effective_pattern(self) -> Pattern:
+        """The pattern, which repositions no sinks where there are no queries for them."""
+        return self.pattern if self.num_sink_queries else self.pattern._replace(sink_moved=0)
+
+    @property
+    def out_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.options.out_dtype or self.q.dtype)
+
+    def replace(self, **changes: Any) -> Call:
+        """A copy with other fields; those of the options may be given by name."""
+        of_options = {name: changes.pop(name) for name in list(changes) if name in OPTIONS}
+        options = dataclasses.replace(changes.pop("options", self.options), **of_options)
+        return dataclasses.replace(self, options=options, **changes)
+
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
+
+
+class Result(NamedTuple):
+    """What a call gives; None what was not asked for. Slots that no query sees may hold anything and never show.
+
+    out: [S, Q, N, H], accumulated in float32; zeros where a query sees nothing, as padding does.
+    lse: [S, Q, N] float32, natural logarithm of the softmax's denominator, for merging; -inf where a query sees
+      nothing.
+    mass: [S, K, P * B] float32, the weight that each slot got, summed over the tile's queries and the query heads of
+      each kv head: what policies such as H2O (arXiv:2306.14048, section 4) add up.
+    """
+
+    out: jax.Array
+    lse: jax.Array | None = None
+    mass: jax.Array | None = None
+
+
+class Kernel(NamedTuple):
+    """An implementation of the contract.
+
+    attend: (call, work, *, tuning) -> Result. `work` is what `schedule` made, or None.
+    tuning: a frozen dataclass: how the kernel runs, never what it computes.
+    schedule: (call, *, tuning) -> what calls that differ in q, q_sink and layer alone can share, such as the layers of
+      a model with one pattern. Of the two queries it reads the shapes only. None where there is nothing to share.
+    """
+
+    attend: Callable[..., Result]
+    tuning: Any
+    schedule: Callable[..., Any] | None = None
+
+    def __call__(self, call: Call, work: Any = None) -> Result:
+        return self.attend(call, work, tuning=self.tuning)
+
+    def tuned(self, **changes: Any) -> Kernel:
+        return self._replace(tuning=dataclasses.replace(self.tuning, **changes))
+
+    def work(self, call: Call) -> Any:
+        """What this call can share with others; None where there is nothing."""
+        return None if self.schedule is None else self.schedule(call, tuning=self.tuning)
+
+    def unsupported(self, call: Call) -> str | None:
+        """Why the kernel does not take a call, or None. Runs nothing; arrays may be jax.ShapeDtypeStruct."""
+        try:
+            jax.eval_shape(lambda call: self(call), call)
+        except NotImplementedError as error:
+            return str(error)
+        return None
+
+
+def check_options(call: Call, *reads: str) -> None:
+    """Raises NotImplementedError where a call has options, or scales, that a kernel does not read.
+
+    Args:
+      reads: names of fields of Options, and "scales" for pools of codes.
+    """
+    asked = [
+        field.name
+        for field in dataclasses.fields(Options)
+        if field.name not in reads and getattr(call.options, field.name) is not field.default
+    ]
+    asked += ["scales"] * (call.pool.scales is not None and "scales" not in reads)
+    if asked:
+        raise NotImplementedError(f"this kernel does not support {', '.join(asked)}")
