@@ -15,7 +15,7 @@ import safetensors.numpy
 from ksana_jax.config import ModelConfig
 from ksana_jax.files import replacing, write_atomic
 from ksana_jax.loading.errors import LoadError
-from ksana_jax.loading.load import tensor_names
+from ksana_jax.loading.load import tensors_of
 from ksana_jax.loading.tensor_files import SINGLE
 from ksana_jax.models.families import config_to_hf
 from ksana_jax.models.params import Params, is_shape, param_shapes
@@ -46,8 +46,10 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
 
     directory = Path(model_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    names = jax.tree.leaves(tensor_names(config))
-    tensors = dict(zip(names, map(np.asarray, jax.tree.leaves(params)), strict=True))
+    tensors = {}
+    for names, leaf in zip(tensors_of(config), jax.tree.leaves(params), strict=True):
+        shape = next(iter(names.values()))
+        tensors |= dict(zip(names, np.asarray(leaf).reshape(len(names), *shape), strict=True))
     _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})
     # Its ids go before those of config.json, so one that was there before must not stay.
     _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -130,14 +131,12 @@ def abstract_params(config: ModelConfig, dtype: str = "f32") -> Params:
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
 
 
-def tensor_names(config: ModelConfig) -> Params:
-    """Hugging Face names of the weights: a Params whose leaves are strings."""
-    family = FAMILIES[config.family]
-
-    def name(path, shape) -> str:
-        return family.tensor_name(path[-1].name, path[1].idx if path[0].name == "layers" else None)
-
-    return jax.tree_util.tree_map_with_path(name, param_shapes(config), is_leaf=is_shape)
+def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
+    """Hugging Face names and shapes of the tensors of each weight, in jax.tree.leaves order; several are stacked."""
+    family, found = FAMILIES[config.family], []
+    for path, shape in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape):
+        found.append(family.tensors(path[-1].name, shape, path[1].idx if path[0].name == "layers" else None))
+    return found
 
 
 def read_params(
@@ -149,15 +148,18 @@ def read_params(
       LoadError: tensors that are missing, unexpected, of another shape or of a dtype that is not supported; all listed.
     """
     shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
-    names = jax.tree.leaves(tensor_names(config))
-    _check_tensors(config, dict(zip(names, shapes, strict=True)), found, source)
-    stays = FAMILIES[config.family].tensor_name("embed") if embedding_device == "host" else None
-    return jax.tree.unflatten(tree, [read_tensor(found[name], dtype, to_device=name != stays) for name in names])
+    tensors = tensors_of(config)
+    _check_tensors(config, {name: shape for weight in tensors for name, shape in weight.items()}, found, source)
+    leaves = [
+        read_weight([found[name] for name in weight], shape, dtype, to_device=embedding_device != "host" or index > 0)
+        for index, (weight, shape) in enumerate(zip(tensors, shapes, strict=True))
+    ]  # the embedding is the first
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _check_tensors(config: ModelConfig, expected: dict[str, tuple[int, ...]], found: dict[str, StoredTensor], source):
     family = FAMILIES[config.family]
-    head, embed = family.tensor_name("head"), family.tensor_name("embed")
+    head, embed = family.top_names["head"], family.top_names["embed"]
     tied_head = config.tie_embeddings and head in found
     allowed = dict(expected) | ({head: expected[embed]} if tied_head else {})
     problems = [f"{name} is missing" for name in expected if name not in found]
@@ -185,19 +187,23 @@ def _same(a: StoredTensor, b: StoredTensor) -> bool:
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for (_, x), (_, y) in pairs)
 
 
-def read_tensor(stored: StoredTensor, dtype, to_device: bool = True) -> jax.Array | np.ndarray:
-    """One tensor as an array on the default device, or in NumPy; done when it returns."""
-    host = aligned_empty(stored.shape, dtype)
-    flat = host.reshape(host.shape or (1,))
+def read_weight(
+    tensors: Sequence[StoredTensor], shape: tuple[int, ...], dtype, to_device: bool = True
+) -> jax.Array | np.ndarray:
+    """A weight, of one tensor or several that are stacked, on the default device or in NumPy; done when it returns."""
+    host = aligned_empty(shape, dtype)
+    for stored, part in zip(tensors, host.reshape(len(tensors), *tensors[0].shape), strict=True):
+        _fill(part.reshape(part.shape or (1,)), stored)
+    return jax.block_until_ready(jax.device_put(host)) if to_device else host
+
+
+def _fill(out: np.ndarray, stored: StoredTensor) -> None:
     for rows, piece in chunks(stored):
         with np.errstate(over="ignore"):  # is found below
-            flat[rows] = piece
-        if not all_finite(flat[rows]):
-            kind = host.dtype if all_finite(piece) else piece.dtype
+            out[rows] = piece
+        if not all_finite(out[rows]):
+            kind = out.dtype if all_finite(piece) else piece.dtype
             raise LoadError(f"{stored.path}: {stored.name} has values that are NaN or infinite in {kind.name}")
-    if not to_device:
-        return host
-    return jax.block_until_ready(jax.device_put(host))
 
 
 def all_finite(values: np.ndarray) -> bool:

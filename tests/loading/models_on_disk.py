@@ -8,9 +8,8 @@ import numpy as np
 import safetensors.numpy
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.loading.load import tensor_names
+from ksana_jax.loading.load import tensors_of
 from ksana_jax.models.families import config_to_hf
-from ksana_jax.models.params import is_shape, param_shapes
 
 TINY = ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24,
                    max_position=64, bos_id=1, eos_ids=(2,))  # fmt: skip
@@ -19,12 +18,9 @@ STORED = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 
 def random_tensors(config: ModelConfig, stored: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
     """Weights by their Hugging Face names."""
-    import jax
-
     rng = np.random.default_rng(seed)
-    names = jax.tree.leaves(tensor_names(config))
-    shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
-    return {n: rng.standard_normal(s, np.float32).astype(STORED[stored]) for n, s in zip(names, shapes, strict=True)}
+    shapes = {name: shape for weight in tensors_of(config) for name, shape in weight.items()}
+    return {name: rng.standard_normal(shape, np.float32).astype(STORED[stored]) for name, shape in shapes.items()}
 
 
 def write_config(folder: Path, config: ModelConfig = TINY, **changes) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
 from ksana_jax.patterns import AttentionPattern
 
-# Fields of Params and LayerParams by their Hugging Face names.
+# Hugging Face names by the fields of Params and LayerParams. Where a name has {}, a weight is stacked from several
+# tensors, for instance one for each expert: {} counts along the first axis.
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -38,6 +40,10 @@ class Family:
       read: the ModelConfig fields in which it differs from a plain Llama.
       write: those fields as config fields.
       top_names, layer_names: Hugging Face names of the weights, by the field of Params and of LayerParams.
+      activation: config field that names the activation of the feed-forward part.
+      mlps: kind of feed-forward part (`models.mlp.MLPS`) by the activation's name; the first is written on export.
+      read_rope: rotary settings of a config, given its max_position_embeddings: one for all layers, or one for each.
+      write_rope: those settings as config fields.
     """
 
     model_type: str
@@ -47,10 +53,19 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     top_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: TOP_NAMES)
     layer_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+    activation: str = "hidden_act"
+    mlps: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
+    read_rope: Callable[[Fields, int], RopeConfig | tuple[RopeConfig, ...]] = read_rope
+    write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
 
-    def tensor_name(self, field: str, layer: int | None = None) -> str:
-        """Hugging Face name of a weight: a field of LayerParams where a layer is given, else of Params."""
-        return self.top_names[field] if layer is None else f"model.layers.{layer}.{self.layer_names[field]}"
+    def tensors(self, field: str, shape: tuple[int, ...], layer: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Hugging Face names and shapes of the tensors that a weight is made of, stacked where its name has {}.
+
+        Args:
+          field: of LayerParams where a layer is given, else of Params. shape: of the weight.
+        """
+        name = self.top_names[field] if layer is None else f"model.layers.{layer}.{self.layer_names[field]}"
+        return {name.format(i): shape[1:] for i in range(shape[0])} if "{}" in name else {name: shape}
 
 
 def read_config(family: Family, values: Mapping[str, Any], source: str) -> ModelConfig:
@@ -59,8 +74,9 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     Raises:
       ConfigError: one line with every field that cannot be or is not supported.
     """
-    fields = Fields(values, source, {"rms_norm_eps": 1e-6, "hidden_act": "silu", **family.defaults})
-    fields.must_be("hidden_act", ("silu", "swish"), "supported: silu")
+    activation = next(iter(family.mlps))
+    fields = Fields(values, source, {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults})
+    fields.must_be(family.activation, tuple(family.mlps), f"supported: {activation}")
     fields.must_be("partial_rotary_factor", (1,), "supported: 1.0")
     for name in ("quantization_config", "compression_config"):
         if fields.get(name):
@@ -79,10 +95,11 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
             fields.problem("hidden_size", width, f"must be a multiple of num_attention_heads {num_heads} "
                                                  "where head_dim is not given")  # fmt: skip
     max_position = fields.integer("max_position_embeddings")
-    rope = read_rope(fields, max_position)
-    if rope.kind == "yarn":
-        # Some configs keep the length from before the stretch here, others that after it.
-        max_position = max(max_position, int(min(rope.factor * (rope.original_max_len or 0), MAX_INTEGER)))
+    ropes = family.read_rope(fields, max_position)
+    for rope in dict.fromkeys(ropes if isinstance(ropes, tuple) else (ropes,)):
+        if rope.kind == "yarn":
+            # Some configs keep the length from before the stretch here, others that after it.
+            max_position = max(max_position, int(min(rope.factor * (rope.original_max_len or 0), MAX_INTEGER)))
     bos_id, eos_ids = read_special_ids(fields)
     shape = {
         "family": family.model_type,
@@ -94,7 +111,8 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
         "head_dim": head_dim,
         "d_ff": fields.integer("intermediate_size"),
         "norm_eps": fields.number("rms_norm_eps", fields.get("rms_norm_eps")),
-        "rope": rope,
+        "rope": ropes,
+        "mlp": family.mlps.get(str(fields.get(family.activation)), family.mlps[activation]),
         "tie_embeddings": fields.flag("tie_word_embeddings"),
         "max_position": max_position,
         "bos_id": bos_id,
@@ -172,12 +190,12 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.d_ff,
-        "hidden_act": "silu",
+        family.activation: next((name for name, kind in family.mlps.items() if kind == config.mlp), None),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_position,
         "bos_token_id": config.bos_id,
         "eos_token_id": eos,
-        **write_rope(config.rope),
+        **family.write_rope(config),
         **family.write(config),
     }

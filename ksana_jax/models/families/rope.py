@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax import checks
+from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import Fields
 
@@ -110,8 +111,9 @@ def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position
     )  # fmt: skip
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The same settings as config fields, in the older form, which every version of transformers reads."""
+def write_rope(config: ModelConfig) -> dict[str, Any]:
+    """The first layer's rope as config fields, in the older form, which every version of transformers reads."""
+    rope = config.layers[0].attention.rope
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
