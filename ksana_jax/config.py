@@ -23,8 +23,12 @@ class ModelConfig:
 
     rope, pattern: rotary embedding, and which positions are seen: one for all layers or a tuple with one for each.
     attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
+    soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap).
+    sinks: each head has a learned logit that joins the softmax's denominator and has no value.
     mlp: kind of the feed-forward parts, a name in `models.mlp.MLPS`.
-    norm: kind of the norms, a name in `models.layers.NORMS`.
+    norm: kind of the norms, a name in `models.layers.NORMS`. sandwich_norms: whether what attention and feed-forward
+      part give is normalised too, before it is added.
+    embed_scale: factor of the embedding's rows.
     max_position: tokens; the context that the model was trained for.
     """
 
@@ -44,8 +48,13 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     attention_scale: float | None = None
+    soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    sinks: bool = False
     mlp: str = "swiglu"
     norm: str = "rms"
+    sandwich_norms: bool = False
+    embed_scale: float = 1.0
     max_position: int = 2048
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
     bos_id: int | None = None
@@ -63,8 +72,10 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.num_layers:
                 found.append(f"{name} has {len(value)} entries, the model has {self.num_layers} layers")
-        optional = checks.number("attention_scale", self.attention_scale, above=0, optional=True)
-        found += filter(None, (checks.number("norm_eps", self.norm_eps, above=0), optional))
+        optional = ("attention_scale", "soft_cap", "logit_soft_cap")
+        problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
+        problems += [checks.number(name, getattr(self, name), above=0) for name in ("norm_eps", "embed_scale")]
+        found += filter(None, problems)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             numbers = {"rope theta": rope.theta, "rope factor": rope.factor}
             found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
@@ -86,12 +97,15 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each layer is made of."""
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        mlp, norms = MLPSpec(self.mlp, self.d_ff, self.mlp_bias), NormSpec(self.norm, self.norm_eps)
+        mlp, norms = (
+            MLPSpec(self.mlp, self.d_ff, self.mlp_bias),
+            NormSpec(self.norm, self.norm_eps, self.sandwich_norms),
+        )
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         return tuple(
             LayerSpec(
                 AttentionSpec(
-                    self.num_heads, self.num_kv_heads, self.head_dim, rope, pattern, scale,
+                    self.num_heads, self.num_kv_heads, self.head_dim, rope, pattern, scale, self.soft_cap, self.sinks,
                     self.qkv_bias, self.out_bias, self.qk_norm,
                 ), mlp, norms,
             )

@@ -39,6 +39,8 @@ class AttentionSpec:
 
     pattern: which positions the layer was trained to see; an engine may be given others.
     scale: factor of the scores, before the soft cap.
+    soft_cap: scores become cap * tanh(score / cap).
+    sinks: each head has a learned logit that joins the softmax's denominator and has no value.
     """
 
     num_heads: int
@@ -47,6 +49,8 @@ class AttentionSpec:
     rope: RopeConfig
     pattern: AttentionPattern
     scale: float
+    soft_cap: float | None
+    sinks: bool
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
@@ -63,10 +67,14 @@ class MLPSpec:
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """Norms of one layer, each before its part. kind: a name in `models.layers.NORMS`."""
+    """Norms of one layer, before its attention and its feed-forward part.
+
+    kind: a name in `models.layers.NORMS`. sandwich: whether there are norms of what both give, too.
+    """
 
     kind: str
     eps: float
+    sandwich: bool
 
 
 @dataclasses.dataclass(frozen=True)

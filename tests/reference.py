@@ -13,6 +13,10 @@ def _norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
+def _capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
 def _rotate(x, positions, theta):
     """x [..., H] at integer positions of shape x.shape[:-1]."""
     half = x.shape[-1] // 2
@@ -43,14 +47,17 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None) -> np.
         out = np.zeros((t, heads, h))
         for n in range(heads):
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
-            scores = np.where(mask, (q_ij * k[None, :, n]).sum(-1) / np.sqrt(h), -np.inf)
-            w = np.exp(scores - scores.max(-1, keepdims=True))
-            out[:, n] = (w / w.sum(-1, keepdims=True)) @ v[:, n]
+            scores = np.where(mask, _capped((q_ij * k[None, :, n]).sum(-1) * spec.scale, spec.soft_cap), -np.inf)
+            top = scores.max(-1, keepdims=True)
+            w = np.exp(scores - top)
+            sink = 0 if p.sink_logits is None else np.exp(f64(p.sink_logits)[n] - top)
+            out[:, n] = (w / (w.sum(-1, keepdims=True) + sink)) @ v[:, n]
         x = x + out.reshape(t, -1) @ f64(p.w_o).T
         y = _norm(x, f64(p.mlp_norm), config.norm_eps)
         gate = y @ f64(p.w_gate).T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ f64(p.w_up).T)) @ f64(p.w_down).T
     z = _norm(x, f64(params.final_norm), config.norm_eps) @ f64(params.embed if params.head is None else params.head).T
+    z = _capped(z, config.logit_soft_cap)
     z -= z.max(-1, keepdims=True)
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 

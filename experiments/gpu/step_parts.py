@@ -114,7 +114,7 @@ def network_alone(step: Step) -> Callable[[int], Any]:
 
     def run(params, tokens):
         hidden, _ = forward(params, tokens, attend, None, config=config)
-        return jnp.argmax(logits(params, hidden), axis=-1)
+        return jnp.argmax(logits(params, hidden, config=config), axis=-1)
 
     compiled = jax.jit(run).lower(params, tokens).compile()
     return lambda index: compiled(params, tokens)

@@ -25,9 +25,19 @@ def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None
     return y.astype(dtype or x.dtype)
 
 
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap): x between -cap and cap (arXiv:2408.00118, section 2). None caps nothing."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Divides x [..., D] by its root mean square, times weight [D]; computed in float32 (arXiv:1910.07467)."""
     return weight * _normalised(x, eps).astype(x.dtype)
+
+
+def rms_norm_plus_one(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """As `rms_norm` with weight 1 + weight, multiplied before rounding to x's dtype (arXiv:2408.00118)."""
+    return (_normalised(x, eps) * (1 + weight.astype(jnp.float32))).astype(x.dtype)
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:
@@ -42,7 +52,8 @@ class Norm(NamedTuple):
     identity: float
 
 
-NORMS = {"rms": Norm(rms_norm, 1.0)}
+# Gemma's weights are what is added to 1.
+NORMS = {"rms": Norm(rms_norm, 1.0), "rms_plus_one": Norm(rms_norm_plus_one, 0.0)}
 
 
 def norm_kind(name: str) -> Norm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,10 @@ def gated_shapes(d_model: int, spec: MLPSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-MLPS = {"swiglu": gated(jax.nn.silu)}
+MLPS = {
+    "swiglu": gated(jax.nn.silu),
+    "geglu": gated(functools.partial(jax.nn.gelu, approximate=True)),
+}
 
 
 def mlp_kind(name: str) -> MLP:

@@ -42,6 +42,9 @@ class LayerParams:
     b_down: jax.Array | None = None  # [D]
     q_norm: jax.Array | None = None  # [H]
     k_norm: jax.Array | None = None  # [H]
+    sink_logits: jax.Array | None = None  # [N]
+    post_attn_norm: jax.Array | None = None  # [D]
+    post_mlp_norm: jax.Array | None = None  # [D]
 
 
 @flax.struct.dataclass
@@ -68,6 +71,8 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
         shapes |= {"b_o": (d,)}
     if spec.qk_norm:
         shapes |= {"q_norm": (h,), "k_norm": (h,)}
+    if spec.sinks:
+        shapes |= {"sink_logits": (spec.num_heads,)}
     return shapes
 
 
@@ -82,7 +87,8 @@ def param_shapes(config: ModelConfig) -> Params:
     layers: list[Any] = []
     for layer in config.layers:
         shapes = attention_shapes(d, layer.attention) | mlp_kind(layer.mlp.kind).shapes(d, layer.mlp)
-        layers.append(LayerParams(attn_norm=(d,), mlp_norm=(d,), **shapes))  # pyright: ignore[reportArgumentType]
+        names = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")[: 4 if layer.norms.sandwich else 2]
+        layers.append(LayerParams(**dict.fromkeys(names, (d,)), **shapes))  # pyright: ignore[reportArgumentType]
     head: Any = None if config.tie_embeddings else (vocab, d)
     return Params((vocab, d), tuple(layers), (d,), head)  # pyright: ignore[reportArgumentType]
 
@@ -98,7 +104,7 @@ def is_shape(x: Any) -> bool:
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: float = 0.02) -> Params:
-    """Random weights: matrices normal with the given deviation, norms that leave the scale as it is, biases zero.
+    """Random weights: matrices normal with the given deviation, norms that change no scale, biases and sink logits 0.
 
     Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation). One weight is drawn
     after the other, in place and piece by piece, so that the peak is the weights and little more.
@@ -110,7 +116,7 @@ def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: floa
         name = path[-1].name
         if "norm" in name:
             leaf = jnp.full(shape, norm_kind(config.norm).identity, dtype)
-        elif name.startswith("b_"):
+        elif name.startswith("b_") or name == "sink_logits":
             leaf = jnp.zeros(shape, dtype)
         else:
             scale = std / (2 * config.num_layers) ** 0.5 if name in ("w_o", "w_down") else std

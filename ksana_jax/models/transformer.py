@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import AttentionSpec
-from ksana_jax.models.layers import Linear, Normalise, linear, normaliser
+from ksana_jax.models.layers import Linear, Normalise, linear, normaliser, soft_capped
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams, Params
 
@@ -40,13 +40,17 @@ def forward(
       Hidden states [..., D], and the state after the last layer.
     """
     x = params.embed[tokens] if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens
+    if config.embed_scale != 1:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
     for index, (p, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
         with jax.named_scope(f"layer{index}"):
             norm = normaliser(layer.norms)
             q, k, v = queries_keys_values(norm(x, p.attn_norm), p, layer.attention, norm, linear)
             out, state = attend(index, q, k, v, state)
-            x = x + linear(out.reshape(*x.shape[:-1], -1), p.w_o, p.b_o)
-            x = x + mlp_kind(layer.mlp.kind).apply(norm(x, p.mlp_norm), p, linear)
+            out = linear(out.reshape(*x.shape[:-1], -1), p.w_o, p.b_o)
+            x = x + (out if p.post_attn_norm is None else norm(out, p.post_attn_norm))
+            out = mlp_kind(layer.mlp.kind).apply(norm(x, p.mlp_norm), p, linear)
+            x = x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm))
     return normaliser(config.layers[-1].norms)(x, params.final_norm), state
 
 
@@ -60,6 +64,7 @@ def queries_keys_values(x: jax.Array, p: LayerParams, spec: AttentionSpec, norm:
     return q, k, v
 
 
-def logits(params: Params, hidden: jax.Array, *, linear: Linear = linear) -> jax.Array:
+def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Linear = linear) -> jax.Array:
     """Scores [..., V] in float32 of hidden states [..., D]."""
-    return linear(hidden, params.embed if params.head is None else params.head, dtype=jnp.float32)
+    head = params.embed if params.head is None else params.head
+    return soft_capped(linear(hidden, head, dtype=jnp.float32), config.logit_soft_cap)

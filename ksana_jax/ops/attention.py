@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR, SINK_POSITIONS, PatternArrays
@@ -26,7 +27,8 @@ class Where(NamedTuple):
 
     layer: index in [0, L). batch: block tables and positions, see `step.StepArrays`. Where groups of singles share
     leading blocks, a single sees those of its group's table and of its own. pattern: which text positions a query sees,
-    this layer's numbers. num_rotated_sinks: most sinks that are seen from elsewhere.
+    this layer's numbers. num_rotated_sinks: most sinks that are seen from elsewhere. soft_cap: scores become
+    cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's denominator.
     """
 
     layer: int
@@ -35,6 +37,8 @@ class Where(NamedTuple):
     pattern: PatternArrays
     rope: Rope
     num_rotated_sinks: int
+    soft_cap: float | None = None
+    sink_logits: jax.Array | None = None
 
 
 class Queries(NamedTuple):
@@ -78,18 +82,20 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, where: Where, plan:
     (arXiv:2309.17453, section 3.2) and LM-Infinite (arXiv:2308.16137, section 4): keys stay rotated where they are
     and the query is rotated a second time, so that blocks never change.
     """
-    layer, batch, shape, pattern, rope, num_rotated_sinks = where
+    batch, shape = where.batch, where.shape
     q, q_sink = queries
-    sink_width = -(-num_rotated_sinks // cache.block_size)
+    sink_width = -(-where.num_rotated_sinks // cache.block_size)
     parts = []
     for part, tokens, tiles in shape.places():
         tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in (q, q_sink, batch.positions)]
         seen = _attend_tiles(
-            tiled[0], tiled[1], tiled[2], cache, layer, batch.block_tables[tiles], batch.block_starts[tiles],
-            pattern, rope, sink_width,
-        )  # fmt: skip
+            tiled[0], tiled[1], tiled[2], cache, where, batch.block_tables[tiles], batch.block_starts[tiles], sink_width
+        )
         if shape.shared_rows and not parts:
-            seen = merge(seen, _attend_shared(q[tokens], cache, layer, batch, shape, pattern, rope))
+            seen = merge(seen, _attend_shared(q[tokens], cache, where))
+        if where.sink_logits is not None:
+            sinks = jnp.broadcast_to(where.sink_logits.astype(jnp.float32), seen.top.shape)
+            seen = merge(seen, Seen(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
         parts.append(normalised(seen))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -119,8 +125,9 @@ def normalised(seen: Seen) -> jax.Array:
     return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
 
 
-def _attend_shared(q_TNH, cache, layer, batch: StepArrays, shape: StepShape, pattern, rope) -> Seen:
+def _attend_shared(q_TNH, cache: KVCache, where: Where) -> Seen:
     """Attention of single tokens to the blocks that their groups share: a group is a tile of queries with one table."""
+    batch, shape = where.batch, where.shape
     rows, groups, count = shape.shared_rows, shape.num_groups, shape.parts[0].count
 
     def tiled(x, fill):
@@ -129,18 +136,18 @@ def _attend_shared(q_TNH, cache, layer, batch: StepArrays, shape: StepShape, pat
 
     positions = tiled(batch.positions[:count], -1)
     tables, starts = batch.shared_tables, batch.shared_starts
-    seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, layer, tables, starts, pattern, rope, 0)
+    seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, where, tables, starts, 0)
     return Seen(*(x[:count] for x in seen))
 
 
-def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, starts_SP, pattern, rope, sink_width):
+def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Where, tables_SP, starts_SP, sink_width):
     """Attention of tiles of Q tokens, in small groups of tiles whose tables are alike in length: Seen of S*Q tokens."""
     s, width = positions_SQ.shape
     group = max(GROUP_QUERIES // width, 1)
 
     def attend(tiles):
         q, q_sink, positions, tables, starts = tiles
-        return _attend_group(q, q_sink, positions, cache, layer, tables, starts, pattern, rope, sink_width)
+        return _attend_group(q, q_sink, positions, cache, where, tables, starts, sink_width)
 
     tiles = (q_SQNH, q_sink_SQNH, positions_SQ, tables_SP, starts_SP)
     if s <= group:
@@ -163,7 +170,7 @@ def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
     return Seen(*(in_order(x) for x in seen))
 
 
-def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, starts_SP, pattern, rope, sink_width):
+def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Where, tables_SP, starts_SP, sink_width):
     """Attention of tiles of Q tokens, a piece of their block tables at a time, with an online softmax: Seen of S*Q.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
@@ -171,6 +178,7 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
+    pattern, rope, layer = where.pattern, where.rope, where.layer
     s, width, n, h = q_SQNH.shape
     kv_heads, block_size = cache.kv.shape[3], cache.block_size
     piece = max(PIECE_TOKENS // block_size, 1)
@@ -190,7 +198,7 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache, layer, tables_SP, st
         v = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v, 0)
         scores = jnp.einsum("SKQH,SKCH->SKQC", queries.astype(k.dtype), k, preferred_element_type=jnp.float32)
         chosen = jnp.tile(chosen_SQC, (1, n // kv_heads, 1))[:, None]
-        scores = jnp.where(chosen, scores, -jnp.inf)
+        scores = jnp.where(chosen, soft_capped(scores, where.soft_cap), -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         # exp(-inf - 0) is 0 for queries that have seen nothing yet.
         base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)

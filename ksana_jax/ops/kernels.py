@@ -53,6 +53,7 @@ class Kernels(NamedTuple):
             return self.ragged
         *_, num_kv_heads, block_size, head_dim = cache.kv.shape
         needs = num_heads, num_kv_heads, head_dim, block_size, cache.kv.dtype, where.num_rotated_sinks
+        needs += where.soft_cap is not None, where.sink_logits is not None
         return self.ragged if _unsupported(self.prefill, call.tile, *needs) else self.prefill
 
     def plan(self, where: Where, cache: KVCache, num_heads: int):
@@ -95,7 +96,10 @@ class Kernels(NamedTuple):
             kernel = self.serving(call, where, cache, queries.here.shape[1])
             q_sink = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
             asked = _call(call, where.layer, pattern, cache, call.take(queries.here, 0), q_sink)
-            asked = asked.replace(return_lse=merges, out_dtype=jnp.float32 if merges else dtype)
+            asked = asked.replace(
+                soft_cap=where.soft_cap, sinks=None if call.shared else where.sink_logits, return_lse=merges,
+                out_dtype=jnp.float32 if merges else dtype,
+            )  # fmt: skip
             found.append(jax.tree.map(call.give, kernel(asked, None if plan is None else plan[i])))
         if merges:
             shared = found.pop()
@@ -189,6 +193,7 @@ def lacks(kernels: Kernels, needs: Needs) -> str | None:
     if reason := _unread(needs.pattern_fields):
         return reason
     more = needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.block_size, needs.dtype, needs.num_rotated_sinks
+    more += needs.soft_cap, needs.sinks
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if found := _unsupported(kernel, tile, *more):
             return found
@@ -198,7 +203,7 @@ def lacks(kernels: Kernels, needs: Needs) -> str | None:
 @functools.cache
 def _unsupported(
     kernel: Kernel, tile: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype,
-    num_rotated_sinks: int,
+    num_rotated_sinks: int, soft_cap: bool, sinks: bool,
 ) -> str | None:  # fmt: skip
     """Why a kernel does not take calls of some shapes, or None."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -206,7 +211,8 @@ def _unsupported(
     pool = contract.Pool(floats((2, 1, 2, num_kv_heads, block_size, head_dim)))
     q_sink = floats((1, tile, num_rotated_sinks, num_heads, head_dim)) if num_rotated_sinks else None
     q, table = floats((1, tile, num_heads, head_dim)), ints((1, 1))
-    options = contract.Options(q_sink)
+    logits = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if sinks else None
+    options = contract.Options(q_sink, logits, 1.0 if soft_cap else None)
     return kernel.unsupported(contract.Call(q, pool, table, table, ints((1, tile)), options=options))
 
 

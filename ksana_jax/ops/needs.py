@@ -17,6 +17,7 @@ class Needs(NamedTuple):
     platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
     dtype: NumPy's name of the type in which keys and values are stored.
     num_rotated_sinks: most sinks that are seen from elsewhere.
+    soft_cap: whether scores are capped. sinks: whether heads have learned sink logits.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than was asked for.
     """
@@ -30,6 +31,8 @@ class Needs(NamedTuple):
     block_size: int
     num_rotated_sinks: int = 0
     pattern_fields: tuple[str, ...] = patterns.PatternArrays._fields
+    soft_cap: bool = False
+    sinks: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, layout: KVLayout, *, num_rotated_sinks: int = 0, device: Any = None) -> Needs:
@@ -39,7 +42,7 @@ class Needs(NamedTuple):
         return cls(
             device.platform, None if found is None else _version(found),
             layout.leaf("kv").dtype, config.num_heads, config.num_kv_heads, config.head_dim, layout.block_size,
-            num_rotated_sinks, patterns.PatternArrays._fields,
+            num_rotated_sinks, patterns.PatternArrays._fields, config.soft_cap is not None, config.sinks,
         )  # fmt: skip
 
 

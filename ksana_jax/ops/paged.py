@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
@@ -25,6 +27,7 @@ def paged_attend(
     num_rotated_sinks: int,
     implementation: Implementation,
     alike: Sequence[int],
+    sink_logits: Sequence[jax.Array | None],
 ) -> Attend:
     """An `Attend` whose state is the KVCache.
 
@@ -33,6 +36,7 @@ def paged_attend(
       patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
       ropes: of each layer; layers with one rope share its angles.
       num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
+      sink_logits: learned logits [N] of each layer's heads, or None.
       alike: for each layer the first one with the same pattern: they share what the implementation plans.
     """
     angles = {id(rope): rope.angles(batch.positions) for rope in ropes}
@@ -40,7 +44,9 @@ def paged_attend(
 
     def attend(layer: int, q, k, v, cache: KVCache):
         spec, rope = config.layers[layer].attention, ropes[layer]
-        where = Where(layer, batch, shape, patterns.layer(layer), rope, num_rotated_sinks)
+        where = Where(
+            layer, batch, shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
+        )
         if implementation.plan and alike[layer] not in plans:
             plans[alike[layer]] = implementation.plan(where, cache, spec.num_heads)
         queries, cache = implementation.write(q, k, v, cache, where, angles[id(rope)], spec.scale)

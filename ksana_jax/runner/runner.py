@@ -260,7 +260,7 @@ class Runner:
         dense = sampling is not None and sampling.counts is not None
 
         def lower():
-            run = jax.jit(functools.partial(_choose_tokens, count=count, num_top=num_top))
+            run = jax.jit(functools.partial(_choose_tokens, config=self.config, count=count, num_top=num_top))
             return run.lower(self.params, hidden, sampling)
 
         return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lower
@@ -271,7 +271,8 @@ class Runner:
         def lower():
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
             targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-            return jax.jit(functools.partial(_score_tokens, num_top=num_top)).lower(self.params, hidden, targets)
+            run = functools.partial(_score_tokens, config=self.config, num_top=num_top)
+            return jax.jit(run).lower(self.params, hidden, targets)
 
         return ("score", num_tokens, num_top), lower
 
@@ -295,23 +296,24 @@ def _bucket_of_top(count: int, vocab_size: int) -> int:
 
 
 def _run(params, cache, arrays, patterns, *, shape, config, **how):
-    attend = paged_attend(arrays, shape, patterns, config=config, **how)
+    sink_logits = [layer.sink_logits for layer in params.layers]
+    attend = paged_attend(arrays, shape, patterns, config=config, sink_logits=sink_logits, **how)
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=config)
     return cache, hidden, hidden[arrays.sampled]
 
 
-def _choose_tokens(params, hidden, sampling, *, count, num_top):
-    scores_SV = logits(params, hidden[:count])
+def _choose_tokens(params, hidden, sampling, *, config, count, num_top):
+    scores_SV = logits(params, hidden[:count], config=config)
     tokens = sample(scores_SV, sampling)
     return tokens, None if num_top is None else score(scores_SV, tokens, num_top)
 
 
-def _score_tokens(params, hidden, targets, *, num_top):
+def _score_tokens(params, hidden, targets, *, config, num_top):
     group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
     if group < 16:
         group = hidden.shape[0]
     parts = jax.lax.map(
-        lambda part: score(logits(params, part[0]), part[1], num_top),
+        lambda part: score(logits(params, part[0], config=config), part[1], num_top),
         (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
     )
     return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), parts)

@@ -63,7 +63,7 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
     length, spec = tokens.shape[-1], config.layers[0].attention
     attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length)
     hidden, _ = forward(params, tokens, attend, None, config=config, linear=linear)
-    return logits(params, hidden, linear=linear)
+    return logits(params, hidden, config=config, linear=linear)
 
 
 def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:

@@ -1,0 +1,108 @@
+"""Scale, soft caps, learned sinks and ropes that differ by layer, through the engine, against float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.models.dense import attention_weights, dense_logits
+from ksana_jax.models.params import init_params
+from ksana_jax.step.contract import StepShape
+from tests.reference import reference_logprobs
+
+CONFIG = ModelConfig(
+    vocab_size=61, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, max_position=256,
+    attention_scale=0.6, soft_cap=1.5, sinks=True, logit_soft_cap=4.0,
+    rope=(RopeConfig(theta=100.0), RopeConfig(theta=10_000.0)),
+    pattern=(AttentionPattern(window=9), AttentionPattern()),
+)  # fmt: skip
+# float32 against float64 through two layers.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def params():
+    params = init_params(CONFIG, seed=3, std=0.4)
+    sinks = np.random.default_rng(1).normal(1.0, 1.0, (2, 4)).astype(np.float32)
+    layers = [dataclasses.replace(p, sink_logits=jnp.asarray(s)) for p, s in zip(params.layers, sinks, strict=True)]
+    return dataclasses.replace(params, layers=tuple(layers))
+
+
+def make_llm(params, **settings) -> LLM:
+    return LLM.from_params(CONFIG, params, block_size=8, max_num_seqs=8, query_tile=8, max_model_len=64,
+                           max_num_batched_tokens=24, max_rotated_sinks=4, **settings)  # fmt: skip
+
+
+def check(llm: LLM, params, texts, pattern=None) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)
+    for text, output in zip(texts, outputs, strict=True):
+        whole = np.concatenate([text, output.outputs[0].token_ids])
+        expected = reference_logprobs(params, CONFIG, whole, pattern)
+        entries = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+        got = np.array([entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry])
+        np.testing.assert_allclose(got, [expected[t - 1, whole[t]] for t in range(1, len(whole))], atol=TOLERANCE)
+
+
+def test_each_layer_has_its_own_rope_and_window_and_all_are_capped_scaled_and_have_sinks(params):
+    rng = np.random.default_rng(7)
+    llm = make_llm(params)
+    check(llm, params, [rng.integers(0, 61, n) for n in (1, 17, 40)])
+    # A user's pattern takes the place of the model's, and repositioned sinks turn by each layer's own rope.
+    streaming = AttentionPattern(window=6, num_sinks=3)
+    llm.set_pattern(streaming)
+    check(llm, params, [rng.integers(0, 61, 40)], streaming)
+
+
+def test_learned_sinks_join_a_softmax_once_where_rows_share_their_prefix(params):
+    text = np.random.default_rng(7).integers(0, 61, 40)
+    llm = make_llm(params, shared_prefix_attention=True, enable_prefix_caching=True, pattern=AttentionPattern())
+    llm.engine.builder = dataclasses.replace(llm.engine.builder, min_saved_tokens=1)
+    llm.generate({"prompt_token_ids": text}, SamplingParams(temperature=0, max_tokens=1, detokenize=False))
+    texts = [np.append(text, last) for last in range(8)]
+    asked = SamplingParams(temperature=0, max_tokens=4, logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)
+    assert any(isinstance(key, StepShape) and key.shared_rows for key in llm.runner.programs)
+    for given, output in zip(texts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        expected = reference_logprobs(params, CONFIG, np.concatenate([given, tokens]), AttentionPattern())
+        got = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs or [], tokens, strict=True)]
+        np.testing.assert_allclose(got, expected[len(given) - 1 : -1].max(-1), atol=TOLERANCE)
+
+
+def test_dense_logits_and_weights_see_scale_caps_sinks_ropes_and_windows(params):
+    text = np.random.default_rng(7).integers(0, 61, 40)
+    found = jax.nn.log_softmax(dense_logits(params, jnp.asarray(text), config=CONFIG))
+    np.testing.assert_allclose(found, reference_logprobs(params, CONFIG, text), atol=TOLERANCE)
+    weights = np.asarray(attention_weights(params, jnp.asarray(text), config=CONFIG))
+    assert weights.sum(-1).max() < 0.99, "learned sinks take their part"
+    assert weights[0, :, 20, :12].max() == 0 and weights[1, :, 20, :12].min() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"soft_cap": 0.0}, "soft_cap is 0.0, must be a finite number above 0 or None"),
+        ({"attention_scale": -1.0}, "attention_scale is -1.0"),
+        ({"rope": (RopeConfig(),)}, "rope has 1 entries, the model has 2 layers"),
+        ({"rope": (RopeConfig(), RopeConfig(theta=-1.0))}, "rope theta is -1.0"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ConfigError) as refusal:
+        dataclasses.replace(CONFIG, **change).validate()
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"mlp": "relu"}, "mlp is 'relu', must be one of swiglu"),
+                            ({"norm": "layer"}, "norm is 'layer', must be one of rms")]
+)  # fmt: skip
+def test_an_unknown_kind_is_refused_with_those_that_there_are(change, message):
+    with pytest.raises(ConfigError, match=message):
+        init_params(dataclasses.replace(CONFIG, **change))
