@@ -43,6 +43,13 @@ def without(config, *names):
     return {key: value for key, value in config.items() if key not in names}
 
 
+GEMMA = without(BASE, "hidden_act") | {
+    "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 24,
+    "sliding_window": 12, "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA2 = GEMMA | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "rope_theta": 10000.0,
+                  "attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0}  # fmt: skip
+GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 
@@ -82,6 +89,18 @@ CASES = {
         "num_key_value_heads": 1, "attention_bias": True,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "attention_factor": 1.3,
                             "original_max_position_embeddings": 32},
+    },
+    "gemma2-gqa-window-tied": GEMMA2,
+    "gemma3-gqa-window-tied": GEMMA3 | {
+        "sliding_window_pattern": 2, "rope_theta": 10000.0, "rope_local_base_freq": 100.0
+    },
+    "gemma3-mqa-window-rope-linear-new": GEMMA3 | {
+        "num_key_value_heads": 1, "tie_word_embeddings": False, "final_logit_softcapping": 12.0,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     },
 }  # fmt: skip
 STORED = {"llama-mha": torch.float32, "qwen2-gqa-tied": torch.bfloat16}  # the others in float16
@@ -129,12 +148,13 @@ def load(folder: Path):
 def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """Random weights under the names that transformers gives them, rounded to the stored dtype."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    tensors = {}
+    tensors, is_gemma = {}, model.config.model_type.startswith("gemma")
     for name, tensor in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         if "norm" in name:
-            values = 1 + 0.2 * rng.standard_normal(tensor.shape)
+            # Gemma's norms have weights that are added to 1.
+            values = (not is_gemma) + 0.2 * rng.standard_normal(tensor.shape)
         elif name.endswith("bias"):
             values = 0.3 * rng.standard_normal(tensor.shape)
         else:
@@ -177,6 +197,8 @@ def effect_of_feature(config: dict, folder: Path, expected: dict) -> float:
     if form.get("rope_type", form.get("type", "default")) != "default":
         plain = without(plain, "rope_scaling", "rope_parameters")
         plain["rope_theta"] = form.get("rope_theta", config.get("rope_theta", 10000.0))
+    elif config["model_type"].startswith("gemma"):
+        plain["sliding_window"] = config["max_position_embeddings"]
     elif config["model_type"] == "mistral" and config["sliding_window"]:
         plain["sliding_window"] = None
     elif config.get("use_sliding_window"):

@@ -13,7 +13,9 @@ from ksana_jax.patterns import FULL, AttentionPattern
 
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip
-LLAMA, MISTRAL, QWEN2, QWEN3 = (SIZES | {"model_type": kind} for kind in ("llama", "mistral", "qwen2", "qwen3"))
+LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3 = (
+    SIZES | {"model_type": kind} for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+)
 
 
 def without(values, *names):
@@ -70,6 +72,33 @@ def test_qwen_windows_follow_max_window_layers_or_layer_types(values):
     assert config_from_hf(on | {"sliding_window": None, "max_window_layers": 0}).pattern == FULL
     kinds = ["sliding_attention", "full_attention"] * 2
     assert config_from_hf(on | {"layer_types": kinds}).pattern == (slide, FULL, slide, FULL)
+
+
+def test_gemma_2_layers_slide_in_turn_and_its_scores_are_capped():
+    config = config_from_hf(GEMMA2)
+    slide = AttentionPattern(window=4096)
+    assert config.pattern == (slide, FULL, slide, FULL)
+    assert (config.soft_cap, config.logit_soft_cap, config.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (config.mlp, config.norm, config.sandwich_norms, config.embed_scale) == ("geglu", "rms_plus_one", True, 8.0)
+    assert config.tie_embeddings and config.head_dim == 256 and not config.qk_norm
+    assert config_from_hf(GEMMA2 | {"attn_logit_softcapping": None}).soft_cap is None
+
+
+def test_gemma_3_has_a_rope_for_sliding_and_one_for_full_layers_in_the_older_and_the_newer_form():
+    config = config_from_hf(GEMMA3 | {"num_hidden_layers": 7})
+    assert [layer.attention.pattern.window for layer in config.layers] == [4096] * 5 + [None, 4096]
+    assert [layer.attention.rope.theta for layer in config.layers] == [1e4] * 5 + [1e6, 1e4]
+    assert config.qk_norm and (config.soft_cap, config.logit_soft_cap) == (None, None)
+    older = {"rope_theta": 5e5, "rope_local_base_freq": 100.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    newer = {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }}  # fmt: skip
+    every = {"sliding_window_pattern": 2}
+    assert config_from_hf(GEMMA3 | older | every) == config_from_hf(GEMMA3 | newer | every)
+    assert config_from_hf(GEMMA3 | older | every).rope == (RopeConfig(theta=100.0), RopeConfig("linear", 5e5, 8.0)) * 2
+    assert config_from_hf(GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}} | every).rope == (
+        RopeConfig(theta=1e4), RopeConfig(theta=7.0)) * 2  # fmt: skip
 
 
 ROPES = {
@@ -199,6 +228,16 @@ REFUSED = [
     (QWEN3, {"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
     (QWEN3, {"layer_types": ["chunked_attention"] * 4}, ["chunked_attention", "sliding_attention"]),
     (QWEN3, {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
+    (GEMMA2, {"hidden_activation": "silu"}, ["hidden_activation is 'silu'", "gelu_pytorch_tanh"]),
+    (GEMMA2, {"attn_logit_softcapping": 0.0}, ["attn_logit_softcapping is 0.0"]),
+    (GEMMA2, {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "false"]),
+    (GEMMA2, {"sliding_window": None}, ["sliding_window is None"]),
+    (GEMMA2, {"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0", "gemma2"]),
+    (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "mrope"}}}, ["rope_parameters.full_attention type"]),
+    (GEMMA3, {"rope_parameters": {"full_attention": 3}}, ["rope_parameters.full_attention is 3", "object"]),
+    (GEMMA3, {"rope_parameters": {"full_attention": {}, "linear_attention": {}}}, ["linear_attention"]),
+    (GEMMA3, {"rope_local_base_freq": -1}, ["rope_local_base_freq is -1"]),
 ]  # fmt: skip
 
 
@@ -226,6 +265,10 @@ def test_all_problems_of_a_config_are_in_one_message():
 
 
 SLIDING = (FULL, AttentionPattern(window=9))
+GEMMA_SHAPE = {
+    "d_model": 64, "head_dim": 256, "norm": "rms_plus_one", "mlp": "geglu", "sandwich_norms": True, "embed_scale": 8.0,
+    "attention_scale": 144**-0.5, "tie_embeddings": True,
+}  # fmt: skip
 WRITABLE = [
     ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
     ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
@@ -234,12 +277,25 @@ WRITABLE = [
     ModelConfig(family="qwen2", num_layers=2, qkv_bias=True, pattern=SLIDING),
     ModelConfig(family="qwen3", num_layers=2, qk_norm=True, pattern=SLIDING[::-1]),
     ModelConfig(family="qwen3", num_layers=2, qk_norm=True, qkv_bias=True, out_bias=True, eos_ids=(7,)),
+    ModelConfig(
+        **GEMMA_SHAPE, family="gemma2", num_layers=2, pattern=SLIDING[::-1], soft_cap=50.0, logit_soft_cap=30.0
+    ),
+    ModelConfig(**GEMMA_SHAPE, family="gemma2", num_layers=2, qkv_bias=True, out_bias=True),
+    ModelConfig(
+        **GEMMA_SHAPE,
+        family="gemma3_text",
+        num_layers=2,
+        pattern=SLIDING,
+        qk_norm=True,
+        rope=(RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=1e4)),
+    ),
+    ModelConfig(**GEMMA_SHAPE, family="gemma3_text", num_layers=2, pattern=SLIDING[1], qk_norm=True),
 ]
 
 
 @pytest.mark.parametrize("config", WRITABLE, ids=[f"{c.family}-{i}" for i, c in enumerate(WRITABLE)])
 def test_written_config_reads_back_as_the_same_model(config):
-    if config.rope.kind == "yarn":
+    if config.layers[0].attention.rope.kind == "yarn":
         config = dataclasses.replace(config, max_position=4096)
     assert config_from_hf(config_to_hf(config)) == config
     assert {case.family for case in WRITABLE} == set(FAMILIES)
@@ -258,6 +314,10 @@ def test_written_config_reads_back_as_the_same_model(config):
          "pattern"),
         ({"rope": RopeConfig("dynamic", factor=2.0, original_max_len=9)}, "rope"),
         ({"family": "gemma"}, "'gemma'"),
+        ({"mlp": "geglu"}, "mlp geglu"),
+        ({"soft_cap": 5.0}, "soft_cap 5.0"),
+        ({"attention_scale": 0.3}, "attention_scale 0.3"),
+        ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
     ],
 )  # fmt: skip
 def test_model_that_its_family_cannot_express_is_not_written(change, lost):

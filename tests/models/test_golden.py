@@ -13,6 +13,7 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.loading import load_model
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params
 from ksana_jax.patterns import FULL
 from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
@@ -79,9 +80,26 @@ def test_golden_files_notice_a_missing_window(name):
     assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
 
 
+GEMMA_FEATURES = {
+    "soft_cap": None, "logit_soft_cap": None, "attention_scale": None, "embed_scale": 1.0, "mlp": "swiglu",
+    "rope": RopeConfig(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("gemma")])
+def test_golden_files_notice_each_missing_feature_of_a_gemma(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    features = [f for f, value in GEMMA_FEATURES.items() if getattr(config, f) != value]
+    assert len(features) >= 4
+    for feature in features:
+        without = dataclasses.replace(config, **{feature: GEMMA_FEATURES[feature]})
+        scores = compiled_logits(params, case.prompts[2], config=without)
+        assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, feature
+
+
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
-    assert {c.family for c in configs.values()} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {c.family for c in configs.values()} == set(FAMILIES)
     kinds = {layer.attention.rope.kind for c in configs.values() for layer in c.layers}
     assert kinds == {"default", "linear", "dynamic", "llama3", "yarn"}
     assert {c.num_heads // c.num_kv_heads for c in configs.values()} == {1, 2, 4}

@@ -44,6 +44,10 @@ def test_log_probabilities_of_another_text_are_those_of_transformers(case):
 TINY = ModelConfig(vocab_size=64, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=48,
                    max_position=128, bos_id=1, eos_ids=(2, 3))  # fmt: skip
 SLIDING = (AttentionPattern(), AttentionPattern(window=9), AttentionPattern(window=9))
+GEMMA = dataclasses.replace(
+    TINY, norm="rms_plus_one", mlp="geglu", sandwich_norms=True, embed_scale=32**0.5, attention_scale=24**-0.5,
+    tie_embeddings=True, pattern=SLIDING,
+)  # fmt: skip
 EXPORTED = {
     "llama": TINY,
     "llama, biases": dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -53,6 +57,13 @@ EXPORTED = {
     "mistral": dataclasses.replace(TINY, family="mistral", pattern=AttentionPattern(window=9)),
     "qwen2": dataclasses.replace(TINY, family="qwen2", qkv_bias=True, tie_embeddings=True, pattern=SLIDING),
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm=True, pattern=SLIDING),
+    "gemma2": dataclasses.replace(GEMMA, family="gemma2", soft_cap=2.0, logit_soft_cap=9.0),
+    "gemma3": dataclasses.replace(
+        GEMMA,
+        family="gemma3_text",
+        qk_norm=True,
+        rope=(RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=1e2), RopeConfig(theta=1e2)),
+    ),
 }
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.models.families.family import Family, read_config, write_config
+from ksana_jax.models.families.gemma2 import GEMMA2
+from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.mistral import MISTRAL
 from ksana_jax.models.families.qwen2 import QWEN2
 from ksana_jax.models.families.qwen3 import QWEN3
-from ksana_jax.patterns import per_layer
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)}
 
 
 def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
@@ -67,13 +68,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"family is {config.family!r}, must be one of {', '.join(FAMILIES)}")
     values = write_config(FAMILIES[config.family], config)
     read = config_from_hf(values, f"{config.family} config")
-    lost = [
-        name
-        for name in config.__dataclass_fields__
-        if name != "pattern" and getattr(read, name) != getattr(config, name)
-    ]
-    if per_layer(read.pattern, config.num_layers) != per_layer(config.pattern, config.num_layers):
-        lost.append("pattern")
+    of_layers = {"pattern": "pattern", "rope": "rope", "attention_scale": "scale"}
+    names = [name for name in config.__dataclass_fields__ if name not in of_layers]
+    lost = [name for name in names if getattr(read, name) != getattr(config, name)]
+    for name, field in of_layers.items():
+        before, after = ([getattr(layer.attention, field) for layer in c.layers] for c in (config, read))
+        lost += [name] * (before != after)
     if lost:
         shown = ", ".join(f"{name} {getattr(config, name)}" for name in lost)
         raise ConfigError(f"a {config.family} config of Hugging Face cannot express {shown}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
@@ -12,6 +12,8 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
 from ksana_jax.patterns import AttentionPattern
+
+T = TypeVar("T")
 
 # Hugging Face names by the fields of Params and LayerParams. Where a name has {}, a weight is stacked from several
 # tensors, for instance one for each expert: {} counts along the first axis.
@@ -151,30 +153,35 @@ def layer_windows(fields: Fields) -> dict[str, Any]:
     window = fields.get("sliding_window") if fields.flag("use_sliding_window") else None
     if window is not None:
         window = fields.integer("sliding_window")
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        first = fields.get("max_window_layers")
-        if problem := checks.integer("max_window_layers", first, 0):
-            fields.problems.append(problem)
-            first = num_layers
-        kinds = ["full_attention"] * min(first, num_layers)
-        kinds += ["full_attention" if window is None else "sliding_attention"] * (num_layers - len(kinds))
-    supported = f"must list full_attention or sliding_attention for each of {num_layers} layers"
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        fields.problem("layer_types", kinds, supported)
-        return {}
-    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
-        fields.problem("layer_types", kinds, supported)
-        return {}
+    first = fields.get("max_window_layers")
+    if not checks.is_integer(first) or first < 0:
+        if fields.get("layer_types") is None:
+            fields.problem("max_window_layers", first, "must be an integer from 0")
+        first = num_layers
+    kinds = ["full_attention"] * min(first, num_layers)
+    kinds += ["full_attention" if window is None else "sliding_attention"] * (num_layers - len(kinds))
+    kinds = layer_kinds(fields, kinds)
     if "sliding_attention" in kinds and window is None:
         fields.problem("layer_types", kinds, "sliding_attention needs use_sliding_window true and a sliding_window")
-    return {"pattern": as_pattern([window if kind == "sliding_attention" else None for kind in kinds])}
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    return {"pattern": one_or_each([AttentionPattern(window=window) for window in windows])}
 
 
-def as_pattern(windows: Sequence[int | None]) -> AttentionPattern | tuple[AttentionPattern, ...]:
-    """One pattern where all layers agree, else one for each."""
-    patterns = tuple(AttentionPattern(window=window) for window in windows)
-    return patterns[0] if len(set(patterns)) == 1 else patterns
+def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
+    """Kinds that `layer_types` lists, "full_attention" or "sliding_attention", one for each layer; else `otherwise`."""
+    kinds = otherwise if fields.get("layer_types") is None else fields.get("layer_types")
+    allowed = ("full_attention", "sliding_attention")
+    if isinstance(kinds, list) and len(kinds) == len(otherwise) and all(kind in allowed for kind in kinds):
+        return kinds
+    fields.problem(
+        "layer_types", kinds, f"must list full_attention or sliding_attention for each of {len(otherwise)} layers"
+    )
+    return otherwise
+
+
+def one_or_each(values: Sequence[T]) -> T | tuple[T, ...]:
+    """One value where all layers agree, else a tuple with one for each."""
+    return values[0] if len(set(values)) == 1 else tuple(values)
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.families.family import Family, as_pattern
+from ksana_jax.models.families.family import Family
 from ksana_jax.models.families.fields import Fields
-from ksana_jax.patterns import per_layer
+from ksana_jax.patterns import AttentionPattern, per_layer
 
 
 def read(fields: Fields) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read(fields: Fields) -> dict[str, Any]:
         fields.problem("layer_types", kinds, f"with sliding_window {window} every layer is {kind}")
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, (False,), "supported: false")
-    return {"pattern": as_pattern([window])}
+    return {"pattern": AttentionPattern(window=window)}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

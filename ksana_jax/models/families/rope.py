@@ -40,14 +40,16 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
             fields.problem(name, form, "must be an object")
             return RopeConfig()
     if not forms:
-        return _read_form(fields, "rope_parameters", {}, max_position)
-    ropes = [_read_form(fields, name, form, max_position) for name, form in forms.items()]
+        return read_form(fields, "rope_parameters", {}, max_position)
+    ropes = [read_form(fields, name, form, max_position) for name, form in forms.items()]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         fields.problems.append("rope_scaling and rope_parameters disagree; give one of them")
     return ropes[0]
 
 
-def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position: int) -> RopeConfig:
+def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """One rope: the entries of a form, and what is beside it. where: the form's name in the config."""
+
     def number(name: str) -> float:
         return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
 
@@ -113,7 +115,11 @@ def _read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The first layer's rope as config fields, in the older form, which every version of transformers reads."""
-    rope = config.layers[0].attention.rope
+    return rope_fields(config.layers[0].attention.rope)
+
+
+def rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """A rope as config fields, in the older form."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
