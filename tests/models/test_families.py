@@ -8,6 +8,7 @@ import pytest
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
+from ksana_jax.models.params import num_params
 from ksana_jax.models.rope import make_rope
 from ksana_jax.patterns import FULL, AttentionPattern
 
@@ -99,6 +100,26 @@ def test_gemma_3_has_a_rope_for_sliding_and_one_for_full_layers_in_the_older_and
     assert config_from_hf(GEMMA3 | older | every).rope == (RopeConfig(theta=100.0), RopeConfig("linear", 5e5, 8.0)) * 2
     assert config_from_hf(GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}} | every).rope == (
         RopeConfig(theta=1e4), RopeConfig(theta=7.0)) * 2  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (GEMMA2 | {"vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+                   "num_key_value_heads": 4}, 2_614_341_888),  # Gemma-2 2B
+        (GEMMA3 | {"vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+                   "num_attention_heads": 4, "num_key_value_heads": 1}, 999_885_952),  # Gemma-3 1B
+    ],
+)  # fmt: skip
+def test_gemmas_have_as_many_weights_as_their_makers_say(values, expected):
+    assert num_params(config_from_hf(values)) == expected
+
+
+def test_a_model_cut_off_keeps_what_its_first_layers_are_made_of():
+    whole = config_from_hf(GEMMA3 | {"sliding_window_pattern": 2})
+    cut = whole.first_layers(3)
+    assert cut.num_layers == 3 and cut.layers == whole.layers[:3]
+    assert config_from_hf(LLAMA).first_layers(2) == config_from_hf(LLAMA | {"num_hidden_layers": 2})
 
 
 ROPES = {

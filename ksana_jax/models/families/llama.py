@@ -12,7 +12,9 @@ from ksana_jax.models.families.fields import Fields
 def read(fields: Fields) -> dict[str, Any]:
     # transformers ignores these on a Llama; whoever gave them expects a window.
     if fields.get("sliding_window") is not None:
-        fields.problem("sliding_window", fields.get("sliding_window"), "supported by mistral, qwen2, qwen3")
+        fields.problem(
+            "sliding_window", fields.get("sliding_window"), "supported by mistral, qwen2, qwen3, gemma2, gemma3_text"
+        )
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         fields.problem("layer_types", kinds, "supported: full_attention")
