@@ -11,6 +11,7 @@ Array names carry their dimensions where more than one shape is in play:
   B tokens a block  M blocks in the pool         N query heads                  K key/value heads
   G = N / K         H head dim                   D model width                  F feed-forward width
   V vocabulary      S query tiles of a step      Q tokens of a query tile       C cached slots a query can reach
+  Gk groups of layers with a block table each
 
 *Block* is a unit of the pool, *slot* one token's place in it, *row* one sequence of a step.
 """

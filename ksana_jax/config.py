@@ -135,7 +135,8 @@ class EngineConfig:
         is what the checkpoint says that it is in, but "f32" for "f16" on a CPU, where XLA multiplies float16 3 to 20
         times slower (2048 x 8192, 1 to 32 rows).
       block_size: tokens of a KV block.
-      num_blocks: blocks in the pool; None allocates what max_num_seqs sequences need, within memory_bytes.
+      num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates what max_num_seqs
+        sequences need, within memory_bytes.
       max_model_len: maximum tokens of a sequence, prompt plus output; None takes the model's max_position.
       max_num_seqs: maximum number of sequences that run at once.
       max_num_batched_tokens: maximum number of tokens computed in a step.

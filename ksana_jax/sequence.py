@@ -80,35 +80,36 @@ class Sequence:
 
 
 class Rows:
-    """Running sequences as rows of arrays; R rows, tables of width P.
+    """Running sequences as rows of arrays; R rows, Gk groups of layers with block tables of width P.
 
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; what is left to
     compute is num_tokens - num_computed.
-    block_tables, block_starts: [R, P] live blocks by rising text position and where each begins; FAR where absent.
-    block_origins: [R, P] uint8, `Origin` of each; COMPUTED where absent, so that taking a block need not say so.
-    num_blocks: [R] live blocks. covered: [R] text position up to which blocks have been taken.
+    block_tables, block_starts: [Gk, R, P] live blocks by rising text position and where each begins; FAR where absent.
+    block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED where absent, so that taking a block need not say so.
+    num_blocks: [Gk, R] live blocks. covered: [R] text position up to which blocks of all groups have been taken.
     brought: [R] as covered, when the sequence was placed.
-    return_at: [R] oldest visible position at which the next block may have become invisible.
+    return_at: [Gk, R] oldest visible position at which the next block may have become invisible.
     forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
     index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
     guided: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
     """
 
-    def __init__(self, num_rows: int, table_width: int):
+    def __init__(self, num_rows: int, table_width: int, num_groups: int = 1):
+        self.num_groups = num_groups
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.token_ids = np.zeros((num_rows, 64), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_computed = np.zeros(num_rows, np.int32)
         self.num_prompt = np.zeros(num_rows, np.int32)
         self.max_len = np.zeros(num_rows, np.int32)
-        self.block_tables = np.zeros((num_rows, table_width), np.int32)
-        self.block_starts = np.full((num_rows, table_width), FAR, np.int32)
-        self.block_origins = np.full((num_rows, table_width), Origin.COMPUTED, np.uint8)
-        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.block_tables = np.zeros((num_groups, num_rows, table_width), np.int32)
+        self.block_starts = np.full((num_groups, num_rows, table_width), FAR, np.int32)
+        self.block_origins = np.full((num_groups, num_rows, table_width), Origin.COMPUTED, np.uint8)
+        self.num_blocks = np.zeros((num_groups, num_rows), np.int32)
         self.covered = np.zeros(num_rows, np.int32)
         self.brought = np.zeros(num_rows, np.int32)
-        self.return_at = np.zeros(num_rows, np.int32)
+        self.return_at = np.zeros((num_groups, num_rows), np.int32)
         self.forked = np.zeros(num_rows, bool)
         self.index_at = np.full(num_rows, FAR, np.int32)
         self.guided = np.zeros(num_rows, bool)
@@ -163,10 +164,11 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         self.seqs[row], seq.row = None, None
-        self.num_blocks[row] = self.covered[row] = self.brought[row] = self.return_at[row] = 0
-        self.block_starts[row] = FAR
-        self.block_tables[row] = 0
-        self.block_origins[row] = Origin.COMPUTED
+        self.covered[row] = self.brought[row] = 0
+        self.num_blocks[:, row] = self.return_at[:, row] = 0
+        self.block_starts[:, row] = FAR
+        self.block_tables[:, row] = 0
+        self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.guided[row] = False
         self.index_at[row] = FAR
         self.samples[row] = self.dense[row] = self.alive[row] = False
@@ -183,8 +185,12 @@ class Rows:
         return length
 
     def block_ids(self, row: int) -> np.ndarray:
-        """Ids of the blocks that a row holds."""
-        return self.block_tables[row, : self.num_blocks[row]]
+        """Ids of the blocks that a row holds, group by group."""
+        return self.of_blocks(self.block_tables, row)
+
+    def of_blocks(self, values: np.ndarray, row: int) -> np.ndarray:
+        """What [Gk, R, P] values say of the blocks that a row holds, group by group."""
+        return np.concatenate([of[row, :count] for of, count in zip(values, self.num_blocks[:, row], strict=True)])
 
     def _grow(self, count: int) -> None:
         width = max(count, 2 * self.token_ids.shape[1])

@@ -65,8 +65,8 @@ def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: st
 
 
 @functools.lru_cache(maxsize=2**16)
-def visible_later(pattern: str, done: int, covered: int, size: int) -> list[int]:
-    """Starts of the blocks that some layer's queries from `done` on see, or write to."""
+def visible_later(pattern: str, layers: tuple[int, ...], done: int, covered: int, size: int) -> list[int]:
+    """Starts of the blocks that queries of some layers from `done` on see, or write to."""
     later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]
-    seen = np.any([literal(p, later, positions)[0] for p in PATTERNS[pattern]], axis=(0, 1))
+    seen = np.any([literal(PATTERNS[pattern][layer], later, positions)[0] for layer in layers], axis=(0, 1))
     return (np.flatnonzero((seen | (positions[0] >= done)).reshape(-1, size).any(axis=1)) * size).tolist()

@@ -23,6 +23,7 @@ import numpy as np
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR, FULL, AttentionPattern
@@ -141,7 +142,8 @@ class FakeExecutor:
     Attributes:
       steps: what was executed, the last one last.
       fails: "before moves" or "after moves": whereupon a step fails and leaves noise on the device.
-      host_blocks: [host_slots, layers, B] what lies on the host.
+      layout: which layers share a block.
+      host_blocks: [host_slots, layers of a group, B] what lies on the host.
     """
 
     def __init__(
@@ -160,11 +162,13 @@ class FakeExecutor:
         self.fails: str | None = None
         self.set_patterns(patterns)
         self._num_noises = 0
+        self.layout = KVLayout(group_layers(patterns), block_size)
+        layers = len(self.layout.groups[0].layers)
         # One slot more: padding writes there.
-        self.keys = np.zeros((len(patterns), num_blocks * block_size + 1), np.uint64)
-        self._blocks = self.keys[:, :-1].reshape(len(patterns), num_blocks, block_size)
+        self.keys = np.zeros((layers, num_blocks * block_size + 1), np.uint64)
+        self._blocks = self.keys[:, :-1].reshape(layers, num_blocks, block_size)
         assert np.shares_memory(self._blocks, self.keys), "a view, not a copy"
-        self.host_blocks = np.zeros((host_slots, len(patterns), block_size), np.uint64)
+        self.host_blocks = np.zeros((host_slots, layers, block_size), np.uint64)
         self.reset()
 
     class Failed(RuntimeError):
@@ -204,23 +208,14 @@ class FakeExecutor:
             raise self.Failed("as told")
         a, shape = step.arrays, step.shape
         tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
-        offsets = np.arange(self.block_size)
-        size = shape.num_tiles
-        tables, starts = a.block_tables, a.block_starts
-        if a.shared_tables is not None and a.shared_starts is not None:
-            shared = np.zeros((2, size, tables.shape[1]), np.int32) + np.array([0, FAR], np.int32)[:, None, None]
-            group = np.arange(shape.parts[0].count) // shape.shared_rows
-            shared[:, : len(group)] = a.shared_tables[group], a.shared_starts[group]
-            tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
-        kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
-        kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
-        hidden, weights = _embed(a.tokens, np.maximum(a.positions, 0)), _weights(kv_positions)
-        kv_positions, last_pattern, visible = kv_positions[tile_of], None, None
-        for layer, pattern in enumerate(self._patterns):
-            self.keys[layer, a.slots] = hidden
-            if pattern is not last_pattern:
-                last_pattern, visible = pattern, pattern.visible(a.positions[:, None], kv_positions)
-            hidden = _attend(hidden, (self.keys[layer, kv_slots] * weights)[tile_of], visible)
+        groups = [self._read(a.of_group(group), shape) for group in range(len(self.layout.groups))]
+        hidden, seen, visible = _embed(a.tokens, np.maximum(a.positions, 0)), None, None
+        for (group, at), pattern in zip(self.layout.places, self._patterns, strict=True):
+            kv_slots, kv_positions, weights = groups[group]
+            self.keys[at, a.slots[group]] = hidden
+            if (group, pattern) != seen:
+                seen, visible = (group, pattern), pattern.visible(a.positions[:, None], kv_positions[tile_of])
+            hidden = _attend(hidden, (self.keys[at, kv_slots] * weights)[tile_of], visible)
         last = hidden[a.sampled[: step.num_sampled]]
         tokens = choose(last, self.vocab)
         if (s := step.sampling) is not None:
@@ -232,6 +227,19 @@ class FakeExecutor:
             None if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
         )  # fmt: skip
+
+    def _read(self, a: StepArrays, shape: StepShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, positions and weights [S, P * B] of what each tile can see in the layers of one group."""
+        offsets, size = np.arange(self.block_size), shape.num_tiles
+        tables, starts = a.block_tables, a.block_starts
+        if a.shared_tables is not None and a.shared_starts is not None:
+            shared = np.zeros((2, size, tables.shape[1]), np.int32) + np.array([0, FAR], np.int32)[:, None, None]
+            rows = np.arange(shape.parts[0].count) // shape.shared_rows
+            shared[:, : len(rows)] = a.shared_tables[rows], a.shared_starts[rows]
+            tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
+        kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
+        kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
+        return kv_slots, kv_positions, _weights(kv_positions)
 
     def move(self, moves: Moves) -> None:
         """Copies whole blocks; see `step.Moves`."""
@@ -257,25 +265,26 @@ class FakeExecutor:
         """
         a, shape = step.arrays, step.shape
         assert self.shapes is None or shape in self.shapes, f"{shape} was not compiled"
-        tokens, wide = shape.num_tokens, (shape.num_tiles, shape.table_width)
-        expected_shapes = [(tokens,), (tokens,), (tokens,), wide, wide, (shape.max_sampled,)]
+        tokens, groups = shape.num_tokens, len(self.layout.groups)
+        wide = (groups, shape.num_tiles, shape.table_width)
+        expected_shapes = [(tokens,), (tokens,), (groups, tokens), wide, wide, (shape.max_sampled,)]
         if shape.shared_rows:
             assert shape.parts[0].width == 1
-            expected_shapes += [(shape.num_groups, shape.table_width)] * 2
+            expected_shapes += [(groups, shape.num_groups, shape.table_width)] * 2
         else:
             assert a.shared_tables is None and a.shared_starts is None
         for name, array, expected in zip(StepArrays._fields, a, expected_shapes, strict=False):
             assert array.shape == expected and array.dtype == np.int32, f"{name}: {array.dtype}{array.shape}"
         real = a.positions >= 0
-        slots = a.slots[real]
-        assert (a.positions[~real] == -1).all() and (a.slots[~real] == self.num_blocks * self.block_size).all()
+        slots = a.slots[:, real].ravel()
+        assert (a.positions[~real] == -1).all() and (a.slots[:, ~real] == self.num_blocks * self.block_size).all()
         assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"
         assert len(slots) and slots.min() >= 0 and slots.max() < self.num_blocks * self.block_size
         assert ((a.block_tables >= 0) & (a.block_tables < self.num_blocks)).all()
         absent = a.block_starts == FAR
         assert (a.block_starts[~absent] % self.block_size == 0).all()
-        gaps = np.diff(a.block_starts, axis=1)
-        assert ((gaps > 0) | absent[:, 1:]).all() and (gaps >= 0).all(), "blocks are not in the order of the text"
+        gaps = np.diff(a.block_starts, axis=2)
+        assert ((gaps > 0) | absent[:, :, 1:]).all() and (gaps >= 0).all(), "blocks are not in the order of the text"
         assert ((a.sampled >= 0) & (a.sampled < tokens)).all() and 0 <= step.num_sampled <= shape.max_sampled
         if step.sampling is not None:
             given = [x for x in step.sampling if x is not None]
@@ -340,7 +349,7 @@ def make_engine(
     )
     engine.builder = dataclasses.replace(engine.builder, min_saved_tokens=1)
     # What `LLM.warm_up` compiles.
-    widest = engine.scheduler.live.max_live_blocks(block_size, max_model_len, max_num_batched_tokens)
+    widest = executor.layout.table_width(max_model_len, max_num_batched_tokens)
     executor.shapes = set(buckets.all_shapes(widest))
     return engine
 

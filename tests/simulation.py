@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.engine.engine import Engine, Request
+from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.prefix_index import Scope, sha256
 from ksana_jax.kv.replacement import POLICIES as EVICTIONS
-from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason, SamplingParams
 from ksana_jax.scheduler.policies import POLICIES
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
@@ -52,12 +52,12 @@ class Simulation:
         self.rng = rng
         self.pattern = rng.choice(sorted(PATTERNS))
         self.block_size = rng.choice([1, 2, 4, 8])
-        live = LiveRange.of(PATTERNS[self.pattern])
+        layout = KVLayout(group_layers(PATTERNS[self.pattern]), self.block_size)
         # 0 spare blocks: the longest request just fits, and only alone. Fewer: it is refused.
         spare = rng.choice([-2, 0, 0, 1, 2, 4, 200])
         self.disk = TroubledDisk() if rng.random() < 0.4 else None
         self.settings: dict[str, Any] = {
-            "num_blocks": max(live.max_live_blocks(self.block_size, LONGEST - 1) + spare, 1),
+            "num_blocks": max(layout.blocks_of(LONGEST - 1) + spare, 1),
             "block_size": self.block_size,
             "max_num_seqs": rng.randint(1, 6),
             "max_num_batched_tokens": rng.randint(1, 24),
@@ -164,7 +164,7 @@ class Simulation:
         engine, scheduler = self.engine, self.engine.scheduler
         waiting, free = list(scheduler.waiting), scheduler.blocks.num_free
         max_len = min(len(prompt) + params.max_tokens, LONGEST)
-        needed = scheduler.live.max_live_blocks(self.block_size, max(max_len - 1, 1)) * max(params.beam_width, 1)
+        needed = scheduler.layout.blocks_of(max(max_len - 1, 1)) * max(params.beam_width, 1)
         too_long, too_wide = len(prompt) >= LONGEST, params.beam_width > scheduler.max_num_seqs
         if too_long or too_wide or needed > scheduler.blocks.num_blocks:
             words = "max_model_len" if too_long else "beam_width" if too_wide else "KV blocks"
@@ -280,8 +280,9 @@ class Simulation:
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
         for row in scheduler.order.tolist():
             done, covered = int(rows.num_computed[row]), int(rows.covered[row])
-            starts = rows.block_starts[row, : rows.num_blocks[row]].tolist()
-            assert starts == visible_later(self.pattern, done, covered, self.block_size)
+            for group, kept in enumerate(scheduler.layout.groups):
+                starts = rows.block_starts[group, row, : rows.num_blocks[group, row]].tolist()
+                assert starts == visible_later(self.pattern, kept.layers, done, covered, self.block_size)
         for request, expected in self.requests.items():
             if request in self.ended or request.beams is not None:
                 continue

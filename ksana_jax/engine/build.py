@@ -18,7 +18,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.pattern_presets import read_patterns
-from ksana_jax.patterns import AttentionPattern, LiveRange
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step.builder import BatchBuilder, Buckets
 from ksana_jax.step.contract import Executor
@@ -71,7 +71,7 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         query_tile=config.query_tile,
         max_model_len=config.max_model_len,
-        live=LiveRange.of(patterns),
+        layout=layout,
         policy=config.policy,
     )
     builder = BatchBuilder(

@@ -22,7 +22,7 @@ from ksana_jax.engine.intake import bad_word_ids, check_request, seed_of
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.state import KVState
 from ksana_jax.metrics import StepRecord
-from ksana_jax.patterns import AttentionPattern, LiveRange
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
 from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -256,7 +256,7 @@ class Engine:
         step, ends = self.builder.build(batch, self.scheduler.rows)
         step.moves = self.memory.take_moves()
         peak_blocks = self.scheduler.blocks.num_used
-        unshared_blocks = int(self.scheduler.rows.num_blocks[self.scheduler.order].sum())
+        unshared_blocks = int(self.scheduler.rows.num_blocks[:, self.scheduler.order].sum())
         began = self.clock() if self.memory.swap.weighs_costs else 0.0
         output = self.executor.execute(step)
         now = self.clock()
@@ -301,7 +301,8 @@ class Engine:
         self._check_idle("the pattern changes only in between")
         self._changes.begin()
         self.executor.set_patterns(patterns)
-        self.scheduler.set_live_range(LiveRange.of(patterns), self.memory.index.scope.seen_through(patterns))
+        layout = self.scheduler.layout.with_patterns(patterns)
+        self.scheduler.set_layout(layout, self.memory.index.scope.seen_through(patterns))
 
     def _check_idle(self, otherwise: str) -> None:
         if self.has_work:
@@ -316,7 +317,7 @@ class Engine:
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
         self.executor.reset()
-        self.scheduler.reset(LiveRange.of(patterns), scope, self.executor.host_blocks)
+        self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, self.executor.host_blocks)
 
     def flush(self) -> None:
         """Brings cached prefixes to the disk, where there is one; raises RuntimeError while requests are running."""

@@ -217,10 +217,8 @@ class LLM:
           sampling_params: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
         """
         before = self.num_compilations
-        live = self.engine.scheduler.live
-        width = live.max_live_blocks(
-            self.config.block_size, max_len or self.engine.max_model_len, self.config.max_num_batched_tokens
-        )
+        longest = max_len or self.engine.max_model_len
+        width = self.engine.scheduler.layout.table_width(longest, self.config.max_num_batched_tokens)
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
         # XLA:CPU compiles a program on one core and takes 200 MB for it, which a planned memory has once. On a GPU XLA
         # uses all cores, and times matrix products meanwhile.

@@ -86,40 +86,45 @@ class DiskReads:
         """Whether the disk has a block of that key."""
         return self._disk is not None and key in self._disk
 
-    def begin(self, state: KVState, found: list[Node], depths: list[int]) -> bool:
-        """Starts to read some blocks of a sequence; False if there is no room for them or nothing to wait for."""
+    def begin(self, state: KVState, found: list[list[Node]], depths: list[list[int]]) -> bool:
+        """Starts to read some blocks of a sequence; False if there is no room for them or nothing to wait for.
+
+        Args:
+          found: of each group of layers, its first blocks as far as they are known. depths: numbers of those to read.
+        """
         index, host, disk = self._index, self._host, self._disk
         assert disk is not None and host is not None
         now = self._clock()
         reading = {read.node.key: other for other in self._active.values() for read in other.reads}
-        others = [reading[state.links[d].key] for d in depths if state.links[d].key in reading]
+        keys = [state.links[group][depth].key for group, wanted in enumerate(depths) for depth in wanted]
+        others = [reading[key] for key in keys if key in reading]
         if others:  # another sequence has it read: wait with that one
             if max(other.deadline_s for other in others) > now:
                 return True
             return False
         state.has_read = True
         # What is there must not make room for the rest.
-        pins = [node.at[HOST] for node in found if node.at[HOST] >= 0]
+        pins = [node.at[HOST] for nodes in found for node in nodes if node.at[HOST] >= 0]
         host.pool.share(np.array(pins, np.int32))
-        if host.num_available < len(depths):
+        if host.num_available < len(keys):
             host.release(np.array(pins, np.int32))
             return False
         reserved = self._active[state] = Reservation(now + self._timeout_s, [], pins)
-        parent = index.root(state.salt)
-        wanted = set(depths)
-        for depth in range(depths[-1] + 1):
-            link = state.links[depth]
-            node = index.child(parent, link.tokens, link.key)
-            if node is None:
-                break
-            if depth in wanted:
-                node.num_pins += 1  # first: what makes room may be all that keeps the node in the index
-                slot = host.take_slot()
-                assert slot is not None
-                facts = BlockFacts(link.key, parent.key, link.tokens, depth * index.block_size)
-                reserved.reads.append(Read(node, slot, disk.read(link.key, facts, host.data[slot])))
-            parent = node
-        index.drop_if_empty(parent)
+        for group, wanted in enumerate(depths):
+            parent = index.root(state.salt, group)
+            for depth in range(max(wanted, default=-1) + 1):
+                link = state.links[group][depth]
+                node = index.child(parent, link.tokens, link.key)
+                if node is None:
+                    break
+                if depth in wanted:
+                    node.num_pins += 1  # first: what makes room may be all that keeps the node in the index
+                    slot = host.take_slot()
+                    assert slot is not None
+                    facts = BlockFacts(link.key, parent.key, link.tokens, depth * index.block_size)
+                    reserved.reads.append(Read(node, slot, disk.read(link.key, facts, host.data[slot])))
+                parent = node
+            index.drop_if_empty(parent)
         if not reserved.reads:  # the keys are taken by other content
             self.end(state)
         return bool(reserved.reads)

@@ -8,6 +8,7 @@ over the leaves, so a codec that adds an array (scales, positions) changes nothi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,13 +44,35 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KVGroup:
-    """Layers that keep the same positions and so share a block table.
+    """Layers that share a block table.
 
-    live: what their later queries can still see.
+    live: what later queries of at least one of them can still see.
     """
 
     layers: tuple[int, ...]
     live: LiveRange
+
+
+def group_layers(patterns: Sequence[AttentionPattern]) -> tuple[KVGroup, ...]:
+    """Groups layers that keep the same positions, equally many in each group: then all blocks are equally large, and
+    one free list serves all groups.
+
+    8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
+    unused room: at most an eighth of what the layers of that kind take.
+    """
+    kinds: dict[LiveRange, list[int]] = {}
+    for layer, pattern in enumerate(patterns):
+        kinds.setdefault(LiveRange.of([pattern]), []).append(layer)
+    size = max(
+        size
+        for size in range(1, len(patterns) + 1)
+        if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())
+    )
+    return tuple(
+        KVGroup(tuple(layers[start : start + size]), live)
+        for live, layers in kinds.items()
+        for start in range(0, len(layers), size)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +80,7 @@ class KVLayout:
     """What the blocks of a pool hold.
 
     Args:
+      groups: each block belongs to one of them and holds the layers of that group.
       block_size: B, tokens in a block.
       leaves: arrays of the pool; kv heads are an axis of their own in each, so that a pool can be sharded by head.
       codec: how keys and values are encoded in the leaves.
@@ -64,7 +88,7 @@ class KVLayout:
 
     groups: tuple[KVGroup, ...]
     block_size: int
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[Leaf, ...] = ()
     codec: str = "raw"
 
     @classmethod
@@ -84,11 +108,22 @@ class KVLayout:
           dtype: "f32", "bf16" or "f16".
           platform: "cpu", "gpu", "tpu", ...; changes how numbers are stored, not how many bytes they take.
         """
+        groups = group_layers(per_layer(model.pattern if patterns is None else patterns, model.num_layers))
         stored = (STORED_ON_CPU if platform == "cpu" else STORED)[dtype]
-        shape = (model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
-        patterns = per_layer(model.pattern if patterns is None else patterns, model.num_layers)
-        group = KVGroup(tuple(range(model.num_layers)), LiveRange.of(patterns))
-        return cls((group,), block_size, (Leaf("kv", shape, stored),))
+        shape = (len(groups[0].layers), 2, model.num_kv_heads, block_size, model.head_dim)
+        return cls(groups, block_size, (Leaf("kv", shape, stored),))
+
+    def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
+        """The same groups of layers under other patterns. A group keeps what any of its layers sees: blocks stay as
+        they are, and least is kept by an engine that was made with these patterns."""
+        groups = (KVGroup(g.layers, LiveRange.of([patterns[layer] for layer in g.layers])) for g in self.groups)
+        return dataclasses.replace(self, groups=tuple(groups))
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer its group, and its index among the group's layers."""
+        found = {layer: (g, at) for g, group in enumerate(self.groups) for at, layer in enumerate(group.layers)}
+        return tuple(found[layer] for layer in range(len(found)))
 
     @property
     def block_bytes(self) -> int:
@@ -99,6 +134,10 @@ class KVLayout:
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
         return len(self.groups) * self.block_bytes // self.block_size
+
+    def blocks_of(self, max_tokens: int, chunk: int = 1) -> int:
+        """Most blocks that a sequence holds at once in all groups; arguments as of `table_width`."""
+        return sum(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
 
     def leaf(self, name: str) -> Leaf:
         """The leaf of a name; "kv" holds keys and values."""

@@ -24,6 +24,7 @@ from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk.tier import DiskTier
 from ksana_jax.kv.disk_reads import DiskReads
 from ksana_jax.kv.host_tier import HostTier
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves, PendingMoves
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
@@ -31,7 +32,6 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import Policy, find_policy
 from ksana_jax.kv.swap import Swap
 from ksana_jax.kv.tier import DEVICE, HOST
-from ksana_jax.patterns import LiveRange
 
 # Blocks that `flush` moves and writes before it waits for the disk.
 FLUSHED_AT_ONCE = 64
@@ -113,12 +113,13 @@ class KVMemory:
         """The device's pool."""
         return self.device.pool
 
-    def set_patterns(self, live: LiveRange, scope: Scope) -> None:
+    def set_layout(self, layout: KVLayout, scope: Scope) -> None:
         """Changes what stays visible and what keys depend on. Only while nothing runs or waits."""
-        self.prefixes.live, self.index.scope = live, scope
+        self.prefixes.lives, self.index.scope = [group.live for group in layout.groups], scope
+        self.index.group_layers = [group.layers for group in layout.groups]
         for tier in (self.device, self.host):
             if tier is not None:
-                tier.set_leaves_first(live.window is None)
+                tier.set_leaves_first([group.live.window is None for group in layout.groups])
 
     # ------------------------------------------------------------------ around a step
 

@@ -63,6 +63,9 @@ class PrefixIndex:
       scope: what keys depend on.
       digest: of the hash chain; tests hand in a poor one to see collisions.
       cost: of computing the block at a text position anew, relative to the first block.
+
+    Attributes:
+      group_layers: the layers of each group. A block holds those of one group, so each group has chains of its own.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class PrefixIndex:
         cost: Callable[[int], float] = lambda position: 1.0,
     ):
         self.block_size, self.scope = block_size, scope or Scope()
+        self.group_layers: Sequence[tuple[int, ...]] = ((),)
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
         self._roots: dict[bytes, Node] = {}
@@ -86,12 +90,14 @@ class PrefixIndex:
         self.nodes.clear()
         self._roots.clear()
 
-    def root(self, salt: str) -> Node:
-        """Where the chains of one salt begin; not a block, never evicted."""
+    def root(self, salt: str, group: int = 0) -> Node:
+        """Where the chains of one salt and group of layers begin; not a block, never evicted."""
+        parts = [self.scope.model, salt]
+        if len(self.group_layers) > 1:
+            parts.append(repr(self.group_layers[group]))
         # Lengths keep ("a", "bc") and ("ab", "c") apart.
-        parts = (part.encode() for part in (self.scope.model, salt))
-        key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in parts))
-        return self._root(Node(key, None, b"", -1))
+        key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
+        return self._root(Node(key, None, b"", -1, group=group))
 
     def _root(self, node: Node) -> Node:
         """The root of a key, which is the given node if there is none."""
@@ -99,13 +105,13 @@ class PrefixIndex:
             self._roots = {key: root for key, root in self._roots.items() if root.num_children}
         return self._roots.setdefault(node.key, node)
 
-    def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int) -> list[Link]:
+    def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int, group: int = 0) -> list[Link]:
         """Lengthens the chain of a text to num_blocks links, in place; returns it."""
         size = self.block_size
         first = len(links)
         if first >= num_blocks:
             return links
-        parent = links[-1].key if links else self.root(salt).key
+        parent = links[-1].key if links else self.root(salt, group).key
         text = np.ascontiguousarray(token_ids[first * size : num_blocks * size], np.int32).tobytes()
         for depth in range(first, num_blocks):
             tokens = text[4 * size * (depth - first) : 4 * size * (depth - first + 1)]
@@ -131,7 +137,7 @@ class PrefixIndex:
         node = self.nodes.get(key)
         if node is not None:
             return node if node.parent is parent and node.tokens == tokens else None
-        node = Node(key, parent, tokens, depth, self._cost(depth * self.block_size))
+        node = Node(key, parent, tokens, depth, self._cost(depth * self.block_size), group=parent.group)
         node.inserted = node.last_use = self.tick()
         self._add(node)
         return node

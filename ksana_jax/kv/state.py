@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -33,11 +34,12 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 
 class HeldBlocks(NamedTuple):
-    """Blocks of one sequence: their ids, the text positions where they begin, how many of its tokens are computed, and
-    the `Origin` of each block or of all."""
+    """Blocks of one sequence: their ids, the text positions where they begin, the group of layers of each, how many of
+    its tokens are computed, and the `Origin` of each block or of all."""
 
     ids: np.ndarray
     starts: np.ndarray
+    groups: np.ndarray
     num_computed: int
     origins: np.ndarray | Origin = Origin.COMPUTED
 
@@ -54,8 +56,9 @@ class KVState:
     Attributes:
       shared: blocks of another sequence that it shares and brings along while it waits; they may be taken from it.
       swapped: slots of the host that hold its blocks while it waits after a preemption.
-      links: the hash chain of its full blocks, as far as it was asked for. node, num_indexed: the last of them that the
-        prefix index has, and how many it has. cacheable: whether more may be added.
+      links: of each group of layers the hash chain of its full blocks, as far as it was asked for.
+      nodes, num_indexed: of each group the last of them that the prefix index has, and how many it has of every group.
+      cacheable: whether more may be added.
       has_read: whether it has looked on the disk. read: what it has read from there.
       num_cached_tokens: tokens that it took from the cache when it first ran; None before that.
     """
@@ -64,8 +67,8 @@ class KVState:
     num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
     shared: HeldBlocks | None = None
     swapped: HeldBlocks | None = None
-    links: list[Link] = dataclasses.field(default_factory=list)
-    node: Node | None = None
+    links: defaultdict[int, list[Link]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    nodes: dict[int, Node] = dataclasses.field(default_factory=dict)
     num_indexed: int = 0
     cacheable: bool = True
     has_read: bool = False
@@ -79,12 +82,17 @@ class KVState:
 
     def share_index(self, parent: KVState, num_blocks: int) -> None:
         """Takes over the place in the prefix index of a sequence whose first blocks it shares."""
-        self.cacheable, self.links = parent.cacheable, list(parent.links)
-        self.node, self.num_indexed = parent.node, parent.num_indexed
-        while self.num_indexed > num_blocks:
-            assert self.node is not None
-            self.node, self.num_indexed = self.node.parent, self.num_indexed - 1
+        self.cacheable = parent.cacheable
+        for group, links in parent.links.items():
+            self.links[group] = list(links)
+        self.num_indexed = min(parent.num_indexed, num_blocks)
+        for group, node in parent.nodes.items():
+            for _ in range(parent.num_indexed - self.num_indexed):
+                assert node.parent is not None
+                node = node.parent
+            self.nodes[group] = node
 
     def leave_index(self) -> None:
         """Forgets its place in the prefix index: it holds no blocks any more."""
-        self.node, self.num_indexed, self.cacheable = None, 0, True
+        self.num_indexed, self.cacheable = 0, True
+        self.nodes.clear()

@@ -25,6 +25,7 @@ class Node:
       tokens: int32 bytes of the block's tokens.
       depth: blocks before it; its text position is depth * B.
       cost, inserted, last_use, num_uses: see `replacement.Cached`.
+      group: of the layers that it has keys and values of.
 
     Attributes:
       at: block id in the device's pool and in the host's; NOWHERE where it is not.
@@ -41,6 +42,7 @@ class Node:
     inserted: int = 0
     last_use: int = 0
     num_uses: int = 0
+    group: int = 0
     at: list[int] = dataclasses.field(default_factory=lambda: [NOWHERE, NOWHERE])
     num_children: int = 0
     num_children_at: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
@@ -57,14 +59,15 @@ class Tier:
 
     Args:
       level: DEVICE or HOST.
-      leaves_first: whether a block that a cached one continues must stay. Where no pattern evicts, a block is of use
-        only together with all that stand before it; under a window only the last ones are needed.
+      leaves_first: of each group of layers, whether a block that a cached one continues must stay. Where no pattern
+        evicts, a block is of use only together with all that stand before it; under a window only the last ones are
+        needed.
     """
 
     def __init__(self, level: int, num_blocks: int, block_size: int, policy: Policy):
         self.level, self.policy = level, policy
         self.pool = BlockManager(num_blocks, block_size)
-        self.leaves_first = True
+        self.leaves_first = [True]
         self.node_of: dict[int, Node] = {}
         self.age = 0.0
         self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
@@ -116,7 +119,7 @@ class Tier:
         ownerless = (node for block, node in self.node_of.items() if not self.pool.ref_count[block])
         return min(ownerless, key=lambda node: (-node.depth, self.policy(node, self.age)), default=None)
 
-    def set_leaves_first(self, leaves_first: bool) -> None:
+    def set_leaves_first(self, leaves_first: list[bool]) -> None:
         """Changes which blocks may go."""
         if leaves_first != self.leaves_first:
             self.leaves_first = leaves_first
@@ -128,7 +131,7 @@ class Tier:
         block = node.at[self.level]
         if block < 0 or self.pool.ref_count[block]:
             return False
-        return not (self.leaves_first and node.num_children_at[self.level])
+        return not (self.leaves_first[node.group] and node.num_children_at[self.level])
 
     def _consider(self, node: Node) -> None:
         if self._evictable(node):

@@ -25,10 +25,11 @@ CACHE, CEILING = SINK_POSITIONS.index("cache"), SINK_POSITIONS.index("ceiling")
 class Where(NamedTuple):
     """Where attention takes place.
 
-    layer: index in [0, L). batch: block tables and positions, see `step.StepArrays`. Where groups of singles share
-    leading blocks, a single sees those of its group's table and of its own. pattern: which text positions a query sees,
-    this layer's numbers. num_rotated_sinks: most sinks that are seen from elsewhere. soft_cap: scores become
-    cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's denominator.
+    layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
+    of singles share leading blocks, a single sees those of its group's table and of its own. pattern: which text
+    positions a query sees, this layer's numbers. num_rotated_sinks: most sinks that are seen from elsewhere. soft_cap:
+    scores become cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's
+    denominator.
     """
 
     layer: int

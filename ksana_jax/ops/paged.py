@@ -28,6 +28,7 @@ def paged_attend(
     implementation: Implementation,
     alike: Sequence[int],
     sink_logits: Sequence[jax.Array | None],
+    places: Sequence[tuple[int, int]],
 ) -> Attend:
     """An `Attend` whose state is the KVCache.
 
@@ -37,15 +38,19 @@ def paged_attend(
       ropes: of each layer; layers with one rope share its angles.
       num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
       sink_logits: learned logits [N] of each layer's heads, or None.
-      alike: for each layer the first one with the same pattern: they share what the implementation plans.
+      alike: for each layer the first one with the same pattern in the same group: they share what the implementation
+        plans.
+      places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     """
     angles = {id(rope): rope.angles(batch.positions) for rope in ropes}
+    groups = [batch.of_group(group) for group in range(len(batch.slots))]
     plans: dict[int, Any] = {}
 
     def attend(layer: int, q, k, v, cache: KVCache):
         spec, rope = config.layers[layer].attention, ropes[layer]
+        group, at = places[layer]
         where = Where(
-            layer, batch, shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
+            at, groups[group], shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
         )
         if implementation.plan and alike[layer] not in plans:
             plans[alike[layer]] = implementation.plan(where, cache, spec.num_heads)

@@ -53,8 +53,7 @@ def pool_size(
     if config.num_blocks:
         _check_pool(config.num_blocks, block_bytes, weights)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
-    width = layout.table_width(max_model_len, config.max_num_batched_tokens)
-    wanted, step = config.max_num_seqs * width, None
+    wanted, step = config.max_num_seqs * layout.blocks_of(max_model_len, config.max_num_batched_tokens), None
     if config.memory_fraction is None:
         affordable = config.memory_bytes // block_bytes
         if affordable < 1:

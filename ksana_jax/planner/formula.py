@@ -97,10 +97,11 @@ class Memory:
     def tokens_held(self, batch: int, context: int) -> int:
         """TN, in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
         r, size = self.request, self.request.block_size
-        blocks = self.layout.table_width(context)
-        of_chunk = self.layout.table_width(context, r.max_num_batched_tokens) - blocks
+        blocks = self.layout.blocks_of(context)
+        of_chunk = self.layout.blocks_of(context, r.max_num_batched_tokens) - blocks
         shared = int(blocks * r.prefix_share)
-        return size * (batch * (blocks - shared) + shared + of_chunk)
+        # A block holds its tokens in the layers of one group.
+        return -(-size * (batch * (blocks - shared) + shared + of_chunk) // len(self.layout.groups))
 
     def width(self, context: int) -> int:
         """Blocks in a block table."""

@@ -137,7 +137,8 @@ class Runner:
           ValueError: see `check_patterns`.
         """
         self.check_patterns(patterns)
-        alike = tuple(list(patterns).index(p) for p in patterns)
+        kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
+        alike = tuple(map(kinds.index, kinds))
         if self.implementation.plan and alike != self._seen.alike:
             self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
         self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
@@ -240,16 +241,19 @@ class Runner:
         """Lowers a step without compiling it, to look at the program."""
         tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        arrays = StepArrays(ints((tokens,)), ints((tokens,)), ints((tokens,)), ints((tiles, width)),
-                            ints((tiles, width)), ints((shape.max_sampled,)))  # fmt: skip
+        groups = len(self.layout.groups)
+        tables = ints((groups, tiles, width))
+        arrays = StepArrays(
+            ints((tokens,)), ints((tokens,)), ints((groups, tokens)), tables, tables, ints((shape.max_sampled,))
+        )
         if shape.shared_rows:
-            shared = ints((shape.num_groups, width))
+            shared = ints((groups, shape.num_groups, width))
             arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
         run = functools.partial(
-            _run, shape=shape, config=self.config, ropes=self.ropes, alike=self._seen.alike,
+            _run, shape=shape, config=self.config, ropes=self.ropes, alike=self._seen.alike, places=self.layout.places,
             num_rotated_sinks=self.num_rotated_sinks, implementation=self.implementation,
         )  # fmt: skip
         step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_cache import Hit
-from ksana_jax.patterns import LiveRange
+from ksana_jax.kv.state import HeldBlocks
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.sequence import Sequence
 
@@ -34,13 +35,13 @@ class Admission:
     """Asks `memory` for the room that a sequence needs, and `queue` to make some when nothing else can.
 
     Args:
-      live: which positions stay visible to later tokens.
+      layout: which positions stay visible to later tokens, in each group of layers.
       longest_chunk: most tokens of a step.
     """
 
     memory: KVMemory
     queue: WaitingQueue
-    live: LiveRange
+    layout: KVLayout
     longest_chunk: int
 
     def fits(self, seq: Sequence, hit: Hit | None, room: Room, alone: bool) -> bool:
@@ -61,18 +62,25 @@ class Admission:
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else room.most(left)
         covered = -(-done // size) * size
-        most = self.live.max_live_blocks(size, total, self.longest_chunk)
+        most, num_groups = self.layout.blocks_of(total, self.longest_chunk), len(self.layout.groups)
 
-        def first_block() -> int:
+        def first_blocks() -> int:
             """Blocks without which not even one token can be computed."""
-            return loads + (done >= covered or (kv.shared is not None and device.is_shared(kv.shared.ids[-1])))
+            if done >= covered:
+                return loads + num_groups
+            return loads + (0 if kv.shared is None else self._num_shared(kv.shared))
 
-        more = -(-max(done + count - covered, 0) // size) - (done >= covered)
-        if min(first_block() + more, most) <= device.num_available:
+        more = (-(-max(done + count - covered, 0) // size) - (done >= covered)) * num_groups
+        if min(first_blocks() + more, most) <= device.num_available:
             return True
         if not alone:
             return False
-        while first_block() > device.num_available:
+        while first_blocks() > device.num_available:
             if not self.queue.strip_one(seq):
                 return False
         return True
+
+    def _num_shared(self, held: HeldBlocks) -> int:
+        """How many of a sequence's last blocks, one in each group, must be copied before it writes to them."""
+        last = [held.ids[held.groups == group][-1] for group in range(len(self.layout.groups))]
+        return sum(map(self.memory.device.is_shared, last))

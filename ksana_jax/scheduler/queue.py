@@ -57,8 +57,9 @@ class WaitingQueue:
             self._memory.device.release(kv.shared.ids)
         if kv.swapped is not None:
             self._memory.swap.discard(kv.swapped.ids)
-        kv.shared = kv.swapped = kv.node = None
+        kv.shared = kv.swapped = None
         kv.num_indexed = 0
+        kv.nodes.clear()
 
     def strip_one(self, spared: Sequence | None = None) -> bool:
         """Takes the shared blocks of the last sequence that brings some along; False if there is none."""

@@ -3,10 +3,12 @@ they are full, returned when nobody will see them. Vectorised over rows; decides
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import HeldBlocks, Origin
@@ -19,21 +21,28 @@ class RowBlocks:
     """Block tables of `rows`, filled from `memory`.
 
     Args:
-      live: which positions stay visible to later tokens.
+      layout: which positions stay visible to later tokens, in each group of layers.
     """
 
-    def __init__(self, rows: Rows, memory: KVMemory, live: LiveRange):
-        self.rows, self.memory, self.live = rows, memory, live
+    def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
+        self.rows, self.memory = rows, memory
+        self._lives = [group.live for group in layout.groups]
         self._size = memory.block_size
+        self._groups = np.arange(rows.num_groups)[:, None]
 
     def bring(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
         """Gives a row that holds nothing some blocks and the tokens computed in them."""
-        r, count = self.rows, len(held.ids)
-        r.block_tables[row, :count], r.block_starts[row, :count] = held.ids, held.starts
-        r.num_blocks[row], r.num_computed[row] = count, held.num_computed
+        r = self.rows
+        origins = np.broadcast_to(np.asarray(held.origins, np.uint8), len(held.ids))
+        for group in range(r.num_groups):
+            mine = held.groups == group
+            r.num_blocks[group, row] = count = np.count_nonzero(mine)
+            r.block_tables[group, row, :count] = held.ids[mine]
+            r.block_starts[group, row, :count] = held.starts[mine]
+            r.block_origins[group, row, :count] = origins[mine]
+        r.num_computed[row] = held.num_computed
         r.covered[row] = r.brought[row] = -(-held.num_computed // self._size) * self._size
-        r.block_origins[row, :count] = held.origins
-        for origin, number in enumerate(np.bincount(r.block_origins[row, :count]).tolist()):
+        for origin, number in enumerate(np.bincount(origins).tolist()):
             if number:
                 self._note(seq, Origin(origin), number)
         r.forked[row] = forked
@@ -42,69 +51,72 @@ class RowBlocks:
             self.memory.prefixes.expect(seq.kv, seq.token_ids)
 
     def take(self, rows: np.ndarray, count: int = 1) -> None:
-        """Gives `count` blocks to each of some rows; there are enough."""
+        """Gives `count` blocks of each group to each of some rows; there are enough."""
         if not len(rows):
             return
         r, size = self.rows, self._size
-        ids = self.memory.device.allocate(len(rows) * count).reshape(len(rows), count)
-        at = r.num_blocks[rows][:, None] + np.arange(count, dtype=np.int32)
-        r.block_tables[rows[:, None], at] = ids
-        r.block_starts[rows[:, None], at] = r.covered[rows][:, None] + size * np.arange(count, dtype=np.int32)
-        r.num_blocks[rows] += count
+        ids = self.memory.device.allocate(r.num_groups * len(rows) * count).reshape(r.num_groups, len(rows), count)
+        steps = np.arange(count, dtype=np.int32)
+        starts = r.covered[rows][:, None] + size * steps
+        for group, num_blocks in enumerate(r.num_blocks):
+            at = rows[:, None], num_blocks[rows][:, None] + steps
+            r.block_tables[group][at], r.block_starts[group][at] = ids[group], starts
+            num_blocks[rows] += count
         r.covered[rows] += size * count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows are about to write to a block that is not theirs alone: boolean [rows]."""
+        """In which groups rows are about to write to a block that is not theirs alone: boolean [Gk, rows]."""
         r = self.rows
         forked = r.forked[rows]
         if not forked.any():
-            return forked
+            return np.zeros((r.num_groups, len(rows)), bool)
         inside = r.num_computed[rows] < r.covered[rows]
-        last = r.block_tables[rows, np.maximum(r.num_blocks[rows] - 1, 0)]
-        shared = inside & ((self.memory.blocks.ref_count[last] > 1) | self.memory.blocks.kept[last])
-        r.forked[rows] = forked & shared
-        return forked & shared
+        last = r.block_tables[self._groups, rows, np.maximum(r.num_blocks[:, rows] - 1, 0)]
+        shared = forked & inside & ((self.memory.blocks.ref_count[last] > 1) | self.memory.blocks.kept[last])
+        r.forked[rows] = shared.any(axis=0)
+        return shared
 
     def provide(self, row: int, count: int) -> None:
-        """Gives a row what it needs to write `count` tokens: a copy of its last block where that is shared, and new
+        """Gives a row what it needs to write `count` tokens: copies of its last blocks where they are shared, and new
         ones; there is room."""
         r, one = self.rows, np.array([row])
-        if r.forked[row] and self.writes_to_shared(one)[0]:
-            at = r.num_blocks[row] - 1
-            r.block_tables[row, at] = self.memory.device.copy(int(r.block_tables[row, at]))
+        if r.forked[row]:
+            for group in np.flatnonzero(self.writes_to_shared(one)[:, 0]).tolist():
+                at = group, row, r.num_blocks[group, row] - 1
+                r.block_tables[at] = self.memory.device.copy(int(r.block_tables[at]))
+                r.block_origins[at] = Origin.COPIED
+                self._note(r.seqs[row], Origin.COPIED)
             r.forked[row] = False
-            r.block_origins[row, at] = Origin.COPIED
-            self._note(r.seqs[row], Origin.COPIED)
         end = int(r.num_computed[row]) + count
         if new := -(-max(end - int(r.covered[row]), 0) // self._size):
             self.take(one, new)
 
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
         """The blocks of a row's first tokens, with one more owner each."""
+        held = self._before(row, num_tokens)
+        self.memory.device.share(held.ids)
+        self.rows.forked[row] = True
+        return held._replace(origins=Origin.SHARED)
+
+    def _before(self, row: int, num_tokens: int) -> HeldBlocks:
+        """A row's blocks that begin before a text position."""
         r = self.rows
-        starts = r.block_starts[row, : r.num_blocks[row]]
+        starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])
         some = starts < num_tokens
-        ids = r.block_ids(row)[some].copy()
-        self.memory.device.share(ids)
-        r.forked[row] = True
-        return HeldBlocks(ids, starts[some].copy(), num_tokens, Origin.SHARED)
+        return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens)
 
     def swap_out(self, row: int) -> HeldBlocks | None:
         """Slots of the host to which a row's computed blocks will move; None where computing them again is better."""
-        r = self.rows
-        done, starts = int(r.num_computed[row]), r.block_starts[row, : r.num_blocks[row]]
-        filled = starts < done
-        if not done or not self.memory.swap.is_better(int(np.count_nonzero(filled)), done):
+        filled = self._before(row, int(self.rows.num_computed[row]))
+        if not filled.num_computed or not self.memory.swap.is_better(len(filled.ids), filled.num_computed):
             return None
-        return HeldBlocks(
-            self.memory.swap.move_out(r.block_ids(row)[filled]), starts[filled].copy(), done, Origin.SWAPPED
-        )
+        return filled._replace(ids=self.memory.swap.move_out(filled.ids), origins=Origin.SWAPPED)
 
     def release(self, rows: np.ndarray) -> None:
         """Gives back all that some rows hold."""
         r = self.rows
         self.memory.device.release(np.concatenate([r.block_ids(row) for row in rows]))
-        taken = (r.covered[rows] - r.brought[rows]) // self._size
+        taken = (r.covered[rows] - r.brought[rows]) // self._size * r.num_groups
         for row, count in zip(rows.tolist(), taken.tolist(), strict=True):
             self._note(r.seqs[row], Origin.COMPUTED, count)
 
@@ -120,53 +132,63 @@ class RowBlocks:
             seq = r.seqs[row]
             assert seq is not None
             starts = np.arange(seq.kv.num_indexed, int(r.num_computed[row]) // size, dtype=np.int32) * size
-            held = r.block_starts[row, : r.num_blocks[row]]
-            at = np.searchsorted(held, starts)
-            found = at < len(held)
-            found[found] = held[at[found]] == starts[found]
-            ids = np.full(len(starts), -1, np.int32)
-            ids[found] = r.block_tables[row, at[found]]
-            kept = self.memory.prefixes.insert(seq.kv, r.token_ids[row], ids.tolist())
-            r.block_tables[row, at[found]] = np.array(kept, np.int32)[found]
-            self.memory.device.release(ids[found & (ids != kept)])
+            places = [self._find(group, row, starts) for group in range(r.num_groups)]
+            ids = np.array(
+                [np.where(at < 0, -1, table[row, at]) for table, at in zip(r.block_tables, places)], np.int32
+            )
+            kept = np.array(self.memory.prefixes.insert(seq.kv, r.token_ids[row], ids.tolist()), np.int32)
+            for group, at in enumerate(places):
+                r.block_tables[group, row, at[at >= 0]] = kept[group, at >= 0]
+            self.memory.device.release(ids[ids != kept])
             r.index_at[row] = (seq.kv.num_indexed + 1) * size if seq.kv.cacheable else FAR
+
+    def _find(self, group: int, row: int, starts: np.ndarray) -> np.ndarray:
+        """Where in a row's table the blocks at some text positions are; -1 where it does not hold them."""
+        held = self.rows.block_starts[group, row, : self.rows.num_blocks[group, row]]
+        at = np.searchsorted(held, starts)
+        found = at < len(held)
+        found[found] = held[at[found]] == starts[found]
+        return np.where(found, at, -1)
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Returns blocks of which no later query of their row sees a token."""
-        if self.live.window is None:
-            return
+        for group, live in enumerate(self._lives):
+            if live.window is not None:
+                self._return_invisible(group, live, live.window, rows)
+
+    def _return_invisible(self, group: int, live: LiveRange, window: int, rows: np.ndarray) -> None:
         r, size = self.rows, self._size
         # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
-        seen_from = r.num_computed[rows] - self.live.window + 1
-        due = seen_from >= r.return_at[rows]
+        seen_from = r.num_computed[rows] - window + 1
+        due = seen_from >= r.return_at[group, rows]
         if not due.any():
             return
         rows = rows[due]
-        r.return_at[rows] = (seen_from[due] // size + 1) * size
-        width = int(r.num_blocks[rows].max())
-        starts = r.block_starts[rows, :width]
-        dead = self.live.dead_blocks(starts, size, r.num_computed[rows][:, None])
+        r.return_at[group, rows] = (seen_from[due] // size + 1) * size
+        width = int(r.num_blocks[group, rows].max())
+        starts = r.block_starts[group, rows, :width]
+        dead = live.dead_blocks(starts, size, r.num_computed[rows][:, None])
         some = dead.any(axis=1)
         if not some.any():
             return
         rows, dead = rows[some], dead[some]
-        tables = r.block_tables[rows, :width]
+        tables = r.block_tables[group, rows, :width]
         self.memory.device.release(tables[dead])
         order = np.argsort(dead, axis=1, kind="stable")  # the living move up
-        r.block_tables[rows, :width] = np.take_along_axis(tables, order, axis=1)
-        r.block_starts[rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
-        origins = np.where(dead, np.uint8(Origin.COMPUTED), r.block_origins[rows, :width])
-        r.block_origins[rows, :width] = np.take_along_axis(origins, order, axis=1)
-        r.num_blocks[rows] -= dead.sum(axis=1, dtype=np.int32)
+        r.block_tables[group, rows, :width] = np.take_along_axis(tables, order, axis=1)
+        r.block_starts[group, rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
+        origins = np.where(dead, np.uint8(Origin.COMPUTED), r.block_origins[group, rows, :width])
+        r.block_origins[group, rows, :width] = np.take_along_axis(origins, order, axis=1)
+        r.num_blocks[group, rows] -= dead.sum(axis=1, dtype=np.int32)
 
     def owners(self, rows: list[int]) -> Iterator[Owner]:
         """Rows as owners of blocks."""
         r = self.rows
         for row in rows:
-            seq, some = r.seqs[row], slice(r.num_blocks[row])
+            seq = r.seqs[row]
             assert seq is not None
-            yield Owner(seq.request_id, seq.index, "runs", DEVICE, r.block_tables[row, some],
-                        r.block_starts[row, some], int(r.num_computed[row]), r.block_origins[row, some])  # fmt: skip
+            ids, starts, origins = (r.of_blocks(x, row) for x in (r.block_tables, r.block_starts, r.block_origins))
+            yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, int(r.num_computed[row]), origins)
 
     def check(self, rows: list[int]) -> None:
         """Holds tables against what their rows have computed and what they will see.
@@ -174,15 +196,15 @@ class RowBlocks:
         Raises:
           AssertionError: a block that is needed is missing, or one that is about to be written to is shared.
         """
-        r, size = self.rows, self._size
-        for row in rows:
-            starts = r.block_starts[row, : r.num_blocks[row]]
+        r, size, pool = self.rows, self._size, self.memory.blocks
+        for row, (group, live) in itertools.product(rows, enumerate(self._lives)):
+            starts = r.block_starts[group, row, : r.num_blocks[group, row]]
             assert (np.diff(starts) > 0).all(), "blocks are out of order"
             assert r.num_computed[row] <= r.covered[row], "computed tokens without a block"
             positions = np.arange(0, r.covered[row], size)
-            alive = ~self.live.dead_blocks(positions, size, r.num_computed[row])
+            alive = ~live.dead_blocks(positions, size, r.num_computed[row])
             assert set(positions[alive].tolist()) <= set(starts.tolist()), "a visible block was returned"
             if r.num_computed[row] < r.covered[row] and not r.forked[row]:
-                last = r.block_tables[row, r.num_blocks[row] - 1]
-                own = self.memory.blocks.ref_count[last] == 1 and not self.memory.blocks.kept[last]
+                last = r.block_tables[group, row, r.num_blocks[group, row] - 1]
+                own = pool.ref_count[last] == 1 and not pool.kept[last]
                 assert own, "a block that will be written to has other owners"

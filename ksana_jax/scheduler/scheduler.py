@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.tier import DEVICE, HOST
-from ksana_jax.patterns import LiveRange
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission, Room
 from ksana_jax.scheduler.policies import make_policy
@@ -46,7 +46,7 @@ class Scheduler:
       query_tile: tokens of one row that share a tile in a step; a step has room for
         ceil(max_num_batched_tokens / query_tile) tiles.
       max_model_len: most tokens of a sequence.
-      live: which positions stay visible to later tokens.
+      layout: of the pool: which positions stay visible to later tokens, in each group of layers.
       policy: a key of POLICIES, or see `find_policy`.
     """
 
@@ -58,7 +58,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         query_tile: int,
         max_model_len: int,
-        live: LiveRange,
+        layout: KVLayout,
         policy: Any = "fcfs",
     ):
         self.memory = memory
@@ -69,28 +69,28 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self._policy = policy
-        self._make_books(live, memory.index.scope)
+        self._make_books(layout, memory.index.scope)
 
-    def _make_books(self, live: LiveRange, scope: Scope) -> None:
+    def _make_books(self, layout: KVLayout, scope: Scope) -> None:
         self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))
         self.running = Running(self.max_num_seqs)
-        self.set_live_range(live, scope)
+        self.set_layout(layout, scope)
 
-    def reset(self, live: LiveRange, scope: Scope, host_data: np.ndarray | None) -> None:
+    def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
         """Forgets all sequences and blocks, after a failure that may have left the books half written; see
         `KVMemory.reset`."""
         self.memory.reset(host_data)
-        self._make_books(live, scope)
+        self._make_books(layout, scope)
 
-    def set_live_range(self, live: LiveRange, scope: Scope | None = None) -> None:
+    def set_layout(self, layout: KVLayout, scope: Scope | None = None) -> None:
         """Changes which positions stay visible, and what cached blocks depend on. Only while nothing runs or waits."""
         assert not self.has_work, "the attention pattern of running sequences cannot change"
-        self.live = live
-        self.memory.set_patterns(live, scope or self.memory.index.scope)
-        width = live.max_live_blocks(self.blocks.block_size, self.max_model_len, self.max_num_batched_tokens)
-        self.rows = Rows(self.max_num_seqs, width)
-        self.row_blocks = RowBlocks(self.rows, self.memory, live)
-        self.admission = Admission(self.memory, self.queue, live, self.max_num_batched_tokens)
+        self.layout = layout
+        self.memory.set_layout(layout, scope or self.memory.index.scope)
+        width = layout.table_width(self.max_model_len, self.max_num_batched_tokens)
+        self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
+        self.row_blocks = RowBlocks(self.rows, self.memory, layout)
+        self.admission = Admission(self.memory, self.queue, layout, self.max_num_batched_tokens)
 
     @property
     def order(self) -> np.ndarray:
@@ -114,7 +114,7 @@ class Scheduler:
     def blocks_to_finish(self, max_len: int) -> int:
         """Blocks without which a sequence that ends at max_len tokens can never finish."""
         # The last token is sampled and never computed.
-        return self.live.max_live_blocks(self.blocks.block_size, max(max_len - 1, 1))
+        return self.layout.blocks_of(max(max_len - 1, 1))
 
     # ------------------------------------------------------------------ sequences come and go
 
@@ -191,12 +191,14 @@ class Scheduler:
         singles = order[left == 1][: self.max_num_batched_tokens]
         short = rows.num_computed[singles] >= rows.covered[singles]
         sharing = self.row_blocks.writes_to_shared(singles)
-        if np.count_nonzero(short) + np.count_nonzero(sharing) <= self.memory.device.num_available:
+        num_shared = np.count_nonzero(sharing)
+        if np.count_nonzero(short) * rows.num_groups + num_shared <= self.memory.device.num_available:
             self.row_blocks.take(singles[short])
-            for row in singles[sharing].tolist():
-                self.row_blocks.provide(row, 1)
+            if num_shared:
+                for row in singles[sharing.any(axis=0)].tolist():
+                    self.row_blocks.provide(row, 1)
         else:
-            singles = self._provide_by_force(singles, short | sharing)
+            singles = self._provide_by_force(singles, short * rows.num_groups + np.count_nonzero(sharing, axis=0))
         chunks: list[tuple[int, int]] = []
         room = Room(self.max_num_batched_tokens - len(singles), self.max_num_tiles, self.query_tile)
         if len(singles) < len(order):
@@ -217,23 +219,27 @@ class Scheduler:
         batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
         return batch
 
-    def _provide_by_force(self, singles: np.ndarray, needy: np.ndarray) -> np.ndarray:
-        """Gives a block to each row in need of one, in order, preempting from the end; returns the singles that run."""
-        runs = ~needy
-        for i in np.flatnonzero(needy):
+    def _provide_by_force(self, singles: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """Gives rows the blocks they need, in order, preempting from the end; returns the singles that run.
+
+        Args:
+          needed: [singles] blocks that each needs for one token.
+        """
+        runs = needed == 0
+        for i in np.flatnonzero(needed):
             row = int(singles[i])
-            if self.rows.alive[row] and self._make_room(row):
+            if self.rows.alive[row] and self._make_room(row, int(needed[i])):
                 self.row_blocks.provide(row, 1)
                 runs[i] = True
         return singles[runs & self.rows.alive[singles]]
 
-    def _make_room(self, row: int) -> bool:
-        """Sees to one block for a row, preempting rows that come after it. False: the row is last and must wait.
+    def _make_room(self, row: int, count: int) -> bool:
+        """Sees to `count` blocks for a row, preempting rows that come after it. False: the row is last and must wait.
 
-        The first row of all always gets its block, so there is progress: a request that the pool cannot hold was
+        The first row of all always gets its blocks, so there is progress: a request that the pool cannot hold was
         refused on arrival.
         """
-        while not self.memory.device.num_available:
+        while self.memory.device.num_available < count:
             last = int(self.order[-1])
             if last != row:
                 self._preempt(last)
@@ -255,7 +261,8 @@ class Scheduler:
         """How many tokens a running row with several left computes now; takes their blocks and their room."""
         if not self.rows.alive[row] or not room.tokens or not room.tiles:
             return 0
-        if self.rows.num_computed[row] >= self.rows.covered[row] and not self._make_room(row):
+        short = self.rows.num_computed[row] >= self.rows.covered[row]
+        if short and not self._make_room(row, self.rows.num_groups):
             return 0
         return self._take(row, room)
 
@@ -265,8 +272,8 @@ class Scheduler:
         left = int(r.num_tokens[row]) - done
         available = self.memory.device.num_available
         if r.forked[row]:
-            available -= int(self.row_blocks.writes_to_shared(np.array([row]))[0])
-        count = max(min(room.most(left), covered + available * size - done), 0)
+            available -= int(np.count_nonzero(self.row_blocks.writes_to_shared(np.array([row]))))
+        count = max(min(room.most(left), covered + available // r.num_groups * size - done), 0)
         self.row_blocks.provide(row, count)
         room.take(count)
         return count
@@ -392,7 +399,8 @@ class Scheduler:
         for _, _, seq in self.waiting:
             for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
                 if held is not None:
-                    yield Owner(seq.request_id, seq.index, "waits", tier, *held)
+                    yield Owner(seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_computed,
+                                held.origins)  # fmt: skip
             if len(slots := self.memory.disk_reads.reserved(seq.kv)):
                 yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
 

@@ -176,7 +176,7 @@ class BatchBuilder:
         if shared is not None:
             shape, arrays, ends = shared
         else:
-            width = int(rows.num_blocks[batch.rows].max())
+            width = int(rows.num_blocks[:, batch.rows].max())
             shape, ends = self.buckets.shape(len(singles), batch.counts, width), np.arange(len(singles), dtype=np.int32)
             arrays = self._with_singles(shape, singles, rows)
         if len(chunks):
@@ -189,17 +189,18 @@ class BatchBuilder:
 
     def _with_singles(self, shape: StepShape, singles: np.ndarray, rows: Rows) -> StepArrays:
         """The arrays with their singles; the rest is padding."""
-        tokens, tiles, width = shape.num_tokens, shape.num_tiles, shape.table_width
+        tokens, groups, width = shape.num_tokens, rows.num_groups, shape.table_width
+        tables = groups, shape.num_tiles, width
         at = rows.num_computed[singles]
         # A single is the newest token of its row: it lies in the row's last block.
-        newest = rows.block_tables[singles, rows.num_blocks[singles] - 1]
+        newest = rows.block_tables[np.arange(groups)[:, None], singles, rows.num_blocks[:, singles] - 1]
         slots = newest * self.block_size + at % self.block_size
         return StepArrays(
             tokens=_padded(rows.token_ids[singles, at], (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
-            slots=_padded(slots, (tokens,), self.num_blocks * self.block_size),
-            block_tables=_padded(rows.block_tables[singles, :width], (tiles, width), 0),
-            block_starts=_padded(rows.block_starts[singles, :width], (tiles, width), FAR),
+            slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
+            block_tables=_padded(rows.block_tables[:, singles, :width], tables, 0),
+            block_starts=_padded(rows.block_starts[:, singles, :width], tables, FAR),
             sampled=_NO_TOKENS,
         )
 
@@ -209,26 +210,28 @@ class BatchBuilder:
         """The same where groups of singles share leading blocks: shape, arrays, and where each single's token went;
         None where no group does."""
         singles, group_rows, first = batch.singles, self.buckets.shared_rows, self.sink_width
-        count = rows.num_blocks[singles]
-        tables = rows.block_tables[singles, : int(count.max())]
+        count = rows.num_blocks[:, singles]
+        tables = rows.block_tables[:, singles, : int(count.max())]
         found = find_shared_runs(
             tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
         )
         if not found.runs.any():
             return None
-        singles, ordered = singles[found.order], tables[found.order]
-        own = count[found.order] - np.repeat(found.runs, group_rows)[: len(singles)]
-        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[batch.chunks].max(initial=0)))
+        singles, ordered = singles[found.order], tables[:, found.order]
+        own = count[:, found.order] - np.repeat(found.runs, group_rows, axis=1)[:, : len(singles)]
+        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[:, batch.chunks].max(initial=0)))
         shape = self.buckets.shape(len(singles), batch.counts, width, shares=True)
         arrays = self._with_singles(shape, singles, rows)
-        size, width = len(arrays.block_tables), shape.table_width
-        starts = rows.block_starts[singles, : ordered.shape[1]]
-        split = split_tables(ordered, starts, found.runs, group_rows, first, width)
+        own_shape, width = arrays.block_tables.shape, shape.table_width
+        shared_shape = rows.num_groups, shape.num_groups, width
+        starts = rows.block_starts[:, singles, : ordered.shape[2]]
+        split = [split_tables(*of, group_rows, first, width) for of in zip(ordered, starts, found.runs, strict=True)]
+        shared_tables, shared_starts, own_tables, own_starts = map(np.stack, zip(*split, strict=True))
         arrays = arrays._replace(
-            shared_tables=_padded(split[0], (shape.num_groups, width), 0),
-            shared_starts=_padded(split[1], (shape.num_groups, width), FAR),
-            block_tables=_padded(split[2], (size, width), 0),
-            block_starts=_padded(split[3], (size, width), FAR),
+            shared_tables=_padded(shared_tables, shared_shape, 0),
+            shared_starts=_padded(shared_starts, shared_shape, FAR),
+            block_tables=_padded(own_tables, own_shape, 0),
+            block_starts=_padded(own_starts, own_shape, FAR),
         )
         return shape, arrays, np.argsort(found.order).astype(np.int32)
 
@@ -244,15 +247,17 @@ class BatchBuilder:
         return np.array(ends, np.int32)
 
     def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
-        start, width = int(rows.num_computed[row]), int(rows.num_blocks[row])
+        start = int(rows.num_computed[row])
         here = slice(token, token + count)
         positions = np.arange(start, start + count, dtype=np.int32)
         arrays.tokens[here] = rows.token_ids[row, start : start + count]
         arrays.positions[here] = positions
-        block = np.searchsorted(rows.block_starts[row], positions, side="right") - 1
-        arrays.slots[here] = rows.block_tables[row, block] * self.block_size + positions % self.block_size
-        arrays.block_tables[tiles, :width] = rows.block_tables[row, :width]
-        arrays.block_starts[tiles, :width] = rows.block_starts[row, :width]
+        for group, width in enumerate(rows.num_blocks[:, row].tolist()):
+            table, starts = rows.block_tables[group, row], rows.block_starts[group, row]
+            block = np.searchsorted(starts, positions, side="right") - 1
+            arrays.slots[group, here] = table[block] * self.block_size + positions % self.block_size
+            arrays.block_tables[group, tiles, :width] = table[:width]
+            arrays.block_starts[group, tiles, :width] = starts[:width]
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
         """Fills in what the rows ask for beyond greedy tokens."""

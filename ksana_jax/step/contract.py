@@ -114,11 +114,12 @@ class StepArrays(NamedTuple):
 
     tokens: [T] ids; within an executor whose embedding rests on the host, their rows of it [T, D].
     positions: [T] text positions, -1 where padded.
-    slots: [T] where the token's keys and values go: block * B + offset; M*B where padded.
-    block_tables: [S, P] blocks that the tile's row can see, by rising text position; any valid id where absent.
-    block_starts: [S, P] text position of each block's first slot; FAR where absent.
+    slots: [Gk, T] where the token's keys and values of each group of layers go: block * B + offset; M*B where padded.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by rising text position; any valid id
+      where absent.
+    block_starts: [Gk, S, P] text position of each block's first slot; FAR where absent.
     sampled: [J] indices in [0, T) of the tokens whose logits are wanted; 0 where padded.
-    shared_tables, shared_starts: [C, P] blocks that all of tokens g * shared_rows and following see, in addition to
+    shared_tables, shared_starts: [Gk, C, P] blocks that all of tokens g * shared_rows and following see, in addition to
       their own tables and before them in the text; None where shape.shared_rows is 0. Attention over them runs once for
       the group. They hold no sinks that are seen from elsewhere.
     """
@@ -131,6 +132,15 @@ class StepArrays(NamedTuple):
     sampled: Array
     shared_tables: Array | None = None
     shared_starts: Array | None = None
+
+    def of_group(self, group: int) -> StepArrays:
+        """What attention in the layers of one group sees: without the axis Gk."""
+        found = self._replace(
+            slots=self.slots[group], block_tables=self.block_tables[group], block_starts=self.block_starts[group]
+        )
+        if self.shared_tables is None or self.shared_starts is None:
+            return found
+        return found._replace(shared_tables=self.shared_tables[group], shared_starts=self.shared_starts[group])
 
 
 class SamplingArrays(NamedTuple):

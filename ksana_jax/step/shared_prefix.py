@@ -22,7 +22,8 @@ SHARED_ROWS = 8
 class SharedRuns(NamedTuple):
     """Rows in an order in which each `group_rows` of them may share blocks.
 
-    order: [D] indices into the rows given. runs: [C] leading blocks that each group shares, after the first `first`.
+    order: [D] indices into the rows given. runs: [Gk, C] leading blocks of each table that a group of rows shares,
+      after the first `first`.
     """
 
     order: np.ndarray
@@ -35,24 +36,25 @@ def find_shared_runs(
     """Groups rows by the beginnings of their block tables.
 
     Args:
-      tables: [D, P] blocks of each row. num_blocks: [D] how many of them count; the last is written to, never shared.
+      tables: [Gk, D, P] blocks of each row, in each group of layers. num_blocks: [Gk, D] how many of them count; the
+        last is written to, never shared.
       group_rows: rows of a group; the last group may have fewer.
       first: leading entries that are not to be shared.
       min_saved: blocks x rows that must be spared for a group to share.
     """
-    count, width = tables.shape
+    kinds, count, width = tables.shape
     num_groups = -(-count // group_rows)
     if width <= first:
-        return SharedRuns(np.arange(count), np.zeros(num_groups, np.intp))
-    # Equal beginnings end up side by side; a few columns tell long common ones from short ones.
-    columns = [min(first + depth, width - 1) for depth in (48, 12, 3, 0)]
-    order = np.lexsort([tables[:, column] for column in columns])
+        return SharedRuns(np.arange(count), np.zeros((kinds, num_groups), np.intp))
+    # Equal beginnings end up side by side; a few columns of the longest tables tell long common ones from short ones.
+    longest = tables[num_blocks.sum(axis=1).argmax()]
+    order = np.lexsort([longest[:, min(first + depth, width - 1)] for depth in (48, 12, 3, 0)])
     padded = np.pad(order, (0, num_groups * group_rows - count), mode="edge")
-    grouped = tables[padded].reshape(num_groups, group_rows, width)[:, :, first:]
-    same = (grouped == grouped[:, :1]).all(axis=1)
-    least = num_blocks[padded].reshape(num_groups, group_rows).min(axis=1) - 1 - first
-    same &= np.arange(width - first) < least[:, None]
-    runs = np.where(same.all(axis=1), width - first, same.argmin(axis=1))
+    grouped = tables[:, padded].reshape(kinds, num_groups, group_rows, width)[..., first:]
+    same = (grouped == grouped[:, :, :1]).all(axis=2)
+    least = num_blocks[:, padded].reshape(kinds, num_groups, group_rows).min(axis=2) - 1 - first
+    same &= np.arange(width - first) < least[..., None]
+    runs = np.where(same.all(axis=2), width - first, same.argmin(axis=2))
     members = np.full(num_groups, group_rows)
     members[-1] -= len(padded) - count
     return SharedRuns(order, np.where(runs * (members - 1) >= max(min_saved, 1), runs, 0))
@@ -61,10 +63,10 @@ def find_shared_runs(
 def split_tables(
     tables: np.ndarray, starts: np.ndarray, runs: np.ndarray, group_rows: int, first: int, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Tables of the groups, and what is left of the rows' own.
+    """Tables of the groups, and what is left of the rows' own; of one group of layers.
 
     Args:
-      tables, starts: [D, P] in the order of the groups. runs: see `SharedRuns`.
+      tables, starts: [D, P] in the order of the groups. runs: [C], see `SharedRuns`.
       width: of the tables that come out; it holds the longest of them.
 
     Returns:

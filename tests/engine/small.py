@@ -11,6 +11,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
+from ksana_jax.kv.layout import group_layers
 from ksana_jax.models.params import init_params
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.request import CompletionOutput
@@ -77,6 +78,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     model_config, params = model()
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
+    groups = tuple(group.layers for group in group_layers(patterns))
     buckets = Buckets.of_engine(config, config.max_model_len or 0)
     few = dataclasses.replace(
         buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
@@ -89,7 +91,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
             patterns=patterns,
             tokenizer=tokenizer,
             buckets=few,
-            programs=_programs[_OF_A_RUNNER(config)] if programs is None else programs,
+            programs=_programs[_OF_A_RUNNER(config), groups] if programs is None else programs,
         )
     )
 

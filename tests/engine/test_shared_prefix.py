@@ -93,32 +93,33 @@ def brute_force_runs(tables, num_blocks, order, group_rows, first, min_saved):
 def test_shared_runs_and_what_is_left_make_up_the_tables(seed):
     rng = np.random.default_rng(seed)
     rows, width, first = int(rng.integers(1, 30)), int(rng.integers(1, 20)), int(rng.integers(0, 3))
-    num_blocks = rng.integers(1, width + 1, rows)
-    tables = rng.integers(0, 1000, (rows, width)).astype(np.int32)
+    num_blocks = rng.integers(1, width + 1, (2, rows))  # of two groups of layers
+    tables = rng.integers(0, 1000, (2, rows, width)).astype(np.int32)
     for row in range(rows):  # some begin as one of three texts do
         if (text := int(rng.integers(0, 4))) < 3:
             length = int(rng.integers(0, width + 1))
-            tables[row, :length] = 2000 + 100 * text + np.arange(length)
-    starts = np.where(np.arange(width) < num_blocks[:, None], 16 * np.arange(width), FAR).astype(np.int32)
+            tables[:, row, :length] = 2000 + 100 * text + np.arange(length)
+    starts = np.where(np.arange(width) < num_blocks[..., None], 16 * np.arange(width), FAR).astype(np.int32)
     min_saved = int(rng.integers(0, 6))
     found = find_shared_runs(tables, num_blocks, SHARED_ROWS, first=first, min_saved=min_saved)
     assert sorted(found.order.tolist()) == list(range(rows))
-    expected = brute_force_runs(tables, num_blocks, found.order, SHARED_ROWS, first, min_saved)
-    assert found.runs.tolist() == expected
+    for of in range(2):
+        expected = brute_force_runs(tables[of], num_blocks[of], found.order, SHARED_ROWS, first, min_saved)
+        assert found.runs[of].tolist() == expected
 
-    shared, shared_starts, own, own_starts = split_tables(
-        tables[found.order], starts[found.order], found.runs, SHARED_ROWS, first, width
-    )
-    for place, row in enumerate(found.order):
-        group, count = place // SHARED_ROWS, num_blocks[row]
-        table = np.concatenate([own[place], shared[group]])
-        begins = np.concatenate([own_starts[place], shared_starts[group]])
-        there = np.argsort(begins)[: np.count_nonzero(begins < FAR)]
-        assert begins[there].tolist() == starts[row, :count].tolist()
-        assert table[there].tolist() == tables[row, :count].tolist()
+        shared, shared_starts, own, own_starts = split_tables(
+            tables[of, found.order], starts[of, found.order], found.runs[of], SHARED_ROWS, first, width
+        )
+        for place, row in enumerate(found.order):
+            group, count = place // SHARED_ROWS, num_blocks[of, row]
+            table = np.concatenate([own[place], shared[group]])
+            begins = np.concatenate([own_starts[place], shared_starts[group]])
+            there = np.argsort(begins)[: np.count_nonzero(begins < FAR)]
+            assert begins[there].tolist() == starts[of, row, :count].tolist()
+            assert table[there].tolist() == tables[of, row, :count].tolist()
 
 
 def test_rows_of_one_text_come_together_however_they_are_mixed():
     tables = np.array([[7, 1, 50 + i] if i % 2 else [9, 2, 50 + i] for i in range(16)], np.int32)
-    found = find_shared_runs(tables, np.full(16, 3), 8, first=0, min_saved=1)
-    assert found.runs.tolist() == [2, 2]
+    found = find_shared_runs(tables[None], np.full((1, 16), 3), 8, first=0, min_saved=1)
+    assert found.runs.tolist() == [[2, 2]]

@@ -36,7 +36,7 @@ def assert_adds_up(engine):
         mine = [b for b in snapshot.of_request(seq.request_id) if b.tier == "device"
                 if any(o.index == seq.index and o.doing == "runs" for o in b.owners)]  # fmt: skip
         assert [b.block for b in mine] == rows.block_ids(row).tolist()
-        assert [b.start for b in mine] == rows.block_starts[row, : rows.num_blocks[row]].tolist()
+        assert [b.start for b in mine] == rows.of_blocks(rows.block_starts, row).tolist()
         done = int(rows.num_computed[row])
         for b in mine:
             here = min(max(done - b.start, 0), snapshot.block_size)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.kv.disk.tier import BlockFacts
+from ksana_jax.kv.layout import KVGroup, KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
@@ -32,9 +33,8 @@ class Setup:
             num_blocks, PrefixIndex(SIZE), caching=True, host_data=np.zeros((slots, 1), np.int32), disk=self.disk,
             clock=self.clock, read_timeout_s=10.0,
         )  # fmt: skip
-        self.memory.set_patterns(
-            LiveRange.of(patterns), Scope("m", repr(patterns), min(p.full_until for p in patterns))
-        )
+        layout = KVLayout((KVGroup(tuple(range(len(patterns))), LiveRange.of(patterns)),), SIZE)
+        self.memory.set_layout(layout, Scope("m", repr(patterns), min(p.full_until for p in patterns)))
         self.reads, self.prefixes = self.memory.disk_reads, self.memory.prefixes
         self.host = self.memory.host and self.memory.host.pool
         for text in texts:
@@ -53,7 +53,7 @@ class Setup:
         """Has the full blocks of a text computed and let go, on the device."""
         seq = sequence(text)
         ids = self.memory.device.allocate(len(text) // SIZE)
-        self.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
+        self.prefixes.insert(seq.kv, seq.token_ids, [ids.tolist()])
         self.memory.device.release(ids)
         return ids.tolist()
 
@@ -70,7 +70,7 @@ class Setup:
     def on_host(self, seq) -> list[int]:
         """First tokens of a sequence's blocks, as they lie on the host; -1 where they do not."""
         found = []
-        for link in seq.kv.links:
+        for link in seq.kv.links[0]:
             node = self.memory.index.nodes.get(link.key)
             found.append(-1 if node is None or node.at[HOST] < 0 else int(self.memory.host.data[node.at[HOST], 0]))
         return found
@@ -220,7 +220,7 @@ def test_what_is_there_is_not_read_and_does_not_make_room_for_the_rest():
     assert setup.host.num_idle == 2
     seq = sequence(text)
     assert pin(setup.prefixes, seq).awaits
-    assert [asked.key for asked in setup.disk.asked] == [link.key for link in seq.kv.links[2:4]]
+    assert [asked.key for asked in setup.disk.asked] == [link.key for link in seq.kv.links[0][2:4]]
     setup.disk.end_all()
     assert setup.reads.ready(seq.kv)
     assert pin(setup.prefixes, seq).num_tokens == 16
@@ -244,7 +244,7 @@ def test_under_a_window_only_what_later_queries_see_is_read():
     seq = sequence(text)
     assert pin(setup.prefixes, seq).awaits
     # Query 28 sees 24 and later, and the sink.
-    assert [asked.key for asked in setup.disk.asked] == [seq.kv.links[b].key for b in (0, 6)]
+    assert [asked.key for asked in setup.disk.asked] == [seq.kv.links[0][b].key for b in (0, 6)]
     setup.disk.end_all()
     assert setup.reads.ready(seq.kv)
     hit = pin(setup.prefixes, seq)
@@ -312,7 +312,7 @@ def test_room_for_a_read_may_be_made_of_a_block_that_continues_the_one_to_be_rea
     setup.memory.device.release(held.ids)
     setup.evict_to_host(1)
     setup.evict_to_host(1)  # the first block is on the host, and goes to the disk for the second's sake
-    assert list(setup.disk.files) == [user.kv.links[0].key] and setup.host.num_idle == 1
+    assert list(setup.disk.files) == [user.kv.links[0][0].key] and setup.host.num_idle == 1
     seq = sequence(text[:5])
     assert pin(setup.prefixes, seq).awaits
     setup.check()
@@ -326,7 +326,7 @@ def test_reads_whose_keys_are_taken_by_other_content_are_not_waited_for():
     # Both on the disk, the first block is found by its key and is another's: nothing can be read after it.
     setup = Setup(prompt_of(9))
     seq = sequence(prompt_of(9))
-    link = setup.memory.index.chain(seq.token_ids, "", seq.kv.links, 1)[0]
+    link = setup.memory.index.chain(seq.token_ids, "", seq.kv.links[0], 1)[0]
     [other] = setup.memory.device.allocate(1).tolist()
     node = setup.memory.index.child(setup.memory.index.root(""), b"x" * 4 * SIZE, link.key)
     setup.memory.device.put(node, other)

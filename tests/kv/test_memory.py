@@ -28,7 +28,7 @@ def cache(memory: KVMemory, text) -> list[int]:
     """Has the full blocks of a text computed and let go; their ids."""
     seq = sequence(text)
     ids = memory.device.allocate(len(text) // SIZE)
-    memory.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
+    memory.prefixes.insert(seq.kv, seq.token_ids, [ids.tolist()])
     memory.device.release(ids)
     return ids.tolist()
 
@@ -152,7 +152,7 @@ def test_a_shared_block_is_copied_for_one_owner_and_left_to_the_others():
 def test_a_cached_block_is_shared_though_it_has_one_owner():
     memory = memory_of()
     seq, ids = sequence(prompt_of(4)), memory.device.allocate(1)
-    memory.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
+    memory.prefixes.insert(seq.kv, seq.token_ids, [ids.tolist()])
     assert memory.device.is_shared(int(ids[0]))
 
 

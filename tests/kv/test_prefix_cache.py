@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from ksana_jax.kv.layout import KVGroup, KVLayout, group_layers
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.state import KVState
@@ -29,11 +30,17 @@ PATTERNS = {
 }
 
 
-def memory_of(patterns=(FULL,), num_blocks: int = 16, scope: Scope | None = None, **settings) -> KVMemory:
+def one_group(patterns) -> KVLayout:
+    """All layers share their blocks, whatever their patterns."""
+    return KVLayout((KVGroup(tuple(range(len(patterns))), LiveRange.of(patterns)),), SIZE)
+
+
+def memory_of(
+    patterns=(FULL,), num_blocks: int = 16, scope: Scope | None = None, layout: KVLayout | None = None, **settings
+) -> KVMemory:
     memory = KVMemory(num_blocks, PrefixIndex(SIZE), caching=True, **settings)
-    memory.set_patterns(
-        LiveRange.of(patterns), scope or Scope("m", repr(patterns), min(p.full_until for p in patterns))
-    )
+    scope = scope or Scope("m", repr(patterns), min(p.full_until for p in patterns))
+    memory.set_layout(layout or one_group(patterns), scope)
     return memory
 
 
@@ -46,30 +53,36 @@ def cache(memory: KVMemory, text, salt: str = "") -> list[int]:
     """Has the full blocks of a text computed and let go; their ids."""
     seq, count = sequence(text, salt), len(text) // SIZE
     ids = memory.device.allocate(count)
-    kept = memory.prefixes.insert(seq.kv, seq.token_ids, ids.tolist())
+    [kept] = memory.prefixes.insert(seq.kv, seq.token_ids, [ids.tolist()])
     memory.device.release(ids[ids != kept])
     memory.device.release(np.array(kept, np.int32))
     return kept
 
 
 @functools.cache
-def needed(name: str, count: int) -> frozenset[int]:
-    """Blocks before `count` of which a later query of some layer sees a token, by the definition of the pattern."""
+def needed(name: str, layers: tuple[int, ...], count: int) -> frozenset[int]:
+    """Blocks before `count` of which a later query of some layers sees a token, by the definition of the pattern."""
     queries = np.arange(count * SIZE, count * SIZE + 80)[:, None]
     keys = np.arange(count * SIZE)[None]
-    seen = np.any([literal(p, queries, keys)[0] for p in PATTERNS[name]], axis=(0, 1))
+    seen = np.any([literal(PATTERNS[name][layer], queries, keys)[0] for layer in layers], axis=(0, 1))
     return frozenset((np.flatnonzero(seen) // SIZE).tolist())
 
 
+@pytest.mark.parametrize("make_layout", [one_group, lambda patterns: KVLayout(group_layers(patterns), SIZE)])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_beginning_is_usable_if_all_that_later_queries_see_of_it_is_there(name):
-    prefixes = memory_of(PATTERNS[name]).prefixes
+def test_a_beginning_is_usable_if_all_that_later_queries_see_of_it_is_there(name, make_layout):
+    layout = make_layout(PATTERNS[name])
+    prefixes = memory_of(PATTERNS[name], layout=layout).prefixes
     rng = np.random.default_rng(3)
     sizes = set()
     for _ in range(300):
-        there = rng.random(rng.integers(0, 9)) < rng.choice([0.3, 0.7, 0.95])
-        present = set(np.flatnonzero(there).tolist())
-        counts = [count for count in range(len(there) + 1) if needed(name, count) <= present]
+        there = [rng.random(rng.integers(0, 9)) < rng.choice([0.3, 0.7, 0.95]) for _ in layout.groups]
+        present = [set(np.flatnonzero(of_group).tolist()) for of_group in there]
+        counts = [
+            count
+            for count in range(min(map(len, there)) + 1)
+            if all(needed(name, group.layers, count) <= of for group, of in zip(layout.groups, present, strict=True))
+        ]
         assert prefixes.usable(there) == max(counts)
         sizes.add(max(counts))
     assert len(sizes) > 5
@@ -77,13 +90,13 @@ def test_a_beginning_is_usable_if_all_that_later_queries_see_of_it_is_there(name
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_hit_pins_the_blocks_that_later_queries_see_and_no_others(name):
-    memory = memory_of(PATTERNS[name])
+    memory, layers = memory_of(PATTERNS[name]), tuple(range(len(PATTERNS[name])))
     text = prompt_of(30)
     ids = cache(memory, text)
     hit = pin(memory.prefixes, sequence(text))
-    assert hit.num_tokens == 28 and hit.starts == [SIZE * b for b in sorted(needed(name, 7))]
+    assert hit.num_tokens == 28 and hit.starts == [SIZE * b for b in sorted(needed(name, layers, 7))]
     owned = np.flatnonzero(memory.blocks.ref_count).tolist()
-    assert sorted(owned) == sorted(ids[b] for b in needed(name, 7))
+    assert sorted(owned) == sorted(ids[b] for b in needed(name, layers, 7))
     memory.prefixes.unpin(hit)
     memory.check([])
 
@@ -117,8 +130,7 @@ def test_blocks_of_another_pattern_are_refused_from_where_it_hides_something():
     found = {}
     for window in (2, 4, 8, 12, 13, 100, None):
         patterns = (AttentionPattern(window=window),)
-        live, until = LiveRange.of(patterns), patterns[0].full_until
-        memory.set_patterns(live, Scope("m", repr(patterns), until))
+        memory.set_layout(one_group(patterns), Scope("m", repr(patterns), patterns[0].full_until))
         hit = pin(memory.prefixes, sequence(text))
         found[window] = hit.num_tokens
         memory.prefixes.unpin(hit)
@@ -140,7 +152,7 @@ def test_a_claim_gives_blocks_counts_the_use_and_says_what_was_found():
     held = claim(memory.prefixes, seq, hit)
     assert held.ids.tolist() == ids and held.starts.tolist() == [0, 4, 8] and held.num_computed == 12
     assert [node.num_uses for node in hit.nodes] == [1, 1, 1] and len({node.last_use for node in hit.nodes}) == 1
-    assert (seq.kv.num_cached_tokens, seq.kv.num_indexed, seq.kv.node) == (12, 3, hit.nodes[-1])
+    assert (seq.kv.num_cached_tokens, seq.kv.num_indexed, seq.kv.nodes) == (12, 3, {0: hit.nodes[-1]})
     counters = memory.counters
     assert (counters.asked_tokens, counters.hit_tokens, counters.hits_device, counters.hits_host) == (14, 12, 3, 0)
     # After a preemption it is not counted again.
@@ -154,7 +166,7 @@ def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
     ids = cache(memory, prompt_of(12))
     again = sequence(prompt_of(12))
     own = memory.device.allocate(3)
-    assert memory.prefixes.insert(again.kv, again.token_ids, own.tolist()) == ids
+    assert memory.prefixes.insert(again.kv, again.token_ids, [own.tolist()]) == [ids]
     assert memory.blocks.ref_count[ids].tolist() == [1, 1, 1] and len(memory.index) == 3
     memory.device.release(own)
     memory.check([np.array(ids, np.int32)])
@@ -164,7 +176,7 @@ def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
     patterns = (AttentionPattern(window=4),)
     memory = memory_of(patterns)
     seq, own = sequence(prompt_of(16)), memory.device.allocate(2)
-    assert memory.prefixes.insert(seq.kv, seq.token_ids, [-1, -1, *own.tolist()]) == [-1, -1, *own.tolist()]
+    assert memory.prefixes.insert(seq.kv, seq.token_ids, [[-1, -1, *own.tolist()]]) == [[-1, -1, *own.tolist()]]
     memory.check([own])
     memory.device.release(own)
     hit = pin(memory.prefixes, sequence(np.append(prompt_of(16), 1)))
@@ -174,11 +186,11 @@ def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
 def test_inserting_nothing_that_is_held_leaves_no_trace():
     memory = memory_of((AttentionPattern(window=1),))
     seq = sequence(prompt_of(16))
-    memory.prefixes.insert(seq.kv, seq.token_ids, [-1, -1, -1])
+    memory.prefixes.insert(seq.kv, seq.token_ids, [[-1, -1, -1]])
     assert len(memory.index) == 0 and seq.kv.num_indexed == 3
     [block] = memory.device.allocate(1).tolist()
-    memory.prefixes.insert(seq.kv, seq.token_ids, [block])  # the fourth block, whose parents are known no longer
-    assert len(memory.index) == 4 and memory.index.nodes[seq.kv.links[3].key].at[DEVICE] == block
+    memory.prefixes.insert(seq.kv, seq.token_ids, [[block]])  # the fourth block, whose parents are known no longer
+    assert len(memory.index) == 4 and memory.index.nodes[seq.kv.links[0][3].key].at[DEVICE] == block
     memory.check([np.array([block], np.int32)])
 
 
@@ -189,7 +201,7 @@ def test_who_needs_a_block_that_is_just_being_computed_awaits_it():
     assert pin(memory.prefixes, second).awaits
     assert not pin(memory.prefixes, first).awaits  # after a preemption it waits not for itself
     assert not pin(memory.prefixes, sequence(prompt_of(12), salt="other")).awaits
-    memory.prefixes.insert(first.kv, first.token_ids, memory.device.allocate(2).tolist())
+    memory.prefixes.insert(first.kv, first.token_ids, [memory.device.allocate(2).tolist()])
     hit = pin(memory.prefixes, second)
     assert not hit.awaits and hit.num_tokens == 8
     memory.prefixes.expect_no_more(first.kv)
@@ -208,7 +220,7 @@ def test_the_last_block_of_a_prompt_is_not_awaited():
     """A prompt of 8 tokens takes over one block of two at most."""
     memory = memory_of()
     first, second = sequence(prompt_of(8)), sequence(prompt_of(8))
-    memory.prefixes.insert(first.kv, first.token_ids, memory.device.allocate(1).tolist())
+    memory.prefixes.insert(first.kv, first.token_ids, [memory.device.allocate(1).tolist()])
     memory.prefixes.expect(first.kv, first.token_ids)
     hit = pin(memory.prefixes, second)
     assert not hit.awaits and hit.num_tokens == 4

@@ -62,7 +62,7 @@ def test_leaves_go_before_their_parents_though_they_were_used_later():
 
 def test_where_patterns_evict_parents_may_go_first():
     tree = Tree()
-    tree.tier.set_leaves_first(False)
+    tree.tier.set_leaves_first([False])
     for name, parent in [("a", None), ("b", "a"), ("c", "b")]:
         tree.put(name, parent)
     tree.release(*"abc")
@@ -74,10 +74,10 @@ def test_the_choice_of_who_may_go_can_change_while_blocks_are_cached():
     for name, parent in [("a", None), ("b", "a"), ("c", "b"), ("d", "c")]:
         tree.put(name, parent)
     tree.release(*"abcd")
-    tree.tier.set_leaves_first(False)
+    tree.tier.set_leaves_first([False])
     tree.tier.check()
     assert tree.evict() == "a"
-    tree.tier.set_leaves_first(True)
+    tree.tier.set_leaves_first([True])
     tree.tier.check()
     assert tree.evict_all() == "dcb"
 

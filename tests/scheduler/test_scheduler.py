@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.patterns import FULL, AttentionPattern
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
@@ -263,7 +264,7 @@ def test_a_windowed_text_of_any_length_needs_no_more_blocks_than_its_window():
 
 def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers():
     scheduler = Scheduler(KVMemory(5, PrefixIndex(4)), max_num_seqs=2, max_num_batched_tokens=8, query_tile=4,
-                          max_model_len=99, live=LiveRange.of([FULL]))  # fmt: skip
+                          max_model_len=99, layout=KVLayout(group_layers([FULL]), 4))  # fmt: skip
     # Of 21 tokens, 20 are computed: five blocks. The 22nd would need another.
     scheduler.add(Sequence(0, np.zeros(3, np.int32), asking(18), (), max_len=21))
     with pytest.raises(ValueError, match="up to 22 tokens needs 6 KV blocks of 4 tokens, the pool has 5"):
@@ -337,7 +338,7 @@ def test_the_pattern_does_not_change_under_a_running_sequence():
     engine = make_engine()
     add(engine, 5)
     with pytest.raises(AssertionError, match="cannot change"):
-        engine.scheduler.set_live_range(LiveRange.of(SINKS))
+        engine.scheduler.set_layout(engine.scheduler.layout.with_patterns(SINKS))
 
 
 @pytest.mark.parametrize("harm", ["a block lost", "a block held twice", "blocks out of order", "a visible block gone"])
@@ -349,15 +350,15 @@ def test_check_sees_books_that_are_wrong(harm):
     one, other = scheduler.order
     scheduler.check()
     if harm == "a block lost":
-        rows.num_blocks[one] -= 1
+        rows.num_blocks[0, one] -= 1
     elif harm == "a block held twice":
-        rows.block_tables[one, 0] = rows.block_tables[other, 0]
+        rows.block_tables[0, one, 0] = rows.block_tables[0, other, 0]
     elif harm == "blocks out of order":
-        rows.block_starts[one, :2] = rows.block_starts[one, 1::-1]
+        rows.block_starts[0, one, :2] = rows.block_starts[0, one, 1::-1]
     else:
-        scheduler.blocks.release(rows.block_tables[one, :1])
+        scheduler.blocks.release(rows.block_tables[0, one, :1])
         for column in (rows.block_tables, rows.block_starts):
-            column[one, :2] = column[one, 1:3]
-        rows.num_blocks[one] -= 1
+            column[0, one, :2] = column[0, one, 1:3]
+        rows.num_blocks[0, one] -= 1
     with pytest.raises(AssertionError):
         scheduler.check()

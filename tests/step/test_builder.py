@@ -24,9 +24,9 @@ def rows_with(*sequences, **settings) -> Rows:
         seq = Sequence(row, np.array(token_ids, np.int32), asking(**settings), (), max_len=64, seed=(row << 32) + 7)
         rows.place(seq, row)
         rows.num_computed[row] = computed
-        rows.num_blocks[row] = len(blocks)
-        rows.block_tables[row, : len(blocks)] = blocks
-        rows.block_starts[row, : len(blocks)] = B * np.arange(len(blocks))
+        rows.num_blocks[0, row] = len(blocks)
+        rows.block_tables[0, row, : len(blocks)] = blocks
+        rows.block_starts[0, row, : len(blocks)] = B * np.arange(len(blocks))
     return rows
 
 
@@ -52,9 +52,9 @@ def test_singles_come_first_and_chunks_follow_in_tiles_of_one_row():
     assert step.shape == StepShape((Part(4, 1), Part(2, Q)), table_width=3, max_sampled=4)
     assert a.tokens.tolist() == [18, 0, 0, 0, 41, 42, 43, 44, 45, 46, 0, 0]
     assert a.positions.tolist() == [8, -1, -1, -1, 1, 2, 3, 4, 5, 6, -1, -1]
-    assert a.slots.tolist() == [32 * B, *[NOWHERE] * 3, 81, 82, 83, 84, 85, 86, NOWHERE, NOWHERE]
-    assert a.block_tables[[0, 4, 5]].tolist() == [[30, 31, 32], [20, 21, 0], [20, 21, 0]]
-    assert a.block_starts.tolist() == [[0, 4, 8], *[[FAR] * 3] * 3, *[[0, 4, FAR]] * 2]
+    assert a.slots[0].tolist() == [32 * B, *[NOWHERE] * 3, 81, 82, 83, 84, 85, 86, NOWHERE, NOWHERE]
+    assert a.block_tables[0, [0, 4, 5]].tolist() == [[30, 31, 32], [20, 21, 0], [20, 21, 0]]
+    assert a.block_starts[0].tolist() == [[0, 4, 8], *[[FAR] * 3] * 3, *[[0, 4, FAR]] * 2]
     assert ends.tolist() == [0, 9]
     assert a.sampled.tolist() == [0, 9, 0, 0] and step.num_sampled == 2
 
@@ -73,8 +73,8 @@ def test_a_full_step_of_singles_holds_no_padding():
     step, ends = build(rows, [1, 0])
     assert step.shape == StepShape((Part(2, 1),), 3, 4)
     assert step.arrays.tokens.tolist() == [8, 3] and step.arrays.positions.tolist() == [4, 2]
-    assert step.arrays.slots.tolist() == [7 * B, 5 * B + 2]
-    assert step.arrays.block_starts.tolist() == [[0, 4, FAR], [0, FAR, FAR]]
+    assert step.arrays.slots[0].tolist() == [7 * B, 5 * B + 2]
+    assert step.arrays.block_starts[0].tolist() == [[0, 4, FAR], [0, FAR, FAR]]
     assert ends.tolist() == [0, 1]
 
 
@@ -91,9 +91,24 @@ def test_arrays_of_a_step_do_not_change_with_the_rows():
 
 def test_a_chunk_after_returned_blocks_finds_its_slots_by_text_position():
     rows = rows_with((range(30), 17, [9, 8, 7]))
-    rows.block_starts[0, :3] = [0, 16, 20]  # a sink block, and the window
+    rows.block_starts[0, 0, :3] = [0, 16, 20]  # a sink block, and the window
     step, _ = build(rows, row_0=5)
-    assert step.arrays.slots[:5].tolist() == [8 * B + 1, 8 * B + 2, 8 * B + 3, 7 * B, 7 * B + 1]
+    assert step.arrays.slots[0, :5].tolist() == [8 * B + 1, 8 * B + 2, 8 * B + 3, 7 * B, 7 * B + 1]
+
+
+def test_each_group_of_layers_has_tables_and_slots_of_its_own():
+    rows = Rows(num_rows=2, table_width=3, num_groups=2)
+    for row, (text, computed) in enumerate(((range(9), 8), (range(11), 8))):
+        rows.place(Sequence(row, np.array(text, np.int32), asking(), (), max_len=64), row)
+        rows.num_computed[row] = computed
+        rows.num_blocks[:, row] = 3, 1  # the second group has returned two blocks
+        rows.block_tables[0, row], rows.block_starts[0, row] = 10 * row + np.arange(3), B * np.arange(3)
+        rows.block_tables[1, row, 0], rows.block_starts[1, row, 0] = 30 + row, 8
+    arrays = build(rows, [0], row_1=3)[0].arrays
+    assert arrays.slots[:, [0, 4, 5, 6]].tolist() == [[2 * B, 12 * B, 12 * B + 1, 12 * B + 2],
+                                                      [30 * B, 31 * B, 31 * B + 1, 31 * B + 2]]  # fmt: skip
+    assert arrays.block_tables[:, [0, 4]].tolist() == [[[0, 1, 2], [10, 11, 12]], [[30, 0, 0], [31, 0, 0]]]
+    assert arrays.block_starts[1, [0, 4]].tolist() == [[8, FAR, FAR]] * 2
 
 
 def test_greedy_rows_bring_no_sampling_arrays():

@@ -1,0 +1,170 @@
+"""Layers that keep other positions than their neighbours have blocks of their own: half of the layers of this model see
+all, half a window, and the pool holds no more than that. Tokens are those of the dense float64 model, whatever became
+of the blocks."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.models.params import init_params
+from ksana_jax.patterns import FULL
+from tests.engine.small import VOCAB, assert_idle, model
+from tests.reference import reference_logprobs
+
+WINDOW = 12
+SLIDING = AttentionPattern(window=WINDOW)
+PATTERN = (SLIDING, FULL, SLIDING, FULL)
+# 8 windows of text.
+LONGEST = 8 * WINDOW
+BLOCK = 4
+SETTINGS = {"block_size": BLOCK, "max_num_seqs": 2, "max_num_batched_tokens": 8, "query_tile": 8,
+            "max_model_len": LONGEST}  # fmt: skip
+RNG = np.random.default_rng(2)
+TEXT = RNG.integers(2, VOCAB, LONGEST)
+# Two texts with 40 tokens in common.
+PROMPTS = [TEXT[:60].tolist(), TEXT[:40].tolist() + RNG.integers(2, VOCAB, 12).tolist()]
+
+
+@functools.cache
+def alternating():
+    """The tiny model with four layers."""
+    config = dataclasses.replace(model()[0], num_layers=4, max_position=128)
+    return config, init_params(config, seed=3, std=0.4)
+
+
+_programs: dict = {}
+
+
+def make(**settings) -> LLM:
+    config, params = alternating()
+    llm = LLM.from_params(config, params, pattern=PATTERN, **SETTINGS | settings)
+    key = settings.get("num_blocks"), settings.get("shared_prefix_attention")
+    llm.runner._compiled = _programs.setdefault(key, llm.runner._compiled)
+    return llm
+
+
+def tokens_of(llm: LLM, count: int = 16, prompts=PROMPTS, **asked) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **asked)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    assert_idle(llm)
+    return [c.token_ids for o in outputs for c in o.outputs]
+
+
+@functools.cache
+def expected(count: int = 16) -> list[list[int]]:
+    """Greedy tokens of the dense model."""
+    config, params = alternating()
+    found = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        for _ in range(count):
+            text.append(int(reference_logprobs(params, config, np.array(text), PATTERN)[-1].argmax()))
+        found.append(text[len(prompt) :])
+    return found
+
+
+def test_log_probabilities_are_those_of_the_dense_model_and_the_pool_holds_half_of_full_and_window():
+    llm, held = make(num_blocks=60), []
+    llm.engine.observers.append(lambda engine: held.append(engine.scheduler.blocks.num_used))
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    text = TEXT[: LONGEST - 1]
+    [output] = llm.generate({"prompt_token_ids": text}, asked)
+    got = [entry[int(token)].logprob for entry, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]
+    config, params = alternating()
+    reference = reference_logprobs(params, config, text, PATTERN)[np.arange(len(text) - 1), text[1:]]
+    # float32 against float64 through four layers.
+    np.testing.assert_allclose(got, reference, atol=1e-4)
+    layout = llm.runner.layout
+    assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
+    whole = LONGEST // BLOCK
+    # A window touches a block more than it fills; the pool of one group for all layers would hold `2 * whole`.
+    assert max(held[-3:]) <= whole + WINDOW // BLOCK + 1 < 0.6 * (2 * whole)
+    assert (
+        layout.block_bytes * 2 * len(layout.groups)
+        == KVLayout.of(
+            dataclasses.replace(config, num_layers=8), dtype="f32", block_size=BLOCK, platform="cpu"
+        ).block_bytes
+    )
+
+
+@pytest.mark.parametrize("shared_prefix_attention", [False, True])
+def test_prefixes_are_found_where_every_group_has_what_later_queries_see(shared_prefix_attention):
+    llm = make(num_blocks=60, enable_prefix_caching=True, shared_prefix_attention=shared_prefix_attention)
+    assert [tokens_of(llm, prompts=[p])[0] for p in PROMPTS] == expected()
+    counters = llm.engine.memory.counters
+    # The second prompt takes 40 tokens over: all blocks of the full layers, and the window's of the sliding ones.
+    assert (counters.hit_tokens, counters.hits_device) == (40, 10 + WINDOW // BLOCK)
+    assert tokens_of(llm) == expected()
+    assert counters.hit_tokens == 40 + 56 + 48
+
+
+def test_preempted_rows_are_swapped_and_come_back():
+    # Together the two need 36 + 8 blocks.
+    llm = make(num_blocks=34, host_cache_bytes=2**18, preempt="swap")
+    assert tokens_of(llm) == expected()
+    counters = llm.engine.memory.counters
+    assert counters.swapped_out == counters.swapped_in > 0
+
+
+def test_prefixes_of_all_groups_survive_a_restart_on_disk(tmp_path):
+    settings = {"num_blocks": 60, "enable_prefix_caching": True, "host_cache_bytes": 2**18,
+                "disk_cache_dir": str(tmp_path), "cache_write": "through"}  # fmt: skip
+    with make(**settings) as llm:
+        assert tokens_of(llm) == expected()
+    with make(**settings) as llm:
+        llm.engine.memory.disk_reads._timeout_s = 60.0
+        assert tokens_of(llm) == expected()
+        # Each takes all full blocks of its prompt over: 14 and 12 of the full layers, three each of the sliding ones,
+        # and the 10 blocks that both begin with are read once.
+        assert llm.engine.memory.disk.counters.read == 14 + 2 + 3 + 3
+        assert llm.engine.memory.counters.hit_tokens == 56 + 48
+
+
+def test_completions_of_one_prompt_and_beams_share_blocks_of_each_group_and_copy_what_they_write_to():
+    llm, (config, params) = make(num_blocks=60), alternating()
+    assert tokens_of(llm, n=2, prompts=PROMPTS[:1]) == [expected()[0]] * 2
+    assert llm.engine.memory.counters.copied == 2, "the last block of each group, for one of the two"
+    asked = SamplingParams(temperature=0, beam_width=2, max_tokens=6, ignore_eos=True, detokenize=False)
+    [output] = llm.generate({"prompt_token_ids": PROMPTS[0][:58]}, asked)
+    assert_idle(llm)
+    assert llm.engine.memory.counters.copied > 2
+    for beam in output.outputs:
+        text = np.array(PROMPTS[0][:58] + beam.token_ids)
+        dense = reference_logprobs(params, config, text, PATTERN)[np.arange(57, 63), beam.token_ids]
+        assert beam.cumulative_logprob == pytest.approx(dense.sum(), abs=1e-3)
+
+
+def test_another_pattern_keeps_the_groups_and_stays_right():
+    llm, (config, params) = make(num_blocks=60), alternating()
+    for pattern in (FULL, (SLIDING, SLIDING, FULL, AttentionPattern(window=5, num_sinks=1, sink_position="absolute"))):
+        llm.set_pattern(pattern)
+        [tokens] = tokens_of(llm, prompts=PROMPTS[:1])
+        dense = reference_logprobs(params, config, np.array(PROMPTS[0] + tokens), pattern)
+        assert tokens == dense[59:-1].argmax(-1).tolist()
+    assert [group.live.window for group in llm.engine.scheduler.layout.groups] == [None, WINDOW]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "layers"),
+    [
+        ((FULL,) * 3, [(0, 1, 2)]),
+        ((SLIDING, FULL, SLIDING), [(0,), (2,), (1,)]),
+        ((SLIDING, SLIDING, FULL) * 4, [(0, 1, 3, 4), (6, 7, 9, 10), (2, 5, 8, 11)]),
+        # 22 sliding layers: five groups of four and one of two.
+        (((SLIDING,) * 5 + (FULL,)) * 4 + (SLIDING,) * 2, 7),
+        # 17 and 16: the second has one layer's room to spare, which is less than 33 groups.
+        ((SLIDING,) * 17 + (FULL,) * 16, 2),
+    ],
+)
+def test_layers_are_grouped_by_what_they_keep_equally_many_in_each(patterns, layers):
+    groups = group_layers(patterns)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(patterns)))
+    assert len({len(group.layers) for group in groups[:-1]}) <= 2
+    if isinstance(layers, int):
+        assert len(groups) == layers
+    else:
+        assert [group.layers for group in groups] == layers
