@@ -198,7 +198,7 @@ class FakeExecutor:
         self._num_noises += 1
         return np.uint64(self._num_noises * 0x9E3779B97F4A7C15 % 2**64)
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> StepOutput:
         self.check(step)
         self.steps.append(step)
         if step.moves is not None and self.fails != "before moves":

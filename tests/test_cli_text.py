@@ -102,7 +102,7 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_conversation_goes_on(ksa
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(ksana, prompts, talker, monkeypatch):
-    execute, steps = Runner.execute, []
+    execute, steps = Runner.submit, []
 
     def interrupted(self, *step):
         steps.append(step)
@@ -110,7 +110,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(ksana, prompts, tal
             os.kill(os.getpid(), signal.SIGINT)
         return execute(self, *step)
 
-    monkeypatch.setattr(Runner, "execute", interrupted)
+    monkeypatch.setattr(Runner, "submit", interrupted)
     code, out, error = ksana("chat", talker, *GREEDY, stdin="one\ntwo\n")
     assert code == 0 and "answer stopped" in error
     # Without the message that was stopped.

@@ -77,13 +77,13 @@ def test_an_engine_that_cannot_be_reset_says_so_until_it_can():
     engine = make_engine()
     request = engine.add_request(prompt_of(5), asking())
     reset, engine.executor.reset = engine.executor.reset, lambda: 1 / 0
-    execute, engine.executor.execute = engine.executor.execute, lambda step: 1 / 0
+    execute, engine.executor.submit = engine.executor.submit, lambda step: 1 / 0
     words = r"could not be made empty \(ZeroDivisionError.*close it"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=words):
             engine.step()
     assert request.finished
-    engine.executor.reset, engine.executor.execute = reset, execute
+    engine.executor.reset, engine.executor.submit = reset, execute
     again = engine.add_request(prompt_of(5), asking())
     while engine.has_work:
         engine.step()

@@ -1,4 +1,4 @@
-"""CPU time of the host loop per decode step: schedule, arrays, update and the engine's books; no model, no jax.
+"""CPU time of the host loop per decode step: scheduling, arrays, and what is booked of a step; no model, no jax.
 
 The executor returns random tokens, and its time is not counted. All rows decode, with contexts that are spread over a
 block's length, so that in each step as many rows as on average need a new block.
@@ -27,7 +27,7 @@ from ksana_jax.step.contract import StepInput, StepOutput
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 PREFILL_TOKENS = 16_384
-PARTS = ("schedule", "build", "update")
+PARTS = ("schedule", "build", "advance", "settle")
 
 
 class RandomTokens:
@@ -38,7 +38,7 @@ class RandomTokens:
         self.patterns: Sequence[AttentionPattern] = [FULL]
         self.host_blocks = None
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> StepOutput:
         return StepOutput(self.tokens[: step.num_sampled])
 
     def move(self, moves: Moves) -> None:
@@ -114,8 +114,8 @@ def measure(rows: int, steps: int, context: int) -> dict[str, float]:
     # Rows that were prefilled first have decoded for some steps when the last one joins them.
     prefill_steps = rows * context // PREFILL_TOKENS + 2
     engine = decoding_engine(rows, context, prefill_steps + 2 * (warm_up + steps))
-    executing = Stopwatch(engine.executor.execute)
-    engine.executor.execute = executing  # type: ignore[method-assign]
+    executing = Stopwatch(engine.executor.submit)
+    engine.executor.submit = executing  # type: ignore[method-assign]
     whole = Stopwatch(engine.step)
     total_s = np.zeros((steps, 2))
     for at in range(-warm_up, steps):
@@ -126,13 +126,15 @@ def measure(rows: int, steps: int, context: int) -> dict[str, float]:
             total_s[at] = spent
     # Again with a watch on each part, which costs a microsecond or two itself.
     timed = _TimedBuilder(engine.builder)
-    schedule, update = Stopwatch(engine.scheduler.schedule), Stopwatch(engine.scheduler.update)
-    engine.scheduler.schedule, engine.scheduler.update = schedule, update  # type: ignore[method-assign]
     engine.builder = timed  # type: ignore[assignment]
+    watches = {"build": timed.build}
+    for name in ("schedule", "advance", "settle"):
+        watches[name] = Stopwatch(getattr(engine.scheduler, name))
+        setattr(engine.scheduler, name, watches[name])
     part_s = np.zeros((steps, len(PARTS)))
     for at in range(-warm_up, steps):
         engine.step()
-        spent = [watch.read()[0] for watch in (schedule, timed.build, update)]
+        spent = [watches[part].read()[0] for part in PARTS]
         if at >= 0:
             part_s[at] = spent
     cpu_us, wall_us = np.median(total_s, axis=0) * 1e6
@@ -155,11 +157,11 @@ def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool =
     counts = [*(("rows", count) for count in rows), ("steps", steps), ("context", context)]
     checks.require(*(checks.integer(name, value) for name, value in counts))
     print(f"host loop, decode steps, median of {steps}: contexts of {context:,} tokens, block size {BLOCK_SIZE}")
-    print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which {'schedule':>9} {'build':>9} {'update':>9}")
+    print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which " + " ".join(f"{part:>9}" for part in PARTS))
     results = []
     for count in rows:
         results.append(r := measure(count, steps, context))
-        print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            "
-              f"{r['schedule_us']:9,.1f} {r['build_us']:9,.1f} {r['update_us']:9,.1f}")  # fmt: skip
+        parts = " ".join(f"{r[f'{part}_us']:9,.1f}" for part in PARTS)
+        print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            {parts}")
     if as_json:
         print(json.dumps({"results": results}))

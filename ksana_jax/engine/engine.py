@@ -1,35 +1,47 @@
-"""The loop: schedule, execute, update, report. Knows requests and their rows; no jax, no files, a clock handed in."""
+"""The loop: schedule, submit, advance, settle, report. Knows requests and rows; no jax, no files, a clock handed in."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ksana_jax import interrupts
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.engine import report
-from ksana_jax.engine.beam import Beams, advance, num_candidates
+from ksana_jax.engine.beam import advance
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
-from ksana_jax.engine.intake import bad_word_ids, check_request, seed_of
+from ksana_jax.engine.intake import Intake, check_request
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.state import KVState
 from ksana_jax.metrics import StepRecord
 from ksana_jax.patterns import AttentionPattern
-from ksana_jax.request import FinishReason, RequestMetrics, RequestOutput, SamplingParams
-from ksana_jax.scheduler.progress import Progress
+from ksana_jax.request import FinishReason, RequestOutput, SamplingParams
+from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
 from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Executor, StepOutput
+from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, StepOutput
 from ksana_jax.tokenizers import Tokenizer
+
+
+class _Submitted(NamedTuple):
+    """A step that the executor computes, and the state of the pool when it was submitted.
+
+    ends: for each of `batch.rows` the index of its last token among the step's.
+    """
+
+    batch: ScheduledBatch
+    input: StepInput
+    ends: np.ndarray
+    pending: Pending
+    began: float
+    peak_blocks: int
+    unshared_blocks: int
 
 
 class Engine:
@@ -57,14 +69,14 @@ class Engine:
     ):
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
         self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
-        self.eos_ids, self.max_model_len = model.eos_ids, scheduler.max_model_len
+        self.max_model_len = scheduler.max_model_len
+        self.intake = Intake(tokenizer, model.eos_ids, self.max_model_len, config.seed)
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
-        self._request_numbers, self._seq_ids = itertools.count(), itertools.count()
         self._changes = Changes(self._reset)
 
     @property
@@ -80,50 +92,22 @@ class Engine:
         """Raises ValueError if a request can never be served; see `check_request`."""
         check_request(
             prompt_token_ids, params, self.scheduler, vocab_size=self.model.vocab_size,
-            max_model_len=self.max_model_len, tokenizer=self.tokenizer, eos_ids=self.eos_ids,
+            max_model_len=self.max_model_len, tokenizer=self.tokenizer, eos_ids=self.intake.eos_ids,
         )  # fmt: skip
 
-    def new_request(
-        self,
-        prompt_token_ids: np.ndarray,
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        streams: bool = False,
-    ) -> Request:
+    def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Makes a request, for `add`.
 
         Args:
-          cache_salt: only requests of the same salt share cached prefixes.
-          streams: its text is wanted while it grows; beams have none before the end.
+          settings: prompt, its text; request_id; cache_salt: only requests of the same salt share cached prefixes;
+            streams: its text is wanted while it grows (beams have none before the end).
 
         Raises:
           ValueError: it can never be served.
         """
         self.validate(prompt_token_ids, params)
-        prompt_token_ids, number = prompt_token_ids.astype(np.int32), next(self._request_numbers)
-        if request_id is None:
-            request_id = f"request-{number}"
-            while request_id in self.requests:  # a user chose a name like ours
-                request_id += "'"
-        request = Request(request_id, prompt, prompt_token_ids, params, RequestMetrics(self.clock()))
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
-        for index in range(params.n):
-            seed = seed_of(params, index, self.config.seed, number)
-            seq = self._new_sequence(request, prompt_token_ids, index, cache_salt, seed)
-            given = self.tokenizer if params.detokenize else None
-            completion = Completion(index, seq, given, streams and not params.beam_width)
-            request.completions.append(completion)
-        if params.beam_width:
-            leader = self._new_beam(request, prompt_token_ids, cache_salt)
-            width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids
-            request.beams = Beams(width, penalty, stop_ids, leader.max_len, leader.num_prompt, {leader: 0.0})
-        else:
-            leader, *leader.forks = [completion.seq for completion in request.completions]
-        return request
+        arrival_s = self.clock()
+        return self.intake.new_request(prompt_token_ids, params, arrival_s=arrival_s, taken=self.requests, **settings)
 
     def add_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Makes a request and takes it in; see `new_request` and `add`."""
@@ -153,30 +137,6 @@ class Engine:
                 if completion.watched or completion.seq.params.prompt_logprobs is not None:
                     self._watched[completion] = None
             self.scheduler.add(leader)
-
-    def _new_sequence(self, request: Request, token_ids: np.ndarray, index: int, salt: str, seed: int = 0) -> Sequence:
-        params, count = request.params, len(request.prompt_token_ids)
-        stop_ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
-        return Sequence(
-            seq_id=next(self._seq_ids),
-            token_ids=token_ids,
-            params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
-            stop_ids=tuple(dict.fromkeys(stop_ids)),
-            max_len=params.max_len(count, self.max_model_len),
-            seed=seed,
-            owner=request,
-            request_id=request.request_id,
-            index=index,
-            bad_words=bad_word_ids(params.bad_words, self.tokenizer),
-            kv=KVState(salt, request.metrics.num_blocks_by_origin),
-        )
-
-    def _new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
-        seq = self._new_sequence(request, token_ids, 0, salt)
-        count = num_candidates(request.params.beam_width, seq.stop_ids)
-        seq.params = SamplingParams(temperature=0, logprobs=count, max_tokens=request.params.max_tokens)
-        seq.guided, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
-        return seq
 
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; unknown and finished ones are left alone."""
@@ -247,33 +207,64 @@ class Engine:
         self._changes.begin()
         batch = self.scheduler.schedule()
         if batch is None:
-            if self.memory.disk_reads.num_pending:
-                self.memory.disk_reads.wait()
-            elif self.scheduler.has_work:
-                raise RuntimeError("there is work, and none of it can be scheduled")
-            self._make_moves()
-            return []
+            return self._wait()
+        step = self._submit(batch)
+        self.scheduler.advance(batch)
+        output, now = self._collect(step)
+        watched = self._report_prompts(step, output, now)
+        result = self.scheduler.settle(batch, output.tokens[: np.count_nonzero(batch.samples)])
+        reported = self._report(step, output, result, watched)
+        self._close_ended(reported, now)
+        self._observe(step, now)
+        return list(reported)
+
+    def _wait(self) -> list[Request]:
+        """Waits for the disk, since nothing can be computed."""
+        if self.memory.disk_reads.num_pending:
+            self.memory.disk_reads.wait()
+        elif self.scheduler.has_work:
+            raise RuntimeError("there is work, and none of it can be scheduled")
+        self._make_moves()
+        return []
+
+    def _submit(self, batch: ScheduledBatch) -> _Submitted:
         step, ends = self.builder.build(batch, self.scheduler.rows)
         step.moves = self.memory.take_moves()
         peak_blocks = self.scheduler.blocks.num_used
         unshared_blocks = int(self.scheduler.rows.num_blocks[:, self.scheduler.order].sum())
         began = self.clock() if self.memory.swap.weighs_costs else 0.0
-        output = self.executor.execute(step)
+        return _Submitted(batch, step, ends, self.executor.submit(step), began, peak_blocks, unshared_blocks)
+
+    def _collect(self, step: _Submitted) -> tuple[StepOutput, float]:
+        """Waits for a step: what it computed, and the time."""
+        output = step.pending.result()
         now = self.clock()
         self.memory.commit()
         if self.memory.swap.weighs_costs:
-            prefills = batch.num_tokens if len(batch.chunks) else 0
-            self.memory.costs.observe(prefills, now - began, step.moves, output.move_s)
-        report.note_first_tokens(self.scheduler.rows, batch, now)
-        rows_of = {c: c.seq.row for c in self._watched if c.seq.row is not None}
-        if step.targets is not None:
-            report.add_prompt_scores(self.scheduler.rows, batch, ends, output, rows_of)
-        progress = self.scheduler.update(batch, output.tokens[: np.count_nonzero(batch.samples)])
-        reported = self._report_tokens(batch, output, progress, rows_of)
-        for seq in progress.finished:
+            prefills = step.batch.num_tokens if len(step.batch.chunks) else 0
+            self.memory.costs.observe(prefills, now - step.began, step.input.moves, output.move_s)
+        return output, now
+
+    def _report_prompts(self, step: _Submitted, output: StepOutput, now: float) -> dict[Completion, int]:
+        """Notes first tokens and scores of prompts; returns the rows of completions that are watched, while they have
+        one."""
+        rows = self.scheduler.rows
+        report.note_first_tokens(rows, step.batch, now)
+        watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
+        if step.input.targets is not None:
+            report.add_prompt_scores(rows, step.batch, step.ends, output, watched)
+        return watched
+
+    def _report(self, step: _Submitted, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
+        """Hands new tokens to their requests; returns those that have something new, in order."""
+        reported = self._report_tokens(step.batch, output, result, watched)
+        for seq in result.finished:
             reported.setdefault(seq.owner)
-        if len(progress.guided):
-            self._advance_beams(batch, output, progress, reported)
+        if len(result.guided):
+            self._advance_beams(step.batch, output, result, reported)
+        return reported
+
+    def _close_ended(self, reported: dict[Request, None], now: float) -> None:
         for request in reported:
             for completion in request.completions:
                 if completion.seq.finish_reason is not None:
@@ -281,12 +272,13 @@ class Engine:
             if request.finished:
                 self._close(request, now)
             request.notify()
-        self.records.append(report.record(self.scheduler, batch, now, peak_blocks, unshared_blocks))
+
+    def _observe(self, step: _Submitted, now: float) -> None:
+        self.records.append(report.record(self.scheduler, step.batch, now, step.peak_blocks, step.unshared_blocks))
         for observe in self.observers:
             observe(self)
         if not self.scheduler.has_work:
             self._make_moves()
-        return list(reported)
 
     def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         """Changes what each layer attends to.
@@ -336,13 +328,13 @@ class Engine:
             self.executor.move(moves)
             self.memory.commit()
 
-    def _report_tokens(self, batch, output: StepOutput, progress: Progress, rows_of) -> dict[Request, None]:
+    def _report_tokens(self, batch, output: StepOutput, result: StepResult, rows_of) -> dict[Request, None]:
         """Hands new tokens to the completions that want them; returns their requests, in order."""
         reported: dict[Request, None] = {}
         if not rows_of:
             return reported
         place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
-        token_of = dict(zip(progress.rows.tolist(), progress.tokens.tolist(), strict=True))
+        token_of = dict(zip(result.rows.tolist(), result.tokens.tolist(), strict=True))
         for completion, row in rows_of.items():
             if row not in token_of or not completion.watched:
                 continue
@@ -354,13 +346,13 @@ class Engine:
                 reported.setdefault(completion.seq.owner)
         return reported
 
-    def _advance_beams(self, batch, output: StepOutput, progress: Progress, reported) -> None:
+    def _advance_beams(self, batch, output: StepOutput, result: StepResult, reported) -> None:
         """Hands what beams ask for to their requests, which choose how they go on."""
         place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
         scores = output.scores
         assert scores is not None
         # Dropped beams leave their rows: who is where is asked before.
-        for seq, row in [(self.scheduler.rows.seqs[row], row) for row in progress.guided.tolist()]:
+        for seq, row in [(self.scheduler.rows.seqs[row], row) for row in result.guided.tolist()]:
             assert seq is not None
             request, place = seq.owner, place_of[row]
             if output.tokens[place] < 0:
@@ -371,7 +363,8 @@ class Engine:
             top = slice(request.beams.num_candidates)
             if not request.beams.report(seq, scores.top_ids[place, top], scores.top_logprobs[place, top]):
                 continue
-            if not advance(request.beams, self.scheduler, functools.partial(self._new_beam, request, salt=seq.kv.salt)):
+            new_beam = functools.partial(self.intake.new_beam, request, salt=seq.kv.salt)
+            if not advance(request.beams, self.scheduler, new_beam):
                 report.finish_beams(request)
                 reported.setdefault(request)
 

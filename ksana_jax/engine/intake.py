@@ -1,11 +1,19 @@
-"""What is checked and drawn before a request enters the engine. Changes nothing."""
+"""Makes requests and their sequences, checked and numbered, before they enter the engine. Knows no steps."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Container
+
 import numpy as np
 
-from ksana_jax.request import SamplingParams
+from ksana_jax.engine.beam import Beams, num_candidates
+from ksana_jax.engine.completion import Completion, Request
+from ksana_jax.kv.state import KVState
+from ksana_jax.request import RequestMetrics, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.sequence import Sequence
 from ksana_jax.step.bias import bad_word_ids
 from ksana_jax.tokenizers import Tokenizer
 
@@ -70,3 +78,88 @@ def seed_of(params: SamplingParams, index: int, engine_seed: int, number: int) -
     else:
         parts = (params.seed & (2**64 - 1),)
     return int(np.random.SeedSequence((*parts, index)).generate_state(1, np.uint64)[0])
+
+
+class Intake:
+    """Makes the requests of one engine.
+
+    Args:
+      tokenizer: None makes no text.
+      eos_ids: end-of-sequence ids of the model.
+      max_model_len: most tokens of a sequence, prompt included.
+      seed: from which requests draw theirs if they have none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+        seed: int,
+    ):
+        self.tokenizer, self.eos_ids, self.max_model_len = tokenizer, eos_ids, max_model_len
+        self._seed = seed
+        self._request_numbers, self._seq_ids = itertools.count(), itertools.count()
+
+    def new_request(
+        self,
+        prompt_token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        taken: Container[str],
+        prompt: str | None = None,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        streams: bool = False,
+    ) -> Request:
+        """Makes a request that has been checked; see `Engine.new_request`.
+
+        Args:
+          taken: ids that it must not be given.
+        """
+        prompt_token_ids, number = prompt_token_ids.astype(np.int32), next(self._request_numbers)
+        if request_id is None:
+            request_id = f"request-{number}"
+            while request_id in taken:  # a user chose a name like ours
+                request_id += "'"
+        request = Request(request_id, prompt, prompt_token_ids, params, RequestMetrics(arrival_s))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        for index in range(params.n):
+            seed = seed_of(params, index, self._seed, number)
+            seq = self._new_sequence(request, prompt_token_ids, index, cache_salt, seed)
+            given = self.tokenizer if params.detokenize else None
+            request.completions.append(Completion(index, seq, given, streams and not params.beam_width))
+        if params.beam_width:
+            leader = self.new_beam(request, prompt_token_ids, cache_salt)
+            width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids
+            request.beams = Beams(width, penalty, stop_ids, leader.max_len, leader.num_prompt, {leader: 0.0})
+        else:
+            leader, *leader.forks = [completion.seq for completion in request.completions]
+        return request
+
+    def _new_sequence(self, request: Request, token_ids: np.ndarray, index: int, salt: str, seed: int = 0) -> Sequence:
+        params, count = request.params, len(request.prompt_token_ids)
+        stop_ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            token_ids=token_ids,
+            params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+            stop_ids=tuple(dict.fromkeys(stop_ids)),
+            max_len=params.max_len(count, self.max_model_len),
+            seed=seed,
+            owner=request,
+            request_id=request.request_id,
+            index=index,
+            bad_words=bad_word_ids(params.bad_words, self.tokenizer),
+            kv=KVState(salt, request.metrics.num_blocks_by_origin),
+        )
+
+    def new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
+        """Makes a beam of a request: its prompt, or a continuation of it."""
+        seq = self._new_sequence(request, token_ids, 0, salt)
+        count = num_candidates(request.params.beam_width, seq.stop_ids)
+        seq.params = SamplingParams(temperature=0, logprobs=count, max_tokens=request.params.max_tokens)
+        seq.guided, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
+        return seq

@@ -12,7 +12,7 @@ from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
-    """Notes when requests got their first token; called before the step is booked."""
+    """Notes when requests got their first token; called between `Scheduler.advance` and `settle`."""
     fresh = rows.num_tokens[batch.rows] == rows.num_prompt[batch.rows]
     if not fresh.any():
         return
@@ -32,7 +32,7 @@ def add_prompt_scores(
     output: StepOutput,
     rows_of: dict[Completion, int],
 ) -> None:
-    """Adds the log-probabilities of the prompt tokens that this step has scored.
+    """Adds the log-probabilities of the prompt tokens that this step has scored; called before `Scheduler.settle`.
 
     Args:
       ends: [rows of the batch] index of each row's last token among the step's.
@@ -47,7 +47,7 @@ def add_prompt_scores(
             continue
         i = where[row]
         computed = int(batch.num_per_row[i])
-        start = int(rows.num_computed[row])
+        start = int(rows.num_computed[row]) - computed
         # The step scored prompt tokens start + 1 to start + computed; a restart scores some again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
         token = int(ends[i]) + 1 - computed + (first - 1 - start)

@@ -49,6 +49,24 @@ class _Seen(NamedTuple):
     arrays: PatternArrays | None
 
 
+class _Submitted(NamedTuple):
+    """A step that the device computes; see `step.Pending`."""
+
+    finish_moves: Callable[[], None]
+    move_s: float
+    tokens: Any
+    scores: Any
+    prompt_scores: Any
+
+    def result(self) -> StepOutput:
+        self.finish_moves()  # while the device computes
+        return StepOutput(np.asarray(self.tokens), _fetch(self.scores), _fetch(self.prompt_scores), self.move_s)
+
+
+def _fetch(scores: Any) -> TokenScores | None:
+    return None if scores is None else TokenScores(*map(np.asarray, scores))
+
+
 class Runner:
     """The model on one device, with its KV pool: an `Executor`.
 
@@ -156,8 +174,8 @@ class Runner:
         self.cache = make_cache(self.layout, num_blocks)
         self.mover.reset()
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step; see `step.Executor`."""
+    def submit(self, step: StepInput) -> _Submitted:
+        """Starts one step; see `step.Executor`. A shape that is new is compiled first."""
         saved, move_s = [], 0.0
         if step.moves is not None:
             self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
@@ -176,13 +194,7 @@ class Runner:
             top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
             choose_tokens = self.compile_sampler(sampled, step.num_sampled, step.sampling, top)
             tokens, scores = choose_tokens(self.params, sampled, step.sampling)
-        self.mover.finish(saved)  # while the device computes
-        return StepOutput(
-            tokens=np.asarray(tokens),
-            move_s=move_s,
-            scores=None if scores is None else TokenScores(*(np.asarray(x) for x in scores)),
-            prompt_scores=None if prompt_scores is None else TokenScores(*(np.asarray(x) for x in prompt_scores)),
-        )
+        return _Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, scores, prompt_scores)
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step; see `step.Executor`."""

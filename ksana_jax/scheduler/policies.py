@@ -23,7 +23,7 @@ class Policy(Protocol):
     (`memory.prefixes.num_cached_tokens`). A running sequence keeps the rank with which it was admitted.
     """
 
-    def rank(self, seq: Sequence) -> Any:
+    def rank(self, seq: Sequence, /) -> Any:
         """Returns any value that sorts; asked once, when a sequence arrives."""
         ...
 

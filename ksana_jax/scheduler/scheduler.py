@@ -22,8 +22,8 @@ from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission, Room
 from ksana_jax.scheduler.policies import make_policy
-from ksana_jax.scheduler.progress import Progress
 from ksana_jax.scheduler.queue import WaitingQueue
+from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
@@ -330,15 +330,22 @@ class Scheduler:
 
     # ------------------------------------------------------------------ after a step
 
-    def update(self, batch: ScheduledBatch, tokens: np.ndarray) -> Progress:
-        """Books a step: tokens appended, blocks that nobody will see returned, ended sequences taken out.
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Books what is known of a step before its tokens are: how much is computed, and which blocks that returns."""
+        rows = batch.rows
+        self.rows.num_computed[rows] += batch.num_per_row
+        # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
+        if not self.memory.prefixes.enabled and not self.queue.leaders:
+            self.row_blocks.return_invisible(rows)
+
+    def settle(self, batch: ScheduledBatch, tokens: np.ndarray) -> StepResult:
+        """Books what a step's tokens decide: they are appended, full blocks are cached, ended sequences leave.
 
         Args:
           tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
             FinishReason.ERROR.
         """
         r, rows = self.rows, batch.rows
-        r.num_computed[rows] += batch.num_per_row
         sampled, guided = batch.sampled, _NO_ROWS
         if r.guided[sampled].any():
             by_request = r.guided[sampled]
@@ -366,7 +373,7 @@ class Scheduler:
             self._leave(sampled[ended])
             rows = rows[r.alive[rows]]
         self.row_blocks.return_invisible(rows)
-        return Progress(sampled, tokens, ended, finished, guided)
+        return StepResult(sampled, tokens, ended, finished, guided)
 
     def _fail(self, rows: np.ndarray) -> list[Sequence]:
         seqs = [seq for row in rows if (seq := self.rows.seqs[row]) is not None]

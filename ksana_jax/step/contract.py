@@ -213,6 +213,18 @@ class StepOutput:
     prompt_scores: TokenScores | None = None
     move_s: float = 0.0
 
+    def result(self) -> StepOutput:
+        """Returns itself: an executor that computes a step at once has nothing pending."""
+        return self
+
+
+class Pending(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> StepOutput:
+        """Waits until the step is computed; called once, and in the order in which steps were submitted."""
+        ...
+
 
 class Executor(Protocol):
     """Runs steps: the compiled model, a simulator, or a test's fake. After an exception only `reset` may be called."""
@@ -227,8 +239,8 @@ class Executor(Protocol):
         """The host's blocks [slots, ...], which `Moves` name; None without host memory."""
         ...
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Makes the step's moves, then computes it."""
+    def submit(self, step: StepInput) -> Pending:
+        """Starts to make the step's moves and then to compute it; may return before either is done."""
         ...
 
     def move(self, moves: Moves) -> None:

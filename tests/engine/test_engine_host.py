@@ -1,6 +1,7 @@
 """The engine's loop around a fake executor: what is reported when, what a bad request or a failing step leaves behind,
 and what a decode step costs."""
 
+import functools
 import gc
 import json
 import sys
@@ -221,15 +222,15 @@ def test_a_step_that_fails_takes_its_requests_along_and_nothing_else():
     engine = make_engine(num_blocks=16)
     requests = [engine.add_request(prompt_of(5, s), asking()) for s in range(6)]
     step(engine), step(engine)
-    execute = engine.executor.execute
+    execute = engine.executor.submit
 
     def fail(_):
         raise MemoryError("the device is out of memory")
 
-    engine.executor.execute = fail
+    engine.executor.submit = fail
     with pytest.raises(MemoryError):
         engine.step()
-    engine.executor.execute = execute
+    engine.executor.submit = execute
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_used == 0 and not engine.has_work and not engine.requests
     outputs = [r.output().outputs[0] for r in requests]
@@ -238,6 +239,36 @@ def test_a_step_that_fails_takes_its_requests_along_and_nothing_else():
     again = engine.add_request(prompt_of(5), asking())
     run(engine)
     assert outputs_of(again) == [reference_tokens(again.prompt_token_ids, 8, FULLY)]
+
+
+class ComputedLate:
+    """A pending step: nothing of it, its moves included, happens before its result is asked for."""
+
+    def __init__(self, submit, step):
+        self.result = lambda: submit(step).result()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("settings", [{}, {"caching": True}, {"host_slots": 8, "preempt": "swap"}], ids=str)
+def test_nothing_that_is_booked_before_the_tokens_disturbs_the_step_under_way(window, settings):
+    patterns = two_layers(AttentionPattern(window=window))
+    engine = make_engine(patterns, num_blocks=12, max_model_len=40, **settings)
+    engine.executor.submit = functools.partial(ComputedLate, engine.executor.submit)
+    requests = [engine.add_request(prompt_of(9 + 3 * s, s), asking(12, n=1 + s % 3)) for s in range(6)]
+    run(engine)
+    assert window or engine.scheduler.num_preemptions
+    for r in requests:
+        assert outputs_of(r) == r.params.n * [reference_tokens(r.prompt_token_ids, 12, patterns)]
+
+
+def test_blocks_out_of_the_window_are_returned_before_the_tokens_are_known():
+    engine = make_engine(two_layers(AttentionPattern(window=4)), num_blocks=12)
+    engine.add_request(prompt_of(16), asking(2))
+    in_use = []
+    settle = engine.scheduler.settle
+    engine.scheduler.settle = lambda *given: (in_use.append(engine.scheduler.blocks.num_used), settle(*given))[1]
+    engine.step()
+    assert in_use == [1] and engine.records[0].peak_blocks == 4
 
 
 def test_an_idle_engine_steps_without_effect():
@@ -298,7 +329,7 @@ def test_bench_host_prints_its_results_as_json_in_the_last_line(capsys):
     results = json.loads(lines[-1])["results"]
     assert [r["rows"] for r in results] == [3, 8]
     for r in results:
-        parts = r["schedule_us"] + r["build_us"] + r["update_us"]
+        parts = r["schedule_us"] + r["build_us"] + r["advance_us"] + r["settle_us"]
         assert 0 < r["step_us"] < 1e5 and 0 < parts < 1e5
 
 

@@ -59,7 +59,7 @@ def test_a_row_that_fails_in_the_middle_keeps_what_it_had():
     request = engine.new_request(prompt_of(5), asking(20), streams=True)
     other = engine.new_request(prompt_of(6), asking(20, n=2))
     engine.add([request, other])
-    execute = engine.executor.execute
+    execute = engine.executor.submit
 
     def fail_once(step):
         output = execute(step)
@@ -67,7 +67,7 @@ def test_a_row_that_fails_in_the_middle_keeps_what_it_had():
             output.tokens[0] = -1  # the first row
         return output
 
-    engine.executor.execute = fail_once
+    engine.executor.submit = fail_once
     run(engine)
     [output] = request.output().outputs
     assert output.finish_reason is FinishReason.ERROR and output.error

@@ -32,7 +32,7 @@ def make_sharing_llm(**settings):
 
 def watch(llm):
     """The shared tables of every step that has some."""
-    seen, execute = [], llm.runner.execute
+    seen, execute = [], llm.runner.submit
 
     def spy(step):
         starts = step.arrays.shared_starts
@@ -40,7 +40,7 @@ def watch(llm):
             seen.append(starts)
         return execute(step)
 
-    llm.engine.executor.execute = spy
+    llm.engine.executor.submit = spy
     return seen
 
 

@@ -16,13 +16,13 @@ NUM_THREADS = 6
 
 def slowed(engine, seconds=0.001):
     """The engine, with steps that let other threads run."""
-    execute = engine.executor.execute
+    execute = engine.executor.submit
 
     def slow(step):
         time.sleep(seconds)
         return execute(step)
 
-    engine.executor.execute = slow
+    engine.executor.submit = slow
     return engine
 
 
@@ -92,15 +92,15 @@ def test_streams_of_one_thread_report_what_steps_of_the_other_have_brought():
 
 def test_a_failing_step_is_raised_in_every_thread_and_nobody_gets_half_an_answer():
     engine = slowed(make_engine(max_num_seqs=NUM_THREADS, max_num_batched_tokens=64, num_blocks=200))
-    execute, failure = engine.executor.execute, MemoryError("the device is out of memory")
+    execute, failure = engine.executor.submit, MemoryError("the device is out of memory")
 
     def fail_later(step):
         if len(engine.requests) == NUM_THREADS and len(engine.records) > 5:
-            engine.executor.execute = execute
+            engine.executor.submit = execute
             raise failure
         return execute(step)
 
-    engine.executor.execute = fail_later
+    engine.executor.submit = fail_later
 
     def work(index):
         return serve(engine, [engine.new_request(prompt_of(4, index), asking(40))])

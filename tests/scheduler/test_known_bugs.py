@@ -467,11 +467,11 @@ def test_an_executor_that_fails_leaves_no_cached_block_that_was_never_computed()
     engine = make_engine(caching=True, host_slots=6, num_blocks=8)
     run_first = add(engine, prompt_of(13), 2)
     run(engine)
-    execute, engine.executor.execute = engine.executor.execute, lambda step: 1 / 0
+    execute, engine.executor.submit = engine.executor.submit, lambda step: 1 / 0
     add(engine, prompt_of(29, seed=1), 2)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    engine.executor.execute = execute
+    engine.executor.submit = execute
     engine.executor.scramble(np.ones(8, bool))  # an executor that failed has an empty pool
     expect_empty(engine)
     requests = [add(engine, prompt_of(13), 2), add(engine, prompt_of(29, seed=1), 2)]

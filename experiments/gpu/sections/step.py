@@ -83,7 +83,7 @@ def _time(context: Context, compiling: Compiling, step: Step) -> None:
         samplers = {"device": Dispatched(step.on_device(program), STEPS)}
     times, failed, readings = measured(context, samplers, count=5, spare_s=2)
     with context.guard(who, FIRST_RUN, seconds=60):
-        samplers = {"runner": Dispatched(lambda i: runner.execute(step.input).tokens, STEPS)}
+        samplers = {"runner": Dispatched(lambda i: runner.submit(step.input).result().tokens, STEPS)}
     more, failed_too, _ = measured(context, samplers, count=5)
     for key, error in (failed | failed_too).items():
         context.failed(f"{key} of {step.label}", error)

@@ -1,4 +1,4 @@
-"""What a step brought, for whoever reports it."""
+"""What the tokens of a step have changed, for those who report it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from ksana_jax.sequence import Sequence
 
 
-@dataclasses.dataclass
-class Progress:
-    """What a step brought: rows that got a token, the tokens, which of them ended by it, and all sequences that ended.
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """Rows that got a token, the tokens, which of the rows ended by it, and all sequences that ended.
 
     guided: rows that have computed all their tokens and whose request chooses the next one.
     """
