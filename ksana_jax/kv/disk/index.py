@@ -33,7 +33,6 @@ class BlockFiles:
         self.by_key: dict[bytes, BlockFile] = {}
         self.unknown: dict[bytes, BlockFile] = {}  # found at the start, headers unread
         self.num_bytes = 0
-        self.num_stored = 0
         self._num_children: collections.Counter[bytes] = collections.Counter()
         self._heap: list[tuple[int, bytes]] = []
         self._uses = itertools.count()
@@ -52,7 +51,6 @@ class BlockFiles:
         if self.by_key.get(file.key) is file:
             file.size = size
             self.num_bytes += size
-            self.num_stored += 1
             self._consider(file)
 
     def learn(self, file: BlockFile, facts: BlockFacts) -> None:
@@ -74,7 +72,6 @@ class BlockFiles:
         self.unknown.pop(file.key, None)
         if file.size is not None:
             self.num_bytes -= file.size
-            self.num_stored -= 1
         if file.facts is not None:
             parent = file.facts.parent
             self._num_children[parent] -= 1
@@ -88,18 +85,18 @@ class BlockFiles:
         while self._heap:
             used, key = self._heap[0]
             file = self.by_key.get(key)
-            if file is not None and file.used == used and self._evictable(file):
+            if file is not None and file.used == used and self._replaceable(file):
                 return file
             heapq.heappop(self._heap)
         return None
 
-    def _evictable(self, file: BlockFile) -> bool:
+    def _replaceable(self, file: BlockFile) -> bool:
         return file.size is not None and not self._num_children[file.key]
 
     def _consider(self, file: BlockFile) -> None:
-        if self._evictable(file):
+        if self._replaceable(file):
             heapq.heappush(self._heap, (file.used, file.key))
             if len(self._heap) > 4 * len(self.by_key) + 64:  # mostly entries of files that were used again
-                current = [f for f in self.by_key.values() if self._evictable(f)]
+                current = [f for f in self.by_key.values() if self._replaceable(f)]
                 self._heap = [(f.used, f.key) for f in current]
                 heapq.heapify(self._heap)

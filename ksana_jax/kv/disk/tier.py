@@ -56,8 +56,9 @@ class DiskCounters:
     """What has happened since the start, in blocks unless it says otherwise.
 
     written, read: and their bytes of keys and values. misses: asked for, and not or no longer there.
-    misses_corrupt: of those, damaged or foreign files. removed: such files, and those that were discarded.
-    evicted: to make room. dropped: not written, for want of room or time. errors: of the disk; the first turns it off.
+    misses_corrupt: of those, damaged or foreign files. removed: such files.
+    replaced: gone to make room. dropped: not written, for want of room or time.
+    errors: of the disk; the first turns it off.
     """
 
     written: int = 0
@@ -67,7 +68,7 @@ class DiskCounters:
     misses: int = 0
     misses_corrupt: int = 0
     removed: int = 0
-    evicted: int = 0
+    replaced: int = 0
     dropped: int = 0
     errors: int = 0
 
@@ -131,14 +132,8 @@ class DiskTier:
         return self._enabled
 
     @property
-    def num_files(self) -> int:
-        """Block files there are."""
-        with self._lock:
-            return self._files.num_stored
-
-    @property
     def num_bytes(self) -> int:
-        """Bytes of these files."""
+        """Bytes of the block files."""
         with self._lock:
             return self._files.num_bytes
 
@@ -199,16 +194,6 @@ class DiskTier:
             else:
                 self.counters.misses += 1
         return _done(False) if file is None else self._submit(self._read, file, expected, out)
-
-    def discard(self, key: bytes) -> None:
-        """Removes a block, if it is there."""
-        with self._lock:
-            file = self._files.by_key.get(key)
-            if file is None:
-                return
-            self._files.remove(file)
-            self.counters.removed += 1
-        self._submit(self._remove_discarded, key)
 
     def flush(self) -> None:
         """Waits until all that was asked for so far has been done."""
@@ -281,8 +266,7 @@ class DiskTier:
         assert file.facts is not None
         try:
             size = file_bytes(self.format, file.facts)
-            self._path(file.key).unlink(missing_ok=True)  # one that was discarded, and is in no book any more
-            if not (self._is_known(file) and self._make_room(size)):
+            if not self._make_room(size):
                 with self._lock:
                     self.counters.dropped += 1
                     self._files.remove(file)
@@ -316,7 +300,7 @@ class DiskTier:
         return found
 
     def _make_room(self, size: int) -> bool:
-        """Evicts until a file of some bytes fits; False if it cannot."""
+        """Removes blocks until a file of some bytes fits; False if it cannot."""
         if size > self.budget_bytes:
             if not self._too_small:
                 self._tell(f"disk_cache_bytes is {self.budget_bytes:,}, one block takes {size:,}: none is kept on disk")
@@ -330,7 +314,7 @@ class DiskTier:
                 if file is None:
                     return False
                 self._files.remove(file)
-                self.counters.evicted += 1
+                self.counters.replaced += 1
             self._remove(file.key)
         return True
 
@@ -358,16 +342,9 @@ class DiskTier:
         why = "it has gone" if isinstance(error, FileNotFoundError) else error
         self._tell(f"{self._path(file.key)} is not a block of this cache and was removed: {why}")
 
-    def _remove(self, key: bytes) -> bool:
+    def _remove(self, key: bytes) -> None:
         failpoint("disk.before_remove")
         self._path(key).unlink(missing_ok=True)
-        return True
-
-    def _remove_discarded(self, key: bytes) -> bool:
-        with self._lock:
-            if key in self._files.by_key:  # written again since, perhaps already
-                return False
-        return self._remove(key)
 
     def _is_known(self, file: BlockFile) -> bool:
         with self._lock:

@@ -22,12 +22,6 @@ def path(tmp_path):
     return tmp_path / "block.kv"
 
 
-@pytest.fixture(autouse=True)
-def no_failpoints():
-    yield
-    failpoints.disarm()
-
-
 def write(path, format=FORMAT, facts=FACTS, data=None):
     write_block(path, path.with_suffix(".tmp"), format, facts, data_of(facts, format) if data is None else data)
 
