@@ -151,15 +151,15 @@ class EngineConfig:
         together when num_blocks is None; see `planner`.
       enable_prefix_caching: keep full blocks after use and find them again by their content. Off by default, because a
         measurement that repeats its prompts would otherwise measure the cache.
-      prefix_eviction: which cached blocks are evicted first: a name in `kv.replacement.POLICIES`, "package.module:name"
-        of your own, or the function itself.
+      prefix_replacement: which cached blocks are replaced first: a name in `kv.replacement.POLICIES`,
+        "package.module:name" of your own, or the function itself.
       shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
       preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"
         drops them, "auto" chooses what is cheaper by measured copies and steps. Without host memory it is "recompute".
       host_cache_bytes: host memory, allocated at the start, for swapped sequences and cached prefixes.
       disk_cache_dir: folder of the disk tier; None is no disk tier.
       disk_cache_bytes: maximum bytes of this model's files in that folder; files of other models are not counted.
-      cache_write: when cached prefixes are written to the next slower tier: "back" when they are evicted, "through"
+      cache_write: when cached prefixes are written to the next slower tier: "back" when they are replaced, "through"
         when they are computed, "drop" never.
       embedding_device: where the token embedding is stored and looked up.
       attention_implementation: name of an implementation of paged attention; "auto" takes the first that serves the
@@ -179,7 +179,7 @@ class EngineConfig:
     memory_bytes: int = 2 * GIB
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
-    prefix_eviction: Any = "lru"
+    prefix_replacement: Any = "lru"
     shared_prefix_attention: bool = False
     preempt: Literal["swap", "recompute", "auto"] = "auto"
     host_cache_bytes: int = 0

@@ -131,7 +131,7 @@ class AttentionPattern:
         return full_until
 
     @property
-    def evicts(self) -> bool:
+    def bounded(self) -> bool:
         """Whether some positions become invisible to all later queries."""
         return self.window is not None and self.global_every != 1
 
@@ -151,16 +151,6 @@ class AttentionPattern:
     def visible(self, q_pos, kv_pos):
         """Whether each key is seen by each query: boolean, shapes broadcast."""
         return self.arrays().visible(q_pos, kv_pos)
-
-    def sink_query_position(self, q_pos, kv_pos):
-        """Where a query is rotated to to look at a key, shapes broadcast. Differs from q_pos on sinks only."""
-        q, j = np.broadcast_arrays(np.asarray(q_pos), np.asarray(kv_pos))
-        if self.sink_position == "absolute" or self.window is None:
-            return q
-        if self.sink_position == "cache":
-            return np.where(j < self.num_sinks, np.minimum(q, self.num_sinks + self.window - 1), q)
-        beyond = (j < self.num_sinks) & (q - j >= self.window)
-        return np.where(beyond, j + np.minimum(q - j, self.ceiling), q)
 
     def __str__(self) -> str:
         if self == AttentionPattern():
@@ -208,7 +198,7 @@ class LiveRange:
     @classmethod
     def of(cls, patterns: Sequence[AttentionPattern]) -> LiveRange:
         # Window 8, stride 3: the farthest distance seen is 6, so 7 positions are enough.
-        windows = [(p.window - 1) // p.stride * p.stride + 1 for p in patterns if p.evicts and p.window is not None]
+        windows = [(p.window - 1) // p.stride * p.stride + 1 for p in patterns if p.bounded and p.window is not None]
         everything = len(windows) < len(patterns)
         return cls(
             window=None if everything else max(windows),

@@ -315,7 +315,7 @@ def make_engine(
     """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
 
     Args:
-      caching, replacement, write: `EngineConfig`'s enable_prefix_caching, prefix_eviction, cache_write.
+      caching, replacement, write: `EngineConfig`'s enable_prefix_caching, prefix_replacement, cache_write.
       host_slots: blocks of host memory.
       shared_rows: see `Buckets`.
       scope, digest: of the prefix index.
@@ -332,7 +332,7 @@ def make_engine(
         query_tile=query_tile,
         max_model_len=max_model_len,
         enable_prefix_caching=caching,
-        prefix_eviction=replacement,
+        prefix_replacement=replacement,
         cache_write=write,
     )
     model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), eos_ids=eos_ids)

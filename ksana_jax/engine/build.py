@@ -166,7 +166,7 @@ def _memory_settings(
     return {
         "index": index,
         "caching": config.enable_prefix_caching,
-        "replacement": config.prefix_eviction,
+        "replacement": config.prefix_replacement,
         "preempt": config.preempt,
         "write": config.cache_write,
         "host_data": host_blocks,

@@ -29,5 +29,5 @@ def check_policies(config: EngineConfig) -> EngineConfig:
       ConfigError: there is no such policy.
     """
     policies.find_policy(config.policy)
-    replacement.find_policy(config.prefix_eviction)
+    replacement.find_policy(config.prefix_replacement)
     return config

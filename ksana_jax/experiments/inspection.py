@@ -123,7 +123,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
         "hit_rate": counters["hit_tokens"] / asked if asked else 0.0,
         "hit_blocks": {tier: counters[f"hits_{tier}"] for tier in ("device", "host", "disk")},
         "blocks_by_origin": trace.num_blocks_by_origin,
-        "evicted_blocks": {"device": counters["evicted"], "host": counters["evicted_host"]},
+        "replaced_blocks": {"device": counters["replaced"], "host": counters["replaced_host"]},
         "swapped_blocks": {"out": counters["swapped_out"], "in": counters["swapped_in"]},
         "moved_bytes": columns[-1].moved_bytes,
     }  # fmt: skip
@@ -193,7 +193,7 @@ def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
                     f"{n['shared_saving']:.1%} saved over all steps"),
         ("prefix hits", f"{n['hit_rate']:.1%} of the prompts' tokens; blocks: {parts(n['hit_blocks'])}"),
         ("blocks by origin", parts(n["blocks_by_origin"])),
-        ("evicted", parts(n["evicted_blocks"])),
+        ("replaced", parts(n["replaced_blocks"])),
         ("swapped", parts(n["swapped_blocks"])),
         ("moved", parts(n["moved_bytes"], byte_size)),
     ]  # fmt: skip

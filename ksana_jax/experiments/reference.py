@@ -73,7 +73,7 @@ def markdown() -> str:
         _table(Experiment),
         "## `engine`\n\nThese are keyword arguments of `LLM` too.\n",
         _table(EngineConfig),
-        f"`policy` is one of {_names(policies.POLICIES)}; `prefix_eviction` of {_names(replacement.POLICIES)}.\n",
+        f"`policy` is one of {_names(policies.POLICIES)}; `prefix_replacement` of {_names(replacement.POLICIES)}.\n",
         "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
         _table(AttentionPattern),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` beside fields that replace theirs:\n\n{presets}\n",

@@ -10,8 +10,8 @@ class Counters:
     """What has happened since the engine started, in blocks unless it says otherwise.
 
     asked_tokens, hit_tokens: of prompts looked up, and found. hits_device, hits_host, hits_disk: where.
-    evicted, evicted_host: cached blocks that left the device, the host. saved, loaded, copied: blocks moved from the
-    device, to it, within it. swapped_out, swapped_in: of those, for preempted rows.
+    replaced, replaced_host: cached blocks that made room on the device, on the host. saved, loaded, copied: blocks
+    moved from the device, to it, within it. swapped_out, swapped_in: of those, for preempted rows.
     """
 
     asked_tokens: int = 0
@@ -19,8 +19,8 @@ class Counters:
     hits_device: int = 0
     hits_host: int = 0
     hits_disk: int = 0
-    evicted: int = 0
-    evicted_host: int = 0
+    replaced: int = 0
+    replaced_host: int = 0
     saved: int = 0
     loaded: int = 0
     copied: int = 0

@@ -107,7 +107,7 @@ class DeviceTier(Tier):
         assert node is not None, "idle blocks, and none of them can be replaced"
         if self._write != "drop":
             self.save(node)
-        self._counters.evicted += 1
+        self._counters.replaced += 1
         self._moves.loads.pop(node.at[DEVICE], None)
         self.drop(node)
         self._index.drop_if_empty(node)

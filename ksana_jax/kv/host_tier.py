@@ -47,7 +47,7 @@ class HostTier(Tier):
             assert node is not None, "idle slots, and none of them can be replaced"
             if self.write != "drop" and node.at[DEVICE] < 0:
                 self.write_to_disk(node)
-            self._counters.evicted_host += 1
+            self._counters.replaced_host += 1
             self.drop(node)
             self._index.drop_if_empty(node)
         return int(self.pool.allocate(1)[0])

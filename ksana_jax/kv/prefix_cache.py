@@ -61,7 +61,7 @@ class PrefixCache:
     def pin(self, state: KVState, token_ids: np.ndarray, max_tokens: int) -> Hit:
         """Finds the longest cached beginning of a sequence, of at most max_tokens tokens, and pins it.
 
-        In layers whose pattern evicts, only the blocks that later queries see are needed and pinned.
+        In layers whose pattern is bounded, only the blocks that later queries see are needed and pinned.
         """
         hit, size = Hit(), self._index.block_size
         limit = max_tokens // size

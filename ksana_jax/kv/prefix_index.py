@@ -91,7 +91,7 @@ class PrefixIndex:
         self._roots.clear()
 
     def root(self, salt: str, group: int = 0) -> Node:
-        """Where the chains of one salt and group of layers begin; not a block, never evicted."""
+        """Where the chains of one salt and group of layers begin; not a block, never replaced."""
         parts = [self.scope.model, salt]
         if len(self.group_layers) > 1:
             parts.append(repr(self.group_layers[group]))

@@ -1,10 +1,10 @@
 """Which cached block goes first when room is needed: cache replacement policies. No jax, no pools.
 
 A policy is one function from a cached block to its priority; the block of the smallest priority goes first. It is
-called when a block becomes evictable (nobody owns it, and no cached block continues it), and again after each use,
+called when a block becomes replaceable (nobody owns it, and no cached block continues it), and again after each use,
 never in between: a priority may depend on what happened to the block and on `age`, not on the current time.
 
-A policy of your own needs no entry here: `LLM(prefix_eviction="my_package.module:mine")`, or the function itself.
+A policy of your own needs no entry here: `LLM(prefix_replacement="my_package.module:mine")`, or the function itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cached(Protocol):
     depth: int
 
 
-# (block, age) -> priority; age is the first number of the priority of the block evicted last, 0 in the beginning.
+# (block, age) -> priority; age is the first number of the priority of the block replaced last, 0 in the beginning.
 Policy = Callable[[Cached, float], tuple[float, ...]]
 
 
@@ -56,7 +56,7 @@ def newest_subtree_first(block: Cached, age: float) -> tuple[float, ...]:
 def cost_aware(block: Cached, age: float) -> tuple[float, ...]:
     """Cost of computing it anew x number of uses, per byte (all blocks are of one size), with ageing.
 
-    What was once popular ages: others begin at the priority of the block evicted last.
+    What was once popular ages: others begin at the priority of the block replaced last.
 
     Source: GreedyDual-Size-Frequency, Cherkasova, HPL-98-69R1.
     """
@@ -73,9 +73,9 @@ POLICIES: dict[str, Policy] = {
 
 
 def find_policy(spec: str | Policy) -> Policy:
-    """Returns what `EngineConfig.prefix_eviction` names: a key of POLICIES, "package.module:name", or a function.
+    """Returns what `EngineConfig.prefix_replacement` names: a key of POLICIES, "package.module:name", or a function.
 
     Raises:
       ConfigError: there is none of that name.
     """
-    return resolve(spec, POLICIES, "prefix_eviction")
+    return resolve(spec, POLICIES, "prefix_replacement")

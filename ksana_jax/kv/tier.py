@@ -1,4 +1,4 @@
-"""One memory's blocks: its pool, which cached content lies in which block, and what is evicted next. No jax."""
+"""One memory's blocks: its pool, which cached content lies in which block, and what is replaced next. No jax."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Tier:
 
     Args:
       level: DEVICE or HOST.
-      leaves_first: of each group of layers, whether a block that a cached one continues must stay. Where no pattern
-        evicts, a block is of use only together with all that stand before it; under a window only the last ones are
-        needed.
+      leaves_first: of each group of layers, whether a block that a cached one continues must stay. Where a
+        pattern sees everything, a block is of use only together with all that stand before it; under a window only the
+        last ones are needed.
     """
 
     def __init__(self, level: int, num_blocks: int, block_size: int, policy: Policy):
@@ -108,10 +108,10 @@ class Tier:
             self._consider(node)
 
     def victim(self) -> Node | None:
-        """The node to evict next; None where every block is owned. It is up to the caller to drop it."""
+        """The node to replace next; None where every block is owned. It is up to the caller to drop it."""
         while self._heap:
             priority, last_use, _, node = self._heap[0]
-            if last_use == node.last_use and self._evictable(node):
+            if last_use == node.last_use and self._replaceable(node):
                 self.age = priority[0]
                 return node
             heapq.heappop(self._heap)
@@ -127,29 +127,29 @@ class Tier:
             for node in self.node_of.values():
                 self._consider(node)
 
-    def _evictable(self, node: Node) -> bool:
+    def _replaceable(self, node: Node) -> bool:
         block = node.at[self.level]
         if block < 0 or self.pool.ref_count[block]:
             return False
         return not (self.leaves_first[node.group] and node.num_children_at[self.level])
 
     def _consider(self, node: Node) -> None:
-        if self._evictable(node):
+        if self._replaceable(node):
             entry = (self.policy(node, self.age), node.last_use, next(self._numbers), node)
             heapq.heappush(self._heap, entry)
             if len(self._heap) > 4 * len(self.node_of) + 64:  # mostly entries of blocks that were used again
-                self._heap = [e for e in self._heap if e[1] == e[3].last_use and self._evictable(e[3])]
+                self._heap = [e for e in self._heap if e[1] == e[3].last_use and self._replaceable(e[3])]
                 heapq.heapify(self._heap)
 
     def check(self) -> None:
         """Holds nodes against the pool.
 
         Raises:
-          AssertionError: they differ, or an idle block could never be evicted.
+          AssertionError: they differ, or an idle block could never be replaced.
         """
         assert set(np.flatnonzero(self.pool.kept).tolist()) == set(self.node_of)
         entered = {id(node) for _, last_use, _, node in self._heap if last_use == node.last_use}
         for block, node in self.node_of.items():
             assert node.at[self.level] == block and node.known
-            if self._evictable(node):
-                assert id(node) in entered, "an evictable block is not considered for eviction"
+            if self._replaceable(node):
+                assert id(node) in entered, "a replaceable block is not considered"

@@ -175,7 +175,7 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
         ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "random"}, "policy is 'random', must be one of fcfs"),
         ({"policy": []}, r"policy is \[\], must be one of fcfs"),
-        ({"prefix_eviction": []}, r"prefix_eviction is \[\], must be one of lru"),
+        ({"prefix_replacement": []}, r"prefix_replacement is \[\], must be one of lru"),
         ({"disk_cache_dir": 5}, "disk_cache_dir is 5, must be the path of a folder or None"),
         ({"disk_cache_dir": ""}, "disk_cache_dir is '', must be the path of a folder or None"),
         (

@@ -95,7 +95,7 @@ def test_written_back_blocks_reach_the_disk_when_the_host_is_full(tmp_path):
     with engine(tmp_path, "back", host_cache_bytes=12 * 2**10) as llm:
         assert tokens_of(llm) == cold() == tokens_of(llm)
         disk_of(llm).flush()
-        assert llm.engine.memory.counters.evicted_host > 0 and disk_of(llm).counters.written > 0
+        assert llm.engine.memory.counters.replaced_host > 0 and disk_of(llm).counters.written > 0
         assert llm.engine.memory.counters.hits_disk > 0
 
 

@@ -121,15 +121,15 @@ def test_prefixes_that_have_been_on_the_host(write, pattern):
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert tokens_of(llm, [prompt]) == [tokens], turn
     counters = llm.engine.memory.counters
-    assert counters.evicted > 0 and counters.saved > 0 and counters.hits_host > 0
+    assert counters.replaced > 0 and counters.saved > 0 and counters.hits_host > 0
 
 
 @pytest.mark.parametrize("eviction", ["lfu", "fifo", "newest_subtree_first", "cost_aware"])
 def test_any_block_may_be_evicted(eviction):
-    llm = engine(enable_prefix_caching=True, prefix_eviction=eviction, host_cache_bytes=2**14)
+    llm = engine(enable_prefix_caching=True, prefix_replacement=eviction, host_cache_bytes=2**14)
     for order in ([0, 1, 2, 3, 4], [2, 0, 3, 1, 4], [1, 4, 0, 2, 3]):
         assert tokens_of(llm, [PROMPTS[i] for i in order]) == [cold_solo("full")[i] for i in order]
-    assert llm.engine.memory.counters.evicted > 0 and llm.engine.memory.counters.hit_tokens > 0
+    assert llm.engine.memory.counters.replaced > 0 and llm.engine.memory.counters.hit_tokens > 0
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

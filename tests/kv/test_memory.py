@@ -51,9 +51,9 @@ def test_cached_blocks_make_room_only_once_no_block_is_free():
     cache(memory, prompt_of(8))
     assert memory.device.num_available == 6 and memory.blocks.num_idle == 2
     memory.device.allocate(4)
-    assert memory.counters.evicted == 0 and memory.blocks.num_idle == 2
+    assert memory.counters.replaced == 0 and memory.blocks.num_idle == 2
     memory.device.allocate(1)
-    assert memory.counters.evicted == 1 and memory.device.num_available == 1
+    assert memory.counters.replaced == 1 and memory.device.num_available == 1
     with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 of 6 available"):
         memory.device.allocate(2)
     assert memory.device.num_available == 1
@@ -83,7 +83,7 @@ def test_a_slot_that_a_pending_move_touches_is_not_reused():
     taken = memory.device.allocate(2)  # of two evicted blocks only one finds a slot
     assert memory.host.take_slot() is None and memory.counters.saved == 1
     assert len(moves(memory)["saves"]) == 1
-    assert memory.host.take_slot() == 0 and memory.counters.evicted_host == 1
+    assert memory.host.take_slot() == 0 and memory.counters.replaced_host == 1
     memory.swap.discard(ids_of(0))
     memory.check([taken])
 
@@ -232,7 +232,7 @@ def test_a_row_s_slots_take_the_place_of_cached_content():
     moves(memory)
     assert memory.host.pool.num_idle == 2 and memory.swap.is_better(2, 1)
     slots = memory.swap.move_out(taken[:2])
-    assert memory.counters.evicted_host == 2 and len(memory.index) == 0
+    assert memory.counters.replaced_host == 2 and len(memory.index) == 0
     moves(memory)
     memory.check([taken], [slots])
 
@@ -297,5 +297,5 @@ def test_after_a_reset_device_and_host_are_empty_whatever_the_books_said():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ValueError, match="prefix_eviction is 'mru', must be one of lru, lfu, fifo"):
+    with pytest.raises(ValueError, match="prefix_replacement is 'mru', must be one of lru, lfu, fifo"):
         memory_of(replacement="mru")

@@ -143,7 +143,7 @@ def test_a_pool_below_the_sum_of_the_working_sets_makes_progress_with_all_tiers_
     requests = [add(engine, prompt, 12) for prompt in prompts for _ in range(2)]
     run(engine, max_steps=800)
     assert engine.scheduler.num_preemptions > 0 or patterns is SINKS  # whose rows stop growing
-    assert engine.memory.counters.evicted and engine.memory.counters.saved
+    assert engine.memory.counters.replaced and engine.memory.counters.saved
     expect_reference(requests, patterns)
     expect_empty(engine)
 

@@ -74,7 +74,7 @@ def test_a_policy_that_is_a_class_is_made_for_each_scheduler_with_its_number_of_
 
 
 def test_settings_with_a_policy_of_the_users_own_are_checked_at_once_and_recorded_by_name():
-    config = EngineConfig(policy=longest_first, prefix_eviction="fifo")
+    config = EngineConfig(policy=longest_first, prefix_replacement="fifo")
     assert config.policy is longest_first
     recorded = json.loads(json.dumps(config.plain()))
     assert recorded["policy"] == "tests.scheduler.test_policies:longest_first"
@@ -82,8 +82,8 @@ def test_settings_with_a_policy_of_the_users_own_are_checked_at_once_and_recorde
     for wrong in ([], None, 5, "lifo", "tests.scheduler.test_policies:POLICIES"):
         with pytest.raises(ConfigError, match=r"^policy is "):
             check_policies(EngineConfig(policy=wrong))
-        with pytest.raises(ConfigError, match=r"^prefix_eviction is "):
-            check_policies(EngineConfig(prefix_eviction=wrong))
+        with pytest.raises(ConfigError, match=r"^prefix_replacement is "):
+            check_policies(EngineConfig(prefix_replacement=wrong))
 
 
 def texts_of(groups: int, length: int = 40) -> list[np.ndarray]:

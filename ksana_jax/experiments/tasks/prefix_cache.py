@@ -2,7 +2,7 @@
 
 The trial's engine is the side "with". The side "without" is a second one around the same weights, of the same settings
 but caching and shared-prefix attention off. Every run has a salt of its own, so requests find only what requests of the
-same run have computed; the pool stays full of what former runs left, so that evictions are part of what is timed.
+same run have computed; the pool stays full of what former runs left, so that replacement is part of what is timed.
 """
 
 from __future__ import annotations
