@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.contract import Call
 from pallas_kernels.hopper import interpreter
+from pallas_kernels.work import TILE_KV, unit_tokens
 
 ROWS = 64  # of a wgmma
 LOG2E = math.log2(math.e)
@@ -35,6 +36,19 @@ class Config:
     soft_cap: float | None = None
     num_sink_queries: int = 0
     codes: jnp.dtype | None = None
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a unit, which one copy reads."""
+        return unit_tokens(self.block_size)
+
+    @property
+    def units_of_piece(self) -> int:
+        return TILE_KV // self.unit
+
+    @property
+    def units_of_block(self) -> int:
+        return self.block_size // self.unit
 
     @property
     def warpgroups(self) -> int:

@@ -1,0 +1,162 @@
+"""A warpgroup of the decode kernel: the arrays that it sees, what it copies, and where it waits for others."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import decode_mask as mask
+from pallas_kernels.hopper import quantised as narrow
+from pallas_kernels.hopper.common import Config, load
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
+
+
+class Refs(NamedTuple):
+    """Arrays of the kernel, in its order: inputs, outputs, scratch.
+
+    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which warpgroups
+    arrive when they have read what may be overwritten.
+    """
+
+    q_g: Any
+    q_sink_g: Any
+    pool_g: Any
+    scales_g: Any
+    units_g: Any
+    starts_g: Any
+    care_g: Any
+    positions_g: Any
+    newest_g: Any
+    segments_g: Any
+    first_g: Any
+    numbers_g: Any
+    out_g: Any
+    lse_g: Any
+    q_s: Any
+    q_sink_s: Any
+    k_s: Any
+    v_s: Any
+    scales_s: Any
+    wide_s: Any
+    p_s: Any
+    out_s: Any
+    q_bar: Any
+    sink_bar: Any
+    k_bar: Any
+    v_bar: Any
+    wide_bar: Any
+    sink_read: Any
+    k_read: Any
+    v_read: Any
+
+
+class Place(NamedTuple):
+    """A piece of a segment, and where it lies. piece: gives its number in the tile. care: bits of `Work.care`.
+
+    zero: the three bits of care shifted out: 0, which no compiler knows. So it computes where a wgmma's operands lie
+      just before, instead of keeping all these numbers in 50 registers.
+    """
+
+    segment: Any
+    tile: Any
+    piece: Any
+    stage: Any
+    care: Any
+    zero: Any
+
+
+class Warpgroup(NamedTuple):
+    """One warpgroup of a block of threads. leads: it asks for copies. layer: of the pool. until: end of the stretch."""
+
+    refs: Refs
+    config: Config
+    plain: bool
+    group: Any
+    leads: Any
+    layer: Any
+    until: Any
+
+    @property
+    def together(self) -> bool:
+        return self.config.warpgroups > 1
+
+    @property
+    def quantised(self) -> bool:
+        return self.config.codes is not None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether scales multiply scores and weights."""
+        return self.quantised and self.config.codes != jnp.int4
+
+    @property
+    def last_segment(self) -> int:
+        return self.refs.segments_g.shape[0] - 1
+
+    def pattern(self) -> Pattern:  # read where it is used, and not kept: registers are scarce
+        return Pattern(*(self.refs.numbers_g[i] for i in range(len(Pattern._fields))))
+
+    def pair(self, segment):
+        """Index of a segment's (query tile, kv head)."""
+        segments = self.refs.segments_g
+        return segments[segment, TILE] * self.config.num_kv_heads + segments[segment, HEAD]
+
+    def key_positions(self, at: Place):
+        count = self.config.units_of_piece
+        starts = [self.refs.starts_g[at.tile, at.piece() * count + j] for j in range(count)]
+        return mask.key_positions(starts, self.config.unit)
+
+    def positions(self, at: Place):
+        """Of the queries and of the keys of a piece."""
+        return load(self.refs.positions_g, at.tile), self.key_positions(at)
+
+    def fetch(self, segment, piece, stage, which: int) -> None:
+        """Asks for keys (0) or values (1) of one piece of a segment."""
+        refs, config = self.refs, self.config
+        tile, head = refs.segments_g[segment, TILE], refs.segments_g[segment, HEAD]
+        row = ((self.layer * 2 + which) * config.num_kv_heads + head) * config.units_of_block
+        size, width = config.unit, config.width
+        arrives = (refs.k_bar, refs.v_bar)[which].at[stage]
+        for i in range(config.units_of_piece):
+            unit, slots = refs.units_g[tile, piece * config.units_of_piece + i] + row, pl.ds(i * size, size)
+            if self.quantised:
+                part = narrow.place(refs.scales_s.at[which, stage], i, size)
+                plgpu.copy_gmem_to_smem(refs.scales_g.at[unit], part, arrives)
+            for j in range(config.warpgroups):
+                part = refs.pool_g.at[unit, :, pl.ds(j * width, width)]
+                plgpu.copy_gmem_to_smem(part, (refs.k_s, refs.v_s)[which].at[stage, j, slots], arrives)
+
+    def fetch_queries(self, segment) -> None:
+        refs = self.refs
+        to = refs.q_s.at[0, pl.ds(0, self.config.rows)]
+        plgpu.copy_gmem_to_smem(refs.q_g.at[self.pair(segment)], to, refs.q_bar)
+
+    def after(self, segment, piece):
+        """The piece after one, perhaps the first of the next segment."""
+        segments = self.refs.segments_g
+        done = piece + 1 == segments[segment, PIECE] + segments[segment, NUM_PIECES]
+        following = jnp.minimum(segment + 1, self.last_segment)
+        return jnp.where(done, segment + 1, segment), jnp.where(done, segments[following, PIECE], piece + 1)
+
+    def all_have_read(self, barrier) -> None:
+        """Waits, where this warpgroup leads, until all of them are here."""
+        if self.together:
+            plgpu.barrier_arrive(barrier)
+            pl.when(self.leads)(lambda: plgpu.barrier_wait(barrier))
+
+    def widen(self, which: int, stage) -> None:
+        """Writes this warpgroup's columns of keys (0) or values (1) in 16 bits."""
+        refs, config = self.refs, self.config
+        x = narrow.widened((refs.k_s, refs.v_s)[which][stage, self.group], config.dtype, self.plain)
+        narrow.write(refs.wide_s.at[self.group], x, refs.scales_s.at[which, stage], which, self.group * config.width)
+        plgpu.commit_smem()
+
+    def wide_written_or_read(self) -> None:
+        """Waits until all warpgroups are here: their parts of the widened keys are read by all of them."""
+        if self.together:
+            plgpu.barrier_arrive(self.refs.wide_bar)
+            plgpu.barrier_wait(self.refs.wide_bar)
