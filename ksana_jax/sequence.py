@@ -86,8 +86,9 @@ class Rows:
     compute is num_tokens - num_computed.
     block_tables, block_starts: [Gk, R, P] live blocks by rising text position and where each begins; FAR where absent.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED where absent, so that taking a block need not say so.
-    num_blocks: [Gk, R] live blocks. covered: [R] text position up to which blocks of all groups have been taken.
-    brought: [R] as covered, when the sequence was placed.
+    num_blocks: [Gk, R] live blocks.
+    allocated_until: [R] text position up to which blocks of all groups have been taken.
+    prefix_end: [R] `allocated_until` when the sequence was placed: the end of what it shared, found or had swapped.
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible.
     forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
     index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
@@ -107,8 +108,8 @@ class Rows:
         self.block_starts = np.full((num_groups, num_rows, table_width), FAR, np.int32)
         self.block_origins = np.full((num_groups, num_rows, table_width), Origin.COMPUTED, np.uint8)
         self.num_blocks = np.zeros((num_groups, num_rows), np.int32)
-        self.covered = np.zeros(num_rows, np.int32)
-        self.brought = np.zeros(num_rows, np.int32)
+        self.allocated_until = np.zeros(num_rows, np.int32)
+        self.prefix_end = np.zeros(num_rows, np.int32)
         self.return_at = np.zeros((num_groups, num_rows), np.int32)
         self.forked = np.zeros(num_rows, bool)
         self.index_at = np.full(num_rows, FAR, np.int32)
@@ -164,7 +165,7 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         self.seqs[row], seq.row = None, None
-        self.covered[row] = self.brought[row] = 0
+        self.allocated_until[row] = self.prefix_end[row] = 0
         self.num_blocks[:, row] = self.return_at[:, row] = 0
         self.block_starts[:, row] = FAR
         self.block_tables[:, row] = 0

@@ -279,7 +279,7 @@ class Simulation:
         gives alone, so far."""
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
         for row in scheduler.order.tolist():
-            done, covered = int(rows.num_computed[row]), int(rows.covered[row])
+            done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
             for group, kept in enumerate(scheduler.layout.groups):
                 starts = rows.block_starts[group, row, : rows.num_blocks[group, row]].tolist()
                 assert starts == visible_later(self.pattern, kept.layers, done, covered, self.block_size)

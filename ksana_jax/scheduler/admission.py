@@ -61,16 +61,16 @@ class Admission:
         loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else room.most(left)
-        covered = -(-done // size) * size
+        allocated = -(-done // size) * size
         most, num_groups = self.layout.blocks_of(total, self.longest_chunk), len(self.layout.groups)
 
         def first_blocks() -> int:
             """Blocks without which not even one token can be computed."""
-            if done >= covered:
+            if done >= allocated:
                 return loads + num_groups
             return loads + (0 if kv.shared is None else self._num_shared(kv.shared))
 
-        more = (-(-max(done + count - covered, 0) // size) - (done >= covered)) * num_groups
+        more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         if min(first_blocks() + more, most) <= device.num_available:
             return True
         if not alone:

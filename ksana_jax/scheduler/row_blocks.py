@@ -41,7 +41,7 @@ class RowBlocks:
             r.block_starts[group, row, :count] = held.starts[mine]
             r.block_origins[group, row, :count] = origins[mine]
         r.num_computed[row] = held.num_computed
-        r.covered[row] = r.brought[row] = -(-held.num_computed // self._size) * self._size
+        r.allocated_until[row] = r.prefix_end[row] = -(-held.num_computed // self._size) * self._size
         for origin, number in enumerate(np.bincount(origins).tolist()):
             if number:
                 self._note(seq, Origin(origin), number)
@@ -57,12 +57,12 @@ class RowBlocks:
         r, size = self.rows, self._size
         ids = self.memory.device.allocate(r.num_groups * len(rows) * count).reshape(r.num_groups, len(rows), count)
         steps = np.arange(count, dtype=np.int32)
-        starts = r.covered[rows][:, None] + size * steps
+        starts = r.allocated_until[rows][:, None] + size * steps
         for group, num_blocks in enumerate(r.num_blocks):
             at = rows[:, None], num_blocks[rows][:, None] + steps
             r.block_tables[group][at], r.block_starts[group][at] = ids[group], starts
             num_blocks[rows] += count
-        r.covered[rows] += size * count
+        r.allocated_until[rows] += size * count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
         """In which groups rows are about to write to a block that is not theirs alone: boolean [Gk, rows]."""
@@ -70,7 +70,7 @@ class RowBlocks:
         forked = r.forked[rows]
         if not forked.any():
             return np.zeros((r.num_groups, len(rows)), bool)
-        inside = r.num_computed[rows] < r.covered[rows]
+        inside = r.num_computed[rows] < r.allocated_until[rows]
         last = r.block_tables[self._groups, rows, np.maximum(r.num_blocks[:, rows] - 1, 0)]
         shared = forked & inside & ((self.memory.blocks.ref_count[last] > 1) | self.memory.blocks.kept[last])
         r.forked[rows] = shared.any(axis=0)
@@ -88,7 +88,7 @@ class RowBlocks:
                 self._note(r.seqs[row], Origin.COPIED)
             r.forked[row] = False
         end = int(r.num_computed[row]) + count
-        if new := -(-max(end - int(r.covered[row]), 0) // self._size):
+        if new := -(-max(end - int(r.allocated_until[row]), 0) // self._size):
             self.take(one, new)
 
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
@@ -116,7 +116,7 @@ class RowBlocks:
         """Gives back all that some rows hold."""
         r = self.rows
         self.memory.device.release(np.concatenate([r.block_ids(row) for row in rows]))
-        taken = (r.covered[rows] - r.brought[rows]) // self._size * r.num_groups
+        taken = (r.allocated_until[rows] - r.prefix_end[rows]) // self._size * r.num_groups
         for row, count in zip(rows.tolist(), taken.tolist(), strict=True):
             self._note(r.seqs[row], Origin.COMPUTED, count)
 
@@ -200,11 +200,11 @@ class RowBlocks:
         for row, (group, live) in itertools.product(rows, enumerate(self._lives)):
             starts = r.block_starts[group, row, : r.num_blocks[group, row]]
             assert (np.diff(starts) > 0).all(), "blocks are out of order"
-            assert r.num_computed[row] <= r.covered[row], "computed tokens without a block"
-            positions = np.arange(0, r.covered[row], size)
+            assert r.num_computed[row] <= r.allocated_until[row], "computed tokens without a block"
+            positions = np.arange(0, r.allocated_until[row], size)
             alive = ~live.dead_blocks(positions, size, r.num_computed[row])
             assert set(positions[alive].tolist()) <= set(starts.tolist()), "a visible block was returned"
-            if r.num_computed[row] < r.covered[row] and not r.forked[row]:
+            if r.num_computed[row] < r.allocated_until[row] and not r.forked[row]:
                 last = r.block_tables[group, row, r.num_blocks[group, row] - 1]
                 own = pool.ref_count[last] == 1 and not pool.kept[last]
                 assert own, "a block that will be written to has other owners"

@@ -189,7 +189,7 @@ class Scheduler:
         preempted_before = self.num_preemptions
         left = rows.num_tokens[order] - rows.num_computed[order]
         singles = order[left == 1][: self.max_num_batched_tokens]
-        short = rows.num_computed[singles] >= rows.covered[singles]
+        short = rows.num_computed[singles] >= rows.allocated_until[singles]
         sharing = self.row_blocks.writes_to_shared(singles)
         num_shared = np.count_nonzero(sharing)
         if np.count_nonzero(short) * rows.num_groups + num_shared <= self.memory.device.num_available:
@@ -261,19 +261,19 @@ class Scheduler:
         """How many tokens a running row with several left computes now; takes their blocks and their room."""
         if not self.rows.alive[row] or not room.tokens or not room.tiles:
             return 0
-        short = self.rows.num_computed[row] >= self.rows.covered[row]
+        short = self.rows.num_computed[row] >= self.rows.allocated_until[row]
         if short and not self._make_room(row, self.rows.num_groups):
             return 0
         return self._take(row, room)
 
     def _take(self, row: int, room: Room) -> int:
         r, size = self.rows, self.blocks.block_size
-        done, covered = int(r.num_computed[row]), int(r.covered[row])
+        done, allocated = int(r.num_computed[row]), int(r.allocated_until[row])
         left = int(r.num_tokens[row]) - done
         available = self.memory.device.num_available
         if r.forked[row]:
             available -= int(np.count_nonzero(self.row_blocks.writes_to_shared(np.array([row]))))
-        count = max(min(room.most(left), covered + available // r.num_groups * size - done), 0)
+        count = max(min(room.most(left), allocated + available // r.num_groups * size - done), 0)
         self.row_blocks.provide(row, count)
         room.take(count)
         return count
