@@ -345,7 +345,7 @@ def make_engine(
         executor=executor,
         clock=itertools.count().__next__,
         buckets=buckets,
-        **{"index": PrefixIndex(block_size, scope, digest), "block_bytes": 0, **memory},
+        **{"index": PrefixIndex(block_size, scope, digest), **memory},
     )
     engine.builder = dataclasses.replace(engine.builder, min_saved_tokens=1)
     # What `LLM.warm_up` compiles.

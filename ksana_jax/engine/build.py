@@ -171,7 +171,6 @@ def _memory_settings(
         "write": config.cache_write,
         "host_data": host_blocks,
         "disk": disk,
-        "block_bytes": layout.block_bytes,
         "clock": clock,
     }
 

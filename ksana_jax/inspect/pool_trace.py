@@ -30,7 +30,7 @@ class PoolState(NamedTuple):
 
 class Column(NamedTuple):
     """What was seen after one step: its number from 1, seconds since the first one ended, the pools by tier, and what
-    has been moved since the trace began, in bytes by way (blocks where `block_bytes` is not known)."""
+    has been moved since the trace began, in bytes by way."""
 
     step: int
     time_s: float
@@ -84,7 +84,7 @@ class PoolTrace:
             for tier in (self._memory.device, self._memory.host)
             if tier is not None
         }
-        moved = moved_bytes(self.counters, self._memory.block_bytes)
+        moved = moved_bytes(self.counters, self._memory.layout.block_bytes)
         self._last = Column(self.num_steps, now - self._began_s, pools, moved)
         if (self.num_steps - 1) % self._stride == 0:
             self._kept.append(self._last)

@@ -57,7 +57,7 @@ class Snapshot:
     """All blocks at one moment; `take_snapshot` takes it.
 
     Args:
-      block_size: B, slots of a block. block_bytes: of one block, 0 where that is not known.
+      block_size: B, slots of a block. block_bytes: of one block.
       blocks: those of the device, of the host, of the disk.
       counters: see `counts`.
     """
@@ -84,7 +84,7 @@ class Snapshot:
         unshared_blocks: what the owners of the device's blocks would hold if each had its own; shared_saving: the part
         of them that sharing saves. blocks_by_origin: theirs too, so they add up to unshared_blocks.
         hit_rate: tokens found of those asked for, since the engine started. hit_blocks: where they lay.
-        moved_bytes: since the engine started, by way; blocks where block_bytes is not known.
+        moved_bytes: since the engine started, by way.
         """
         result: dict[str, Any] = {}
         for tier in TIERS:
@@ -143,7 +143,7 @@ def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
                 BlockRecord("disk", number, "cached", hash=key.hex(), start=facts.start if facts else None,
                             num_tokens=memory.block_size, last_use=node.last_use if node else None)
             )  # fmt: skip
-    return Snapshot(memory.block_size, memory.block_bytes, blocks, counts(memory))
+    return Snapshot(memory.block_size, memory.layout.block_bytes, blocks, counts(memory))
 
 
 def counts(memory: KVMemory) -> dict[str, int]:
@@ -185,8 +185,8 @@ def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRec
 
 
 def moved_bytes(counters: dict[str, int], block_bytes: int) -> dict[str, int]:
-    """Bytes moved by way, from `counts`; blocks where block_bytes is 0."""
-    return {way: counters[name] * (block_bytes or 1) for way, name in WAYS.items()}
+    """Bytes moved by way, from `counts`."""
+    return {way: counters[name] * block_bytes for way, name in WAYS.items()}
 
 
 def _part(some: float, whole: float, of_nothing: float = 0.0) -> float:

@@ -24,7 +24,7 @@ from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk.tier import DiskTier
 from ksana_jax.kv.disk_reads import DiskReads
 from ksana_jax.kv.host_tier import HostTier
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.moves import Moves, PendingMoves
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
@@ -32,6 +32,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import Policy, find_policy
 from ksana_jax.kv.swap import Swap
 from ksana_jax.kv.tier import DEVICE, HOST
+from ksana_jax.patterns import FULL
 
 # Blocks that `flush` moves and writes before it waits for the disk.
 FLUSHED_AT_ONCE = 64
@@ -48,12 +49,12 @@ class KVMemory:
       preempt, write: see `config.EngineConfig.preempt` and `cache_write`.
       host_data: [slots, ...] the host's blocks, preallocated, each as many bytes; None has no host tier.
       disk: None has no disk tier.
-      block_bytes: of one block, for reports; 0 where that is not known.
       clock: seconds, rising. read_timeout_s: after which a request no longer waits for the disk.
 
     Attributes:
       device, host: the tiers; host is None where there is none.
       prefixes, disk_reads, swap: what uses them.
+      layout: what a block holds.
       num_blocks_by_origin: that rows have come by, see `KVState`.
     """
 
@@ -68,11 +69,11 @@ class KVMemory:
         write: str = "back",
         host_data: np.ndarray | None = None,
         disk: DiskTier | None = None,
-        block_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         read_timeout_s: float = 1.0,
     ):
-        self.index, self.disk, self.block_bytes = index, disk, block_bytes
+        self.index, self.disk = index, disk
+        self.layout = KVLayout(group_layers([FULL]), index.block_size)
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
         self._num_blocks, self._replacement, self._caching = num_blocks, find_policy(replacement), caching
@@ -115,7 +116,8 @@ class KVMemory:
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
         """Changes what stays visible and what keys depend on. Only while nothing runs or waits."""
-        self.prefixes.lives, self.index.scope = [group.live for group in layout.groups], scope
+        self.layout, self.index.scope = layout, scope
+        self.prefixes.lives = [group.live for group in layout.groups]
         self.index.group_layers = [group.layers for group in layout.groups]
         for tier in (self.device, self.host):
             if tier is not None:

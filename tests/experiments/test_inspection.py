@@ -90,7 +90,7 @@ def test_a_file_that_is_missing_is_named(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def trace():
     """Of an engine that shares, caches and swaps."""
-    engine = make_engine(num_blocks=14, host_slots=8, caching=True, preempt="swap", max_model_len=40, block_bytes=4096)
+    engine = make_engine(num_blocks=14, host_slots=8, caching=True, preempt="swap", max_model_len=40)
     trace = PoolTrace(engine)
     for seed in range(5):
         settings = {"n": 2, "temperature": 1.0, "seed": seed} if seed % 2 else {}

@@ -10,7 +10,7 @@ from tests.fakes import asking, make_engine, prompt_of, run, step
 
 @pytest.fixture
 def engine():
-    return make_engine(num_blocks=12, host_slots=8, caching=True, preempt="swap", max_model_len=40, block_bytes=10)
+    return make_engine(num_blocks=12, host_slots=8, caching=True, preempt="swap", max_model_len=40)
 
 
 def busy(engine):

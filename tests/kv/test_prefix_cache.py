@@ -161,6 +161,20 @@ def test_a_claim_gives_blocks_counts_the_use_and_says_what_was_found():
     assert counters.asked_tokens == 14 and seq.kv.num_cached_tokens == 12
 
 
+def test_a_text_goes_on_from_its_last_block_though_a_window_of_one_token_needs_only_sinks():
+    patterns, text = (AttentionPattern(window=1, num_sinks=1),), prompt_of(20)
+    memory = memory_of(patterns)
+    cache(memory, text[:16])
+    seq = sequence(text)
+    hit = pin(memory.prefixes, seq)
+    assert hit.num_tokens == 16 and hit.starts == [0]
+    claim(memory.prefixes, seq, hit)
+    [block] = memory.device.allocate(1).tolist()
+    memory.prefixes.insert(seq.kv, seq.token_ids, [[block]])
+    node = memory.index.nodes[seq.kv.links[0][4].key]
+    assert node.depth == 4 and node.parent is memory.index.nodes[seq.kv.links[0][3].key]
+
+
 def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
     memory = memory_of()
     ids = cache(memory, prompt_of(12))
