@@ -193,29 +193,12 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Wher
         return x.reshape(s, kv_heads, -1, h)
 
     def absorb(state, queries, k, v, kv_pos_SC, chosen_SQC):
-        """One step of the online softmax over keys and values [S, K, C, H], of which some are chosen."""
-        top, total, out = state
         # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
         v = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v, 0)
-        scores = jnp.einsum("SKQH,SKCH->SKQC", queries.astype(k.dtype), k, preferred_element_type=jnp.float32)
-        chosen = jnp.tile(chosen_SQC, (1, n // kv_heads, 1))[:, None]
-        scores = jnp.where(chosen, soft_capped(scores, where.soft_cap), -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=-1))
-        # exp(-inf - 0) is 0 for queries that have seen nothing yet.
-        base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-        weights = jnp.exp(scores - base[..., None])
-        fade = jnp.exp(top - base)
-        more = jnp.einsum("SKQC,SKCH->SKQH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more
+        return _absorb(state, queries, k, v, jnp.tile(chosen_SQC, (1, n // kv_heads, 1)), where.soft_cap)
 
     def chosen(kv_pos_SC):
-        """Which keys are seen from the query's own position, and which sinks from elsewhere: [S, Q, C] each."""
-        q_pos, kv_pos = positions_SQ[:, :, None], kv_pos_SC[:, None, :]
-        seen = pattern.visible(q_pos, kv_pos)
-        if not sink_width:
-            return seen, None
-        moved = sinks_seen_from_elsewhere(pattern, q_pos - kv_pos, kv_pos)
-        return seen & ~moved, seen & moved
+        return _chosen(pattern, positions_SQ, kv_pos_SC, sink_width > 0)
 
     def slot_positions(starts):
         return (starts[:, :, None] + jnp.arange(block_size)).reshape(s, -1)
@@ -248,6 +231,30 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Wher
         return jnp.moveaxis(x, 3, 1).reshape(s * width, n, *x.shape[4:])
 
     return Seen(*(by_token(x) for x in state))
+
+
+def _absorb(state, q_SKQH, k_SKCH, v_SKCH, chosen_SQC, soft_cap: float | None):
+    """One step of the online softmax, over keys and values of which some are chosen: the next (top, total, out)."""
+    top, total, out = state
+    scores = jnp.einsum("SKQH,SKCH->SKQC", q_SKQH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
+    scores = jnp.where(chosen_SQC[:, None], soft_capped(scores, soft_cap), -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=-1))
+    # exp(-inf - 0) is 0 for queries that have seen nothing yet.
+    base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+    weights = jnp.exp(scores - base[..., None])
+    fade = jnp.exp(top - base)
+    more = jnp.einsum("SKQC,SKCH->SKQH", weights.astype(v_SKCH.dtype), v_SKCH, preferred_element_type=jnp.float32)
+    return new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more
+
+
+def _chosen(pattern: PatternArrays, positions_SQ, kv_pos_SC, moves_sinks: bool):
+    """Which keys are seen from the query's own position, and which sinks from elsewhere: [S, Q, C] each."""
+    q_pos, kv_pos = positions_SQ[:, :, None], kv_pos_SC[:, None, :]
+    seen = pattern.visible(q_pos, kv_pos)
+    if not moves_sinks:
+        return seen, None
+    moved = sinks_seen_from_elsewhere(pattern, q_pos - kv_pos, kv_pos)
+    return seen & ~moved, seen & moved
 
 
 def sink_query_positions(pattern: PatternArrays, positions: jax.Array) -> jax.Array:

@@ -53,21 +53,11 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
     def number(name: str) -> float:
         return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
 
-    def optional(name: str) -> float | None:
-        return number(name) if form.get(name) else None  # transformers takes 0 for "not given" here
-
     unknown = sorted(name for name in form if name not in KNOWN and form[name] is not None)
     if unknown:
         fields.problem(f"{where} field", ", ".join(map(str, unknown)), f"supported: {', '.join(sorted(KNOWN))}")
         return RopeConfig()
-    theta = form.get("rope_theta")
-    if theta is not None:
-        theta = fields.number(f"{where}.rope_theta", theta, *RANGES["rope_theta"])
-    else:
-        given = fields.get("rope_theta")
-        theta = 10_000.0
-        if given is not None or "rope_theta" in fields.values:
-            theta = fields.number("rope_theta", given, *RANGES["rope_theta"])
+    theta = _read_theta(fields, where, form)
     if form.get("partial_rotary_factor") not in (None, 1):
         fields.problem(f"{where}.partial_rotary_factor", form["partial_rotary_factor"], "supported: 1.0")
 
@@ -96,6 +86,27 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
         if not low < high:
             fields.problem(f"{where}.high_freq_factor", high, f"must exceed low_freq_factor {low}")
         return RopeConfig("llama3", theta, number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+    return _read_yarn(fields, where, form, theta, original, max_position)
+
+
+def _read_theta(fields: Fields, where: str, form: Mapping[str, Any]) -> float:
+    if form.get("rope_theta") is not None:
+        return fields.number(f"{where}.rope_theta", form["rope_theta"], *RANGES["rope_theta"])
+    given = fields.get("rope_theta")
+    if given is None and "rope_theta" not in fields.values:
+        return 10_000.0
+    return fields.number("rope_theta", given, *RANGES["rope_theta"])
+
+
+def _read_yarn(
+    fields: Fields, where: str, form: Mapping[str, Any], theta: float, original: int, max_position: int
+) -> RopeConfig:
+    def number(name: str) -> float:
+        return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
+
+    def optional(name: str) -> float | None:
+        return number(name) if form.get(name) else None  # transformers takes 0 for "not given" here
+
     truncate = form.get("truncate", True)
     if not isinstance(truncate, bool):
         fields.problem(f"{where}.truncate", truncate, "must be true or false")
