@@ -41,7 +41,10 @@ def test_the_python_of_the_page_for_jax_users_runs(tmp_path, monkeypatch, capsys
         exec(compile(code, f"jax.md, block {number}", "exec"), names)
     assert "FLOPs" in capsys.readouterr().out
     assert [*tmp_path.glob("profile/**/*.xplane.pb")]
-    assert float(np.abs(names["logits"](names["params"], names["hidden"]) - names["scores"]).max()) == 0
+    assert (
+        float(np.abs(names["logits"](names["params"], names["hidden"], config=names["config"]) - names["scores"]).max())
+        == 0
+    )
     assert jax.tree.structure(names["edited"]) == jax.tree.structure(names["params"])
 
 
