@@ -140,8 +140,9 @@ class EngineConfig:
       max_model_len: maximum tokens of a sequence, prompt plus output; None takes the model's max_position.
       max_num_seqs: maximum number of sequences that run at once.
       max_num_batched_tokens: maximum number of tokens computed in a step.
-      query_tile: tokens of one sequence that form a tile of attention in a step. On a Hopper GPU tiles of 128 and more
-        queries x query heads of a group have a kernel of their own: 32 with groups of four, 128 with MHA.
+      query_tile: tokens of one sequence that form a tile of attention in a step; many short chunks get tiles of a
+        quarter of it. On a Hopper GPU tiles of 128 and more queries x query heads of a group have a kernel of their
+        own: 32 with groups of four, 128 with MHA.
       policy: order of the waiting requests: a name in `scheduler.policies.POLICIES`, "package.module:name" of your own,
         or the function itself.
       max_rotated_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions; None

@@ -61,7 +61,7 @@ class Simulation:
             "block_size": self.block_size,
             "max_num_seqs": rng.randint(1, 6),
             "max_num_batched_tokens": rng.randint(1, 24),
-            "query_tile": rng.choice([1, 2, 4, 8]),
+            "query_tile": rng.choice([1, 2, 4, 8, 16]),
             "policy": rng.choice(list(POLICIES)),
             "caching": self.disk is not None or rng.random() < 0.6,
             "shared_rows": rng.choice([0, 2, 3]),

@@ -60,11 +60,11 @@ def pool_size(
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
         largest = Buckets.of_engine(config, max_model_len).largest()
-        [measured] = step_bytes(
-            model, [largest], dtype=config.dtype, block_size=config.block_size,
+        measured = step_bytes(
+            model, largest, dtype=config.dtype, block_size=config.block_size,
             max_rotated_sinks=max_rotated_sinks, embedding_device=config.embedding_device,
         )  # fmt: skip
-        device, step = this_device(), measured.peak
+        device, step = this_device(), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
         affordable = (budget - weights - step) // block_bytes
         if affordable < 1:

@@ -24,7 +24,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.runner import Runner
-from ksana_jax.step.contract import Part, StepShape
+from ksana_jax.step.contract import Part, StepShape, most_tiles
 from pallas_kernels import aot
 
 # Layers that are compiled of a deeper model.
@@ -188,16 +188,16 @@ def measure_step(
     target: aot.Target | None = None,
 ) -> StepCost:
     """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles."""
-    tiles = -(-max_num_batched_tokens // query_tile)
+    tiles = most_tiles(max_num_batched_tokens, query_tile)[0]
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
     measured = step_bytes(
-        config, [StepShape((Part(rows, 1), Part(tiles, query_tile)), width, rows) for rows, width in points],
+        config, [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
         dtype=dtype, block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
         target=target,
     )  # fmt: skip
     lines = []
     for a, b, c in ([m.network for m in measured], [m.sampling for m in measured]):
-        per_entry = (c - b) / ((r2 + tiles) * (p2 - p1))
+        per_entry = (c - b) / ((r2 + tiles.count) * (p2 - p1))
         per_row = (b - a) / (r2 - r1) - per_entry * p1
-        lines.append(Line(a - per_row * r1 - per_entry * (r1 + tiles) * p1, per_row, per_entry, tiles))
+        lines.append(Line(a - per_row * r1 - per_entry * (r1 + tiles.count) * p1, per_row, per_entry, tiles.count))
     return StepCost(tuple(lines), described(target))

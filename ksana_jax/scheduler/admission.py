@@ -10,24 +10,35 @@ from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.state import HeldBlocks
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.sequence import Sequence
+from ksana_jax.step.contract import Part
 
 
 @dataclasses.dataclass
 class Room:
-    """What is left of a step: tokens, and query tiles for rows that compute more than one."""
+    """What is left of a step: tokens, and query tiles for rows that compute more than one.
+
+    tiles: how many there would be of each width, the widest first. All tiles of a step have one width: the widest that
+      holds its chunks.
+    """
 
     tokens: int
-    tiles: int
-    query_tile: int
+    tiles: list[Part]
 
     def most(self, left: int) -> int:
         """How many of a row's `left` tokens fit."""
-        return min(left, self.tokens, self.tiles * self.query_tile if left > 1 else 1)
+        if left == 1:
+            return min(self.tokens, 1)
+        wide, *narrow = [part.count * part.width for part in self.tiles]
+        if wide > 0:
+            return min(left, self.tokens, wide)
+        # A chunk that is cut anyway waits, rather than having the whole step read its keys for fewer queries at once.
+        return left if any(left <= min(self.tokens, tokens) for tokens in narrow) else 0
 
     def take(self, count: int) -> None:
         """Uses up what a row of `count` tokens needs."""
         self.tokens -= count
-        self.tiles -= -(-count // self.query_tile) if count > 1 else 0
+        if count > 1:
+            self.tiles = [Part(free - -(-count // width), width) for free, width in self.tiles]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Admission:
         kv, held = seq.kv, seq.kv.held
         done = hit.num_tokens if hit else held.num_computed if held else 0
         left = total - done
-        if left > 1 and not room.tiles:
+        if not room.most(left):
             return False
         loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.

@@ -27,7 +27,7 @@ from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Rows, Sequence
-from ksana_jax.step.contract import ScheduledBatch
+from ksana_jax.step.contract import ScheduledBatch, most_tiles
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 _NO_ROWS = np.zeros(0, np.intp)
@@ -43,8 +43,7 @@ class Scheduler:
       memory: where blocks come from.
       max_num_seqs: most rows.
       max_num_batched_tokens: most tokens of a step.
-      query_tile: tokens of one row that share a tile in a step; a step has room for
-        ceil(max_num_batched_tokens / query_tile) tiles.
+      query_tile: most tokens of one row that share a tile in a step, see `step.contract.most_tiles`.
       max_model_len: most tokens of a sequence.
       layout: of the pool: which positions stay visible to later tokens, in each group of layers.
       policy: a key of POLICIES, or see `find_policy`.
@@ -65,7 +64,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.query_tile = query_tile
-        self.max_num_tiles = -(-max_num_batched_tokens // query_tile)
+        self.tiles = list(most_tiles(max_num_batched_tokens, query_tile))
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self._policy = policy
@@ -200,7 +199,7 @@ class Scheduler:
         else:
             singles = self._provide_by_force(singles, short * rows.num_groups + np.count_nonzero(sharing, axis=0))
         chunks: list[tuple[int, int]] = []
-        room = Room(self.max_num_batched_tokens - len(singles), self.max_num_tiles, self.query_tile)
+        room = Room(self.max_num_batched_tokens - len(singles), self.tiles)
         if len(singles) < len(order):
             for row in order[left > 1].tolist():
                 if count := self._extend(row, room):
@@ -259,7 +258,7 @@ class Scheduler:
 
     def _extend(self, row: int, room: Room) -> int:
         """How many tokens a running row with several left computes now; takes their blocks and their room."""
-        if not self.rows.alive[row] or not room.tokens or not room.tiles:
+        if not self.rows.alive[row] or not room.most(int(self.rows.num_tokens[row] - self.rows.num_computed[row])):
             return 0
         short = self.rows.num_computed[row] >= self.rows.allocated_until[row]
         if short and not self._make_room(row, self.rows.num_groups):

@@ -12,7 +12,7 @@ from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FAR
 from ksana_jax.sequence import Rows
 from ksana_jax.step.bias import bias_of
-from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape, most_tiles
 from ksana_jax.step.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -35,13 +35,26 @@ def least_rows(dtype: str) -> int:
     return 8 if dtype == "bf16" else 1
 
 
+def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[Part, ...]:
+    """Parts for longer chunks: by factors of two the widest tiles, of the narrow ones all or a quarter.
+
+    Those of the fewest tokens come first, of as many the widest: its keys and values are read for most queries at once.
+    """
+    found = []
+    for most, width in (tiles := most_tiles(max_num_batched_tokens, query_tile)):
+        fewest, most = -(-min_rows // width), max(most, -(-min_rows // width))
+        counts = ladder(fewest, most) if width == tiles[0].width else ladder(max(most // 4, fewest), most, 4.0)
+        found += [Part(count, width) for count in counts]
+    return tuple(sorted(found, key=lambda part: (part.count * part.width, -part.width)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Sizes that steps are padded to.
 
     Args:
       singles: numbers of tokens that are alone in their row; also of tokens whose logits are wanted.
-      tiles: parts for longer chunks, the fewest tokens first.
+      tiles: parts for longer chunks, see `tile_parts`; the first that holds a step is taken.
       widths: of block tables.
       shared_rows: singles of a group that may share leading blocks; 0 turns that off. Steps in which no group shares
         have shapes of their own: looking for nothing in every layer would cost them about 6 % (8 layers, 32 rows, CPU).
@@ -70,10 +83,9 @@ class Buckets:
         Args:
           min_rows: least rows of a matrix product, see `least_rows`.
         """
-        fewest, most = -(-min_rows // query_tile), -(-max_num_batched_tokens // query_tile)
         return cls(
             singles=ladder(min_rows, max(max_num_seqs, min_rows)),
-            tiles=tuple(Part(n, query_tile) for n in ladder(fewest, max(fewest, most))),
+            tiles=tile_parts(max_num_batched_tokens, query_tile, min_rows),
             widths=ladder(64, table_width, 4.0),
             shared_rows=shared_rows,
         )
@@ -95,7 +107,7 @@ class Buckets:
         """The smallest bucket that holds a step.
 
         Steps with both singles and chunks take the most singles: those are cheap beside a tile, and it keeps the number
-        of combinations down.
+        of combinations down. So do steps without singles where that costs little.
 
         Args:
           counts: tokens of each longer chunk. width: of the widest block table.
@@ -105,25 +117,34 @@ class Buckets:
             parts = (Part(_at_least(self.singles, num_singles), 1),)
         else:
             tiles = next(p for p in self.tiles if sum(-(-c // p.width) for c in counts) <= p.count)
-            parts = (Part(self.singles[-1], 1), tiles) if num_singles else (tiles,)
+            parts = (Part(self.singles[-1], 1), tiles) if num_singles or self._joined(tiles) else (tiles,)
         return self._shape(parts, _at_least(self.widths, width), self.shared_rows if shares else 0)
 
     def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
         return StepShape(parts, width, max_sampled=self.singles[-1], shared_rows=shared_rows)
 
+    def _joined(self, tiles: Part) -> bool:
+        """Whether tiles are compiled together with singles only: where those are at most an eighth of the tokens, or
+        tiles are narrow, which serve many rows, so that there mostly are singles as well."""
+        widest = max(part.width for part in self.tiles)
+        return tiles.width < widest or 8 * self.singles[-1] <= tiles.count * tiles.width
+
     def num_sampled(self, count: int) -> int:
         """The smallest bucket that holds so many tokens whose logits are wanted."""
         return _at_least(self.singles, count) if count else 0
 
-    def largest(self) -> StepShape:
-        """The shape that takes most memory."""
-        return self._shape((Part(self.singles[-1], 1), self.tiles[-1]), self.widths[-1], self.shared_rows)
+    def largest(self) -> list[StepShape]:
+        """The largest shape with tiles of each width; one of them takes most memory."""
+        most = {tiles.width: tiles for tiles in self.tiles}
+        parts = [(Part(self.singles[-1], 1), tiles) for tiles in most.values()]
+        return [self._shape(p, self.widths[-1], self.shared_rows) for p in parts]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Every shape that a step can have, up to a width of the block tables."""
         most = Part(self.singles[-1], 1)
         found = [(Part(d, 1),) for d in self.singles]
-        found += [parts for tiles in self.tiles for parts in ((tiles,), (most, tiles))]
+        found += [(most, tiles) for tiles in self.tiles]
+        found += [(tiles,) for tiles in self.tiles if not self._joined(tiles)]
         top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
         widths = [w for w in self.widths if w <= top]
         shapes = [self._shape(parts, width) for width in widths for parts in found]

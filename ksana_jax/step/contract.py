@@ -68,6 +68,15 @@ class Part(NamedTuple):
     width: int
 
 
+def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[Part, ...]:
+    """Most tiles of a step for longer chunks, in tiles of one width: as many as its tokens fill, the widest first.
+
+    Short chunks would leave most of a tile of query_tile tokens empty, so there are tiles of a quarter of it, too.
+    """
+    widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
+    return tuple(Part(-(-max_num_batched_tokens // width), width) for width in widths)
+
+
 class StepShape(NamedTuple):
     """What a compiled step is specialised on.
 

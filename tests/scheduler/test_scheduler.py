@@ -10,6 +10,7 @@ from ksana_jax.patterns import FULL, AttentionPattern
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
+from ksana_jax.step.contract import Part
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 
 SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
@@ -238,6 +239,43 @@ def test_prompts_are_packed_into_one_step_and_join_rows_that_decode():
     step(engine)
     seqs = [r.completions[0].seq for r in (first, *others)]
     assert batches == [{seqs[0]: 4}, {seqs[0]: 1, seqs[1]: 4, seqs[2]: 6}]
+
+
+def test_a_step_of_short_prompts_is_limited_by_its_tokens():
+    engine = make_engine(num_blocks=300, max_num_seqs=80, max_num_batched_tokens=512, query_tile=32)
+    requests = [add(engine, 8, 2, seed=seed) for seed in range(80)]
+    batches = watch_batches(engine)
+    step(engine)
+    assert list(batches[0].values()) == [8] * 64
+    assert engine.executor.steps[0].shape.parts == (Part(80, 1), Part(64, 8))
+    run(engine)
+    expect_reference(requests)
+
+
+def test_long_prompts_fill_wide_tiles_and_short_ones_what_is_left():
+    engine = make_engine(num_blocks=300, max_num_seqs=80, max_num_batched_tokens=64, query_tile=32)
+    requests = [add(engine, length, 2, seed=length) for length in (33, 6, 30)]
+    batches = watch_batches(engine)
+    step(engine)
+    # In tiles of 32 there is no room for 6 beside 33, in tiles of 8 there is; 30 would be cut to 16.
+    assert list(batches[0].values()) == [33, 6]
+    assert engine.executor.steps[0].shape.parts[-1] == Part(8, 8)
+    step(engine)
+    assert list(batches[1].values()) == [1, 1, 30]
+    assert engine.executor.steps[1].shape.parts[-1] == Part(1, 32)
+    run(engine)
+    expect_reference(requests)
+
+
+@pytest.mark.parametrize("budget", [1, 13])
+def test_a_prompt_of_one_token_waits_for_no_tile(budget):
+    engine = make_engine(max_num_batched_tokens=budget, query_tile=4)
+    requests = [add(engine, length, 2, seed=length) for length in ((9, 2, 1) if budget > 1 else (1,))]
+    batches = watch_batches(engine)
+    step(engine)
+    assert sorted(batches[0].values()) == ([1, 2, 9] if budget > 1 else [1])
+    run(engine)
+    expect_reference(requests)
 
 
 def test_a_request_waits_until_its_first_chunk_fits_beside_those_that_run():
