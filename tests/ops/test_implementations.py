@@ -15,11 +15,12 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import Where, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
-from ksana_jax.ops.kernels import Kernels, calls
+from ksana_jax.ops.kernels import Kernels, calls, lacks
 from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import Part, StepArrays, StepShape
+from pallas_kernels.contract import Kernel, Result, check_options
 from pallas_kernels.hopper import kv_write as hopper_kv_write
 from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
@@ -56,6 +57,22 @@ def test_one_that_does_not_serve_cannot_be_asked_for():
         choose(H200._replace(block_size=8), "hopper")
     with pytest.raises(ValueError, match="'fast', must be auto or one of hopper, triton, xla"):
         choose(H200, "fast")
+
+
+def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
+    def attend(call, work, *, tuning):
+        check_options(call, "q_sink", "return_lse", "out_dtype")
+        return Result(call.q)
+
+    plain = Kernels(Kernel(attend, None), Kernel(attend, None))
+    assert lacks(plain, H200) is None
+    assert lacks(plain, H200._replace(soft_cap=True)) == "this kernel does not support soft_cap"
+    assert lacks(plain, H200._replace(sinks=True)) == "this kernel does not support sinks"
+    # Kernels of this project have both.
+    assert choose(H200._replace(soft_cap=True, sinks=True)).name == "hopper"
+    capped = ModelConfig(soft_cap=50.0, sinks=True)
+    needs = Needs.of(capped, KVLayout.of(capped, dtype="bf16", block_size=32, platform="cpu"))
+    assert needs.soft_cap and needs.sinks and choose(needs).name == "xla"
 
 
 def make_step(seed: int, shared: bool, tile: int = 4):
