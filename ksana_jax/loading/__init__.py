@@ -27,6 +27,16 @@ _PUBLIC = {
     "restore_checkpoint": "ksana_jax.loading.checkpoint",
     "latest_step": "ksana_jax.loading.checkpoint",
 }
-__all__ = ["LoadError", "load_config", "check_tokenizer", "config_from_hf", "load_model", "abstract_params",
-           "export_hf", "save_checkpoint", "restore_checkpoint", "latest_step"]  # fmt: skip
+__all__ = [
+    "LoadError",
+    "load_config",
+    "check_tokenizer",
+    "config_from_hf",
+    "load_model",
+    "abstract_params",
+    "export_hf",
+    "save_checkpoint",
+    "restore_checkpoint",
+    "latest_step",
+]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -87,8 +87,10 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
     root = Path(path).resolve()
     steps = [step] if step is not None else sorted(_steps(root), reverse=True)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    named = {name: w if isinstance(w, np.ndarray) else jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=place)
-             for name, w in _named(wanted).items()}  # fmt: skip
+    named = {
+        name: w if isinstance(w, np.ndarray) else jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=place)
+        for name, w in _named(wanted).items()
+    }
     torn = []
     with ocp.StandardCheckpointer() as checkpointer:
         for candidate in steps:

@@ -36,8 +36,11 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
     wanted = {jax.tree_util.keystr(path): shape for path, shape in shapes}
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is not part of the config" for name in given if name not in wanted]
-    problems += [f"{name} has shape {list(given[name].shape)}, the config gives {list(shape)}"
-                 for name, shape in wanted.items() if name in given and given[name].shape != shape]  # fmt: skip
+    problems += [
+        f"{name} has shape {list(given[name].shape)}, the config gives {list(shape)}"
+        for name, shape in wanted.items()
+        if name in given and given[name].shape != shape
+    ]
     dtypes = sorted({str(leaf.dtype) for leaf in given.values()})
     if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
         problems.append(f"dtypes are {', '.join(dtypes)}; supported: one of {', '.join(STORED_DTYPES)}")

@@ -103,8 +103,11 @@ def _log(done: str, config: ModelConfig, params: Params, began: float) -> None:
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     logger.info(
         "%s: %s weights, %s bytes, in %.1f s",
-        done, f"{num_params(config):,}", f"{num_bytes:,}", time.perf_counter() - began,
-    )  # fmt: skip
+        done,
+        f"{num_params(config):,}",
+        f"{num_bytes:,}",
+        time.perf_counter() - began,
+    )
 
 
 def check_embedding_on_host(config: ModelConfig) -> None:

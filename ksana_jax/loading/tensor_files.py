@@ -66,8 +66,11 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
             if name in found:
                 raise LoadError(f"{index}: {name} is in both {found[name].path.name} and {shard}")
             found[name] = stored
-    absent = [f"{name} in {shard}" for name, shard in weight_map.items()
-              if name not in found or found[name].path.name != Path(shard).name]  # fmt: skip
+    absent = [
+        f"{name} in {shard}"
+        for name, shard in weight_map.items()
+        if name not in found or found[name].path.name != Path(shard).name
+    ]
     if absent:
         raise LoadError(f"{index}: weight_map names tensors that the files do not hold: {', '.join(absent)}")
     return found

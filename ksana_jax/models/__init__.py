@@ -25,6 +25,15 @@ _PUBLIC = {
     "dense_attend": "ksana_jax.models.dense",
     "make_rope": "ksana_jax.models.rope",
 }
-__all__ = ["forward", "logits", "init_params", "Params", "Attend", "dense_logits", "attention_weights",
-           "dense_attend", "make_rope"]  # fmt: skip
+__all__ = [
+    "forward",
+    "logits",
+    "init_params",
+    "Params",
+    "Attend",
+    "dense_logits",
+    "attention_weights",
+    "dense_attend",
+    "make_rope",
+]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -66,8 +66,12 @@ def _measurements(measured: list[dict]) -> list[str]:
     lines += ["", "| step | tokens (M) | held-out loss | Sink_1 |", "|---:|---:|---:|---:|"]
     for index in sorted({round(i * (len(measured) - 1) / (_ROWS - 1)) for i in range(_ROWS)}):
         record = measured[index]
-        cells = (f"{record['step']:,}", f"{record['tokens'] / 1e6:.1f}", f"{record['heldout_loss']:.3f}",
-                 f"{record['sink_1']:.3f}")  # fmt: skip
+        cells = (
+            f"{record['step']:,}",
+            f"{record['tokens'] / 1e6:.1f}",
+            f"{record['heldout_loss']:.3f}",
+            f"{record['sink_1']:.3f}",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

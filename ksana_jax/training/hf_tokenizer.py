@@ -26,9 +26,8 @@ def tokenizer_files(model: bytes) -> dict[str, bytes]:
     ids = {piece: index for index, piece in enumerate(pieces)}
     newline = ids["\n"]
     plain = {
-        piece for piece, index in ids.items()
-        if index > EOS_ID and index != newline and not processor.is_byte(index)
-    }  # fmt: skip
+        piece for piece, index in ids.items() if index > EOS_ID and index != newline and not processor.is_byte(index)
+    }
     # SentencePiece joins the two neighbours whose joint piece came first in training, however the piece is split.
     merges = [
         (piece[:cut], piece[cut:])

@@ -76,8 +76,14 @@ def _make_tokens(config: TrainConfig, path: Path, texts: list[tuple[str, str]], 
     encode = load_tokenizer(path.with_name("tokenizer.model")).encode
     files, held = (TokenFiles.encode([text for _, text in part], encode) for part in (train, held_out))
     with replacing(path) as file:
-        np.savez(file, train=files.tokens, train_starts=files.starts, held=held.tokens, held_starts=held.starts,
-                 source=np.array(json.dumps(source)))  # fmt: skip
+        np.savez(
+            file,
+            train=files.tokens,
+            train_starts=files.starts,
+            held=held.tokens,
+            held_starts=held.starts,
+            source=np.array(json.dumps(source)),
+        )
 
 
 def heldout_sequences(held: TokenFiles, context: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,9 +129,11 @@ class _Run:
         self._held_out = heldout_sequences(held_files, config.context, config.eval_sequences)
         logger.info(
             "%d training tokens, %d held out, %.2f M parameters, %d steps per epoch",
-            len(train_files.tokens), len(held_files.tokens), num_params(self._model) / 1e6,
+            len(train_files.tokens),
+            len(held_files.tokens),
+            num_params(self._model) / 1e6,
             self._batches.steps_per_epoch,
-        )  # fmt: skip
+        )
         self.state, self._saved = init_state(config), Progress()
         if restored := checkpoints.restore(self._out / "checkpoints", self.state, fixed_fields(config)):
             self.state, self._saved = restored
@@ -166,10 +174,13 @@ class _Run:
             )
         now, tokens = self._elapsed_s(), self._num_tokens - self._logged_tokens
         record = {
-            "step": self._num_steps, "tokens": self._num_tokens, "loss": round(mean_loss, 5),
-            "lr": float(f"{rate:.4g}"), "tokens_per_s": round(tokens / max(now - self._logged_s, 1e-9)),
+            "step": self._num_steps,
+            "tokens": self._num_tokens,
+            "loss": round(mean_loss, 5),
+            "lr": float(f"{rate:.4g}"),
+            "tokens_per_s": round(tokens / max(now - self._logged_s, 1e-9)),
             "elapsed_s": round(now, 1),
-        }  # fmt: skip
+        }
         if self._num_steps % self._config.eval_every == 0 or self.is_over:
             record |= evaluate(
                 self.state.params, *self._held_out, config=self._model, batch_size=self._config.batch_size

@@ -20,10 +20,22 @@ from ksana_jax.training.settings import TrainConfig
 
 # num_steps and budget_s also move the learning rate's decay: a run may be extended or ended early.
 # corpus_dir may be another folder with the same files, whose digest is in tokens.npz.
-MAY_CHANGE = frozenset({
-    "out_dir", "export_dir", "first_export_s", "corpus_dir", "num_steps", "budget_s", "log_every", "eval_every",
-    "eval_sequences", "checkpoint_every_s", "checkpoint_every", "keep_checkpoints",
-})  # fmt: skip
+MAY_CHANGE = frozenset(
+    {
+        "out_dir",
+        "export_dir",
+        "first_export_s",
+        "corpus_dir",
+        "num_steps",
+        "budget_s",
+        "log_every",
+        "eval_every",
+        "eval_sequences",
+        "checkpoint_every_s",
+        "checkpoint_every",
+        "keep_checkpoints",
+    }
+)
 
 
 def fixed_fields(config: TrainConfig) -> dict[str, Any]:

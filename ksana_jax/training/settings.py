@@ -84,9 +84,15 @@ class TrainConfig:
         shape = dataclasses.asdict(self.model)
         theta = shape.pop("rope_theta")
         return ModelConfig(
-            family="llama", vocab_size=self.vocab_size, rope=RopeConfig(theta=theta), tie_embeddings=True,
-            max_position=self.context, bos_id=1, eos_ids=(2,), **shape,
-        )  # fmt: skip
+            family="llama",
+            vocab_size=self.vocab_size,
+            rope=RopeConfig(theta=theta),
+            tie_embeddings=True,
+            max_position=self.context,
+            bos_id=1,
+            eos_ids=(2,),
+            **shape,
+        )
 
     def validate(self) -> TrainConfig:
         """Returns itself.
@@ -95,9 +101,21 @@ class TrainConfig:
           ConfigError: listing everything that cannot be.
         """
         problems: list[str | None] = []
-        for name in ("batch_size", "log_every", "eval_every", "eval_sequences", "keep_checkpoints", "num_steps",
-                     "checkpoint_every", "budget_s", "checkpoint_every_s", "learning_rate", "clip_norm",
-                     "first_export_s", "tokenizer_sample_bytes"):  # fmt: skip
+        for name in (
+            "batch_size",
+            "log_every",
+            "eval_every",
+            "eval_sequences",
+            "keep_checkpoints",
+            "num_steps",
+            "checkpoint_every",
+            "budget_s",
+            "checkpoint_every_s",
+            "learning_rate",
+            "clip_norm",
+            "first_export_s",
+            "tokenizer_sample_bytes",
+        ):
             problems.append(checks.number(name, getattr(self, name), above=0, optional=True))
         problems += [
             *(checks.number(name, getattr(self, name), 0) for name in ("warmup_steps", "weight_decay")),

@@ -38,12 +38,25 @@ def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int, seed: 
     try:
         sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
             sentence_iterator=(line for text in sample for line in text.split("\n") if line),
-            model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True,
-            character_coverage=0.9999, normalization_rule_name="identity", add_dummy_prefix=False,
-            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, split_digits=True,
-            user_defined_symbols=["\n"], unk_id=UNK_ID, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=-1, num_threads=2,
-            minloglevel=2, max_sentence_length=16384,
-        )  # fmt: skip
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            user_defined_symbols=["\n"],
+            unk_id=UNK_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            pad_id=-1,
+            num_threads=2,
+            minloglevel=2,
+            max_sentence_length=16384,
+        )
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2] or "they have no text"
         raise ConfigError(

@@ -28,15 +28,28 @@ LEAST_GAP = 0.01  # between the two best tokens, in logits; far above rounding
 LEAST_EFFECT = 0.05  # of what a case is about, on some log-probability
 
 BASE = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
 MISTRAL = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
 QWEN2 = BASE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1000000.0}
-QWEN3 = BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}  # fmt: skip
+QWEN3 = BASE | {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
 
 
 def without(config, *names):
@@ -44,14 +57,28 @@ def without(config, *names):
 
 
 GEMMA = without(BASE, "hidden_act") | {
-    "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 24,
-    "sliding_window": 12, "tie_word_embeddings": True,
-}  # fmt: skip
-GEMMA2 = GEMMA | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "rope_theta": 10000.0,
-                  "attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0}  # fmt: skip
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 12,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = GEMMA | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "rope_theta": 10000.0,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 12.0,
+}
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 # The older config form, with rope_theta beside rope_scaling, and the newer, rope_parameters, are both among them.
 CASES = {
@@ -62,47 +89,65 @@ CASES = {
     "llama-rope-dynamic": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64},
     "llama-rope-llama3": LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 5000.0},
     "llama-rope-llama3-new": without(LLAMA, "rope_theta") | {"rope_parameters": LLAMA3 | {"rope_theta": 5000.0}},
-    "llama-rope-yarn": LLAMA | {
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    },
+    "llama-rope-yarn": LLAMA
+    | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "mistral-gqa": MISTRAL | {"sliding_window": None},
     "mistral-mqa-window": MISTRAL | {"sliding_window": 12, "num_key_value_heads": 1, "head_dim": 16},
-    "mistral-rope-linear-new": without(MISTRAL, "rope_theta") | {
-        "sliding_window": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    },
+    "mistral-rope-linear-new": without(MISTRAL, "rope_theta")
+    | {"sliding_window": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "qwen2-gqa-tied": QWEN2 | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 16},
-    "qwen2-mha-window": QWEN2 | {
-        "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1
-    },
-    "qwen2-rope-yarn-new": without(QWEN2, "rope_theta") | {
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
-                            "original_max_position_embeddings": 32, "mscale": 1.5, "mscale_all_dim": 0.5,
-                            "beta_fast": 4.0, "beta_slow": 0.5},
+    "qwen2-mha-window": QWEN2
+    | {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    "qwen2-rope-yarn-new": without(QWEN2, "rope_theta")
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+        },
         "head_dim": 16,
     },
     "qwen3-mha": QWEN3 | {"num_key_value_heads": 4},
-    "qwen3-gqa-window-tied": QWEN3 | {
-        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 12,
+    "qwen3-gqa-window-tied": QWEN3
+    | {
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 12,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "qwen3-mqa-biases-yarn": QWEN3 | {
-        "num_key_value_heads": 1, "attention_bias": True,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "attention_factor": 1.3,
-                            "original_max_position_embeddings": 32},
+    "qwen3-mqa-biases-yarn": QWEN3
+    | {
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "attention_factor": 1.3,
+            "original_max_position_embeddings": 32,
+        },
     },
     "gemma2-gqa-window-tied": GEMMA2,
-    "gemma3-gqa-window-tied": GEMMA3 | {
-        "sliding_window_pattern": 2, "rope_theta": 10000.0, "rope_local_base_freq": 100.0
-    },
-    "gemma3-mqa-window-rope-linear-new": GEMMA3 | {
-        "num_key_value_heads": 1, "tie_word_embeddings": False, "final_logit_softcapping": 12.0,
+    "gemma3-gqa-window-tied": GEMMA3
+    | {"sliding_window_pattern": 2, "rope_theta": 10000.0, "rope_local_base_freq": 100.0},
+    "gemma3-mqa-window-rope-linear-new": GEMMA3
+    | {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "final_logit_softcapping": 12.0,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
-}  # fmt: skip
+}
 STORED = {"llama-mha": torch.float32, "qwen2-gqa-tied": torch.bfloat16}  # the others in float16
 
 
@@ -128,8 +173,11 @@ def make_case(name: str, folder: Path) -> None:
         raise SystemExit(f"{name}: no seed keeps the two best tokens apart")
     expected = {}
     for index, (prompt, (logprobs, greedy, _)) in enumerate(zip(prompts, runs, strict=True)):
-        expected |= {f"prompt_{index}": prompt.astype(np.int32), f"logprobs_{index}": logprobs,
-                     f"greedy_{index}": greedy}  # fmt: skip
+        expected |= {
+            f"prompt_{index}": prompt.astype(np.int32),
+            f"logprobs_{index}": logprobs,
+            f"greedy_{index}": greedy,
+        }
     if "dynamic" in name:
         beyond = rng.integers(0, config["vocab_size"], 120)
         expected |= {"beyond": beyond.astype(np.int32), "beyond_logprobs": logprobs_of(load(folder), beyond)}
@@ -174,8 +222,13 @@ def logprobs_of(model, ids: np.ndarray) -> np.ndarray:
 def run(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Log-probabilities of the prompt, greedy tokens by transformers' own loop, and the least gap on the way."""
     logprobs = logprobs_of(model, prompt)
-    out = model.generate(torch.tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                         max_new_tokens=NUM_GREEDY, do_sample=False, pad_token_id=0)  # fmt: skip
+    out = model.generate(
+        torch.tensor(prompt)[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_GREEDY,
+        do_sample=False,
+        pad_token_id=0,
+    )
     text = out[0].numpy()
     assert len(text) == len(prompt) + NUM_GREEDY, "generation ended early"
     whole = logprobs_of(model, text)[len(prompt) - 1 : -1]

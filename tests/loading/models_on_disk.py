@@ -11,8 +11,18 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.loading.load import tensors_of
 from ksana_jax.models.families import config_to_hf
 
-TINY = ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24,
-                   max_position=64, bos_id=1, eos_ids=(2,))  # fmt: skip
+TINY = ModelConfig(
+    vocab_size=32,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=24,
+    max_position=64,
+    bos_id=1,
+    eos_ids=(2,),
+)
 STORED = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 
 

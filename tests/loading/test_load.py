@@ -27,12 +27,15 @@ def test_every_weight_arrives_at_its_place(tmp_path):
     assert found == config
     layer = params.layers[1]
     for name, value in {
-        "model.embed_tokens.weight": params.embed, "lm_head.weight": params.head,
+        "model.embed_tokens.weight": params.embed,
+        "lm_head.weight": params.head,
         "model.norm.weight": params.final_norm,
-        "model.layers.1.self_attn.k_proj.weight": layer.w_k, "model.layers.1.self_attn.k_proj.bias": layer.b_k,
-        "model.layers.1.self_attn.q_norm.weight": layer.q_norm, "model.layers.1.mlp.down_proj.weight": layer.w_down,
+        "model.layers.1.self_attn.k_proj.weight": layer.w_k,
+        "model.layers.1.self_attn.k_proj.bias": layer.b_k,
+        "model.layers.1.self_attn.q_norm.weight": layer.q_norm,
+        "model.layers.1.mlp.down_proj.weight": layer.w_down,
         "model.layers.1.post_attention_layernorm.weight": layer.mlp_norm,
-    }.items():  # fmt: skip
+    }.items():
         np.testing.assert_array_equal(value, tensors[name])
     assert len(jax.tree.leaves(params)) == len(tensors)
 
@@ -102,8 +105,16 @@ def test_dummy_weights_need_a_config_only_and_repeat_with_the_seed(tmp_path):
 
 
 def test_shapes_of_7b_are_planned_and_traced_without_weights():
-    config = ModelConfig(vocab_size=32_000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
-                         d_ff=11_008, max_position=4096)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=32_000,
+        d_model=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        d_ff=11_008,
+        max_position=4096,
+    )
     params = abstract_params(config, "bf16")
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_params(config) == 6_738_415_616
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
@@ -135,8 +146,12 @@ def test_loading_takes_at_most_1_3_times_the_weights(tmp_path, stored, dtype):
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, probe, tmp_path / "model", dtype],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
     assert done.returncode == 0, done.stderr
     peak, weights = map(int, done.stdout.split())
     assert weights == 4 * num_params(config)

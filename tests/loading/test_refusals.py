@@ -246,10 +246,24 @@ def spoil(path, how):
 
 @pytest.mark.parametrize(
     "how",
-    ["empty", "cut in the length", "cut in the header", "cut in the data", "longer than it says", "header not JSON",
-     "pickle", "offsets beyond the data", "offsets backwards", "negative offset", "overlap", "shape and offsets differ",
-     "huge shape", "unknown dtype", "nested header"],
-)  # fmt: skip
+    [
+        "empty",
+        "cut in the length",
+        "cut in the header",
+        "cut in the data",
+        "longer than it says",
+        "header not JSON",
+        "pickle",
+        "offsets beyond the data",
+        "offsets backwards",
+        "negative offset",
+        "overlap",
+        "shape and offsets differ",
+        "huge shape",
+        "unknown dtype",
+        "nested header",
+    ],
+)
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shard"])
 def test_truncated_or_malformed_safetensors(tmp_path, tensors, how, sharded):
     folder = write_shards(tmp_path, tensors, num_shards=1) if sharded else write_model(tmp_path, tensors)

@@ -12,8 +12,15 @@ from ksana_jax.models.params import num_params
 from ksana_jax.models.rope import make_rope
 from ksana_jax.patterns import FULL, AttentionPattern
 
-SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
 LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3 = (
     SIZES | {"model_type": kind} for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 )
@@ -91,26 +98,49 @@ def test_gemma_3_has_a_rope_for_sliding_and_one_for_full_layers_in_the_older_and
     assert [layer.attention.rope.theta for layer in config.layers] == [1e4] * 5 + [1e6, 1e4]
     assert config.qk_norm and (config.soft_cap, config.logit_soft_cap) == (None, None)
     older = {"rope_theta": 5e5, "rope_local_base_freq": 100.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
-    newer = {"rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    }}  # fmt: skip
+    newer = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        }
+    }
     every = {"sliding_window_pattern": 2}
     assert config_from_hf(GEMMA3 | older | every) == config_from_hf(GEMMA3 | newer | every)
     assert config_from_hf(GEMMA3 | older | every).rope == (RopeConfig(theta=100.0), RopeConfig("linear", 5e5, 8.0)) * 2
-    assert config_from_hf(GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}} | every).rope == (
-        RopeConfig(theta=1e4), RopeConfig(theta=7.0)) * 2  # fmt: skip
+    assert (
+        config_from_hf(GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}} | every).rope
+        == (RopeConfig(theta=1e4), RopeConfig(theta=7.0)) * 2
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (GEMMA2 | {"vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-                   "num_key_value_heads": 4}, 2_614_341_888),  # Gemma-2 2B
-        (GEMMA3 | {"vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
-                   "num_attention_heads": 4, "num_key_value_heads": 1}, 999_885_952),  # Gemma-3 1B
+        (
+            GEMMA2
+            | {
+                "vocab_size": 256_000,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 26,
+                "num_key_value_heads": 4,
+            },
+            2_614_341_888,
+        ),  # Gemma-2 2B
+        (
+            GEMMA3
+            | {
+                "vocab_size": 262_144,
+                "hidden_size": 1152,
+                "intermediate_size": 6912,
+                "num_hidden_layers": 26,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+            },
+            999_885_952,
+        ),  # Gemma-3 1B
     ],
-)  # fmt: skip
+)
 def test_gemmas_have_as_many_weights_as_their_makers_say(values, expected):
     assert num_params(config_from_hf(values)) == expected
 
@@ -205,13 +235,22 @@ REFUSED = [
     (LLAMA, {"rope_theta": 5e-324}, ["rope_theta is 5e-324", "from 1 to 1e+15"]),
     (LLAMA, {"rope_theta": 1e300}, ["rope_theta is 1e+300"]),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1e-300}}, ["rope_scaling.factor is 1e-300", "from 0.001"]),
-    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
-     ["rope_scaling.attention_factor is 1e+300"]),
-    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1e-300,
-                                 "high_freq_factor": 4}}, ["rope_parameters.low_freq_factor is 1e-300"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
+        ["rope_scaling.attention_factor is 1e+300"],
+    ),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1e-300, "high_freq_factor": 4}},
+        ["rope_parameters.low_freq_factor is 1e-300"],
+    ),
     (LLAMA, {"rope_theta": None}, ["rope_theta is None"]),
-    (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-     ["rope_scaling type is 'longrope'", "default, linear, dynamic, llama3, yarn"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        ["rope_scaling type is 'longrope'", "default, linear, dynamic, llama3, yarn"],
+    ),
     (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, ["rope_parameters type is 'mrope'"]),
     (LLAMA, {"rope_scaling": {"type": ["yarn"]}}, ["rope_scaling type is ['yarn']"]),
     (LLAMA, {"rope_scaling": "linear"}, ["rope_scaling is 'linear'", "object"]),
@@ -219,13 +258,22 @@ REFUSED = [
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor is 0"]),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}}, ["'alpha'", "supported"]),
     (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.type"]),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-     ["rope_scaling and rope_parameters disagree"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        ["rope_scaling and rope_parameters disagree"],
+    ),
     (LLAMA, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.low_freq_factor is None"]),
-    (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
-     ["rope_scaling.high_freq_factor is 4.0", "low_freq_factor 4.0"]),
-    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
-     ["rope_scaling.original_max_position_embeddings is 0"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+        ["rope_scaling.high_freq_factor is 4.0", "low_freq_factor 4.0"],
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
+        ["rope_scaling.original_max_position_embeddings is 0"],
+    ),
     (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": -1.0}}, ["attention_factor is -1.0"]),
     (LLAMA, {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_theta is 1.0"]),
     (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["'full_attention'", "supported"]),
@@ -259,7 +307,7 @@ REFUSED = [
     (GEMMA3, {"rope_parameters": {"full_attention": 3}}, ["rope_parameters.full_attention is 3", "object"]),
     (GEMMA3, {"rope_parameters": {"full_attention": {}, "linear_attention": {}}}, ["linear_attention"]),
     (GEMMA3, {"rope_local_base_freq": -1}, ["rope_local_base_freq is -1"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("values", "change", "named"), REFUSED, ids=[str(change)[:70] for _, change, _ in REFUSED])
@@ -287,9 +335,15 @@ def test_all_problems_of_a_config_are_in_one_message():
 
 SLIDING = (FULL, AttentionPattern(window=9))
 GEMMA_SHAPE = {
-    "d_model": 64, "head_dim": 256, "norm": "rms_plus_one", "mlp": "geglu", "sandwich_norms": True, "embed_scale": 8.0,
-    "attention_scale": 144**-0.5, "tie_embeddings": True,
-}  # fmt: skip
+    "d_model": 64,
+    "head_dim": 256,
+    "norm": "rms_plus_one",
+    "mlp": "geglu",
+    "sandwich_norms": True,
+    "embed_scale": 8.0,
+    "attention_scale": 144**-0.5,
+    "tie_embeddings": True,
+}
 WRITABLE = [
     ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
     ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
@@ -331,8 +385,10 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"family": "mistral", "pattern": AttentionPattern(window=9, num_sinks=1)}, "pattern"),
         ({"family": "mistral", "mlp_bias": True}, "mlp_bias True"),
         ({"family": "qwen2"}, "qkv_bias False"),
-        ({"family": "qwen2", "qkv_bias": True, "pattern": (AttentionPattern(window=8), AttentionPattern(window=9))},
-         "pattern"),
+        (
+            {"family": "qwen2", "qkv_bias": True, "pattern": (AttentionPattern(window=8), AttentionPattern(window=9))},
+            "pattern",
+        ),
         ({"rope": RopeConfig("dynamic", factor=2.0, original_max_len=9)}, "rope"),
         ({"family": "gemma"}, "'gemma'"),
         ({"mlp": "geglu"}, "mlp geglu"),
@@ -340,7 +396,7 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"attention_scale": 0.3}, "attention_scale 0.3"),
         ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
     ],
-)  # fmt: skip
+)
 def test_model_that_its_family_cannot_express_is_not_written(change, lost):
     with pytest.raises(ConfigError) as refusal:
         config_to_hf(dataclasses.replace(ModelConfig(num_layers=2), **change))

@@ -81,9 +81,13 @@ def test_golden_files_notice_a_missing_window(name):
 
 
 GEMMA_FEATURES = {
-    "soft_cap": None, "logit_soft_cap": None, "attention_scale": None, "embed_scale": 1.0, "mlp": "swiglu",
+    "soft_cap": None,
+    "logit_soft_cap": None,
+    "attention_scale": None,
+    "embed_scale": 1.0,
+    "mlp": "swiglu",
     "rope": RopeConfig(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("gemma")])

@@ -20,10 +20,17 @@ from ksana_jax.planner.terms import weights_bytes
 
 NUM_EXPERTS = 3
 VALUES = {
-    "model_type": "committee", "architectures": ["CommitteeForCausalLM"], "vocab_size": 61, "hidden_size": 32,
-    "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "hidden_act": "mean_of_experts",
-}  # fmt: skip
+    "model_type": "committee",
+    "architectures": ["CommitteeForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "hidden_act": "mean_of_experts",
+}
 
 
 def shapes(d_model, spec):
@@ -32,17 +39,23 @@ def shapes(d_model, spec):
 
 
 def apply(x, p, linear):
-    experts = [MLPS["swiglu"].apply(x, p.replace(w_gate=gate, w_up=up, w_down=down), linear)
-               for gate, up, down in zip(p.w_gate, p.w_up, p.w_down, strict=True)]  # fmt: skip
+    experts = [
+        MLPS["swiglu"].apply(x, p.replace(w_gate=gate, w_up=up, w_down=down), linear)
+        for gate, up, down in zip(p.w_gate, p.w_up, p.w_down, strict=True)
+    ]
     return sum(experts) / NUM_EXPERTS
 
 
 EXPERT_NAMES = {f"w_{part}": f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")}
 COMMITTEE = Family(
-    model_type="committee", architectures=("CommitteeForCausalLM",), defaults={"rope_theta": 100.0},
-    read=lambda fields: {}, write=lambda config: {}, layer_names=LAYER_NAMES | EXPERT_NAMES,
+    model_type="committee",
+    architectures=("CommitteeForCausalLM",),
+    defaults={"rope_theta": 100.0},
+    read=lambda fields: {},
+    write=lambda config: {},
+    layer_names=LAYER_NAMES | EXPERT_NAMES,
     mlps={"mean_of_experts": "mean_of_experts"},
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)

@@ -41,13 +41,29 @@ def test_log_probabilities_of_another_text_are_those_of_transformers(case):
     np.testing.assert_allclose(ours(case.model_dir, tokens), theirs(case.model_dir, tokens), atol=ATOL, rtol=0)
 
 
-TINY = ModelConfig(vocab_size=64, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=48,
-                   max_position=128, bos_id=1, eos_ids=(2, 3))  # fmt: skip
+TINY = ModelConfig(
+    vocab_size=64,
+    d_model=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=48,
+    max_position=128,
+    bos_id=1,
+    eos_ids=(2, 3),
+)
 SLIDING = (AttentionPattern(), AttentionPattern(window=9), AttentionPattern(window=9))
 GEMMA = dataclasses.replace(
-    TINY, norm="rms_plus_one", mlp="geglu", sandwich_norms=True, embed_scale=32**0.5, attention_scale=24**-0.5,
-    tie_embeddings=True, pattern=SLIDING,
-)  # fmt: skip
+    TINY,
+    norm="rms_plus_one",
+    mlp="geglu",
+    sandwich_norms=True,
+    embed_scale=32**0.5,
+    attention_scale=24**-0.5,
+    tie_embeddings=True,
+    pattern=SLIDING,
+)
 EXPORTED = {
     "llama": TINY,
     "llama, biases": dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),

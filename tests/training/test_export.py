@@ -13,8 +13,17 @@ from ksana_jax.training.batches import TokenFiles
 from ksana_jax.training.loop import heldout_sequences
 from ksana_jax.training.sinks import evaluate
 
-FILES = ["MODEL_CARD.md", "config.json", "generation_config.json", "heldout.txt", "model.safetensors", "tokenizer.json",
-         "tokenizer.model", "tokenizer_config.json", "train_log.jsonl"]  # fmt: skip
+FILES = [
+    "MODEL_CARD.md",
+    "config.json",
+    "generation_config.json",
+    "heldout.txt",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "train_log.jsonl",
+]
 TEXT = "def parse(self, args=None):\n\n    return args  # caf\u00e9 \U0001f40d\n"
 
 

@@ -118,8 +118,15 @@ def test_finished_run_only_exports_again(finished, tiny_config):
 def test_run_limited_by_time_ends_decayed_and_saved(tmp_path, tiny_config, monkeypatch):
     ticks = itertools.count()  # a clock that goes on by 0.1 s whenever it is asked
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: next(ticks) / 10))
-    overrides = [f"out_dir={tmp_path}", "num_steps=null", "budget_s=10", "log_every=1", "eval_every=1000",
-                 "checkpoint_every=null", "decay_fraction=0.5"]  # fmt: skip
+    overrides = [
+        f"out_dir={tmp_path}",
+        "num_steps=null",
+        "budget_s=10",
+        "log_every=1",
+        "eval_every=1000",
+        "checkpoint_every=null",
+        "decay_fraction=0.5",
+    ]
     train(str(tiny_config), overrides)
     records = log_of(tmp_path)
     assert len(records) > 10

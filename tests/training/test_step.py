@@ -14,8 +14,17 @@ from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_f
 from ksana_jax.training.settings import ModelShape, TrainConfig
 from ksana_jax.training.sinks import EPSILON, evaluate, first_token_attention
 
-SHAPE = ModelConfig(vocab_size=300, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80,
-                    tie_embeddings=True, max_position=136)  # fmt: skip
+SHAPE = ModelConfig(
+    vocab_size=300,
+    d_model=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    tie_embeddings=True,
+    max_position=136,
+)
 
 LOGITS = (training_logits, dense_logits)
 
@@ -54,9 +63,7 @@ def test_training_logits_are_those_of_the_model(params, batch):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.06)])
 def test_loss_and_gradients_are_those_of_the_model(params, batch, reference, dtype, tolerance):
     expected, expected_grads = reference
-    loss, grads = jax.jit(
-        jax.value_and_grad(lambda params: loss_fn(params, *batch, config=SHAPE, dtype=dtype))
-    )(params)  # fmt: skip
+    loss, grads = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, *batch, config=SHAPE, dtype=dtype)))(params)
     assert abs(float(loss - expected)) < tolerance * float(expected)
     # Relative to each tensor's norm: float32 differs by the order of sums, bfloat16 by its 8 bits through the network.
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
@@ -65,8 +72,13 @@ def test_loss_and_gradients_are_those_of_the_model(params, batch, reference, dty
 
 
 def test_weight_decay_shrinks_matrices_only():
-    config = TrainConfig(model=ModelShape(d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64),
-                         vocab_size=300, context=64, compute_dtype="f32", weight_decay=0.5)  # fmt: skip
+    config = TrainConfig(
+        model=ModelShape(d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64),
+        vocab_size=300,
+        context=64,
+        compute_dtype="f32",
+        weight_decay=0.5,
+    )
     inputs = np.zeros((2, 64), np.int32)
     nothing_scored = np.full((2, 64), IGNORED, np.int32)
     before = init_state(config)

@@ -20,15 +20,24 @@ T = TypeVar("T")
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
-    "w_q": "self_attn.q_proj.weight", "b_q": "self_attn.q_proj.bias", "q_norm": "self_attn.q_norm.weight",
-    "w_k": "self_attn.k_proj.weight", "b_k": "self_attn.k_proj.bias", "k_norm": "self_attn.k_norm.weight",
-    "w_v": "self_attn.v_proj.weight", "b_v": "self_attn.v_proj.bias",
-    "w_o": "self_attn.o_proj.weight", "b_o": "self_attn.o_proj.bias",
+    "w_q": "self_attn.q_proj.weight",
+    "b_q": "self_attn.q_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "w_k": "self_attn.k_proj.weight",
+    "b_k": "self_attn.k_proj.bias",
+    "k_norm": "self_attn.k_norm.weight",
+    "w_v": "self_attn.v_proj.weight",
+    "b_v": "self_attn.v_proj.bias",
+    "w_o": "self_attn.o_proj.weight",
+    "b_o": "self_attn.o_proj.bias",
     "mlp_norm": "post_attention_layernorm.weight",
-    "w_gate": "mlp.gate_proj.weight", "b_gate": "mlp.gate_proj.bias",
-    "w_up": "mlp.up_proj.weight", "b_up": "mlp.up_proj.bias",
-    "w_down": "mlp.down_proj.weight", "b_down": "mlp.down_proj.bias",
-}  # fmt: skip
+    "w_gate": "mlp.gate_proj.weight",
+    "b_gate": "mlp.gate_proj.bias",
+    "w_up": "mlp.up_proj.weight",
+    "b_up": "mlp.up_proj.bias",
+    "w_down": "mlp.down_proj.weight",
+    "b_down": "mlp.down_proj.bias",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +103,11 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     else:
         head_dim = max(width // num_heads, 1)
         if sound and width % num_heads:
-            fields.problem("hidden_size", width, f"must be a multiple of num_attention_heads {num_heads} "
-                                                 "where head_dim is not given")  # fmt: skip
+            fields.problem(
+                "hidden_size",
+                width,
+                f"must be a multiple of num_attention_heads {num_heads} where head_dim is not given",
+            )
     max_position = fields.integer("max_position_embeddings")
     ropes = family.read_rope(fields, max_position)
     for rope in dict.fromkeys(ropes if isinstance(ropes, tuple) else (ropes,)):

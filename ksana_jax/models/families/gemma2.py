@@ -16,9 +16,14 @@ NAMES = LAYER_NAMES | {
     "post_mlp_norm": "post_feedforward_layernorm.weight",
 }
 DEFAULTS = {
-    "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-    "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
 
 
 def kinds_in_turn(fields: Fields) -> list[str]:
@@ -66,12 +71,15 @@ def write(config: ModelConfig) -> dict[str, Any]:
 GEMMA2 = Family(
     model_type="gemma2",
     architectures=("Gemma2ForCausalLM",),
-    defaults=DEFAULTS | {
-        "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    defaults={
+        **DEFAULTS,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
     read=read,
     write=write,
     layer_names=NAMES,
     activation="hidden_activation",
     mlps={"gelu_pytorch_tanh": "geglu"},
-)  # fmt: skip
+)

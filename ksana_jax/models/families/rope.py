@@ -16,16 +16,33 @@ from ksana_jax.models.families.fields import Fields
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 # Far beyond what any model uses, and within what float32 can multiply with positions and vectors.
 RANGES = {
-    "rope_theta": (1, 1e15), "factor": (1e-3, 1e6), "low_freq_factor": (1e-3, 1e6), "high_freq_factor": (1e-3, 1e6),
-    "beta_fast": (1e-3, 1e6), "beta_slow": (1e-3, 1e6), "attention_factor": (1e-3, 1e3), "mscale": (1e-3, 1e3),
+    "rope_theta": (1, 1e15),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (1e-3, 1e3),
     "mscale_all_dim": (1e-3, 1e3),
-}  # fmt: skip
+}
 KNOWN = {
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
-    "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
     "partial_rotary_factor",
     "finetuned",  # only says that the stretched model was trained further
-}  # fmt: skip
+}
 
 
 def read_rope(fields: Fields, max_position: int) -> RopeConfig:
@@ -117,11 +134,17 @@ def _read_yarn(
     else:
         factor = number("factor")
     return RopeConfig(
-        "yarn", theta, factor, original,
-        beta_fast=optional("beta_fast") or 32.0, beta_slow=optional("beta_slow") or 1.0,
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=optional("beta_fast") or 32.0,
+        beta_slow=optional("beta_slow") or 1.0,
         attention_factor=None if form.get("attention_factor") is None else number("attention_factor"),
-        mscale=optional("mscale"), mscale_all_dim=optional("mscale_all_dim"), truncate=truncate is True,
-    )  # fmt: skip
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=truncate is True,
+    )
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
