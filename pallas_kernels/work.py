@@ -159,7 +159,12 @@ def schedule(
     for bit, x in needs:
         care |= bit * x.reshape(s, -1, per_piece).any(axis=2)
 
-    pieces = -(-count // per_piece)
+    stretches = _stretches(-(-count // per_piece), num_kv_heads, num_workers)
+    return Work(units.astype(jnp.int32), unit_starts, care, last[:, 0], *stretches, place.astype(jnp.int32))
+
+
+def _stretches(pieces, num_kv_heads: int, num_workers: int):
+    """Segments, first and of_pair of a `Work`, of each tile's number of pieces [S]."""
     length = jnp.repeat(pieces, num_kv_heads)
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(length).astype(jnp.int32)])
     total = begin[-1]
@@ -171,7 +176,7 @@ def schedule(
     edges = jnp.sort(jnp.where(again, total, edges))
     pair = jnp.searchsorted(begin, edges, side="right", method="compare_all").astype(jnp.int32) - 1
     until = jnp.append(edges[1:], total)
-    pair = jnp.minimum(pair, s * num_kv_heads - 1)
+    pair = jnp.minimum(pair, len(length) - 1)
     segments = jnp.stack(
         [pair // num_kv_heads, pair % num_kv_heads, edges - begin[pair], until - edges], axis=1
     ).astype(jnp.int32)
@@ -179,13 +184,4 @@ def schedule(
     def find(places):  # binary search would be a loop on the host between kernels
         return jnp.searchsorted(edges, places, side="left", method="compare_all").astype(jnp.int32)
 
-    return Work(
-        units=units.astype(jnp.int32),
-        starts=unit_starts,
-        care=care,
-        newest=last[:, 0],
-        segments=segments,
-        first=find(cuts),
-        of_pair=find(begin),
-        place=place.astype(jnp.int32),
-    )
+    return segments, find(cuts), find(begin)

@@ -15,6 +15,7 @@ Source: heavy hitters, arXiv:2306.14048, section 4.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,94 +32,133 @@ from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
 
 
-# _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive.
-def _weigh(q_g, q_sink_g, lse_g, positions_g, pool_g, units_g, starts_g, care_g, segments_g, first_g, numbers_g, mass_g,
-           q_s, q_sink_s, k_s, q_bar, sink_bar, k_bar, *, config: Config):  # fmt: skip
-    size = unit_tokens(config.block_size)
-    per_piece, parts, kv_heads = TILE_KV // size, config.block_size // size, config.num_kv_heads
-    shape = (TILE_KV, config.rows)
-    last_segment = segments_g.shape[0] - 1
-    worker = lax.axis_index("index")
-    layer = numbers_g[len(Pattern._fields)]
-    first, until = first_g[worker], first_g[worker + 1]
+class Refs(NamedTuple):
+    """Arrays of the kernel, in its order: inputs, the output, scratch.
 
-    def fetch(place, stage):
-        """Asks for the keys of one piece of a segment, and gives the piece after it, perhaps of the next segment."""
-        segment, piece = place
-        tile, head, begin, count = (segments_g[segment, i] for i in (TILE, HEAD, PIECE, NUM_PIECES))
-        row = (layer * 2 * kv_heads + head) * parts
-        for i in range(per_piece):
-            unit = units_g[tile, piece * per_piece + i] + row
-            plgpu.copy_gmem_to_smem(pool_g.at[unit], k_s.at[stage, pl.ds(i * size, size)], k_bar.at[stage])
-        done = piece + 1 == begin + count
-        following = jnp.minimum(segment + 1, last_segment)
-        return jnp.where(done, segment + 1, segment), jnp.where(done, segments_g[following, PIECE], piece + 1)
+    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive.
+    """
+
+    q_g: Any
+    q_sink_g: Any
+    lse_g: Any
+    positions_g: Any
+    pool_g: Any
+    units_g: Any
+    starts_g: Any
+    care_g: Any
+    segments_g: Any
+    first_g: Any
+    numbers_g: Any
+    mass_g: Any
+    q_s: Any
+    q_sink_s: Any
+    k_s: Any
+    q_bar: Any
+    sink_bar: Any
+    k_bar: Any
+
+
+class Piece(NamedTuple):
+    """One of the keys. number: in its tile. pair: of query tile and kv head. stage: its buffer."""
+
+    number: Any
+    tile: Any
+    pair: Any
+    stage: Any
+
+
+def _weigh_stretch(*refs, config: Config) -> None:
+    """The kernel: one block of threads walks its segments, `stages` pieces ahead of itself."""
+    arrays = Refs(*refs)
+    worker = lax.axis_index("index")
+    layer = arrays.numbers_g[len(Pattern._fields)]
+    first, until = arrays.first_g[worker], arrays.first_g[worker + 1]
 
     def fetch_if_any(ahead, stage):
-        return lax.cond(ahead[0] < until, lambda: fetch(ahead, stage), lambda: ahead)
+        fetch = functools.partial(_fetch, arrays, config, layer, ahead, stage)
+        return lax.cond(ahead[0] < until, fetch, lambda: ahead)
 
     def fetch_queries(segment):
-        pair = segments_g[segment, TILE] * kv_heads + segments_g[segment, HEAD]
-        plgpu.copy_gmem_to_smem(q_g.at[pair], q_s, q_bar)
-
-    pl.when(first < until)(lambda: fetch_queries(first))
-    ahead = (first, segments_g[jnp.minimum(first, last_segment), PIECE])
-    ahead = lax.fori_loop(0, config.stages, lambda stage, ahead: fetch_if_any(ahead, stage), ahead)
+        pair = arrays.segments_g[segment, TILE] * config.num_kv_heads + arrays.segments_g[segment, HEAD]
+        plgpu.copy_gmem_to_smem(arrays.q_g.at[pair], arrays.q_s, arrays.q_bar)
 
     def weigh_segment(segment, carry):
-        tile, head, begin, count = (segments_g[segment, i] for i in (TILE, HEAD, PIECE, NUM_PIECES))
-        pair = tile * kv_heads + head
-        lse = load(lse_g, pair)
-        plgpu.barrier_wait(q_bar)
+        tile, head, begin, count = (arrays.segments_g[segment, i] for i in (TILE, HEAD, PIECE, NUM_PIECES))
+        pair = tile * config.num_kv_heads + head
+        lse = load(arrays.lse_g, pair)
+        plgpu.barrier_wait(arrays.q_bar)
 
         def weigh_piece(i, carry):
             n, ahead = carry
             stage = lax.rem(n, int32(config.stages))
-            plgpu.barrier_wait(k_bar.at[stage])
-
-            def scores_of(queries):
-                def product(acc_ref):
-                    plgpu.wgmma(acc_ref, k_s.at[stage], queries.transpose((1, 0)))
-                    return acc_ref[...]
-
-                return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-            def capped(s):  # and in base 2
-                if config.soft_cap is None:
-                    return s * LOG2E
-                return jnp.tanh(s * (1 / config.soft_cap)) * (config.soft_cap * LOG2E)
-
-            def pattern_and_positions():
-                unit_starts = [starts_g[tile, (begin + i) * per_piece + j] for j in range(per_piece)]
-                kv_pos = lax.broadcast_in_dim(key_positions(unit_starts, size), shape, [0])
-                q_pos = lax.broadcast_in_dim(load(positions_g, pair), shape, [1])
-                return Pattern(*(numbers_g[i] for i in range(len(Pattern._fields)))), q_pos, kv_pos
-
-            def with_sink(j, s):
-                plgpu.copy_gmem_to_smem(q_sink_g.at[pair, j], q_sink_s, sink_bar)
-                pattern, q_pos, kv_pos = pattern_and_positions()
-                here = pattern.moved(q_pos, kv_pos) & (jnp.minimum(kv_pos, config.num_sink_queries - 1) == j)
-                plgpu.barrier_wait(sink_bar)
-                return jnp.where(here, scores_of(q_sink_s), s)
-
-            def masked(s):
-                if config.num_sink_queries:
-                    with_sinks = functools.partial(lax.fori_loop, 0, config.num_sink_queries, with_sink)
-                    s = lax.cond(care & MOVED != 0, with_sinks, lambda s: s, s)
-                pattern, q_pos, kv_pos = pattern_and_positions()
-                return jnp.where(pattern.visible(q_pos, kv_pos), capped(s), -jnp.inf)
-
-            care = care_g[tile, begin + i]
-            s = lax.cond(care & MASK != 0, masked, capped, scores_of(q_s))
+            plgpu.barrier_wait(arrays.k_bar.at[stage])
+            s = _scores(arrays, config, Piece(begin + i, tile, pair, stage))
             ahead = fetch_if_any(ahead, stage)
-            mass_g[pair, begin + i] = jnp.exp2(s - lax.broadcast_in_dim(lse, shape, [1])).sum(axis=1)
+            arrays.mass_g[pair, begin + i] = jnp.exp2(s - lax.broadcast_in_dim(lse, s.shape, [1])).sum(axis=1)
             return n + 1, ahead
 
         carry = lax.fori_loop(0, count, weigh_piece, carry)
         pl.when(segment + 1 < until)(lambda: fetch_queries(segment + 1))
         return carry
 
+    pl.when(first < until)(lambda: fetch_queries(first))
+    ahead = (first, arrays.segments_g[jnp.minimum(first, arrays.segments_g.shape[0] - 1), PIECE])
+    ahead = lax.fori_loop(0, config.stages, lambda stage, ahead: fetch_if_any(ahead, stage), ahead)
     lax.fori_loop(first, until, weigh_segment, (int32(0), ahead))
+
+
+def _fetch(refs: Refs, config: Config, layer, place, stage):
+    """Asks for the keys of one piece of a segment, and gives the piece after it, perhaps of the next segment."""
+    segment, piece = place
+    tile, head, begin, count = (refs.segments_g[segment, i] for i in (TILE, HEAD, PIECE, NUM_PIECES))
+    row = (layer * 2 * config.num_kv_heads + head) * config.units_of_block
+    for i in range(config.units_of_piece):
+        unit, slots = refs.units_g[tile, piece * config.units_of_piece + i] + row, pl.ds(i * config.unit, config.unit)
+        plgpu.copy_gmem_to_smem(refs.pool_g.at[unit], refs.k_s.at[stage, slots], refs.k_bar.at[stage])
+    done = piece + 1 == begin + count
+    following = jnp.minimum(segment + 1, refs.segments_g.shape[0] - 1)
+    return jnp.where(done, segment + 1, segment), jnp.where(done, refs.segments_g[following, PIECE], piece + 1)
+
+
+def _scores(refs: Refs, config: Config, piece: Piece):
+    """Scores [64, rows] of a piece's keys in base 2, with soft cap; -inf where a query does not see a key."""
+    shape = (TILE_KV, config.rows)
+    care = refs.care_g[piece.tile, piece.number]
+
+    def scores_of(queries):
+        def product(acc_ref):
+            plgpu.wgmma(acc_ref, refs.k_s.at[piece.stage], queries.transpose((1, 0)))
+            return acc_ref[...]
+
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+    def capped(s):
+        if config.soft_cap is None:
+            return s * LOG2E
+        return jnp.tanh(s * (1 / config.soft_cap)) * (config.soft_cap * LOG2E)
+
+    def pattern_and_positions():
+        count = config.units_of_piece
+        unit_starts = [refs.starts_g[piece.tile, piece.number * count + j] for j in range(count)]
+        kv_pos = lax.broadcast_in_dim(key_positions(unit_starts, config.unit), shape, [0])
+        q_pos = lax.broadcast_in_dim(load(refs.positions_g, piece.pair), shape, [1])
+        return Pattern(*(refs.numbers_g[i] for i in range(len(Pattern._fields)))), q_pos, kv_pos
+
+    def with_sink(j, s):
+        plgpu.copy_gmem_to_smem(refs.q_sink_g.at[piece.pair, j], refs.q_sink_s, refs.sink_bar)
+        pattern, q_pos, kv_pos = pattern_and_positions()
+        here = pattern.moved(q_pos, kv_pos) & (jnp.minimum(kv_pos, config.num_sink_queries - 1) == j)
+        plgpu.barrier_wait(refs.sink_bar)
+        return jnp.where(here, scores_of(refs.q_sink_s), s)
+
+    def masked(s):
+        if config.num_sink_queries:
+            with_sinks = functools.partial(lax.fori_loop, 0, config.num_sink_queries, with_sink)
+            s = lax.cond(care & MOVED != 0, with_sinks, lambda s: s, s)
+        pattern, q_pos, kv_pos = pattern_and_positions()
+        return jnp.where(pattern.visible(q_pos, kv_pos), capped(s), -jnp.inf)
+
+    return lax.cond(care & MASK != 0, masked, capped, scores_of(refs.q_s))
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
@@ -152,7 +192,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     queries = plgpu.SMEM((tiles.rows, h), pool.dtype, transforms=layout(h, 2))
     kernel = launch(
         "hopper_mass",
-        functools.partial(_weigh, config=config),
+        functools.partial(_weigh_stretch, config=config),
         (config.num_workers,),
         out_type=jax.ShapeDtypeStruct((len(work.units) * tiles.num_kv_heads, work.care.shape[1], TILE_KV), jnp.float32),
         scratch_types=(

@@ -188,24 +188,18 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     """
     pattern = Pattern(*(refs.numbers[i] for i in range(NUM_NUMBERS - 1)))
     layer = refs.numbers[NUM_NUMBERS - 1]
-    size, per_piece = shape.size, TILE_KV // shape.size
+    size = shape.size
     q_row, q_column, q_head, q_mask = matrix_places(shape, head)
-    q_token = q_row // shape.group
-    q = plt.load(refs.q.at[tile, q_token, q_head, q_column], mask=q_mask, other=0.0)
+    q = plt.load(refs.q.at[tile, q_row // shape.group, q_head, q_column], mask=q_mask, other=0.0)
     q_pos = _positions(refs.positions, tile, shape)
     newest = refs.newest[tile]
-    slot = jnp.arange(TILE_KV, dtype=jnp.int32)
     kv_column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, TILE_KV)
     parts = shape.block_size // size
     # Units between a block's first and this head's keys, and from there to its values.
     keys = (layer * 2 * shape.num_kv_heads + head) * parts
     values = shape.num_kv_heads * parts
 
-    def places(piece):
-        """Row of the pool [rows, H] of each slot's key, without layer and head, and text position."""
-        index = jnp.minimum(piece * per_piece + slot // size, refs.units.shape[1] - 1)
-        row = plt.load(refs.units.at[tile, index]) * size + slot % size
-        return row, plt.load(refs.starts.at[tile, index]) + slot % size
+    places = functools.partial(_places, refs, shape, tile)
 
     def body(i, carry, with_sinks=False):
         acc, top, total, row, kv_pos = carry
@@ -226,17 +220,8 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
         kv_pos = _along(kv_pos, 1, shape.rows)
         if with_sinks:
             here = pattern.moved(_along(q_pos, 0, TILE_KV), kv_pos)
-
-            def move(j, scores):
-                q_sink = plt.load(refs.q_sink.at[tile, q_token, j, q_head, q_column], mask=q_mask, other=0.0)
-                mine = here & (jnp.minimum(kv_pos, shape.sink_queries - 1) == j)
-                return jnp.where(mine, _dot_t(q_sink, k), scores)
-
-            scores = lax.fori_loop(0, shape.sink_queries, move, scores)
-        if shape.soft_cap is None:
-            scores = scores * LOG2E
-        else:
-            scores = jnp.tanh(scores * (1 / shape.soft_cap)) * (shape.soft_cap * LOG2E)
+            scores = _with_sinks(refs, shape, tile, head, here, kv_pos, k, scores)
+        scores = _capped(scores, shape.soft_cap)
 
         def masked(scores):
             return jnp.where(pattern.visible(_along(q_pos, 0, TILE_KV), kv_pos), scores, -jnp.inf)
@@ -262,6 +247,34 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
         begin = jnp.clip(refs.num_moved[tile] - first_piece, 0, num_pieces)
         carry = lax.fori_loop(0, begin, functools.partial(body, with_sinks=True), carry)
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
+
+
+def _places(refs: Inputs, shape: Shape, tile, piece):
+    """Row of the pool [rows, H] of each slot's key, without layer and head, and text position."""
+    size = shape.size
+    slot = jnp.arange(TILE_KV, dtype=jnp.int32)
+    index = jnp.minimum(piece * (TILE_KV // size) + slot // size, refs.units.shape[1] - 1)
+    row = plt.load(refs.units.at[tile, index]) * size + slot % size
+    return row, plt.load(refs.starts.at[tile, index]) + slot % size
+
+
+def _with_sinks(refs: Inputs, shape: Shape, tile, head, here, kv_pos, k, scores):
+    """Scores in which the keys that are `here` repositioned sinks are scored by the queries for them."""
+    row, column, q_head, mask = matrix_places(shape, head)
+
+    def with_sink(j, scores):
+        q_sink = plt.load(refs.q_sink.at[tile, row // shape.group, j, q_head, column], mask=mask, other=0.0)
+        mine = here & (jnp.minimum(kv_pos, shape.sink_queries - 1) == j)
+        return jnp.where(mine, _dot_t(q_sink, k), scores)
+
+    return lax.fori_loop(0, shape.sink_queries, with_sink, scores)
+
+
+def _capped(scores, soft_cap: float | None):
+    """Scores with soft cap, in base 2."""
+    if soft_cap is None:
+        return scores * LOG2E
+    return jnp.tanh(scores * (1 / soft_cap)) * (soft_cap * LOG2E)
 
 
 def store_result(out_ref, lse_ref, logits_ref, pos_ref, tile, head, acc, top, total, shape: Shape):
