@@ -8,6 +8,7 @@ import math
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.contract import Call
 from pallas_kernels.hopper import interpreter
@@ -131,3 +132,12 @@ def load(ref, index) -> jax.Array:
     if jax.__version_info__ < (0, 11):  # takes the index apart
         return plgpu.load(ref, index, optimized=False)
     return plgpu.load(ref.at[index], optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def key_positions(unit_starts, size: int, columns: int = TILE_KV):
+    """Text positions [columns] of slots, from those where their units of `size` slots begin."""
+    slot = lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    positions = slot + unit_starts[0]
+    for i, start in enumerate(unit_starts[1:], 1):
+        positions = jnp.where(slot >= i * size, slot + (start - i * size), positions)
+    return positions

@@ -13,15 +13,6 @@ from pallas_kernels.work import TILE_KV
 SHAPE = (ROWS, TILE_KV)
 
 
-def key_positions(unit_starts, size: int):
-    """Text positions [64] of a piece's slots, from those where its units of `size` slots begin."""
-    slot = lax.broadcasted_iota(jnp.int32, (TILE_KV,), 0)
-    positions = slot + unit_starts[0]
-    for i, start in enumerate(unit_starts[1:], 1):
-        positions = jnp.where(slot >= i * size, slot + (start - i * size), positions)
-    return positions
-
-
 def _rows(x):
     return lax.broadcast_in_dim(x, SHAPE, [0])
 

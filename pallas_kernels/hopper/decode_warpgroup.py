@@ -8,9 +8,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import quantised as narrow
-from pallas_kernels.hopper.common import Config, load
+from pallas_kernels.hopper.common import Config, key_positions, load
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
 
@@ -108,7 +107,7 @@ class Warpgroup(NamedTuple):
     def key_positions(self, at: Place):
         count = self.config.units_of_piece
         starts = [self.refs.starts_g[at.tile, at.piece() * count + j] for j in range(count)]
-        return mask.key_positions(starts, self.config.unit)
+        return key_positions(starts, self.config.unit)
 
     def positions(self, at: Place):
         """Of the queries and of the keys of a piece."""

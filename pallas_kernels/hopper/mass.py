@@ -24,8 +24,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.contract import Call, check_options
-from pallas_kernels.hopper.common import LOG2E, Config, check_heads, int32, launch, layout, load, numbers_of
-from pallas_kernels.hopper.decode_mask import key_positions
+from pallas_kernels.hopper.common import (
+    LOG2E,
+    Config,
+    check_heads,
+    int32,
+    key_positions,
+    launch,
+    layout,
+    load,
+    numbers_of,
+)
 from pallas_kernels.hopper.schedule import Tuning, schedule
 from pallas_kernels.hopper.tiles import Tiles
 from pallas_kernels.patterns import Pattern

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,20 +15,37 @@ from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, lay
 from pallas_kernels.work import Work
 
 
-def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s, sinks_s, result_s, o_bar, sink_bar, *,
-           config: Config, depth: int):  # fmt: skip
+class Refs(NamedTuple):
+    """Arrays of the kernel, in its order: inputs, outputs, scratch; named as those of `decode_warpgroup`."""
+
+    partial_g: Any
+    partial_lse_g: Any
+    of_pair_g: Any
+    sinks_g: Any
+    out_g: Any
+    lse_g: Any
+    o_s: Any
+    l_s: Any
+    sinks_s: Any
+    result_s: Any
+    o_bar: Any
+    sink_bar: Any
+
+
+def _merge(*refs, config: Config, depth: int) -> None:
     """One (query tile, kv head) pair and part of the columns per block of threads: the pair's segments are summed,
     weighted by their log-sum-exp."""
-    width, rows, columns = config.head_dim // config.warpgroups, config.rows, config.columns
+    r = Refs(*refs)
+    width, columns = config.width, config.columns
     pair = lax.div(lax.axis_index("index"), int32(config.warpgroups))
     part = lax.rem(lax.axis_index("index"), int32(config.warpgroups))
-    first, until = of_pair_g[pair], of_pair_g[pair + 1]
+    first, until = r.of_pair_g[pair], r.of_pair_g[pair + 1]
 
     def fetch(segment, slot):
-        plgpu.copy_gmem_to_smem(partial_g.at[segment, part], o_s.at[slot, pl.ds(0, rows)], o_bar.at[slot])
-        plgpu.copy_gmem_to_smem(partial_lse_g.at[segment], l_s.at[slot], o_bar.at[slot])
+        plgpu.copy_gmem_to_smem(r.partial_g.at[segment, part], r.o_s.at[slot, pl.ds(0, config.rows)], r.o_bar.at[slot])
+        plgpu.copy_gmem_to_smem(r.partial_lse_g.at[segment], r.l_s.at[slot], r.o_bar.at[slot])
 
-    plgpu.copy_gmem_to_smem(sinks_g.at[lax.rem(pair, config.num_kv_heads)], sinks_s, sink_bar)
+    plgpu.copy_gmem_to_smem(r.sinks_g.at[lax.rem(pair, config.num_kv_heads)], r.sinks_s, r.sink_bar)
     for slot in range(depth):
 
         @pl.when(first + slot < until)
@@ -37,14 +55,14 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
     def absorb(segment, carry):
         acc, top, total = carry
         slot = lax.rem(segment - first, int32(depth))
-        plgpu.barrier_wait(o_bar.at[slot])
-        lse = l_s[slot]
+        plgpu.barrier_wait(r.o_bar.at[slot])
+        lse = r.l_s[slot]
 
         new_top = jnp.maximum(top, lse)
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         fade, weight = jnp.exp2(top - base), jnp.exp2(lse - base)
         fade_2d, weight_2d = (lax.broadcast_in_dim(x, (ROWS, columns), [0]) for x in (fade, weight))
-        acc = tuple(a * fade_2d + o_s[slot, :, pl.ds(i * columns, columns)] * weight_2d for i, a in enumerate(acc))
+        acc = tuple(a * fade_2d + r.o_s[slot, :, pl.ds(i * columns, columns)] * weight_2d for i, a in enumerate(acc))
 
         @pl.when(segment + depth < until)
         def _():
@@ -52,31 +70,37 @@ def _merge(partial_g, partial_lse_g, of_pair_g, sinks_g, out_g, lse_g, o_s, l_s,
 
         return acc, new_top, total * fade + weight
 
-    acc, top, total = lax.fori_loop(first, until, absorb, (
+    nothing = (
         (jnp.zeros((ROWS, columns), jnp.float32),) * (width // columns),
         jnp.full((ROWS,), -jnp.inf, jnp.float32),
         jnp.zeros((ROWS,), jnp.float32),
-    ))  # fmt: skip
+    )
+    _store(r, config, pair, part, *lax.fori_loop(first, until, absorb, nothing))
+
+
+def _store(r: Refs, config: Config, pair, part, acc, top, total) -> None:
+    """Stores a pair's result, normalised, and its log-sum-exp, both with the learned sink."""
+    columns = config.columns
     # A learned sink is one more logit, without a value.
-    plgpu.barrier_wait(sink_bar)
-    sink = sinks_s[...]
+    plgpu.barrier_wait(r.sink_bar)
+    sink = r.sinks_s[...]
     new_top = jnp.maximum(top, sink)
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
     fade = jnp.exp2(top - base)
     total = total * fade + jnp.exp2(sink - base)
     nothing = total == 0.0
     scale = lax.broadcast_in_dim(fade / jnp.where(nothing, 1.0, total), (ROWS, columns), [0])
-    boxes, _, box = result_s.shape
+    boxes, _, box = r.result_s.shape
     starts = [i * box for i in range(boxes)]
     for i, start in enumerate(starts):
         a = acc[start // columns] * scale
-        result_s[i] = a[:, start % columns : start % columns + box].astype(result_s.dtype)
-    l_s[0] = jnp.where(top == -jnp.inf, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
+        r.result_s[i] = a[:, start % columns : start % columns + box].astype(r.result_s.dtype)
+    r.l_s[0] = jnp.where(top == -jnp.inf, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
     plgpu.commit_smem()
     for i, start in enumerate(starts):
-        box_g = out_g.at[pair, :, pl.ds(part * width + start, box)]
-        plgpu.copy_smem_to_gmem(result_s.at[i, pl.ds(0, out_g.shape[1])], box_g)
-    pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(l_s.at[0, pl.ds(0, rows)], lse_g.at[pair]))
+        box_g = r.out_g.at[pair, :, pl.ds(part * config.width + start, box)]
+        plgpu.copy_smem_to_gmem(r.result_s.at[i, pl.ds(0, r.out_g.shape[1])], box_g)
+    pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(r.l_s.at[0, pl.ds(0, config.rows)], r.lse_g.at[pair]))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -29,8 +29,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common import LOG2E, ROWS, int32, load
-from pallas_kernels.hopper.prefill_mask import key_positions, masked_scores, scored_by
+from pallas_kernels.hopper.common import LOG2E, ROWS, int32, key_positions, load
+from pallas_kernels.hopper.prefill_mask import masked_scores, scored_by
 from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_MOVED, NEWEST, NUM_MASKED, NUM_PIECES, TILE, piece_tokens
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import unit_tokens

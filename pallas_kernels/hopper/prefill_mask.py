@@ -12,15 +12,6 @@ from jax import lax
 from pallas_kernels.patterns import FAR
 
 
-def key_positions(unit_starts, size: int, columns: int):
-    """Text positions [columns] of slots, from those where their units of `size` slots begin."""
-    slot = lax.broadcasted_iota(jnp.int32, (columns,), 0)
-    positions = slot + unit_starts[0]
-    for i, start in enumerate(unit_starts[1:], 1):
-        positions = jnp.where(slot >= i * size, slot + (start - i * size), positions)
-    return positions
-
-
 def masked_scores(s, pattern, positions):
     """Scores [R, C] with -inf where a query does not see a key, by `Pattern.visible`.
 

@@ -17,7 +17,6 @@ from ksana_jax.ops.pool import KVCache
 from pallas_kernels import kv_write_reference
 
 # Of the measured copy bandwidth, for 8k tokens.
-BAR_PART = 0.7
 
 
 def xla_flat(q, k, v, pool, slots, rope, *, layer):
