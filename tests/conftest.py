@@ -1,5 +1,6 @@
 """Settings of every test: the CPU, compiled steps kept between runs, and the same hypothesis examples each time."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -33,3 +34,22 @@ def ctrl_c():
     """Gives each test Python's own handling of Ctrl-C: a shell starts background jobs with SIGINT ignored."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def few_shapes():
+    """Engines of a module have one bucket of each kind, so at most three shapes of steps: compiling is what tests wait
+    for. `tests/engine/test_invariances.py` has all buckets."""
+    from ksana_jax.step.builder import Buckets
+
+    original = Buckets.of_engine
+
+    def coarsest(config, max_model_len):
+        buckets = original(config, max_model_len)
+        return dataclasses.replace(
+            buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buckets, "of_engine", coarsest)
+        yield

@@ -14,6 +14,8 @@ from tests.patterns import PATTERNS, WINDOW
 from tests.reference import reference_logprobs
 from tests.soak import soak_unless
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 TEXT = 6 * WINDOW
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 # float32 against float64 through two layers: about 1e-5 here; 1e-4 is the contract.

@@ -11,6 +11,8 @@ from ksana_jax.step.shared_prefix import SHARED_ROWS, find_shared_runs, split_ta
 from tests.engine.small import VOCAB, make_llm, model
 from tests.reference import reference_logprobs
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 PATTERNS = {
     "full": AttentionPattern(),
     "sliding": AttentionPattern(window=20),

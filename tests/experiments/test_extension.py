@@ -14,6 +14,7 @@ from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.experiments.tasks.base import BaseTask, Column, ResultRow, number
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

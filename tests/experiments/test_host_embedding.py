@@ -11,6 +11,8 @@ from ksana_jax.models.params import num_params
 from tests.loading.models_on_disk import write_config
 from tests.planner.models import STEP
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 # The embedding takes 256 * 32 * 4 = 32 KiB, as much as four blocks of 16 * 2 * 2 * 4 * 8 * 4 = 8 KiB.
 MODEL = ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
                     max_position=64, bos_id=1, eos_ids=(2,))  # fmt: skip

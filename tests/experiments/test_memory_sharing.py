@@ -11,6 +11,8 @@ from ksana_jax.experiments.report import report
 from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.memory_sharing import SharingSettings, make_prompts
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 ENGINE = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 32, "max_num_seqs": 8}
 SETTINGS = {"num_rows": 8, "prompt_tokens": 18, "output_tokens": 11, "num_pairs": 2}
 

@@ -9,6 +9,8 @@ from ksana_jax.experiments.report import report
 from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.prefix_cache import PrefixSettings, make_prompts
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 ENGINE = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_prefix_caching": True}
 SETTINGS = {"num_requests": 8, "prompt_tokens": 40, "output_tokens": 4, "num_pairs": 2}
 

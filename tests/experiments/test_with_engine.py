@@ -12,7 +12,7 @@ from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.perplexity import sample_positions
 
 # Texts beyond the training context are what these experiments are for.
-pytestmark = pytest.mark.filterwarnings("ignore:max_model_len")
+pytestmark = [pytest.mark.filterwarnings("ignore:max_model_len"), pytest.mark.usefixtures("few_shapes")]
 ENGINE = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 1}
 
 
