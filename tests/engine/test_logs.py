@@ -14,9 +14,9 @@ def test_loading_pool_and_compilations_are_logged_at_info_only(caplog):
     assert all(r.levelno == logging.INFO for r in caplog.records if r.name == "ksana_jax")
     loaded, pool, *compiled = messages
     assert re.fullmatch(r"loaded .*ksana-tiny from 1 file: 1,967,808 weights, 7,871,232 bytes, in \d+\.\d s", loaded)
-    mib = llm.num_blocks * llm.block_bytes / 2**20
+    kib = llm.num_blocks * llm.block_bytes / 2**10
     assert (
-        pool == f"KV pool: {llm.num_blocks} blocks of 16 tokens, {mib:.1f} MiB; room for {llm.num_blocks * 16} tokens"
+        pool == f"KV pool: {llm.num_blocks} blocks of 16 tokens, {kib:.1f} KiB; room for {llm.num_blocks * 16} tokens"
     )
     keys = [re.fullmatch(r"compiled (.*) in \d+\.\d\d s, traced in \d+\.\d\d s", message) for message in compiled]
     # What is logged is what `programs` holds, under the same names.
