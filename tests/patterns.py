@@ -16,5 +16,5 @@ PATTERNS = {
     "LM-Infinite, high ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=30),
     "LM-Infinite, low ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=5),
 }
-# Sinks that are seen from elsewhere, at most.
+# Repositioned sinks, at most.
 MAX_ROTATED_SINKS = max(p.num_rotated_sinks for p in PATTERNS.values())

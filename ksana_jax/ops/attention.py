@@ -22,12 +22,12 @@ GROUP_QUERIES = 2
 CACHE, CEILING = SINK_POSITIONS.index("cache"), SINK_POSITIONS.index("ceiling")
 
 
-class Where(NamedTuple):
-    """Where attention takes place.
+class AttentionContext(NamedTuple):
+    """What attention in one layer reads besides q, k and v: tables, positions, pattern, rope, caps and sinks.
 
     layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
     of singles share leading blocks, a single sees those of its group's table and of its own. pattern: which text
-    positions a query sees, this layer's numbers. num_rotated_sinks: most sinks that are seen from elsewhere. soft_cap:
+    positions a query sees, this layer's numbers. num_rotated_sinks: maximum number of repositioned sinks. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's
     denominator.
     """
@@ -43,14 +43,17 @@ class Where(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A step's queries [T, N, H], scaled: rotated at their own positions, and as sinks that are seen from elsewhere
-    want them, in whatever form an implementation reads (None where there are no such sinks)."""
+    """A step's queries, scaled and rotated.
 
-    here: jax.Array
-    for_sinks: jax.Array | None
+    q: [T, N, H], rotated at their own positions. q_sink: rotated as repositioned sinks want them, in whatever form an
+      implementation reads; None where no sinks are repositioned.
+    """
+
+    q: jax.Array
+    q_sink: jax.Array | None
 
 
-def write(q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
+def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: float) -> tuple[Queries, KVCache]:
     """Rotates q [T, N, H] and k [T, K, H], stores k and v [T, K, H] at the batch's slots.
 
     Args:
@@ -59,16 +62,16 @@ def write(q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[
     Returns:
       The queries, those for sinks [T, N, H] rotated at `sink_query_positions`; and the cache.
     """
-    rope = where.rope
-    cache = cache.write(where.layer, where.batch.slots, rope.rotate(k, angles), v)
+    rope = context.rope
+    cache = cache.write(context.layer, context.batch.slots, rope.rotate(k, angles), v)
     q = q * scale
-    for_sinks = None
-    if where.num_rotated_sinks:
-        for_sinks = rope.rotate(q, rope.angles(sink_query_positions(where.pattern, where.batch.positions)))
-    return Queries(rope.rotate(q, angles), for_sinks), cache
+    q_sink = None
+    if context.num_rotated_sinks:
+        q_sink = rope.rotate(q, rope.angles(sink_query_positions(context.pattern, context.batch.positions)))
+    return Queries(rope.rotate(q, angles), q_sink), cache
 
 
-def ragged_paged_attention(queries: Queries, cache: KVCache, where: Where, plan: None = None) -> jax.Array:
+def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionContext, plan: None = None) -> jax.Array:
     """Attends each packed token to the cached slots of its own row. XLA reference.
 
     Args:
@@ -83,25 +86,24 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, where: Where, plan:
     (arXiv:2309.17453, section 3.2) and LM-Infinite (arXiv:2308.16137, section 4): keys stay rotated where they are
     and the query is rotated a second time, so that blocks never change.
     """
-    batch, shape = where.batch, where.shape
+    batch, shape = context.batch, context.shape
     q, q_sink = queries
-    sink_width = -(-where.num_rotated_sinks // cache.block_size)
+    sink_width = -(-context.num_rotated_sinks // cache.block_size)
     parts = []
     for part, tokens, tiles in shape.places():
-        tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in (q, q_sink, batch.positions)]
-        seen = _attend_tiles(
-            tiled[0], tiled[1], tiled[2], cache, where, batch.block_tables[tiles], batch.block_starts[tiles], sink_width
-        )
+        tiled = (None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in (q, q_sink, batch.positions))
+        tables, starts = batch.block_tables[tiles], batch.block_starts[tiles]
+        seen = _attend_tiles(*tiled, cache, context, tables, starts, sink_width)
         if shape.shared_rows and not parts:
-            seen = merge(seen, _attend_shared(q[tokens], cache, where))
-        if where.sink_logits is not None:
-            sinks = jnp.broadcast_to(where.sink_logits.astype(jnp.float32), seen.top.shape)
-            seen = merge(seen, Seen(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
+            seen = merge(seen, _attend_shared(q[tokens], cache, context))
+        if context.sink_logits is not None:
+            sinks = jnp.broadcast_to(context.sink_logits.astype(jnp.float32), seen.top.shape)
+            seen = merge(seen, PartialAttention(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
         parts.append(normalised(seen))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-class Seen(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention of queries [T] to some of their keys, in float32, to be merged with that to others.
 
     top: [T, N] largest score, -inf where a query saw none. total: [T, N] sum of exp(score - top). out: [T, N, H] values
@@ -113,22 +115,24 @@ class Seen(NamedTuple):
     out: jax.Array
 
 
-def merge(a: Seen, b: Seen) -> Seen:
+def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Attention of the same queries to the keys of both. Source: online softmax, arXiv:1805.02867, section 3."""
     top = jnp.maximum(a.top, b.top)
     base = jnp.where(jnp.isfinite(top), top, 0.0)  # exp(-inf - 0) is 0 for queries that have seen nothing yet
     fade_a, fade_b = jnp.exp(a.top - base), jnp.exp(b.top - base)
-    return Seen(top, a.total * fade_a + b.total * fade_b, a.out * fade_a[..., None] + b.out * fade_b[..., None])
+    return PartialAttention(
+        top, a.total * fade_a + b.total * fade_b, a.out * fade_a[..., None] + b.out * fade_b[..., None]
+    )
 
 
-def normalised(seen: Seen) -> jax.Array:
+def normalised(seen: PartialAttention) -> jax.Array:
     """Softmax-weighted values [T, N, H]; zeros for queries that saw nothing."""
     return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
 
 
-def _attend_shared(q_TNH, cache: KVCache, where: Where) -> Seen:
+def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
     """Attention of single tokens to the blocks that their groups share: a group is a tile of queries with one table."""
-    batch, shape = where.batch, where.shape
+    batch, shape = context.batch, context.shape
     rows, groups, count = shape.shared_rows, shape.num_groups, shape.parts[0].count
 
     def tiled(x, fill):
@@ -137,18 +141,20 @@ def _attend_shared(q_TNH, cache: KVCache, where: Where) -> Seen:
 
     positions = tiled(batch.positions[:count], -1)
     tables, starts = batch.shared_tables, batch.shared_starts
-    seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, where, tables, starts, 0)
-    return Seen(*(x[:count] for x in seen))
+    seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, context, tables, starts, 0)
+    return PartialAttention(*(x[:count] for x in seen))
 
 
-def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Where, tables_SP, starts_SP, sink_width):
-    """Attention of tiles of Q tokens, in small groups of tiles whose tables are alike in length: Seen of S*Q tokens."""
+def _attend_tiles(
+    q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, context: AttentionContext, tables_SP, starts_SP, sink_width
+) -> PartialAttention:
+    """Attention of tiles of Q tokens, in small groups of tiles whose tables are alike in length; of S*Q tokens."""
     s, width = positions_SQ.shape
     group = max(GROUP_QUERIES // width, 1)
 
     def attend(tiles):
         q, q_sink, positions, tables, starts = tiles
-        return _attend_group(q, q_sink, positions, cache, where, tables, starts, sink_width)
+        return _attend_group(q, q_sink, positions, cache, context, tables, starts, sink_width)
 
     tiles = (q_SQNH, q_sink_SQNH, positions_SQ, tables_SP, starts_SP)
     if s <= group:
@@ -168,18 +174,20 @@ def _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Wher
     def in_order(x):
         return x.reshape(-1, width, *x.shape[2:])[back].reshape(s * width, *x.shape[2:])
 
-    return Seen(*(in_order(x) for x in seen))
+    return PartialAttention(*(in_order(x) for x in seen))
 
 
-def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Where, tables_SP, starts_SP, sink_width):
-    """Attention of tiles of Q tokens, a piece of their block tables at a time, with an online softmax: Seen of S*Q.
+def _attend_group(
+    q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, context: AttentionContext, tables_SP, starts_SP, sink_width
+) -> PartialAttention:
+    """Attention of tiles of Q tokens, a piece of their block tables at a time, with an online softmax; of S*Q tokens.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
     width P that the step was compiled for.
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
-    pattern, rope, layer = where.pattern, where.rope, where.layer
+    pattern, rope, layer = context.pattern, context.rope, context.layer
     s, width, n, h = q_SQNH.shape
     kv_heads, block_size = cache.kv.shape[3], cache.block_size
     piece = max(PIECE_TOKENS // block_size, 1)
@@ -195,7 +203,7 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Wher
     def absorb(state, queries, k, v, kv_pos_SC, chosen_SQC):
         # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
         v = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v, 0)
-        return _absorb(state, queries, k, v, jnp.tile(chosen_SQC, (1, n // kv_heads, 1)), where.soft_cap)
+        return _absorb(state, queries, k, v, jnp.tile(chosen_SQC, (1, n // kv_heads, 1)), context.soft_cap)
 
     def chosen(kv_pos_SC):
         return _chosen(pattern, positions_SQ, kv_pos_SC, sink_width > 0)
@@ -230,7 +238,7 @@ def _attend_group(q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, where: Wher
         x = x.reshape(s, kv_heads, n // kv_heads, width, *x.shape[3:])
         return jnp.moveaxis(x, 3, 1).reshape(s * width, n, *x.shape[4:])
 
-    return Seen(*(by_token(x) for x in state))
+    return PartialAttention(*(by_token(x) for x in state))
 
 
 def _absorb(state, q_SKQH, k_SKCH, v_SKCH, chosen_SQC, soft_cap: float | None):
@@ -248,22 +256,22 @@ def _absorb(state, q_SKQH, k_SKCH, v_SKCH, chosen_SQC, soft_cap: float | None):
 
 
 def _chosen(pattern: PatternArrays, positions_SQ, kv_pos_SC, moves_sinks: bool):
-    """Which keys are seen from the query's own position, and which sinks from elsewhere: [S, Q, C] each."""
+    """Which keys are seen from the query's own position, and which are repositioned sinks: [S, Q, C] each."""
     q_pos, kv_pos = positions_SQ[:, :, None], kv_pos_SC[:, None, :]
     seen = pattern.visible(q_pos, kv_pos)
     if not moves_sinks:
         return seen, None
-    moved = sinks_seen_from_elsewhere(pattern, q_pos - kv_pos, kv_pos)
+    moved = repositioned_sinks(pattern, q_pos - kv_pos, kv_pos)
     return seen & ~moved, seen & moved
 
 
 def sink_query_positions(pattern: PatternArrays, positions: jax.Array) -> jax.Array:
-    """Where queries at positions [...] stand when they look at sinks that are seen from elsewhere."""
+    """Where queries at positions [...] stand when they look at repositioned sinks."""
     in_cache = jnp.minimum(positions, pattern.num_sinks + pattern.window - 1)
     return jnp.where(pattern.sink_position == CEILING, pattern.sink_ceiling, in_cache)
 
 
-def sinks_seen_from_elsewhere(pattern: PatternArrays, distance: jax.Array, kv_pos: jax.Array) -> jax.Array:
+def repositioned_sinks(pattern: PatternArrays, distance: jax.Array, kv_pos: jax.Array) -> jax.Array:
     """Which keys are sinks that the query does not see from its own position: boolean, shapes broadcast."""
     beyond = (distance >= pattern.window) & (distance > pattern.sink_ceiling)
     moved = (pattern.sink_position == CACHE) | ((pattern.sink_position == CEILING) & beyond)

@@ -10,14 +10,14 @@ import jax
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops.attention import ragged_paged_attention, write
-from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.requirements import Requirements
 
 
 class Implementation(NamedTuple):
     """One that keeps the contracts of `attention.write` and `attention.ragged_paged_attention`.
 
-    plan: (where, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None
+    plan: (context, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None
       where there is nothing to share.
     missing: why it cannot serve some needs, or None.
     """
@@ -26,10 +26,10 @@ class Implementation(NamedTuple):
     write: Callable[..., tuple[Any, KVCache]]
     attend: Callable[..., jax.Array]
     plan: Callable[..., Any] | None
-    missing: Callable[[Needs], str | None]
+    missing: Callable[[Requirements], str | None]
 
 
-def _hopper_lacks(needs: Needs) -> str | None:
+def _hopper_lacks(needs: Requirements) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
     from ksana_jax.ops import kernels
@@ -37,7 +37,7 @@ def _hopper_lacks(needs: Needs) -> str | None:
     return kernels.lacks(kernels.HOPPER, needs)
 
 
-def _triton_lacks(needs: Needs) -> str | None:
+def _triton_lacks(needs: Requirements) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
     from ksana_jax.ops import kernels
@@ -45,7 +45,7 @@ def _triton_lacks(needs: Needs) -> str | None:
     return kernels.lacks(kernels.TRITON, needs)
 
 
-def _device(needs: Needs) -> str:
+def _device(needs: Requirements) -> str:
     found = needs.compute_capability
     return f"this is {needs.platform}" + ("" if found is None else f" {found[0]}.{found[1]}")
 
@@ -70,7 +70,7 @@ IMPLEMENTATIONS = (
 )
 
 
-def choose(needs: Needs, name: str = "auto") -> Implementation:
+def choose(needs: Requirements, name: str = "auto") -> Implementation:
     """The first implementation that serves some needs, or the one of a name.
 
     Raises:
@@ -87,7 +87,7 @@ def choose(needs: Needs, name: str = "auto") -> Implementation:
     raise ValueError(f"attention_implementation is {name!r}, must be auto or one of {names}")
 
 
-def explain(needs: Needs | None = None) -> list[tuple[str, bool, str]]:
+def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
     """For each implementation of paged attention: its name, whether it is the one used, and why (not).
 
     Args:
@@ -96,7 +96,7 @@ def explain(needs: Needs | None = None) -> list[tuple[str, bool, str]]:
     if needs is None:
         llama = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
         layout = KVLayout.of(llama, dtype="bf16", block_size=64, platform=jax.devices()[0].platform)
-        needs = Needs.of(llama, layout)
+        needs = Requirements.of(llama, layout)
     chosen = choose(needs)
     rows = []
     for i in IMPLEMENTATIONS:

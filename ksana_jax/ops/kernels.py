@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.ops.attention import CEILING, Queries, Seen, Where, merge, normalised, write
-from ksana_jax.ops.needs import Needs
+from ksana_jax.ops.attention import CEILING, AttentionContext, PartialAttention, Queries, merge, normalised, write
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
 from pallas_kernels import contract
@@ -44,7 +44,7 @@ class Kernels(NamedTuple):
     prefill: Kernel | None = None
     kv_write: Callable[..., Any] | None = None
 
-    def serving(self, call: Call, where: Where, cache: KVCache, num_heads: int) -> Kernel:
+    def serving(self, call: Call, context: AttentionContext, cache: KVCache, num_heads: int) -> Kernel:
         """The kernel for one call."""
         if call.tile == 1:
             return self.decode
@@ -52,52 +52,56 @@ class Kernels(NamedTuple):
         if self.prefill is None or call.shared or call.tile * num_heads < PREFILL_ROWS * cache.kv.shape[3]:
             return self.ragged
         *_, num_kv_heads, block_size, head_dim = cache.kv.shape
-        needs = num_heads, num_kv_heads, head_dim, block_size, cache.kv.dtype, where.num_rotated_sinks
-        needs += where.soft_cap is not None, where.sink_logits is not None
+        needs = num_heads, num_kv_heads, head_dim, block_size, cache.kv.dtype, context.num_rotated_sinks
+        needs += context.soft_cap is not None, context.sink_logits is not None
         return self.ragged if _unsupported(self.prefill, call.tile, *needs) else self.prefill
 
-    def plan(self, where: Where, cache: KVCache, num_heads: int):
+    def plan(self, context: AttentionContext, cache: KVCache, num_heads: int):
         """What layers with one pattern share in a step: one for each call of a kernel."""
-        pattern, found = kernel_pattern(where.pattern), []
-        num_sinks = where.num_rotated_sinks
-        for call in calls(where.batch, where.shape):
+        pattern, found = kernel_pattern(context.pattern), []
+        num_sinks = context.num_rotated_sinks
+        for call in calls(context.batch, context.shape):
             tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
             q = jax.ShapeDtypeStruct((*tiles, *shape), cache.kv.dtype)
             q_sink = jax.ShapeDtypeStruct((*tiles, num_sinks, *shape), cache.kv.dtype)
-            asked = _call(call, where.layer, pattern, cache, q, q_sink if num_sinks and not call.shared else None)
-            found.append(self.serving(call, where, cache, num_heads).work(asked))
+            asked = _call(call, context.layer, pattern, cache, q, q_sink if num_sinks and not call.shared else None)
+            found.append(self.serving(call, context, cache, num_heads).work(asked))
         return tuple(found)
 
-    def write(self, q, k, v, cache: KVCache, where: Where, angles, scale: float) -> tuple[Queries, KVCache]:
+    def write(
+        self, q, k, v, cache: KVCache, context: AttentionContext, angles, scale: float
+    ) -> tuple[Queries, KVCache]:
         """As `attention.write`, with queries for sinks [T, J, N, H], one for each of the J rotated sinks."""
-        rope, sink_angles = where.rope, None
-        if where.num_rotated_sinks:
-            sink_angles = rope.angles(second_positions(where))
+        rope, sink_angles = context.rope, None
+        if context.num_rotated_sinks:
+            sink_angles = rope.angles(second_positions(context))
         if self.kv_write is None:
-            queries, cache = write(q, k, v, cache, where._replace(num_rotated_sinks=0), angles, scale)
+            queries, cache = write(q, k, v, cache, context._replace(num_rotated_sinks=0), angles, scale)
             if sink_angles is not None:
-                again = jnp.broadcast_to((q * scale)[:, None], (q.shape[0], where.num_rotated_sinks, *q.shape[1:]))
-                queries = queries._replace(for_sinks=rope.rotate(again, sink_angles))
+                again = jnp.broadcast_to((q * scale)[:, None], (q.shape[0], context.num_rotated_sinks, *q.shape[1:]))
+                queries = queries._replace(q_sink=rope.rotate(again, sink_angles))
             return queries, cache
         tables, sink_tables = (
             None if pair is None else tuple(x * rope.scale for x in pair) for pair in (angles, sink_angles)
         )
         written = self.kv_write(
-            q, k, v, cache.kv, where.batch.slots, tables, layer=jnp.int32(where.layer), q_scale=scale,
+            q, k, v, cache.kv, context.batch.slots, tables, layer=jnp.int32(context.layer), q_scale=scale,
             sink_rope=sink_tables,
         )  # fmt: skip
         return Queries(written.q, written.q_sink), cache.with_kv(written.pool)
 
-    def attend(self, queries: Queries, cache: KVCache, where: Where, plan: tuple[Any, ...] | None) -> jax.Array:
+    def attend(
+        self, queries: Queries, cache: KVCache, context: AttentionContext, plan: tuple[Any, ...] | None
+    ) -> jax.Array:
         """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16; gives the dtype of queries."""
-        found, dtype = [], queries.here.dtype
-        pattern, merges = kernel_pattern(where.pattern), where.shape.shared_rows > 0
-        for i, call in enumerate(calls(where.batch, where.shape)):
-            kernel = self.serving(call, where, cache, queries.here.shape[1])
-            q_sink = None if queries.for_sinks is None or call.shared else call.take(queries.for_sinks, 0)
-            asked = _call(call, where.layer, pattern, cache, call.take(queries.here, 0), q_sink)
+        found, dtype = [], queries.q.dtype
+        pattern, merges = kernel_pattern(context.pattern), context.shape.shared_rows > 0
+        for i, call in enumerate(calls(context.batch, context.shape)):
+            kernel = self.serving(call, context, cache, queries.q.shape[1])
+            q_sink = None if queries.q_sink is None or call.shared else call.take(queries.q_sink, 0)
+            asked = _call(call, context.layer, pattern, cache, call.take(queries.q, 0), q_sink)
             asked = asked.replace(
-                soft_cap=where.soft_cap, sinks=None if call.shared else where.sink_logits, return_lse=merges,
+                soft_cap=context.soft_cap, sinks=None if call.shared else context.sink_logits, return_lse=merges,
                 out_dtype=jnp.float32 if merges else dtype,
             )  # fmt: skip
             found.append(jax.tree.map(call.give, kernel(asked, None if plan is None else plan[i])))
@@ -170,25 +174,25 @@ def _unread(pattern_fields: tuple[str, ...]) -> str | None:
     return f"attention patterns have {', '.join(unread)}, which the kernels do not read" if unread else None
 
 
-def second_positions(where: Where) -> jax.Array:
-    """Where queries stand when they look at sinks that are seen from elsewhere: [T, J].
+def second_positions(context: AttentionContext) -> jax.Array:
+    """Where queries stand when they look at repositioned sinks: [T, J].
 
     StreamingLLM's are all the same; LM-Infinite's stand at `sink_ceiling` from each sink: query j is for the sink at j,
     whose key stays rotated where it is.
     """
-    pattern = where.pattern
-    in_cache = jnp.minimum(where.batch.positions, pattern.num_sinks + pattern.window - 1)[:, None]
-    at_ceiling = pattern.sink_ceiling + jnp.arange(where.num_rotated_sinks)
+    pattern = context.pattern
+    in_cache = jnp.minimum(context.batch.positions, pattern.num_sinks + pattern.window - 1)[:, None]
+    at_ceiling = pattern.sink_ceiling + jnp.arange(context.num_rotated_sinks)
     return jnp.where(pattern.sink_position == CEILING, at_ceiling, in_cache)
 
 
-def _seen(result: contract.Result) -> Seen:
+def _seen(result: contract.Result) -> PartialAttention:
     """A kernel's result as one of several that are merged: its log-sum-exp is the weight of all of it."""
     assert result.lse is not None
-    return Seen(result.lse, jnp.isfinite(result.lse).astype(jnp.float32), result.out)
+    return PartialAttention(result.lse, jnp.isfinite(result.lse).astype(jnp.float32), result.out)
 
 
-def lacks(kernels: Kernels, needs: Needs) -> str | None:
+def lacks(kernels: Kernels, needs: Requirements) -> str | None:
     """What kernels lack of some needs, in their own words, or None."""
     if reason := _unread(needs.pattern_fields):
         return reason
@@ -216,7 +220,7 @@ def _unsupported(
     return kernel.unsupported(contract.Call(q, pool, table, table, ints((1, tile)), options=options))
 
 
-def _write_lacks(kv_write, needs: Needs) -> str | None:
+def _write_lacks(kv_write, needs: Requirements) -> str | None:
     array = jax.ShapeDtypeStruct
     pool = array((2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim), needs.dtype)
     q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))

@@ -10,7 +10,7 @@ import jax
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
-from ksana_jax.ops.attention import Where
+from ksana_jax.ops.attention import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import PatternArrays
@@ -49,13 +49,13 @@ def paged_attend(
     def attend(layer: int, q, k, v, cache: KVCache):
         spec, rope = config.layers[layer].attention, ropes[layer]
         group, at = places[layer]
-        where = Where(
+        context = AttentionContext(
             at, groups[group], shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
         )
         if implementation.plan and alike[layer] not in plans:
-            plans[alike[layer]] = implementation.plan(where, cache, spec.num_heads)
-        queries, cache = implementation.write(q, k, v, cache, where, angles[id(rope)], spec.scale)
-        out = implementation.attend(queries, cache, where, plans.get(alike[layer]))
+            plans[alike[layer]] = implementation.plan(context, cache, spec.num_heads)
+        queries, cache = implementation.write(q, k, v, cache, context, angles[id(rope)], spec.scale)
+        out = implementation.attend(queries, cache, context, plans.get(alike[layer]))
         return out.astype(q.dtype), cache
 
     return attend

@@ -19,9 +19,9 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import forward, logits
 from ksana_jax.ops.implementations import choose
-from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache, make_cache
+from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, PatternArrays, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
@@ -74,7 +74,7 @@ class Runner:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
       layout, num_blocks: of the pool.
       max_model_len: longest text; some kinds of rope depend on it.
-      max_rotated_sinks: most sinks that are seen from elsewhere (`AttentionPattern.sink_position`).
+      max_rotated_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       attention: name of an implementation of paged attention; "auto" takes the first that serves.
@@ -105,7 +105,7 @@ class Runner:
         self.embeds_on_host = embedding_device == "host"
         device = device or jax.devices()[0]
         self.platform = device.platform
-        needs = Needs.of(config, layout, num_rotated_sinks=max_rotated_sinks, device=device)
+        needs = Requirements.of(config, layout, num_rotated_sinks=max_rotated_sinks, device=device)
         self.implementation = choose(needs, attention)
         self.num_rotated_sinks = max_rotated_sinks
         self.ropes = layer_ropes(config, max_model_len)
@@ -137,7 +137,7 @@ class Runner:
         """Checks that steps can serve some patterns.
 
         Raises:
-          ValueError: more sinks are seen from elsewhere than the compiled step has room for.
+          ValueError: more sinks are repositioned than the compiled step has room for.
         """
         room = self.num_rotated_sinks
         for p in patterns:

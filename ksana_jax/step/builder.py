@@ -173,7 +173,7 @@ class BatchBuilder:
 
     Args:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
-      sink_width: leading entries of a block table that are never shared: they can hold sinks seen from elsewhere.
+      sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
     """
 

@@ -130,7 +130,7 @@ class StepArrays(NamedTuple):
     sampled: [J] indices in [0, T) of the tokens whose logits are wanted; 0 where padded.
     shared_tables, shared_starts: [Gk, C, P] blocks that all of tokens g * shared_rows and following see, in addition to
       their own tables and before them in the text; None where shape.shared_rows is 0. Attention over them runs once for
-      the group. They hold no sinks that are seen from elsewhere.
+      the group. They hold no repositioned sinks.
     """
 
     tokens: Array

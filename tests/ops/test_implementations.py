@@ -13,11 +13,11 @@ from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
-from ksana_jax.ops.attention import Where, ragged_paged_attention, write
+from ksana_jax.ops.attention import AttentionContext, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, calls, lacks
-from ksana_jax.ops.needs import Needs
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import Part, StepArrays, StepShape
 from pallas_kernels.contract import Kernel, Result, check_options
@@ -27,7 +27,7 @@ from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpg
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.soak import soak_unless
 
-H200 = Needs("gpu", (9, 0), "bfloat16", 32, 8, 128, 64)
+H200 = Requirements("gpu", (9, 0), "bfloat16", 32, 8, 128, 64)
 B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
 FEW = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
@@ -40,14 +40,14 @@ def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
     assert choose(H200._replace(compute_capability=(8, 0))).name == "triton"
     for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": "float32"}, {"compute_capability": (7, 0)}):
         assert choose(H200._replace(**other)).name == "xla", other
-    assert choose(Needs("cpu", None, "uint16", 4, 2, 64, 16)).name == "xla"
+    assert choose(Requirements("cpu", None, "uint16", 4, 2, 64, 16)).name == "xla"
 
 
 def test_what_an_implementation_lacks_is_said():
     reasons = {name: (used, why) for name, used, why in explain(H200._replace(block_size=8))}
     assert reasons["xla"] == (True, "preferred here")
     assert not reasons["hopper"][0] and "blocks of 8 tokens" in reasons["hopper"][1]
-    reasons = {name: why for name, _, why in explain(Needs("cpu", None, "uint16", 4, 2, 64, 16))}
+    reasons = {name: why for name, _, why in explain(Requirements("cpu", None, "uint16", 4, 2, 64, 16))}
     assert reasons["hopper"] == "needs an NVIDIA GPU of compute capability 9.0, this is cpu"
 
 
@@ -71,7 +71,7 @@ def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
     # Kernels of this project have both.
     assert choose(H200._replace(soft_cap=True, sinks=True)).name == "hopper"
     capped = ModelConfig(soft_cap=50.0, sinks=True)
-    needs = Needs.of(capped, KVLayout.of(capped, dtype="bf16", block_size=32, platform="cpu"))
+    needs = Requirements.of(capped, KVLayout.of(capped, dtype="bf16", block_size=32, platform="cpu"))
     assert needs.soft_cap and needs.sinks and choose(needs).name == "xla"
 
 
@@ -130,18 +130,18 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
     q, cache, batch, shape = make_step(len(name), shared, tile)
     rotated = 0 if pattern.sink_position == "absolute" else MAX_ROTATED_SINKS
     numbers = jax.tree.map(jnp.asarray, pattern.arrays())
-    where = Where(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
+    context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
     if name in ("sliding", "global"):  # also what a model may ask for beyond its patterns
-        where = where._replace(soft_cap=1.5, sink_logits=jnp.linspace(-1.0, 2.0, N))
-    angles = where.rope.angles(batch.positions)
+        context = context._replace(soft_cap=1.5, sink_logits=jnp.linspace(-1.0, 2.0, N))
+    angles = context.rope.angles(batch.positions)
     exact = cache.with_kv(cache.kv.astype(jnp.float32))
     nothing = jnp.zeros((len(q), K, H), q.dtype)  # no slot is in the pool
-    queries, exact = write(q, nothing, nothing, exact, where, angles, 1.0)
-    expected = np.asarray(ragged_paged_attention(queries, exact, where))
+    queries, exact = write(q, nothing, nothing, exact, context, angles, 1.0)
+    expected = np.asarray(ragged_paged_attention(queries, exact, context))
     with interpreting():
-        plan = kernels.plan(where, cache, N) if kernels.decode.schedule else None
-        queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, where, angles, 1.0))(cache)
-        got = np.asarray(kernels.attend(queries, cache, where, plan))
+        plan = kernels.plan(context, cache, N) if kernels.decode.schedule else None
+        queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, context, angles, 1.0))(cache)
+        got = np.asarray(kernels.attend(queries, cache, context, plan))
     assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
     largest = np.nanmax(np.abs(np.asarray(exact.kv[:, 1, 1])))
@@ -160,9 +160,9 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
     def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER) -> list[str]:
         _, _, batch, shape = make_step(0, shared=True, tile=tile)
         cache = KVCache({"kv": jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)})
-        where = Where(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
+        context = AttentionContext(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
         names = {kernels.decode: "decode", kernels.ragged: "ragged", kernels.prefill: "prefill", FEW: "few"}
-        return [names[kernels.serving(call, where, cache, N)] for call in calls(batch, shape)]
+        return [names[kernels.serving(call, context, cache, N)] for call in calls(batch, shape)]
 
     # Singles, tiles, what singles share: 64 queries of a group of 2 are 128 rows.
     assert served(64) == served(64, head_dim=256) == ["few", "prefill", "few"]
@@ -177,14 +177,14 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
     positions = jnp.array([40, 3, -1])
     batch = StepArrays(None, positions, jnp.array([17, 63, 4 * B]), None, None, None)
     pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
-    where = Where(1, batch, StepShape((Part(3, 1),), 1, 3), pattern, make_rope(RopeConfig(), H), 2)
-    angles = where.rope.angles(positions)
-    expected, expected_pool = write(q, k, v, pool, where, angles, 0.125)
+    context = AttentionContext(1, batch, StepShape((Part(3, 1),), 1, 3), pattern, make_rope(RopeConfig(), H), 2)
+    angles = context.rope.angles(positions)
+    expected, expected_pool = write(q, k, v, pool, context, angles, 0.125)
     with interpreting():
-        fused = jax.jit(lambda q, k, v, pool: HOPPER.write(q, k, v, pool, where, angles, 0.125))
+        fused = jax.jit(lambda q, k, v, pool: HOPPER.write(q, k, v, pool, context, angles, 0.125))
         got, got_pool = fused(q, k, v, pool)
     # The kernel rounds once, the reference before the rotation too: a unit in the last place of bfloat16.
-    for a, b in ((got.here[:2], expected.here[:2]), (got.for_sinks[:2, 1], expected.for_sinks[:2]),
+    for a, b in ((got.q[:2], expected.q[:2]), (got.q_sink[:2, 1], expected.q_sink[:2]),
                  (got_pool.kv, expected_pool.kv)):  # fmt: skip
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=2**-7)
     untouched = np.ones(got_pool.kv.shape, bool)
@@ -194,7 +194,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
 
 def test_the_needs_of_a_model_are_those_of_this_device():
     config = ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64)
-    needs = Needs.of(config, KVLayout.of(config, dtype="bf16", block_size=32, platform="cpu"))
+    needs = Requirements.of(config, KVLayout.of(config, dtype="bf16", block_size=32, platform="cpu"))
     assert needs.platform == jax.default_backend() and needs.block_size == 32 and needs.num_kv_heads == 4
 
 

@@ -18,7 +18,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops import implementations
 from ksana_jax.ops.implementations import choose, explain
 from ksana_jax.ops.kernels import HOPPER, TRITON, kernel_pattern
-from ksana_jax.ops.needs import Needs
+from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FAR, PatternArrays
 from ksana_jax.runner.runner import Runner
 from tests import reference
@@ -65,8 +65,8 @@ def gpu(compute_capability: str):
     return types.SimpleNamespace(platform="gpu", compute_capability=compute_capability)
 
 
-def needs_on(compute_capability: str) -> Needs:
-    return Needs.of(LLAMA, LAYOUT, device=gpu(compute_capability))
+def needs_on(compute_capability: str) -> Requirements:
+    return Requirements.of(LLAMA, LAYOUT, device=gpu(compute_capability))
 
 
 @pytest.mark.parametrize("capability", ["9.0", "8.0"])

@@ -23,14 +23,14 @@ def run(context: Context) -> None:
     from ksana_jax.config import ModelConfig
     from ksana_jax.kv.layout import KVLayout
     from ksana_jax.ops.implementations import IMPLEMENTATIONS, explain
-    from ksana_jax.ops.needs import Needs
+    from ksana_jax.ops.requirements import Requirements
 
     for name, used, why in explain():
         context.record("fact", name="implementation", who=name, used=used, why=why)
         context.say(f"{name}: {'used' if used else 'not used'}: {why}")
     typical = ModelConfig(num_heads=16, num_kv_heads=4, head_dim=128)
     size, platform = _settings(context)["block_size"], jax.devices()[0].platform
-    needs = Needs.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, platform=platform))
+    needs = Requirements.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, platform=platform))
     able = [i for i in IMPLEMENTATIONS if i.missing(needs) is None]
     reference = next(i for i in able if i.name == "xla")
     for label, make in (("ksana-tiny", _tiny), ("random Llama, 4 layers, head dim 128", _random)):

@@ -11,12 +11,12 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 
 
-class Needs(NamedTuple):
+class Requirements(NamedTuple):
     """Hardware, shapes and patterns that an implementation must support.
 
     platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
     dtype: NumPy's name of the type in which keys and values are stored.
-    num_rotated_sinks: most sinks that are seen from elsewhere.
+    num_rotated_sinks: maximum number of repositioned sinks.
     soft_cap: whether scores are capped. sinks: whether heads have learned sink logits.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than was asked for.
@@ -35,7 +35,9 @@ class Needs(NamedTuple):
     sinks: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: KVLayout, *, num_rotated_sinks: int = 0, device: Any = None) -> Needs:
+    def of(
+        cls, config: ModelConfig, layout: KVLayout, *, num_rotated_sinks: int = 0, device: Any = None
+    ) -> Requirements:
         """Those of a model and its pool on a device, by default jax's first one."""
         device = device or jax.devices()[0]
         found = getattr(device, "compute_capability", None)
