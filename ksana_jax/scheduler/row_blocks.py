@@ -59,9 +59,10 @@ class RowBlocks:
         steps = np.arange(count, dtype=np.int32)
         starts = r.allocated_until[rows][:, None] + size * steps
         for group, num_blocks in enumerate(r.num_blocks):
-            at = rows[:, None], num_blocks[rows][:, None] + steps
+            held = num_blocks[rows]
+            at = rows[:, None], held[:, None] + steps
             r.block_tables[group][at], r.block_starts[group][at] = ids[group], starts
-            num_blocks[rows] += count
+            num_blocks[rows] = held + count
         r.allocated_until[rows] += size * count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:

@@ -163,6 +163,11 @@ def _padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarr
     return out
 
 
+def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
+    """Returns tables[:, rows, :width]; whole rows are taken in half the time of an index."""
+    return tables.take(rows, axis=1) if width == tables.shape[2] else tables[:, rows, :width]
+
+
 def _at_least(sizes: tuple[int, ...], count: int) -> int:
     return sizes[bisect.bisect_left(sizes, count)]
 
@@ -197,12 +202,12 @@ class BatchBuilder:
         if shared is not None:
             shape, arrays, ends = shared
         else:
-            width = int(rows.num_blocks[:, batch.rows].max())
+            width = int(rows.num_blocks.take(batch.rows, axis=1).max())
             shape, ends = self.buckets.shape(len(singles), batch.counts, width), np.arange(len(singles), dtype=np.int32)
             arrays = self._with_singles(shape, singles, rows)
         if len(chunks):
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
-        sampled = ends if batch.samples.all() else ends[batch.samples]
+        sampled = ends if len(batch.sampled) == len(ends) else ends[batch.samples]
         arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
         self._ask(step, batch, rows, ends)
@@ -214,14 +219,15 @@ class BatchBuilder:
         tables = groups, shape.num_tiles, width
         at = rows.num_computed[singles]
         # A single is the newest token of its row: it lies in the row's last block.
-        newest = rows.block_tables[np.arange(groups)[:, None], singles, rows.num_blocks[:, singles] - 1]
+        last = rows.num_blocks.take(singles, axis=1) - 1
+        newest = rows.block_tables[np.arange(groups)[:, None], singles, last]
         slots = newest * self.block_size + at % self.block_size
         return StepArrays(
             tokens=_padded(rows.token_ids[singles, at], (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
             slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
-            block_tables=_padded(rows.block_tables[:, singles, :width], tables, 0),
-            block_starts=_padded(rows.block_starts[:, singles, :width], tables, FAR),
+            block_tables=_padded(_tables_of(rows.block_tables, singles, width), tables, 0),
+            block_starts=_padded(_tables_of(rows.block_starts, singles, width), tables, FAR),
             sampled=_NO_TOKENS,
         )
 

@@ -15,6 +15,7 @@ The S = 5 tiles have a block table each. Kernels get tiles of equal work; a refe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -51,7 +52,7 @@ class ScheduledBatch:
         ones = np.ones(len(self.singles), np.int32)
         return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
-    @property
+    @functools.cached_property
     def sampled(self) -> np.ndarray:
         """Those of `rows` whose next token is sampled."""
         return self.rows if self.samples.all() else self.rows[self.samples]
