@@ -199,6 +199,9 @@ class LLM:
     def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
         """Changes what is attended to, without loading or compiling anything; None takes the model's own.
 
+        Layers stay in the groups of the pattern that this engine was made with, and a group keeps what any of its
+        layers sees: where layers differ, an engine made with their patterns holds less.
+
         Raises:
           RuntimeError: requests are running.
           ValueError: the pattern has more rotated sinks than `max_rotated_sinks`.
