@@ -91,9 +91,10 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     sink_width = -(-context.num_rotated_sinks // cache.block_size)
     parts = []
     for part, tokens, tiles in shape.places():
-        tiled = (None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in (q, q_sink, batch.positions))
+        q_SQNH, positions_SQ = (x[tokens].reshape(*part, *x.shape[1:]) for x in (q, batch.positions))
+        q_sink_SQNH = None if q_sink is None else q_sink[tokens].reshape(q_SQNH.shape)
         tables, starts = batch.block_tables[tiles], batch.block_starts[tiles]
-        seen = _attend_tiles(*tiled, cache, context, tables, starts, sink_width)
+        seen = _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, context, tables, starts, sink_width)
         if shape.shared_rows and not parts:
             seen = merge(seen, _attend_shared(q[tokens], cache, context))
         if context.sink_logits is not None:

@@ -43,7 +43,7 @@ def apply(x, p, linear):
         MLPS["swiglu"].apply(x, p.replace(w_gate=gate, w_up=up, w_down=down), linear)
         for gate, up, down in zip(p.w_gate, p.w_up, p.w_down, strict=True)
     ]
-    return sum(experts) / NUM_EXPERTS
+    return jnp.mean(jnp.stack(experts), axis=0)
 
 
 EXPERT_NAMES = {f"w_{part}": f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")}

@@ -183,6 +183,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
     with interpreting():
         fused = jax.jit(lambda q, k, v, pool: HOPPER.write(q, k, v, pool, context, angles, 0.125))
         got, got_pool = fused(q, k, v, pool)
+    assert got.q_sink is not None and expected.q_sink is not None
     # The kernel rounds once, the reference before the rotation too: a unit in the last place of bfloat16.
     for a, b in ((got.q[:2], expected.q[:2]), (got.q_sink[:2, 1], expected.q_sink[:2]),
                  (got_pool.kv, expected_pool.kv)):  # fmt: skip
