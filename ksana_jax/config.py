@@ -21,15 +21,16 @@ from ksana_jax.units import GIB
 class ModelConfig:
     """Shape of a decoder-only transformer; letters as in `ksana_jax.__doc__`. `layers` has it layer by layer.
 
-    rope, pattern: rotary embedding, and which positions are seen: one for all layers or a tuple with one for each.
-    attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
-    soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap).
-    sinks: each head has a learned logit that joins the softmax's denominator and has no value.
-    mlp: kind of the feed-forward parts, a name in `models.mlp.MLPS`.
-    norm: kind of the norms, a name in `models.layers.NORMS`. sandwich_norms: whether what attention and feed-forward
-      part give is normalised too, before it is added.
-    embed_scale: factor of the embedding's rows.
-    max_position: tokens; the context that the model was trained for.
+    Args:
+      rope, pattern: rotary embedding, and which positions are seen: one for all layers or a tuple with one for each.
+      attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
+      soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap).
+      sinks: each head has a learned logit that joins the softmax's denominator and has no value.
+      mlp: kind of the feed-forward parts, a name in `models.mlp.MLPS`.
+      norm: kind of the norms, a name in `models.layers.NORMS`.
+      sandwich_norms: whether the outputs of attention and feed-forward part are normalised too, before they are added.
+      embed_scale: factor of the embedding's rows.
+      max_position: tokens; the context that the model was trained for.
     """
 
     family: str = "llama"

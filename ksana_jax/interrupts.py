@@ -35,7 +35,7 @@ def check() -> None:
     """Raises KeyboardInterrupt in the main thread if Ctrl-C was pressed."""
     global _requested
     if _requested and threading.current_thread() is threading.main_thread():
-        _requested = _in_command  # a command is to end, whoever catches this
+        _requested = _in_command  # a command is to end, whatever catches this
         raise KeyboardInterrupt
 
 

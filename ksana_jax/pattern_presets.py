@@ -22,7 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "lm_infinite": {"window": 4096, "num_sinks": 10, "sink_position": "ceiling"},
 }
 
-# A preset's name, or fields of AttentionPattern, which may stand beside a "preset" whose numbers they replace.
+# A preset's name, or fields of AttentionPattern, which may come with a "preset" whose numbers they replace.
 PatternLike: TypeAlias = AttentionPattern | str | Mapping[str, Any]
 
 _FORMS = "an AttentionPattern, a dict of its fields, the name of a preset, or a list with one of these for each layer"

@@ -1,4 +1,4 @@
-"""Output tokens per second of the engine on a mixed batch, beside what transformers does with the same model."""
+"""Output tokens per second of the engine on a mixed batch; experiments.peers times transformers on it."""
 
 from __future__ import annotations
 

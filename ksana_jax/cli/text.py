@@ -31,9 +31,9 @@ def generate(
     print_stream(options.make_llm(model), text, params)
 
 
-def read_prompt(nobody_pipes: bool) -> str:
+def read_prompt(interactive: bool) -> str:
     """The prompt on standard input, without the newline that ends its last line."""
-    if nobody_pipes:
+    if interactive:
         raise ValueError("no prompt: give --prompt TEXT, or pipe a text into standard input")
     text = sys.stdin.read().removesuffix("\n")
     if not text:

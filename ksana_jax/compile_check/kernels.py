@@ -24,7 +24,7 @@ LLAMA_8B = ModelConfig(
 BLOCK_SIZE = 64
 
 
-# Decode of one row and of 64 rows; 32 rows beside eight tiles of prompts, 64 tokens each.
+# Decode of one row and of 64 rows; 32 rows with eight tiles of prompts, 64 tokens each.
 TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
 SHAPES = tuple(
     StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)

@@ -4,7 +4,7 @@ The kernel reads pages [B, 2K, H], each token's keys and values in turn; the poo
 blocks of one layer are gathered into that order before every call: read, written, and read again by the kernel, where
 one reading would do. A pool that rested as [M, L, B, 2K, H] would go in as it is: that is `attend_pages`. Besides, the
 kernel knows causal masks and a window that is fixed when it is compiled and counted in slots of the table, which is
-wrong where blocks are evicted; the engine's patterns are data, so that changing one does not compile anew.
+wrong where blocks are evicted; the engine's patterns are data, so that changing one compiles nothing.
 `ksana_jax.compile_check.tpu` compiles both ways and says how much memory each takes.
 """
 

@@ -41,7 +41,7 @@ def num_kept(width: int, stop_ids: tuple[int, ...]) -> int:
 
 
 def num_candidates(width: int, stop_ids: tuple[int, ...]) -> int:
-    """Continuations of each beam that are looked at: as many, as far as log-probabilities are to be had."""
+    """Continuations of each beam that are looked at: as many, as far as log-probabilities are available."""
     return min(num_kept(width, stop_ids), MAX_LOGPROBS)
 
 

@@ -76,7 +76,7 @@ def markdown() -> str:
         f"`policy` is one of {_names(policies.POLICIES)}; `prefix_replacement` of {_names(replacement.POLICIES)}.\n",
         "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
         _table(AttentionPattern),
-        f"Presets, by name (`pattern: streaming_llm`) or as `preset` beside fields that replace theirs:\n\n{presets}\n",
+        f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",
         "## `settings` of each task\n",
     ]
     for name in TASKS:

@@ -85,7 +85,7 @@ def draw(made: Report, folder: Path) -> list[str]:
     try:
         files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
     except Exception as error:
-        # A figure of other numbers would stand beside the new table.
+        # A figure of other numbers would stand next to the new table.
         for kind in figures.KINDS:
             (folder / f"figure.{kind}").unlink(missing_ok=True)
         warnings.warn(f"figure not drawn: {type(error).__name__}: {' '.join(str(error).split())}", stacklevel=2)

@@ -41,7 +41,7 @@ class Column(NamedTuple):
 class PoolTrace:
     """Columns of the steps that an engine takes from now on.
 
-    It begins anew when the engine's records do (`LLM.clear_records`), so that it shows what they show.
+    It starts again when the engine's records do (`LLM.clear_records`), so that it shows what they show.
 
     Args:
       max_columns: kept, at least 2; beyond it every other one goes, again and again. The last step is always there.

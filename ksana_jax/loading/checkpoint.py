@@ -57,7 +57,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
     for name in [entry.name for entry in root.iterdir() if _UNFINISHED.fullmatch(entry.name)]:
         shutil.rmtree(root / name, ignore_errors=True)
     if keep is not None:
-        # Steps after this one were abandoned by whoever resumed before them, and stay until they are overtaken.
+        # Later steps were abandoned when a run resumed before them; they stay until they are overtaken.
         for old in [s for s in _steps(root) if s <= step][:-keep]:
             shutil.rmtree(_directory(root, old), ignore_errors=True)
     return step

@@ -79,7 +79,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 def _inside(directory: Path, name: str, source: Path) -> Path:
     """The file of that name, which must lie in the directory after links are followed.
 
-    A snapshot of the Hugging Face cache links to files beside it in `blobs`; that one place is allowed as well.
+    A snapshot of the Hugging Face cache links to files next to it in `blobs`; that one place is allowed as well.
     """
     root = directory.resolve()
     allowed = [root]
@@ -138,7 +138,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def chunks(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray]]:
     """A tensor in pieces of whole rows, about CHUNK_BYTES each, with the rows they are.
 
-    Each piece is a copy; the file is mapped anew for each, so that pages already read are given back.
+    Each piece is a copy; the file is mapped again for each, so that pages already read are given back.
     """
     if not stored.shape:
         with _opened(stored.path) as file:

@@ -26,7 +26,7 @@ logger = logging.getLogger("ksana_jax")
 class PoolPlan:
     """Bytes that the engine is expected to take on its device.
 
-    step_bytes: arrays and buffers of the largest step; None where nobody asked, since it has to be compiled.
+    step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
     """
 
     num_blocks: int
@@ -41,7 +41,7 @@ def pool_size(
     """Sizes the KV pool.
 
     `num_blocks` is taken as it is. Otherwise it is what max_num_seqs sequences of max_model_len tokens need, within
-    memory_bytes or, if that is given, what memory_fraction of the device leaves beside weights and a step. With prefix
+    memory_bytes or, if that is given, what memory_fraction of the device leaves besides weights and a step. With prefix
     caching and memory_fraction it is all that is left, since whatever is not needed keeps prefixes.
 
     Raises:

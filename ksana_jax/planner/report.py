@@ -121,7 +121,7 @@ def _context(most: int, trained: int) -> str:
 
 
 def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
-    """Bytes beside weights and pool of every bucket that an engine with the plan's batch and context has."""
+    """Bytes besides weights and pool of every bucket that an engine with the plan's batch and context has."""
     asked = found.request
     config, _ = read_model(model)
     engine = EngineConfig(
@@ -145,7 +145,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
 
 def show_buckets(listed: list[dict[str, Any]], target: str, console: Console) -> None:
     """Prints what each bucket takes while it runs; target: what it was compiled for."""
-    console.print(escape(f"\nWhat a step takes in each bucket beside weights and pool, compiled for {target}"))
+    console.print(escape(f"\nWhat a step takes in each bucket besides weights and pool, compiled for {target}"))
     table = _table(("tiles x tokens", "table width", "network", "sampling"))
     for b in listed:
         parts = " + ".join(f"{count:,} x {width}" for count, width in b["parts"])

@@ -1,4 +1,4 @@
-"""What a compiled step takes beside weights and pool: its arrays, results and temporary buffers.
+"""What a compiled step takes besides weights and pool: its arrays, results and temporary buffers.
 
 Programs are compiled from shapes alone, so a model of any size can be looked at anywhere. Of a deep model two and three
 layers are compiled: each further layer adds as much as the third did (on CPU; XLA for GPUs mostly reuses the buffers).
@@ -98,7 +98,7 @@ def described(target: aot.Target | None = None) -> str:
 
 
 def program_bytes(compiled: Any) -> int:
-    """Bytes that a compiled program takes while it runs, beside weights and pool."""
+    """Bytes that a compiled program takes while it runs, besides weights and pool."""
     arguments, _ = compiled.args_info
     given = [leaf for a in arguments if not isinstance(a, (Params, KVCache)) for leaf in jax.tree.leaves(a)]
     memory = compiled.memory_analysis()

@@ -61,7 +61,7 @@ class BlockMover:
             self._staged = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
     def reset(self) -> None:
-        """Replaces the host's blocks; whoever still writes to the old ones does no harm."""
+        """Reallocates the host's blocks; late writes to the old ones do no harm."""
         self.host_blocks = np.zeros((self._num_slots, self._layout.block_bytes), np.uint8)
         self._host = self._layout.split(self.host_blocks)
 

@@ -18,7 +18,7 @@ def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
     """Reads the tokenizer of a model directory, or of a shipped model.
 
     tokenizer.json where there is one: it is complete by itself (added tokens, what begins a text), and it is what
-    transformers and the serving engines read, while a tokenizer.model beside it is what it was converted from and often
+    transformers and the serving engines read, while a tokenizer.model next to it is its source and often
     lacks the tokens of the chat format. A tokenizer.json that is broken is an error, never a reason to take the other.
 
     Raises:

@@ -21,7 +21,7 @@ def is_held_out(name: str) -> bool:
 
 
 def _is_source(parts: tuple[str, ...]) -> bool:
-    """Leaves out what is installed beside the library, and what records how this interpreter was built."""
+    """Leaves out what is installed next to the library, and what records how this interpreter was built."""
     if any(part in ("site-packages", "dist-packages", "__pycache__") for part in parts):
         return False
     return not parts[0].startswith(("config-", "_sysconfigdata"))

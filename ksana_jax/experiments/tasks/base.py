@@ -65,7 +65,7 @@ class TrialContext(Protocol):
         ...
 
     def save(self, name: str, **arrays: np.ndarray) -> str:
-        """Writes arrays to TRIAL.NAME.npz beside the records, and returns that file name, for a measurement."""
+        """Writes arrays to TRIAL.NAME.npz next to the records, and returns that file name, for a measurement."""
         ...
 
 

@@ -99,7 +99,7 @@ class HostEmbedding(BaseTask):
             trial.progress(done / (2 * settings.num_pairs))
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """planned_* and blocks_*: KV blocks of a side; more_*: of "with" beside "without", less one. share: the
+        """planned_* and blocks_*: KV blocks of a side; more_*: of "with" over "without", less one. share: the
         embedding's part of the weights. gain: throughput with / without, less one."""
         planned, measured = (next(m for m in measurements if m["metric"] == n) for n in ("planned", "measured"))
         result = speeds(measurements)

@@ -50,7 +50,7 @@ class PerplexitySettings:
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: positions of each text and bucket, the first bucket left out, that every row, recomputation
       included, is scored on.
-    save_tokens: keep every scored token in TRIAL.tokens.npz beside the records: arrays text_digest, position, token_id
+    save_tokens: keep every scored token in TRIAL.tokens.npz next to the records: arrays text_digest, position, token_id
       and logprob, an entry a token. A text's digest and name are in the trial's nll records.
     """
 

@@ -1,6 +1,6 @@
 """Rotary embedding settings in Hugging Face configs, in the older and the newer form.
 
-Older: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ...}`. Newer: all of it in `rope_parameters`.
+Older: `rope_theta` next to `rope_scaling: {"type" or "rope_type": ...}`. Newer: all of it in `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
 
 
 def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """One rope: the entries of a form, and what is beside it. where: the form's name in the config."""
+    """One rope: the entries of a form, and what is next to it. where: the form's name in the config."""
 
     def number(name: str) -> float:
         return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
