@@ -127,7 +127,9 @@ def test_pages_build_without_a_warning(tmp_path):
     assert (tmp_path / "html" / "experiments-quickstart.html").is_file()
 
 
-@pytest.mark.parametrize("module", ["ksana_jax", "ksana_jax.models", "ksana_jax.loading", "ksana_jax.tokenizers"])
+@pytest.mark.parametrize(
+    "module", ["ksana_jax", "ksana_jax.models", "ksana_jax.loading", "ksana_jax.tokenizers", "ksana_jax.inspect"]
+)
 def test_the_python_reference_lists_every_public_name(module):
     section = (DOCS / "api.md").read_text(encoding="utf-8").split(f"## `{module}`\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\.\. auto\w+:: (\w+)", section, re.M)

@@ -1,1 +1,6 @@
 """Observers of an engine: which block is stored where, who owns it, and how that changes from step to step."""
+
+from ksana_jax.inspect.pool_trace import PoolTrace
+from ksana_jax.inspect.snapshot import BlockRecord, Snapshot, take_snapshot
+
+__all__ = ["take_snapshot", "Snapshot", "BlockRecord", "PoolTrace"]
