@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from ksana_jax.patterns import FULL, AttentionPattern
-from tests.fakes import VOCAB, reference_hidden, reference_tokens, score, until_stop
+from tests.fakes import FULLY, VOCAB, reference_hidden, reference_tokens, score, until_stop
 from tests.reference import literal
 
 PATTERNS = {
@@ -70,3 +70,11 @@ def visible_later(pattern: str, layers: tuple[int, ...], done: int, covered: int
     later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]
     seen = np.any([literal(PATTERNS[pattern][layer], later, positions)[0] for layer in layers], axis=(0, 1))
     return (np.flatnonzero((seen | (positions[0] >= done)).reshape(-1, size).any(axis=1)) * size).tolist()
+
+
+def expect_reference(requests, patterns=FULLY) -> None:
+    """Every completion of each request is what its prompt gives alone."""
+    for request in requests:
+        expected = reference_tokens(request.prompt_token_ids, request.params.max_tokens, patterns)
+        for completion in request.output().outputs:
+            assert completion.token_ids == expected, request.request_id

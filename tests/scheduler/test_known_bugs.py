@@ -8,6 +8,7 @@ import pytest
 from ksana_jax.kv.prefix_index import sha256
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason
+from tests.expected import expect_reference
 from tests.fakes import FULLY, FakeExecutor, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 from tests.kv.disk.double import DiskDouble
 from tests.kv.prefixes import pin
@@ -18,13 +19,6 @@ NEVER_LATE = {"read_timeout_s": 1e9}
 
 def add(engine, prompt, max_tokens: int = 6, salt: str = "", **settings):
     return engine.add_request(np.asarray(prompt, np.int32), asking(max_tokens, **settings), cache_salt=salt)
-
-
-def expect_reference(requests, patterns=FULLY) -> None:
-    for request in requests:
-        expected = reference_tokens(request.prompt_token_ids, request.params.max_tokens, patterns)
-        for completion in request.output().outputs:
-            assert completion.token_ids == expected, request.request_id
 
 
 def expect_empty(engine) -> None:

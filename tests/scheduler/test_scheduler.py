@@ -11,6 +11,7 @@ from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
 from ksana_jax.step.contract import Part
+from tests.expected import expect_reference
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 
 SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
@@ -22,12 +23,6 @@ def add(engine, length: int, max_tokens: int = 8, seed: int = 0, **settings):
 
 def tokens_of(request) -> list[int]:
     return request.output().outputs[0].token_ids
-
-
-def expect_reference(requests, patterns=FULLY) -> None:
-    for request in requests:
-        expected = reference_tokens(request.prompt_token_ids, request.params.max_tokens, patterns)
-        assert tokens_of(request) == expected, request.request_id
 
 
 def watch_batches(engine) -> list:
