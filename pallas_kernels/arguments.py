@@ -19,8 +19,8 @@ from pallas_kernels.patterns import FAR, FULL, Pattern
 
 WINDOW = Pattern(window=40)
 SINKS = Pattern(window=24, num_sinks=4)
-SINKS_MOVED = Pattern(window=24, num_sinks=4, sink_moved=1)
-SINKS_AT_CEILING = Pattern(window=24, num_sinks=6, sink_moved=2, sink_ceiling=50)
+SINKS_IN_CACHE = Pattern(window=24, num_sinks=4, sink_position=1)
+SINKS_AT_CEILING = Pattern(window=24, num_sinks=6, sink_position=2, sink_ceiling=50)
 DILATED = Pattern(window=90, stride=3)
 GLOBAL = Pattern(window=20, has_global=1, global_every=37)
 
@@ -33,7 +33,7 @@ class Spec:
     q_tile: Q, queries of one tile; a row of more has several tiles, the last one padded.
     layer: the one of num_layers that is attended to; the others hold other data.
     codes: int4, int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
-    sink_queries: J of q_sink; 0 for no second query.
+    sink_queries: J of q_sink; 0 for no sink query.
     evict_every: each so many-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
     slack: entries of the table beyond the longest row.
@@ -190,7 +190,7 @@ TINY = (
         dict(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True),
         dict(),
         dict(pattern=SINKS, num_heads=8, block_size=64, soft_cap=15.0, dtype="float16"),
-        dict(pattern=SINKS_MOVED, sink_queries=1, evict_every=3),
+        dict(pattern=SINKS_IN_CACHE, sink_queries=1, evict_every=3),
     ),
     *_each(
         dict(rows=((75, 9), (1, 1)), q_tile=4, return_lse=True, seed=10),
@@ -204,10 +204,10 @@ TINY_QUANTISED = _each(
     dict(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True, seed=40),
     dict(codes="int8", evict_every=3),
     dict(codes="float8_e4m3fn", pattern=SINKS, num_heads=8, head_dim=128, block_size=64, soft_cap=15.0),
-    dict(codes="int8", pattern=SINKS_MOVED, sink_queries=1, block_size=32, head_dim=96),
+    dict(codes="int8", pattern=SINKS_IN_CACHE, sink_queries=1, block_size=32, head_dim=96),
     dict(codes="float8_e4m3fn", pattern=SINKS_AT_CEILING, sink_queries=6, rows=((75, 9), (1, 1)), q_tile=4),
     dict(codes="int4", num_heads=2, block_size=64, head_dim=128, evict_every=2, soft_cap=15.0),
-    dict(codes="int4", num_heads=2, num_kv_heads=1, block_size=128, pattern=SINKS_MOVED, sink_queries=1, q_tile=4),
+    dict(codes="int4", num_heads=2, num_kv_heads=1, block_size=128, pattern=SINKS_IN_CACHE, sink_queries=1, q_tile=4),
 )
 
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.
@@ -232,7 +232,7 @@ SMALL = (
         dict(num_heads=6, head_dim=96, block_size=128, pattern=GLOBAL),  # a group of 3
         dict(num_heads=8, head_dim=128, soft_cap=10.0, evict_every=2),
         dict(head_dim=256, sink_logits=True, return_lse=True, dtype="float16"),
-        dict(pattern=SINKS_MOVED, sink_queries=1, soft_cap=20.0, return_lse=True),
+        dict(pattern=SINKS_IN_CACHE, sink_queries=1, soft_cap=20.0, return_lse=True),
         dict(pattern=SINKS_AT_CEILING, sink_queries=6, head_dim=128, block_size=32),
     ),
     *_each(
@@ -250,7 +250,7 @@ SMALL = (
         dict(q_tile=5, num_heads=6, head_dim=96, block_size=128, pattern=SINKS),
         dict(head_dim=128, num_heads=8, evict_every=2, pattern=WINDOW),
         dict(head_dim=256, dtype="float16", return_lse=True),
-        dict(q_tile=16, pattern=SINKS_MOVED, sink_queries=1, soft_cap=20.0, return_lse=True),
+        dict(q_tile=16, pattern=SINKS_IN_CACHE, sink_queries=1, soft_cap=20.0, return_lse=True),
         dict(pattern=SINKS_AT_CEILING, sink_queries=6, head_dim=128, block_size=32),
     ),
 )

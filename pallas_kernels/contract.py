@@ -56,9 +56,9 @@ STATIC = {"static": True}
 class Options:
     """What a call asks for beyond softmax attention with a pattern.
 
-    q_sink: [S, Q, J, N, H], queries for repositioned sinks: where `pattern.moved`, the sink at text position j is
-      scored with [:, :, min(j, J - 1)] of these instead of q. Without them no sink is repositioned. Where
-      `pattern.sink_moved` is 1, all J are the same.
+    q_sink: [S, Q, J, N, H], sink queries: where `pattern.repositioned`, the sink at text position j is scored with
+      [:, :, min(j, J - 1)] of these instead of q. Without them no sink is repositioned. Where `pattern.sink_position`
+      is 1, all J are the same.
     sinks: [N] float32 learned sink logits: one per head that joins the softmax's denominator and has no value.
     soft_cap: scores become cap * tanh(score / cap).
     return_lse, return_mass: also give `Result.lse`, `Result.mass`.
@@ -109,7 +109,7 @@ class Call:
     @property
     def effective_pattern(self) -> Pattern:
         """The pattern, which repositions no sinks where there are no queries for them."""
-        return self.pattern if self.num_sink_queries else self.pattern._replace(sink_moved=0)
+        return self.pattern if self.num_sink_queries else self.pattern._replace(sink_position=0)
 
     @property
     def out_dtype(self) -> jnp.dtype:

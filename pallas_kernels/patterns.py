@@ -24,9 +24,9 @@ class Pattern(NamedTuple):
       sink    j < num_sinks
       global  has_global and j % global_every == 0
 
-    Scalars, which may be traced. Where `sink_moved` is 1, sinks are scored with a second query, the same for all of
+    Scalars, which may be traced. Where `sink_position` is 1, sinks are scored with a sink query, the same for all of
     them (StreamingLLM, arXiv:2309.17453, section 3.2); where it is 2, only sinks that are both outside the window and
-    farther away than `sink_ceiling`, each with a second query of its own (LM-Infinite, arXiv:2308.16137, section 4).
+    farther away than `sink_ceiling`, each with a sink query of its own (LM-Infinite, arXiv:2308.16137, section 4).
     """
 
     window: Any = FAR
@@ -34,7 +34,7 @@ class Pattern(NamedTuple):
     stride: Any = 1
     has_global: Any = 0
     global_every: Any = FAR
-    sink_moved: Any = 0
+    sink_position: Any = 0
     sink_ceiling: Any = FAR
 
     def visible(self, q_pos, kv_pos):
@@ -44,11 +44,11 @@ class Pattern(NamedTuple):
         is_global = (self.has_global != 0) & (_rem(kv_pos, self.global_every) == 0)
         return (distance >= 0) & (near | (kv_pos < self.num_sinks) | is_global)
 
-    def moved(self, q_pos, kv_pos):
-        """Whether a key is a sink that the second query scores; shapes broadcast."""
+    def repositioned(self, q_pos, kv_pos):
+        """Whether a key is a repositioned sink, which a sink query scores; shapes broadcast."""
         distance = q_pos - kv_pos
         beyond = (distance >= self.window) & (distance > self.sink_ceiling)
-        return (kv_pos < self.num_sinks) & ((self.sink_moved == 1) | ((self.sink_moved == 2) & beyond))
+        return (kv_pos < self.num_sinks) & ((self.sink_position == 1) | ((self.sink_position == 2) & beyond))
 
     def sees_some(self, first_query, last_query, starts, size: int) -> jax.Array:
         """Whether any query at first_query..last_query sees any of `size` positions from `starts`; shapes broadcast."""
@@ -64,7 +64,7 @@ class Pattern(NamedTuple):
         """Whether every query at first_query..last_query sees each of `size` positions from `starts` with its own
         query: no mask is needed. False is always safe."""
         inside = (starts + size - 1 <= first_query) & (last_query - starts < self.window) & (self.stride == 1)
-        return inside & ~((self.sink_moved != 0) & (starts < self.num_sinks))
+        return inside & ~((self.sink_position != 0) & (starts < self.num_sinks))
 
 
 FULL = Pattern()

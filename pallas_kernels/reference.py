@@ -85,10 +85,10 @@ def _scores(q, q_sink, k, position, kv_pos, pattern: Pattern, soft_cap):
     scores = jnp.einsum("QNH,TNH->QNT", q, k, precision="highest")
     if q_sink is not None:
         q_sink = q_sink.astype(jnp.float32)
-        moved = pattern.moved(position[:, None], kv_pos)
+        repositioned = pattern.repositioned(position[:, None], kv_pos)
         for j in range(q_sink.shape[1]):
             with_sink = jnp.einsum("QNH,TNH->QNT", q_sink[:, j], k, precision="highest")
-            here = moved & (jnp.minimum(kv_pos, q_sink.shape[1] - 1) == j)
+            here = repositioned & (jnp.minimum(kv_pos, q_sink.shape[1] - 1) == j)
             scores = jnp.where(here[:, None], with_sink, scores)
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 

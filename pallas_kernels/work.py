@@ -30,8 +30,8 @@ MIN_PIECES = 4
 TILE, HEAD, PIECE, NUM_PIECES = range(4)
 
 # Bits of Work.care: some query does not see some slot with its own query; some slot lies beyond the newest query and
-# may hold anything; some slot is a sink that the second query scores.
-MASK, DIRTY, MOVED = 1, 2, 4
+# may hold anything; some slot is a repositioned sink, which a sink query scores.
+MASK, DIRTY, REPOSITIONED = 1, 2, 4
 
 
 def unit_tokens(block_size: int) -> int:
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
     units: [S, U] index of a unit in the pool seen as units, without layer, head and key/value; the live ones first.
     starts: [S, U] text position of each unit's first slot; FAR where there is none.
-    care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, MOVED.
+    care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, REPOSITIONED.
     newest: [S] largest position of each tile's queries; -1 where there are none.
     segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
     first: [W + 1] each worker's first segment.
@@ -152,9 +152,9 @@ def schedule(
     # The live ones move to the front; the others are sent beyond the end and dropped.
     place = jnp.where(live, jnp.cumsum(live, axis=1) - 1, width)
     units, unit_starts = placed(place, width, units, unit_starts)
-    moved = (pattern.sink_moved != 0) & (unit_starts < pattern.num_sinks)
+    repositioned = (pattern.sink_position != 0) & (unit_starts < pattern.num_sinks)
     needs = ((MASK, ~pattern.sees_all(first, last, unit_starts, size)), (DIRTY, unit_starts + size - 1 > last),
-             (MOVED, moved))  # fmt: skip
+             (REPOSITIONED, repositioned))  # fmt: skip
     care = jnp.zeros((s, width // per_piece), jnp.int32)
     for bit, x in needs:
         care |= bit * x.reshape(s, -1, per_piece).any(axis=2)

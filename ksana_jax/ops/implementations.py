@@ -29,20 +29,20 @@ class Implementation(NamedTuple):
     missing: Callable[[Requirements], str | None]
 
 
-def _hopper_lacks(needs: Requirements) -> str | None:
+def _not_hopper(needs: Requirements) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
     from ksana_jax.ops import kernels
 
-    return kernels.lacks(kernels.HOPPER, needs)
+    return kernels.unsupported(kernels.HOPPER, needs)
 
 
-def _triton_lacks(needs: Requirements) -> str | None:
+def _not_triton(needs: Requirements) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
     from ksana_jax.ops import kernels
 
-    return kernels.lacks(kernels.TRITON, needs)
+    return kernels.unsupported(kernels.TRITON, needs)
 
 
 def _device(needs: Requirements) -> str:
@@ -64,8 +64,8 @@ def _of(family: str, method: str) -> Callable[..., Any]:
 
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", _of("HOPPER", "write"), _of("HOPPER", "attend"), _of("HOPPER", "plan"), _hopper_lacks),
-    Implementation("triton", _of("TRITON", "write"), _of("TRITON", "attend"), None, _triton_lacks),
+    Implementation("hopper", _of("HOPPER", "write"), _of("HOPPER", "attend"), _of("HOPPER", "plan"), _not_hopper),
+    Implementation("triton", _of("TRITON", "write"), _of("TRITON", "attend"), None, _not_triton),
     Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
 )
 

@@ -22,12 +22,7 @@ from pallas_kernels.registry import KERNELS
 
 PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
-# What kernels read of a `PatternArrays`, and what they call it.
-PATTERN_FIELDS = {
-    "window": "window", "num_sinks": "num_sinks", "stride": "stride", "has_global": "has_global",
-    "global_every": "global_every", "sink_position": "sink_moved", "sink_ceiling": "sink_ceiling",
-}  # fmt: skip
-# The kernels' `sink_moved` counts in the same order.
+# The kernels' `Pattern.sink_position` counts in the same order.
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
 
 
@@ -74,7 +69,7 @@ class Kernels(NamedTuple):
         """As `attention.write`, with queries for sinks [T, J, N, H], one for each of the J rotated sinks."""
         rope, sink_angles = context.rope, None
         if context.num_rotated_sinks:
-            sink_angles = rope.angles(second_positions(context))
+            sink_angles = rope.angles(sink_query_positions(context))
         if self.kv_write is None:
             queries, cache = write(q, k, v, cache, context._replace(num_rotated_sinks=0), angles, scale)
             if sink_angles is not None:
@@ -158,23 +153,23 @@ def _call(call: Call, layer, pattern: Pattern, cache: KVCache, q, q_sink) -> con
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
-    """A layer's numbers as the kernels name them.
+    """A layer's numbers for the kernels, which call them what `PatternArrays` does.
 
     Raises:
       NotImplementedError: a pattern has fields that the kernels do not read.
     """
     if reason := _unread(pattern._fields):
         raise NotImplementedError(reason)
-    return Pattern(**{theirs: getattr(pattern, ours) for ours, theirs in PATTERN_FIELDS.items()})
+    return Pattern(**{name: getattr(pattern, name) for name in Pattern._fields})
 
 
 def _unread(pattern_fields: tuple[str, ...]) -> str | None:
     """Why kernels cannot serve patterns of some fields, or None. The numbers are data: no value of them is exempt."""
-    unread = [name for name in pattern_fields if name not in PATTERN_FIELDS]
+    unread = [name for name in pattern_fields if name not in Pattern._fields]
     return f"attention patterns have {', '.join(unread)}, which the kernels do not read" if unread else None
 
 
-def second_positions(context: AttentionContext) -> jax.Array:
+def sink_query_positions(context: AttentionContext) -> jax.Array:
     """Where queries stand when they look at repositioned sinks: [T, J].
 
     StreamingLLM's are all the same; LM-Infinite's stand at `sink_ceiling` from each sink: query j is for the sink at j,
@@ -192,7 +187,7 @@ def _seen(result: contract.Result) -> PartialAttention:
     return PartialAttention(result.lse, jnp.isfinite(result.lse).astype(jnp.float32), result.out)
 
 
-def lacks(kernels: Kernels, needs: Requirements) -> str | None:
+def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
     """What kernels lack of some needs, in their own words, or None."""
     if reason := _unread(needs.pattern_fields):
         return reason
@@ -201,7 +196,7 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if found := _unsupported(kernel, tile, *more):
             return found
-    return None if kernels.kv_write is None else _write_lacks(kernels.kv_write, needs)
+    return None if kernels.kv_write is None else _unsupported_write(kernels.kv_write, needs)
 
 
 @functools.cache
@@ -220,7 +215,7 @@ def _unsupported(
     return kernel.unsupported(contract.Call(q, pool, table, table, ints((1, tile)), options=options))
 
 
-def _write_lacks(kv_write, needs: Requirements) -> str | None:
+def _unsupported_write(kv_write, needs: Requirements) -> str | None:
     array = jax.ShapeDtypeStruct
     pool = array((2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim), needs.dtype)
     q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))

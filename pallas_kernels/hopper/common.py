@@ -68,7 +68,7 @@ class Config:
 
     @property
     def staged(self) -> int:
-        """Columns of the output that wait in shared memory at once. With a second query only 32 leave room for two
+        """Columns of the output that wait in shared memory at once. With a sink query only 32 leave room for two
         blocks of threads on a multiprocessor: 113 KB each at a head dim of 128; 16 if there is a tile for widening."""
         return (16 if self.codes else 32) if self.num_sink_queries else self.columns
 

@@ -35,7 +35,7 @@ from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, layout
 from pallas_kernels.hopper.decode_warpgroup import Place, Refs, Warpgroup
 from pallas_kernels.patterns import FAR, Pattern
-from pallas_kernels.work import DIRTY, HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
+from pallas_kernels.work import DIRTY, HEAD, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV, Work, unit_tokens
 
 
 def _attend_stretch(*refs, config: Config, plain: bool) -> None:
@@ -155,7 +155,7 @@ def _masked(warpgroup: Warpgroup, at: Place, s):
     """`_capped` scores with repositioned sinks scored anew, -inf where a query does not see a key."""
     if warpgroup.config.num_sink_queries:
         with_sinks = functools.partial(_with_sinks, warpgroup, at)
-        s = lax.cond(at.care & MOVED != 0, with_sinks, lambda s: s, s)
+        s = lax.cond(at.care & REPOSITIONED != 0, with_sinks, lambda s: s, s)
     visible = mask.visible(warpgroup.pattern(), *warpgroup.positions(at))
     return jnp.where(visible, _capped(warpgroup, at, s), -jnp.inf)
 
@@ -164,7 +164,7 @@ def _with_sinks(warpgroup: Warpgroup, at: Place, s):
     """Scores of repositioned sinks by the queries for them, others as they are."""
     refs, config = warpgroup.refs, warpgroup.config
     # StreamingLLM has one such query for all sinks.
-    count = jnp.where(warpgroup.pattern().sink_moved == 1, 1, config.num_sink_queries)
+    count = jnp.where(warpgroup.pattern().sink_position == 1, 1, config.num_sink_queries)
 
     def with_sink(j, s):
         pair = at.tile * config.num_kv_heads + refs.segments_g[at.segment, HEAD]
@@ -179,9 +179,9 @@ def _with_sinks(warpgroup: Warpgroup, at: Place, s):
         other = _scores(warpgroup, at, refs.q_sink_s, refs.care_g[at.tile, at.piece()] >> 3)
         warpgroup.all_have_read(refs.sink_read)
         q_pos, kv_pos = warpgroup.positions(at)
-        # Only the columns of this query's sinks; FAR is never moved.
+        # Only the columns of this query's sinks; FAR is no sink.
         kv_pos = jnp.where((kv_pos == j) | (j == count - 1) & (kv_pos > j), kv_pos, FAR)
-        return jnp.where(mask.moved(warpgroup.pattern(), q_pos, kv_pos), other, s)
+        return jnp.where(mask.repositioned(warpgroup.pattern(), q_pos, kv_pos), other, s)
 
     return lax.fori_loop(0, count, with_sink, s)
 

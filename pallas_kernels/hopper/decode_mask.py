@@ -36,9 +36,9 @@ def visible(pattern: Pattern, q_pos, kv_pos):
     return (_columns(kv_pos) <= _rows(q_pos)) & near & in_step
 
 
-def moved(pattern: Pattern, q_pos, kv_pos):
-    """`Pattern.moved` of q_pos [64] (rows) and kv_pos [64] (columns): boolean [64, 64]."""
-    # Where sink_moved is 1 all sinks are moved (no text is half as long as FAR), else those beyond window and ceiling.
-    reach = jnp.where(pattern.sink_moved == 1, -FAR // 2, jnp.maximum(pattern.window - 1, pattern.sink_ceiling))
-    sink = jnp.where((kv_pos < pattern.num_sinks) & (pattern.sink_moved != 0), kv_pos, FAR)
+def repositioned(pattern: Pattern, q_pos, kv_pos):
+    """`Pattern.repositioned` of q_pos [64] (rows) and kv_pos [64] (columns): boolean [64, 64]."""
+    # Where sink_position is 1 they are all sinks (no text is half as long as FAR), else those beyond both.
+    reach = jnp.where(pattern.sink_position == 1, -FAR // 2, jnp.maximum(pattern.window - 1, pattern.sink_ceiling))
+    sink = jnp.where((kv_pos < pattern.num_sinks) & (pattern.sink_position != 0), kv_pos, FAR)
     return _columns(sink) < _rows(q_pos - reach)

@@ -38,7 +38,7 @@ from pallas_kernels.hopper.common import (
 from pallas_kernels.hopper.schedule import Tuning, schedule
 from pallas_kernels.hopper.tiles import Tiles
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.work import HEAD, MASK, MOVED, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
+from pallas_kernels.work import HEAD, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV, Work, unit_tokens
 
 
 class Refs(NamedTuple):
@@ -156,14 +156,14 @@ def _scores(refs: Refs, config: Config, piece: Piece):
     def with_sink(j, s):
         plgpu.copy_gmem_to_smem(refs.q_sink_g.at[piece.pair, j], refs.q_sink_s, refs.sink_bar)
         pattern, q_pos, kv_pos = pattern_and_positions()
-        here = pattern.moved(q_pos, kv_pos) & (jnp.minimum(kv_pos, config.num_sink_queries - 1) == j)
+        here = pattern.repositioned(q_pos, kv_pos) & (jnp.minimum(kv_pos, config.num_sink_queries - 1) == j)
         plgpu.barrier_wait(refs.sink_bar)
         return jnp.where(here, scores_of(refs.q_sink_s), s)
 
     def masked(s):
         if config.num_sink_queries:
             with_sinks = functools.partial(lax.fori_loop, 0, config.num_sink_queries, with_sink)
-            s = lax.cond(care & MOVED != 0, with_sinks, lambda s: s, s)
+            s = lax.cond(care & REPOSITIONED != 0, with_sinks, lambda s: s, s)
         pattern, q_pos, kv_pos = pattern_and_positions()
         return jnp.where(pattern.visible(q_pos, kv_pos), capped(s), -jnp.inf)
 

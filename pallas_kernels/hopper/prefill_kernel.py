@@ -11,7 +11,7 @@ with most keys first. Its three warpgroups:
 
 With a head dim of 256 a piece is 64 keys. The consumers take turns: while one has the tensor cores, the other computes
 its softmax. Pieces that need a mask come first, part by part, in a loop of their own, so the loop over the others has
-none; see `prefill_work`. Pieces with sinks that second queries score are visited by each of them: it is fetched
+none; see `prefill_work`. Pieces with sinks that sink queries score are visited by each of them: it is fetched
 over the first query and attends to its own sinks only; the softmax joins what they find. The whole pool comes in with
 the index of the layer: a slice of it would be a copy.
 
@@ -31,7 +31,15 @@ from jax import lax
 
 from pallas_kernels.hopper.common import LOG2E, ROWS, int32, key_positions, load
 from pallas_kernels.hopper.prefill_mask import masked_scores, scored_by
-from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_MOVED, NEWEST, NUM_MASKED, NUM_PIECES, TILE, piece_tokens
+from pallas_kernels.hopper.prefill_work import (
+    DIRTY,
+    FIRST_REPOSITIONED,
+    NEWEST,
+    NUM_MASKED,
+    NUM_PIECES,
+    TILE,
+    piece_tokens,
+)
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import unit_tokens
 
@@ -44,7 +52,7 @@ class Config:
 
     stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
     through shared memory. in_place: it adds to the output, else its sums are added afterwards. jax's interpreter of GPU
-    programs can follow neither of the two. num_sink_queries: second queries, J.
+    programs can follow neither of the two. num_sink_queries: sink queries, J.
     """
 
     num_kv_heads: int
@@ -238,7 +246,7 @@ def _consume(warpgroup: Warpgroup) -> None:
     )
     num_visits = number(NUM_MASKED)
     if config.num_sink_queries:
-        num_visits += (number(NUM_MASKED) - number(FIRST_MOVED)) * config.num_sink_queries
+        num_visits += (number(NUM_MASKED) - number(FIRST_REPOSITIONED)) * config.num_sink_queries
     masked = functools.partial(_attend_masked, warpgroup)
     state = lax.fori_loop(0, num_visits * config.num_parts, masked, state)
 
@@ -275,10 +283,10 @@ def _attend_masked(warpgroup: Warpgroup, j, carry):
     first, last = part == 0, part == num_parts - 1
     if not num_sinks:
         return _attend_part(warpgroup, Visit(i, part, True, first, last), carry)
-    beyond = i - number(FIRST_MOVED)
+    beyond = i - number(FIRST_REPOSITIONED)
     # The first query, and after it each of q_sink; -1 where there is nothing for them.
     query = jnp.where(beyond < 0, -1, lax.rem(beyond, int32(1 + num_sinks)))
-    i = jnp.where(beyond < 0, i, number(FIRST_MOVED) + beyond // (1 + num_sinks))
+    i = jnp.where(beyond < 0, i, number(FIRST_REPOSITIONED) + beyond // (1 + num_sinks))
     pl.when(first & (query > 0))(lambda: warpgroup.fetch_queries(refs.q_sink_g.at[warpgroup.half(), query - 1]))
     leaves = (query < 0) | (query == num_sinks)
     carry = _attend_part(warpgroup, Visit(i, part, True, first & (query <= 0), last & leaves, query), carry)

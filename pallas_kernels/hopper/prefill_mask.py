@@ -54,28 +54,28 @@ def masked_scores(s, pattern, positions):
     return jnp.where(columns(kv_pos) <= rows(q_pos), s, -jnp.inf)
 
 
-def scored_by(visit, num_second, pattern, positions, s):
-    """Scores s [R, C] with -inf where another query scores a key, by `Pattern.moved`.
+def scored_by(visit, num_sink_queries, pattern, positions, s):
+    """Scores s [R, C] with -inf where another query scores a key, by `Pattern.repositioned`.
 
     Args:
-      visit: 0 for the first query; j for second query j - 1, the last of which is for all later sinks too.
-      num_second: second queries.
+      visit: 0 for the first query; j for sink query j - 1, the last of which is for all later sinks too.
+      num_sink_queries: sink queries.
       pattern, positions: as of `masked_scores`.
     """
 
-    def moved(first, until):
+    def repositioned(first, until):
         q_pos, kv_pos = positions()
-        # Only the columns of these sinks; FAR is never moved.
+        # Only the columns of these sinks; FAR is no sink.
         sink = jnp.where((kv_pos >= first) & (kv_pos < jnp.minimum(until, pattern().num_sinks)), kv_pos, FAR)
-        # Where sink_moved is 1 all sinks are moved (no text is half as long as FAR), else those beyond both.
+        # Where sink_position is 1 they are all sinks (no text is half as long as FAR), else those beyond both.
         beyond = jnp.maximum(pattern().window - 1, pattern().sink_ceiling)
-        reach = q_pos - jnp.where(pattern().sink_moved == 1, -FAR // 2, beyond)
+        reach = q_pos - jnp.where(pattern().sink_position == 1, -FAR // 2, beyond)
         return lax.broadcast_in_dim(sink, s.shape, [1]) < lax.broadcast_in_dim(reach, s.shape, [0])
 
     def first_query(s):
-        return jnp.where(moved(0, FAR), -jnp.inf, s)
+        return jnp.where(repositioned(0, FAR), -jnp.inf, s)
 
     def second_query(s):
-        return jnp.where(moved(visit - 1, jnp.where(visit == num_second, FAR, visit)), s, -jnp.inf)
+        return jnp.where(repositioned(visit - 1, jnp.where(visit == num_sink_queries, FAR, visit)), s, -jnp.inf)
 
     return lax.cond(visit == 0, first_query, second_query, s)

@@ -23,7 +23,7 @@ from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import placed, unit_tokens, units_of
 
 # Columns of PrefillWork.tiles.
-TILE, NUM_PIECES, NUM_MASKED, FIRST_MOVED, DIRTY, NEWEST = range(6)
+TILE, NUM_PIECES, NUM_MASKED, FIRST_REPOSITIONED, DIRTY, NEWEST = range(6)
 
 
 def piece_tokens(head_dim: int) -> int:
@@ -38,7 +38,7 @@ class PrefillWork(NamedTuple):
       where absent.
     starts: [S, U] text position of each unit's first slot; FAR where absent.
     tiles: [S, 6] which query tile it is; pieces to read; the first so many of them that need a mask; the first of these
-      with sinks that a second query scores; whether the first piece has slots that may hold anything; largest position
+      with sinks that a sink query scores; whether the first piece has slots that may hold anything; largest position
       of the queries, -1 where there are none.
     """
 
@@ -83,13 +83,13 @@ def schedule(
     num_pieces = -(-count // per_piece)
     here = jnp.arange(width // per_piece) < num_pieces
     unmasked = pattern.sees_all(first, last, starts, size).reshape(s, -1, per_piece).all(axis=2)
-    moved = pattern.moved(last, starts).reshape(s, -1, per_piece).any(axis=2)
+    repositioned = pattern.repositioned(last, starts).reshape(s, -1, per_piece).any(axis=2)
     order = jnp.argsort(jnp.where(here, unmasked, 2), axis=1, stable=True)
     dirty = (starts[:, :per_piece] + size - 1 > last).any(axis=1)
 
     num_masked = (here & ~unmasked).sum(axis=1)
     longest_first = jnp.argsort(-num_pieces[:, 0], stable=True)
-    numbers = [jnp.arange(s), num_pieces[:, 0], num_masked, num_masked - moved.sum(axis=1), dirty, last[:, 0]]
+    numbers = [jnp.arange(s), num_pieces[:, 0], num_masked, num_masked - repositioned.sum(axis=1), dirty, last[:, 0]]
 
     def ordered(x):
         x = jnp.take_along_axis(x.reshape(s, -1, per_piece), order[:, :, None], axis=1).reshape(s, width)

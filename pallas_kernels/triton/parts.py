@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels import work
 from pallas_kernels.contract import Call, Result, check_options
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.work import MASK, MOVED, TILE_KV, split_tiles, unit_tokens
+from pallas_kernels.work import MASK, REPOSITIONED, TILE_KV, split_tiles, unit_tokens
 
 LOG2E = math.log2(math.e)
 NUM_NUMBERS = len(Pattern._fields) + 1
@@ -117,8 +117,8 @@ def schedule(call: Call, num_workers: int) -> work.Work:
 class Inputs(NamedTuple):
     """What `attend` reads: arrays, or inside of a kernel references to them.
 
-    pool: a view [rows, H]. num_moved: [S] pieces with repositioned sinks. numbers: of the pattern, then the layer.
-    q_sink: without repositioned sinks a placeholder. Others as in Call and Work.
+    pool: a view [rows, H]. num_repositioned: [S] pieces with repositioned sinks. numbers: of the pattern, then the
+    layer. q_sink: a placeholder where no sinks are repositioned. Others as in Call and Work.
     """
 
     q: Any
@@ -129,7 +129,7 @@ class Inputs(NamedTuple):
     starts: Any
     care: Any
     newest: Any
-    num_moved: Any
+    num_repositioned: Any
     numbers: Any
 
     @classmethod
@@ -137,9 +137,18 @@ class Inputs(NamedTuple):
         numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (*call.effective_pattern, call.layer)])
         q_sink = jnp.zeros((1, 1, 1, 1, 1), call.q.dtype) if call.options.q_sink is None else call.options.q_sink
         pool = call.pool.kv.reshape(-1, call.pool.kv.shape[-1])
-        num_moved = (work.care & MOVED != 0).sum(axis=1).astype(jnp.int32)
+        num_repositioned = (work.care & REPOSITIONED != 0).sum(axis=1).astype(jnp.int32)
         return cls(
-            call.q, q_sink, pool, call.positions, work.units, work.starts, work.care, work.newest, num_moved, numbers
+            call.q,
+            q_sink,
+            pool,
+            call.positions,
+            work.units,
+            work.starts,
+            work.care,
+            work.newest,
+            num_repositioned,
+            numbers,
         )
 
 
@@ -219,7 +228,7 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
         care = refs.care[tile, piece]
         kv_pos = _along(kv_pos, 1, shape.rows)
         if with_sinks:
-            here = pattern.moved(_along(q_pos, 0, TILE_KV), kv_pos)
+            here = pattern.repositioned(_along(q_pos, 0, TILE_KV), kv_pos)
             scores = _with_sinks(refs, shape, tile, head, here, kv_pos, k, scores)
         scores = _capped(scores, shape.soft_cap)
 
@@ -244,7 +253,7 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     begin = 0
     if shape.sink_queries:
         # Sinks are in the first pieces. Their loop is one of its own as the others' would not be pipelined with it.
-        begin = jnp.clip(refs.num_moved[tile] - first_piece, 0, num_pieces)
+        begin = jnp.clip(refs.num_repositioned[tile] - first_piece, 0, num_pieces)
         carry = lax.fori_loop(0, begin, functools.partial(body, with_sinks=True), carry)
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
 

@@ -15,7 +15,7 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import AttentionContext, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
-from ksana_jax.ops.kernels import Kernels, calls, lacks
+from ksana_jax.ops.kernels import Kernels, calls, unsupported
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FAR
@@ -65,9 +65,9 @@ def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
         return Result(call.q)
 
     plain = Kernels(Kernel(attend, None), Kernel(attend, None))
-    assert lacks(plain, H200) is None
-    assert lacks(plain, H200._replace(soft_cap=True)) == "this kernel does not support soft_cap"
-    assert lacks(plain, H200._replace(sinks=True)) == "this kernel does not support sinks"
+    assert unsupported(plain, H200) is None
+    assert unsupported(plain, H200._replace(soft_cap=True)) == "this kernel does not support soft_cap"
+    assert unsupported(plain, H200._replace(sinks=True)) == "this kernel does not support sinks"
     # Kernels of this project have both.
     assert choose(H200._replace(soft_cap=True, sinks=True)).name == "hopper"
     capped = ModelConfig(soft_cap=50.0, sinks=True)

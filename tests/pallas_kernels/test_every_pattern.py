@@ -30,21 +30,21 @@ def numbers(name: str) -> Pattern:
 
 
 def spec_of(spec: Spec, name: str) -> Spec:
-    """Second queries are one for all sinks at "cache" positions, one for each sink at "ceiling" positions."""
+    """Sink queries are one for all sinks at "cache" positions, one for each sink at "ceiling" positions."""
     second = {"absolute": 0, "cache": 1, "ceiling": MAX_ROTATED_SINKS}[PATTERNS[name].sink_position]
     return dataclasses.replace(spec, pattern=numbers(name), sink_queries=second)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_the_kernels_pattern_shows_the_same_keys_and_moves_the_same_sinks(name):
+def test_the_kernels_pattern_shows_the_same_keys_and_repositions_the_same_sinks(name):
     i, j = np.arange(80)[:, None], np.arange(80)[None, :]
     visible, stands = literal(PATTERNS[name], i, j)
     seen = np.asarray(numbers(name).visible(i, j))
-    moved = np.asarray(numbers(name).moved(i, j))
+    repositioned = np.asarray(numbers(name).repositioned(i, j))
     assert (seen == visible).all()
-    # A sink may be scored with the second query where both queries stand at the same place.
-    assert (moved | (stands == i) | ~seen).all()
-    assert not (moved & (j >= PATTERNS[name].num_sinks)).any()
+    # A sink may be scored with the sink query where both queries stand at the same place.
+    assert (repositioned | (stands == i) | ~seen).all()
+    assert not (repositioned & (j >= PATTERNS[name].num_sinks)).any()
 
 
 @pytest.mark.parametrize("kernel", TRITON)

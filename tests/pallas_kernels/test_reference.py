@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.arguments import BENCH, FULL, SINKS_MOVED, SMALL, TINY, Spec, layout, make
+from pallas_kernels.arguments import BENCH, FULL, SINKS_IN_CACHE, SMALL, TINY, Spec, layout, make
 from pallas_kernels.contract import Call
 from pallas_kernels.patterns import FAR
 
@@ -35,7 +35,7 @@ def loops(call: Call):
                 continue
             query = q[tile, token, head]
             far_sink = i - j >= pattern.window and i - j > pattern.sink_ceiling
-            if j < pattern.num_sinks and (pattern.sink_moved == 1 or (pattern.sink_moved == 2 and far_sink)):
+            if j < pattern.num_sinks and (pattern.sink_position == 1 or (pattern.sink_position == 2 and far_sink)):
                 query = np.asarray(q_sink, np.float64)[tile, token, min(j, q_sink.shape[2] - 1), head]
             block = pool[tables[tile, entry], layer]
             score = float(query @ block[0, kv_head, offset])
@@ -90,7 +90,7 @@ def test_specs_hold_what_goes_wrong_in_kernels():
         assert not readable[tables[absent]].any(), "blocks beyond the live part hold NaN"
         assert not readable.all(axis=1)[tables[~absent]].all(), "some row's last block is not full"
     patterns = {spec.pattern for spec in SMALL}
-    assert len(patterns) >= 7 and {p.sink_moved for p in patterns} == {0, 1, 2}
+    assert len(patterns) >= 7 and {p.sink_position for p in patterns} == {0, 1, 2}
     for name, values in dict(head_dim=(64, 96, 128, 256), block_size=(16, 32, 64, 128)).items():
         for decode in (True, False):
             assert {getattr(s, name) for s in SMALL if (s.q_tile == 1) == decode} == set(values)
@@ -98,7 +98,7 @@ def test_specs_hold_what_goes_wrong_in_kernels():
 
 
 def test_dead_slots_hold_nan_and_only_those():
-    spec = Spec(rows=((40, 1), (0, 0), (16, 1)), pattern=SINKS_MOVED._replace(window=4), sink_queries=1)
+    spec = Spec(rows=((40, 1), (0, 0), (16, 1)), pattern=SINKS_IN_CACHE._replace(window=4), sink_queries=1)
     call = make(spec)
     pool, tables = np.asarray(call.pool.kv, np.float32), np.asarray(call.tables)
     nan = np.isnan(pool)

@@ -11,9 +11,9 @@ from pallas_kernels.work import (
     HEAD,
     MASK,
     MIN_PIECES,
-    MOVED,
     NUM_PIECES,
     PIECE,
+    REPOSITIONED,
     TILE,
     TILE_KV,
     schedule,
@@ -24,7 +24,7 @@ KV_HEADS, WIDTH = 2, 40
 PATTERNS = {
     "full": FULL,
     "window": Pattern(window=33),
-    "sinks": Pattern(window=50, num_sinks=5, sink_moved=1),
+    "sinks": Pattern(window=50, num_sinks=5, sink_position=1),
     "dilated": Pattern(window=300, stride=70),
     "global": Pattern(window=20, has_global=1, global_every=90),
 }
@@ -120,5 +120,5 @@ def test_only_pieces_that_need_care_are_marked():
     assert make(arrays, FULL, 64, 1).care.tolist() == [[0, 0, 0, MASK | DIRTY]]
     # The window begins within the second piece.
     assert make(arrays, Pattern(window=100), 64, 1).care[0, :3].tolist() == [MASK, 0, MASK | DIRTY]
-    moved = make(arrays, Pattern(window=137, num_sinks=4, sink_moved=1), 64, 1)
-    assert moved.care.tolist() == [[MASK | MOVED, 0, 0, MASK | DIRTY]]
+    found = make(arrays, Pattern(window=137, num_sinks=4, sink_position=1), 64, 1)
+    assert found.care.tolist() == [[MASK | REPOSITIONED, 0, 0, MASK | DIRTY]]

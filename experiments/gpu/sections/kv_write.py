@@ -16,8 +16,6 @@ from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, measured
 from ksana_jax.ops.pool import KVCache
 from pallas_kernels import kv_write_reference
 
-# Of the measured copy bandwidth, for 8k tokens.
-
 
 def xla_flat(q, k, v, pool, slots, rope, *, layer):
     """What the engine does without a kernel: rotates, then scatters rows of a flat view of the pool."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.arguments import SINKS_AT_CEILING, SINKS_MOVED, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.arguments import SINKS_AT_CEILING, SINKS_IN_CACHE, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode
 from tests.pallas_kernels.contract import check
@@ -22,7 +22,7 @@ TWO_GROUPS = (
     Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=256, block_size=32, sink_queries=6,
          pattern=SINKS_AT_CEILING),
     Spec(rows=((140, 1), (75, 1)), num_heads=2, head_dim=256, codes="float8_e4m3fn", evict_every=3, sink_queries=1,
-         pattern=SINKS_MOVED),
+         pattern=SINKS_IN_CACHE),
 )  # fmt: skip
 KERNEL = decode.KERNEL.tuned(interpret=PARAMS)
 SPECS = (*TINY, *TINY_QUANTISED)

@@ -23,10 +23,10 @@ SPECS = (
     # Tiles of more queries than 128 rows hold, a group of 3 whose 63 rows are padded, blocks as long as a piece.
     Spec(rows=((290, 45),), q_tile=45, num_heads=3, num_kv_heads=1, head_dim=96, block_size=128, dtype="float16",
          pattern=DILATED),
-    # A second query for all sinks, after which the first one attends to a piece without a mask; pieces of half a block.
+    # A sink query for all sinks, after which the first one attends to a piece without a mask; pieces of half a block.
     Spec(rows=((150, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=128, return_lse=True,
-         pattern=Pattern(num_sinks=4, sink_moved=1), sink_queries=1),
-    # Three second queries for six sinks, which some of the queries score with them.
+         pattern=Pattern(num_sinks=4, sink_position=1), sink_queries=1),
+    # Three sink queries for six sinks, which some of the queries score with them.
     Spec(rows=((80, 40),), q_tile=40, num_heads=2, num_kv_heads=1, pattern=SINKS_AT_CEILING, sink_queries=3),
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(patter
     size = min(block_size, 64)
     per_piece = piece_tokens(head_dim) // size
     for units, begin, numbers in zip(*(np.asarray(x).tolist() for x in work)):
-        tile, num_pieces, num_masked, first_moved, dirty, newest = numbers
+        tile, num_pieces, num_masked, first_repositioned, dirty, newest = numbers
         queries = positions[tile][positions[tile] >= 0]
 
         def marked(start, by, queries=queries):
@@ -74,13 +74,13 @@ def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(patter
         assert {x for x in zip(units[:count], begin) if x[1] < FAR} == live
         assert newest == (queries.max() if len(queries) else -1)
         assert set(units[:count]) <= {unit for unit, _ in live}
-        assert first_moved <= num_masked <= num_pieces
+        assert first_repositioned <= num_masked <= num_pieces
         for piece in range(num_pieces):
             part = [s for s in begin[piece * per_piece : (piece + 1) * per_piece] if s < FAR]
             full = len(part) == per_piece and all(marked(s, pattern.visible).all() for s in part)
-            moved = any(marked(s, pattern.moved).any() for s in part)
-            assert piece < num_masked or (full and not moved)
-            assert moved == (first_moved <= piece < num_masked)
+            repositioned = any(marked(s, pattern.repositioned).any() for s in part)
+            assert piece < num_masked or (full and not repositioned)
+            assert repositioned == (first_repositioned <= piece < num_masked)
             unwritten = any(s + size - 1 > newest for s in part)
             assert not unwritten or (piece == 0 and dirty)
     tiles = np.asarray(work.tiles)

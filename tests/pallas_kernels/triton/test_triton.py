@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arguments import GLOBAL, SINKS_MOVED, SMALL, TINY, WINDOW, Spec, make
+from pallas_kernels.arguments import GLOBAL, SINKS_IN_CACHE, SMALL, TINY, WINDOW, Spec, make
 from pallas_kernels.contract import Kernel, Pool
 from pallas_kernels.patterns import FAR
 from pallas_kernels.triton import decode as triton_decode
@@ -39,7 +39,7 @@ def test_ragged_takes_single_queries_too():
 
 
 def test_tiles_of_more_rows_than_the_kernels_have_are_cut():
-    check(ragged, Spec(rows=((150, 97), (2, 1)), q_tile=48, num_heads=8, pattern=SINKS_MOVED, sink_queries=1))
+    check(ragged, Spec(rows=((150, 97), (2, 1)), q_tile=48, num_heads=8, pattern=SINKS_IN_CACHE, sink_queries=1))
 
 
 @pytest.mark.parametrize("num_workers", [1, 40])
