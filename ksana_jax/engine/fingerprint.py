@@ -1,4 +1,4 @@
-"""What makes keys and values of one engine those of another: a digest of model, weights and numerics."""
+"""Digest of everything that determines KV values. Engines with equal digests can share cached blocks."""
 
 from __future__ import annotations
 
