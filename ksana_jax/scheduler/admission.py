@@ -55,10 +55,11 @@ class Admission:
     layout: KVLayout
     longest_chunk: int
 
-    def fits(self, seq: Sequence, hit: Hit | None, room: Room, alone: bool) -> bool:
+    def fits(self, seq: Sequence, hit: Hit | None, room: Room, alone: bool, reserve: int) -> bool:
         """Whether a waiting sequence can start: all it brings along, and its first chunk.
 
         Args:
+          reserve: blocks that stay free, so that those who run can go on.
           hit: what it found in the cache, pinned.
           alone: nothing runs; then part of a chunk is better than waiting for ever, and sequences that wait give up the
             blocks that they share.
@@ -82,7 +83,8 @@ class Admission:
             return loads + (0 if kv.shared is None else self._num_shared(kv.shared))
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
-        if min(first_blocks() + more, most) <= device.num_available:
+        # A fork goes on with what its parent holds: it waits for no reserve.
+        if min(first_blocks() + more, most) + (0 if kv.shared else reserve) <= device.num_available:
             return True
         if not alone:
             return False

@@ -207,7 +207,7 @@ class Scheduler:
         if self.num_preemptions == preempted_before:
             if self.waiting:
                 self.queue.reorder()
-                self._admit_waiting(room, chunks)
+                self._admit_waiting(room, singles, chunks)
         else:
             singles = singles[rows.alive[singles]]
         if not chunks:
@@ -279,13 +279,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission
 
-    def _admit_waiting(self, room: Room, chunks: list[tuple[int, int]]) -> None:
+    def _admit_waiting(self, room: Room, singles: np.ndarray, chunks: list[tuple[int, int]]) -> None:
         """Places waiting sequences in rows, in order, as far as there is room.
+
+        The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
+        from it again, with all that it has computed. Waiting rows (beams) reserve none, so something always computes.
 
         One that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither takes
         long, and neither depends on those who pass.
         """
-        at = 0
+        at, reserve = 0, self._num_next_blocks([*singles.tolist(), *(row for row, _ in chunks)])
         while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and room.tokens:
             seq = self.waiting[at][2]
             if seq.idles or not self.memory.disk_reads.ready(seq.kv):
@@ -298,7 +301,7 @@ class Scheduler:
                 at += 1
                 continue
             alone = not len(self.order)
-            if not self.admission.fits(seq, hit, room, alone):
+            if not self.admission.fits(seq, hit, room, alone, reserve):
                 if hit:
                     self.memory.prefixes.unpin(hit)
                 if not alone or not seq.kv.shared:
@@ -307,6 +310,12 @@ class Scheduler:
                 continue
             row = self._place(at, hit)
             chunks.append((row, self._take(row, room)))
+            reserve += self._num_next_blocks([row])
+
+    def _num_next_blocks(self, rows: list[int]) -> int:
+        """Blocks that some rows take next: one in each group for each row that does not end within what it has."""
+        grows = self.rows.allocated_until[rows] < self.rows.max_len[rows] - 1  # the last token is never computed
+        return len(self.layout.groups) * int(np.count_nonzero(grows))
 
     def _place(self, at: int, hit: Hit | None) -> int:
         """Takes a waiting sequence into a row with what it brings along: the row."""

@@ -199,11 +199,11 @@ def fake_beams(prompt, patterns, width: int, penalty: float, stops, max_tokens: 
 SETTINGS = {
     "room for all": {"num_blocks": 64},
     "cached": {"num_blocks": 64, "caching": True},
-    "preempted": {"num_blocks": 28},
-    "preempted, cached": {"num_blocks": 28, "caching": True},
-    "swapped": {"num_blocks": 28, "host_slots": 40, "preempt": "swap"},
-    "swapped, cached": {"num_blocks": 28, "host_slots": 12, "preempt": "swap", "caching": True},
-    "chunks": {"num_blocks": 28, "max_num_batched_tokens": 3},
+    "preempted": {"num_blocks": 26},
+    "preempted, cached": {"num_blocks": 26, "caching": True},
+    "swapped": {"num_blocks": 26, "host_slots": 40, "preempt": "swap"},
+    "swapped, cached": {"num_blocks": 26, "host_slots": 12, "preempt": "swap", "caching": True},
+    "chunks": {"num_blocks": 26, "max_num_batched_tokens": 3},
     "as few rows as beams": {"num_blocks": 64, "max_num_seqs": 4},
 }
 
@@ -303,7 +303,7 @@ def expect_beams(output, expected) -> None:
 
 
 PROMPTS = [np.random.default_rng(s).integers(2, VOCAB, 14 + s).tolist() for s in range(3)]
-ASKED = [(3, 1.0, 8), (3, 0.6, 10), (2, 1.5, 12)]  # width, length penalty, tokens
+ASKED = [(3, 1.0, 16), (3, 0.6, 14), (2, 1.5, 16)]  # width, length penalty, tokens
 
 
 def beams_of(llm, prompts, asked):
@@ -317,7 +317,7 @@ def expected_beams():
     return dense_beams(*model(), PROMPTS, ASKED)
 
 
-SMALL_POOL = {"block_size": 4, "num_blocks": 18, "max_num_seqs": 8}
+SMALL_POOL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 8}
 
 
 @pytest.mark.parametrize("settings", [

@@ -21,7 +21,7 @@ def experiment(tmp_path_factory, one_layer):
     """Path of an experiment with a model of one layer and two rows."""
     given = {
         "title": "Two pools", "task": "generate", "model": one_layer, "load_format": "dummy", "engine": ENGINE,
-        "settings": {"num_prompts": 4, "prompt_tokens": 40, "output_tokens": 20},
+        "settings": {"num_prompts": 4, "prompt_tokens": 40, "output_tokens": 40},
         "variants": [{"name": "full"}, {"name": "window", "pattern.window": 16}],
     }  # fmt: skip
     path = tmp_path_factory.mktemp("experiment") / "pools.yaml"
@@ -45,7 +45,7 @@ def test_one_command_writes_picture_numbers_and_blocks(experiment, tmp_path, cap
     assert (tmp_path / "pool.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "pool.pdf").stat().st_size > 1000
     written = json.loads((tmp_path / "pool.json").read_text())
     assert written["numbers"] == numbers and written["config"]["engine"]["num_blocks"] == 12
-    # Four requests of 59 computed tokens need 16 blocks of 12: somebody has to make room.
+    # Four requests of 79 computed tokens need 20 blocks of 12: somebody has to make room.
     assert numbers["num_blocks"] == 12 and 0.5 < numbers["utilisation"] < numbers["peak_utilisation"] <= 1
     assert numbers["task"]["num_preemptions"] > 0 and numbers["swapped_blocks"]["in"] > 0
     block = numbers["block_bytes"]

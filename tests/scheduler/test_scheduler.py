@@ -100,7 +100,7 @@ def test_a_reused_block_never_shows_what_it_held_before(patterns):
 def test_a_row_scheduled_first_and_preempted_in_the_same_step_is_not_in_the_batch():
     # Class of bug: state read before something in the same schedule() changes it.
     engine = make_engine(num_blocks=4, max_num_batched_tokens=4, policy="shortest_first")
-    long = add(engine, 8, 7)
+    long = add(engine, 8, 5)  # which ends in its third block, so that nothing stays free for it
     while len(engine.records) < 3:
         step(engine)  # two chunks of the prompt, then a token of decode in the third block
     short = add(engine, 7, 5)
@@ -278,6 +278,19 @@ def test_a_request_waits_until_its_first_chunk_fits_beside_those_that_run():
     first, second = add(engine, 16, 2), add(engine, 12, 2)
     step(engine)
     assert second.completions[0].seq.row is None  # 3 blocks are needed, 2 are free
+    run(engine)
+    assert not engine.scheduler.num_preemptions
+    expect_reference([first, second])
+
+
+@pytest.mark.parametrize(("max_tokens", "starts"), [(9, False), (5, True)])
+def test_a_request_waits_while_it_would_take_the_next_block_of_one_that_runs(max_tokens, starts):
+    engine = make_engine(num_blocks=6, max_num_batched_tokens=64)
+    first = add(engine, 8, max_tokens)
+    step(engine)
+    second = add(engine, 12, 2)  # 3 blocks of the 3 that are free when the first one has taken its third
+    step(engine)
+    assert (second.completions[0].seq.row is not None) == starts
     run(engine)
     assert not engine.scheduler.num_preemptions
     expect_reference([first, second])
