@@ -31,14 +31,14 @@ class Sequence:
       request_id, index: what it is called where blocks are shown; index is its completion's, or a beam's own.
       bad_words: token ids of what its request must not say, see `step.bias`.
       kv: what KV memory knows of it.
-      guided: its request appends its tokens (beam search), not the scheduler.
+      is_beam: its request chooses and appends its tokens (beam search), not the scheduler.
 
     Attributes:
       row: where it runs; None while it waits.
       rank: its place in the order of service.
       num_prompt: tokens of its prompt.
       num_scored: prompt tokens whose log-probabilities are already reported.
-      idles: guided, has computed all its tokens and waits for the next one.
+      awaits_token: a beam that has computed all its tokens and waits for its request to append the next one.
       forks: sequences of the same prompt that wait until this one has computed it, to share its blocks.
     """
 
@@ -53,8 +53,8 @@ class Sequence:
     index: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     kv: KVState = dataclasses.field(default_factory=KVState)
-    guided: bool = False
-    idles: bool = False
+    is_beam: bool = False
+    awaits_token: bool = False
     row: int | None = None
     rank: Any = None
     finish_reason: FinishReason | None = None
@@ -92,7 +92,7 @@ class Rows:
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible.
     forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
     index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
-    guided: [R] see `Sequence`.
+    is_beam: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
     """
 
@@ -113,7 +113,7 @@ class Rows:
         self.return_at = np.zeros((num_groups, num_rows), np.int32)
         self.forked = np.zeros(num_rows, bool)
         self.index_at = np.full(num_rows, FAR, np.int32)
-        self.guided = np.zeros(num_rows, bool)
+        self.is_beam = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.min_len = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
@@ -142,7 +142,7 @@ class Rows:
         self.token_ids[row, :count] = seq.token_ids
         self.num_tokens[row], self.num_computed[row], self.num_prompt[row] = count, 0, seq.num_prompt
         self.max_len[row] = seq.max_len
-        self.guided[row] = seq.guided
+        self.is_beam[row] = seq.is_beam
         self.min_len[row] = seq.num_prompt + p.min_tokens
         if len(seq.stop_ids) > self.stop_ids.shape[1]:
             extra = len(seq.stop_ids) - self.stop_ids.shape[1]
@@ -170,7 +170,7 @@ class Rows:
         self.block_starts[:, row] = FAR
         self.block_tables[:, row] = 0
         self.block_origins[:, row] = Origin.COMPUTED
-        self.forked[row] = self.guided[row] = False
+        self.forked[row] = self.is_beam[row] = False
         self.index_at[row] = FAR
         self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1

@@ -305,9 +305,9 @@ class Simulation:
         # who waits for a prefix that is just being computed, or for the choice of the next beam.
         if self.settings["policy"] != "fcfs" or self.engine.memory.prefixes.enabled:
             return
-        waiting = [seq for seq in waiting if seq.rank == seq.seq_id and not seq.guided]
+        waiting = [seq for seq in waiting if seq.rank == seq.seq_id and not seq.is_beam]
         if running and waiting:
-            assert running[-1].rank < waiting[0].seq_id or running[-1].guided
+            assert running[-1].rank < waiting[0].seq_id or running[-1].is_beam
 
     def check_finished(self, request: Request) -> None:
         """I6, I10, I11: the end is the one expected, given once, and the numbers add up."""

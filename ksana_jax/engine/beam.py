@@ -1,9 +1,9 @@
 """Beam search over sequences of the scheduler: chooses which beams go on, and how. Knows no blocks, no device.
 
-A beam is a guided sequence: the scheduler computes its tokens and then lets it wait until its request has chosen the
-next one. When all beams of a request have reported, the best continuations are taken: of each beam that goes on, one
-child takes its place and the others fork off, sharing its blocks; copy-on-write does the rest, and no cache is ever
-reordered.
+A beam is a sequence whose request appends its tokens: the scheduler computes them and then lets it wait until the
+request has chosen the next one. When all beams of a request have reported, the best continuations are taken: of each
+beam that goes on, one child takes its place and the others fork off, sharing its blocks; copy-on-write does the rest,
+and no cache is ever reordered.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
     """Carries on a search all of whose beams have reported; whether it goes on.
 
     Args:
-      new_sequence: (token_ids) -> a guided Sequence of the same request.
+      new_sequence: (token_ids) -> a Sequence that is a beam of the same request.
     """
     rows = scheduler.rows
     texts = {s: s.token_ids if s.row is None else rows.token_ids[s.row, : rows.num_tokens[s.row]] for s in beams.alive}

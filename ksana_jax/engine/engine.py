@@ -260,7 +260,7 @@ class Engine:
         reported = self._report_tokens(step.batch, output, result, watched)
         for seq in result.finished:
             reported.setdefault(seq.owner)
-        if len(result.guided):
+        if len(result.beams):
             self._advance_beams(step.batch, output, result, reported)
         return reported
 
@@ -352,7 +352,7 @@ class Engine:
         scores = output.scores
         assert scores is not None
         # Dropped beams leave their rows: who is where is asked before.
-        for seq, row in [(self.scheduler.rows.seqs[row], row) for row in result.guided.tolist()]:
+        for seq, row in [(self.scheduler.rows.seqs[row], row) for row in result.beams.tolist()]:
             assert seq is not None
             request, place = seq.owner, place_of[row]
             if output.tokens[place] < 0:

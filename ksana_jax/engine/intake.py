@@ -161,5 +161,5 @@ class Intake:
         seq = self._new_sequence(request, token_ids, 0, salt)
         count = num_candidates(request.params.beam_width, seq.stop_ids)
         seq.params = SamplingParams(temperature=0, logprobs=count, max_tokens=request.params.max_tokens)
-        seq.guided, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
+        seq.is_beam, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id
         return seq

@@ -14,7 +14,7 @@ from ksana_jax.step.contract import Part
 
 
 @dataclasses.dataclass
-class Room:
+class StepBudget:
     """What is left of a step: tokens, and query tiles for rows that compute more than one.
 
     tiles: how many there would be of each width, the widest first. All tiles of a step have one width: the widest that
@@ -55,7 +55,7 @@ class Admission:
     layout: KVLayout
     longest_chunk: int
 
-    def fits(self, seq: Sequence, hit: Hit | None, room: Room, alone: bool, reserve: int) -> bool:
+    def fits(self, seq: Sequence, hit: Hit | None, budget: StepBudget, alone: bool, reserve: int) -> bool:
         """Whether a waiting sequence can start: all it brings along, and its first chunk.
 
         Args:
@@ -68,11 +68,11 @@ class Admission:
         kv, held = seq.kv, seq.kv.held
         done = hit.num_tokens if hit else held.num_computed if held else 0
         left = total - done
-        if not room.most(left):
+        if not budget.most(left):
             return False
         loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
-        count = left if seq.num_preemptions and not alone else room.most(left)
+        count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = -(-done // size) * size
         most, num_groups = self.layout.blocks_of(total, self.longest_chunk), len(self.layout.groups)
 
@@ -89,7 +89,7 @@ class Admission:
         if not alone:
             return False
         while first_blocks() > device.num_available:
-            if not self.queue.strip_one(seq):
+            if not self.queue.reclaim_shared(seq):
                 return False
         return True
 

@@ -61,7 +61,7 @@ class WaitingQueue:
         kv.num_indexed = 0
         kv.nodes.clear()
 
-    def strip_one(self, spared: Sequence | None = None) -> bool:
+    def reclaim_shared(self, spared: Sequence | None = None) -> bool:
         """Takes the shared blocks of the last sequence that brings some along; False if there is none."""
         for _, _, seq in reversed(self.entries):
             if seq.kv.shared is not None and seq is not spared:
@@ -69,7 +69,7 @@ class WaitingQueue:
                 return True
         return False
 
-    def part_from(self, leader: Sequence) -> list[Sequence]:
+    def pop_forks(self, leader: Sequence) -> list[Sequence]:
         """Those who waited for a leader's prompt and have not ended since; they wait for it no longer."""
         self.leaders.pop(leader, None)
         forks, leader.forks = leader.forks, []

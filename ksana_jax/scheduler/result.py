@@ -13,11 +13,11 @@ from ksana_jax.sequence import Sequence
 class StepResult:
     """Rows that got a token, the tokens, which of the rows ended by it, and all sequences that ended.
 
-    guided: rows that have computed all their tokens and whose request chooses the next one.
+    beams: rows that have computed all their tokens and whose request chooses the next one.
     """
 
     rows: np.ndarray
     tokens: np.ndarray
     ended: np.ndarray
     finished: list[Sequence]
-    guided: np.ndarray
+    beams: np.ndarray

@@ -20,7 +20,7 @@ from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.admission import Admission, Room
+from ksana_jax.scheduler.admission import Admission, StepBudget
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.result import StepResult
@@ -144,12 +144,12 @@ class Scheduler:
             self._leave(np.array([seq.row]))
         else:
             self.queue.remove(seq)
-        for fork in self.queue.part_from(seq):
+        for fork in self.queue.pop_forks(seq):
             self.queue.add(fork)
 
     def append(self, seq: Sequence, token: int) -> None:
-        """Gives a guided sequence its next token."""
-        seq.idles = False
+        """Gives a beam its next token."""
+        seq.awaits_token = False
         if seq.row is None:
             seq.token_ids = np.append(seq.token_ids, np.int32(token))
         else:
@@ -199,15 +199,15 @@ class Scheduler:
         else:
             singles = self._provide_by_force(singles, short * rows.num_groups + np.count_nonzero(sharing, axis=0))
         chunks: list[tuple[int, int]] = []
-        room = Room(self.max_num_batched_tokens - len(singles), self.tiles)
+        budget = StepBudget(self.max_num_batched_tokens - len(singles), self.tiles)
         if len(singles) < len(order):
             for row in order[left > 1].tolist():
-                if count := self._extend(row, room):
+                if count := self._extend(row, budget):
                     chunks.append((row, count))
         if self.num_preemptions == preempted_before:
             if self.waiting:
                 self.queue.reorder()
-                self._admit_waiting(room, singles, chunks)
+                self._admit_waiting(budget, singles, chunks)
         else:
             singles = singles[rows.alive[singles]]
         if not chunks:
@@ -242,7 +242,7 @@ class Scheduler:
             last = int(self.order[-1])
             if last != row:
                 self._preempt(last)
-            elif not self.queue.strip_one():
+            elif not self.queue.reclaim_shared():
                 return False
         return True
 
@@ -256,31 +256,31 @@ class Scheduler:
         self.num_preemptions += 1
         self.queue.add(seq)
 
-    def _extend(self, row: int, room: Room) -> int:
-        """How many tokens a running row with several left computes now; takes their blocks and their room."""
-        if not self.rows.alive[row] or not room.most(int(self.rows.num_tokens[row] - self.rows.num_computed[row])):
+    def _extend(self, row: int, budget: StepBudget) -> int:
+        """How many tokens a running row with several left computes now; takes their blocks and their budget."""
+        if not self.rows.alive[row] or not budget.most(int(self.rows.num_tokens[row] - self.rows.num_computed[row])):
             return 0
         short = self.rows.num_computed[row] >= self.rows.allocated_until[row]
         if short and not self._make_room(row, self.rows.num_groups):
             return 0
-        return self._take(row, room)
+        return self._take(row, budget)
 
-    def _take(self, row: int, room: Room) -> int:
+    def _take(self, row: int, budget: StepBudget) -> int:
         r, size = self.rows, self.blocks.block_size
         done, allocated = int(r.num_computed[row]), int(r.allocated_until[row])
         left = int(r.num_tokens[row]) - done
         available = self.memory.device.num_available
         if r.forked[row]:
             available -= int(np.count_nonzero(self.row_blocks.writes_to_shared(np.array([row]))))
-        count = max(min(room.most(left), allocated + available // r.num_groups * size - done), 0)
+        count = max(min(budget.most(left), allocated + available // r.num_groups * size - done), 0)
         self.row_blocks.provide(row, count)
-        room.take(count)
+        budget.take(count)
         return count
 
     # ------------------------------------------------------------------ admission
 
-    def _admit_waiting(self, room: Room, singles: np.ndarray, chunks: list[tuple[int, int]]) -> None:
-        """Places waiting sequences in rows, in order, as far as there is room.
+    def _admit_waiting(self, budget: StepBudget, singles: np.ndarray, chunks: list[tuple[int, int]]) -> None:
+        """Places waiting sequences in rows, in order, as far as there is budget.
 
         The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
         from it again, with all that it has computed. Waiting rows (beams) reserve none, so something always computes.
@@ -289,9 +289,9 @@ class Scheduler:
         long, and neither depends on those who pass.
         """
         at, reserve = 0, self._num_next_blocks([*singles.tolist(), *(row for row, _ in chunks)])
-        while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and room.tokens:
+        while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and budget.tokens:
             seq = self.waiting[at][2]
-            if seq.idles or not self.memory.disk_reads.ready(seq.kv):
+            if seq.awaits_token or not self.memory.disk_reads.ready(seq.kv):
                 at += 1
                 continue
             hit = None
@@ -301,7 +301,7 @@ class Scheduler:
                 at += 1
                 continue
             alone = not len(self.order)
-            if not self.admission.fits(seq, hit, room, alone, reserve):
+            if not self.admission.fits(seq, hit, budget, alone, reserve):
                 if hit:
                     self.memory.prefixes.unpin(hit)
                 if not alone or not seq.kv.shared:
@@ -309,7 +309,7 @@ class Scheduler:
                 self.queue.take_away(seq)  # no room for a copy of what it shares
                 continue
             row = self._place(at, hit)
-            chunks.append((row, self._take(row, room)))
+            chunks.append((row, self._take(row, budget)))
             reserve += self._num_next_blocks([row])
 
     def _num_next_blocks(self, rows: list[int]) -> int:
@@ -341,7 +341,7 @@ class Scheduler:
     def advance(self, batch: ScheduledBatch) -> None:
         """Books what is known of a step before its tokens are: how much is computed, and which blocks that returns."""
         rows = batch.rows
-        self.rows.num_computed[rows] += batch.num_per_row
+        self.rows.num_computed[rows] += batch.num_per_row if len(batch.chunks) else 1
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
         if not self.memory.prefixes.enabled and not self.queue.leaders:
             self.row_blocks.return_invisible(rows)
@@ -354,12 +354,12 @@ class Scheduler:
             FinishReason.ERROR.
         """
         r, rows = self.rows, batch.rows
-        sampled, guided = batch.sampled, _NO_ROWS
-        if r.guided[sampled].any():
-            by_request = r.guided[sampled]
-            guided, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
-            for row in guided:
-                r.seqs[row].idles = True
+        sampled, beams = batch.sampled, _NO_ROWS
+        if r.is_beam[sampled].any():
+            by_request = r.is_beam[sampled]
+            beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
+            for row in beams:
+                r.seqs[row].awaits_token = True
         finished: list[Sequence] = []
         if tokens.min(initial=0) < 0:
             finished += self._fail(sampled[tokens < 0])
@@ -381,7 +381,7 @@ class Scheduler:
             self._leave(sampled[ended])
             rows = rows[r.alive[rows]]
         self.row_blocks.return_invisible(rows)
-        return StepResult(sampled, tokens, ended, finished, guided)
+        return StepResult(sampled, tokens, ended, finished, beams)
 
     def _fail(self, rows: np.ndarray) -> list[Sequence]:
         seqs = [seq for row in rows if (seq := self.rows.seqs[row]) is not None]
@@ -393,7 +393,7 @@ class Scheduler:
         """Shares the blocks of prompts that are computed with the sequences that wait for them."""
         for leader in [seq for seq in self.queue.leaders if seq.row in rows]:
             # Each computes the last token again: a first token of its own needs its logits.
-            for seq in self.queue.part_from(leader):
+            for seq in self.queue.pop_forks(leader):
                 self.fork(leader, seq, leader.num_prompt - 1)
 
     def _leave(self, leaving: np.ndarray) -> None:
