@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 from ksana_jax.sequence import Sequence
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """Rows that got a token, the tokens, which of the rows ended by it, and all sequences that ended.
 
     beams: rows that have computed all their tokens and whose request chooses the next one.
