@@ -212,7 +212,7 @@ class Engine:
         self.scheduler.advance(batch)
         output, now = self._collect(step)
         watched = self._report_prompts(step, output, now)
-        result = self.scheduler.settle(batch, output.tokens[: np.count_nonzero(batch.samples)])
+        result = self.scheduler.settle(batch, output.tokens[: len(batch.sampled)])
         reported = self._report(step, output, result, watched)
         self._close_ended(reported, now)
         self._observe(step, now)

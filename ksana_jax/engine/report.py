@@ -13,10 +13,11 @@ from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
     """Notes when requests got their first token; called between `Scheduler.advance` and `settle`."""
-    fresh = rows.num_tokens[batch.rows] == rows.num_prompt[batch.rows]
+    sampled = batch.sampled
+    fresh = rows.num_tokens[sampled] == rows.num_prompt[sampled]
     if not fresh.any():
         return
-    for row in batch.rows[fresh & batch.samples]:
+    for row in sampled[fresh]:
         seq = rows.seqs[row]
         assert seq is not None
         metrics = seq.owner.metrics

@@ -211,10 +211,10 @@ class Scheduler:
         else:
             singles = singles[rows.alive[singles]]
         if not chunks:
-            return ScheduledBatch(singles, _NO_ROWS, _NO_ROWS, np.ones(len(singles), bool)) if len(singles) else None
+            return ScheduledBatch(singles, _NO_ROWS, _NO_ROWS) if len(singles) else None
         alone = [row for row, count in chunks if count == 1]
         longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
-        batch = ScheduledBatch(np.append(singles, np.array(alone, np.intp)), longer[:, 0], longer[:, 1], _NO_ROWS)
+        batch = ScheduledBatch(np.append(singles, np.array(alone, np.intp)), longer[:, 0], longer[:, 1])
         batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
         return batch
 

@@ -210,7 +210,7 @@ class BatchBuilder:
             arrays = self._with_singles(shape, singles, rows)
         if len(chunks):
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
-        sampled = ends if len(batch.sampled) == len(ends) else ends[batch.samples]
+        sampled = ends if batch.samples is None else ends[batch.samples]
         arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
         self._ask(step, batch, rows, ends)

@@ -33,13 +33,14 @@ class ScheduledBatch:
     Attributes:
       singles: [D] rows.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
-      samples: [D + chunks] whether the step computes the last token of the row, so that its next one is sampled.
+      samples: [D + chunks] whether the step computes the last token of the row, so that its next one is sampled;
+        None where it does of all.
     """
 
     singles: np.ndarray
     chunks: np.ndarray
     counts: np.ndarray
-    samples: np.ndarray
+    samples: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -55,7 +56,7 @@ class ScheduledBatch:
     @functools.cached_property
     def sampled(self) -> np.ndarray:
         """Those of `rows` whose next token is sampled."""
-        return self.rows if self.samples.all() else self.rows[self.samples]
+        return self.rows if self.samples is None else self.rows[self.samples]
 
     @property
     def num_tokens(self) -> int:

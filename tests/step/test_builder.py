@@ -37,7 +37,7 @@ def builder(singles=(2, 4), tiles=(1, 2, 4), widths=(3, 6)) -> BatchBuilder:
 def build(rows: Rows, singles=(), maker: BatchBuilder | None = None, **chunks):
     """The step of some singles, and of some rows' chunks, as row_2=6."""
     pairs = np.array([(int(name[4:]), count) for name, count in chunks.items()], np.intp).reshape(-1, 2)
-    batch = ScheduledBatch(np.array(singles, np.intp), pairs[:, 0], pairs[:, 1], np.zeros(0, bool))
+    batch = ScheduledBatch(np.array(singles, np.intp), pairs[:, 0], pairs[:, 1])
     batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
     return (maker or builder()).build(batch, rows)
 
