@@ -124,7 +124,8 @@ class Rows:
         self.repetition_penalty = np.ones(num_rows, np.float32)
         self.presence_penalty = np.zeros(num_rows, np.float32)
         self.frequency_penalty = np.zeros(num_rows, np.float32)
-        # What a row asks for beyond a greedy token, so that a step can tell with one reduction.
+        # Whether a row asks for more than a greedy token, so that a step can tell with one reduction; and for what.
+        self.asks = np.zeros(num_rows, bool)
         self.samples = np.zeros(num_rows, bool)
         self.dense = np.zeros(num_rows, bool)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
@@ -158,6 +159,7 @@ class Rows:
         self.samples[row] = not p.greedy or seq.dense_sampling
         self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
         self.num_prompt_logprobs[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
+        self.asks[row] = self.samples[row] or p.logprobs is not None or p.prompt_logprobs is not None
 
     def clear(self, row: int) -> None:
         """Frees a row; its sequence takes its tokens along. Its blocks must have been released."""
@@ -172,7 +174,7 @@ class Rows:
         self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.is_beam[row] = False
         self.index_at[row] = FAR
-        self.samples[row] = self.dense[row] = self.alive[row] = False
+        self.asks[row] = self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:

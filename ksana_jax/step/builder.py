@@ -292,6 +292,8 @@ class BatchBuilder:
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
         """Fills in what the rows ask for beyond greedy tokens."""
         running, sampled = batch.rows, batch.sampled
+        if not rows.asks[running].any():
+            return
         if rows.samples[sampled].any():
             step.sampling = self._sampling(rows, sampled, step.num_sampled)
         num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
