@@ -11,6 +11,7 @@ import pytest
 from ksana_jax import LLM, EngineConfig
 from ksana_jax.config import ConfigError
 from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.engine.build import build_engine
 from ksana_jax.loading.load import auto_dtype, load_model
 from ksana_jax.planner.formula import PlanRequest
 from ksana_jax.shipped import model_path
@@ -67,6 +68,9 @@ def test_auto_is_what_the_checkpoint_says(tmp_path, said, dtype):
 
 def test_an_engine_around_weights_takes_auto_from_them():
     assert make_llm(dtype="auto").config.dtype == "f32"
+    assert LLM.from_params(*model(), **SMALL, dtype="auto").config.dtype == "f32"
+    with pytest.raises(ConfigError, match='dtype is "auto", and there are no weights'):
+        build_engine(model()[0], None, EngineConfig(**SMALL, dtype="auto"), executor=object())
 
 
 def test_weights_are_read_in_float16():

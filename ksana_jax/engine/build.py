@@ -12,6 +12,7 @@ import numpy as np
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine
+from ksana_jax.engine.settings import with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
@@ -57,7 +58,7 @@ def build_engine(
     """
     _check_tokenizer(model, tokenizer)
     patterns = read_patterns(model.pattern, model.num_layers) if patterns is None else patterns
-    config = config.for_model(model, patterns)
+    config = with_dtype(config, params).for_model(model, patterns)
     layout = kv_layout(model, config, patterns, "cpu" if executor is not None else None)
     if executor is None:
         config, executor, index = _on_device(model, params, config, patterns, layout, programs)

@@ -16,12 +16,11 @@ import jax
 from ksana_jax import vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.engine.build import build_engine, kv_layout
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
-from ksana_jax.engine.settings import engine_config
+from ksana_jax.engine.settings import engine_config, with_dtype
 from ksana_jax.loading import load_model
 from ksana_jax.loading.load import auto_dtype
 from ksana_jax.metrics import StepRecord
@@ -88,9 +87,7 @@ class LLM:
         self.model_config, self.name = model_config.validate(), "from_params"
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         before = resident_bytes()
-        config = engine_config(settings)
-        if config.dtype == "auto":
-            config = dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
+        config = with_dtype(engine_config(settings), params)
         self._build(config, params, pattern, tokenizer, before and max(before - weights, 0))
         return self
 

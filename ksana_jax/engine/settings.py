@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax import vllm_names
-from ksana_jax.config import EngineConfig
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.kv import replacement
 from ksana_jax.scheduler import policies
 
@@ -20,6 +21,19 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     """
     known = {f.name for f in dataclasses.fields(EngineConfig)} | {"pattern", "load_format", "tokenizer"}
     return check_policies(EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known)))
+
+
+def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
+    """Returns a configuration in which the dtype "auto" has become that of the weights.
+
+    Raises:
+      ConfigError: there are no weights to take it from.
+    """
+    if config.dtype != "auto":
+        return config
+    if params is None:
+        raise ConfigError('dtype is "auto", and there are no weights to take it from')
+    return dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
 
 
 def check_policies(config: EngineConfig) -> EngineConfig:

@@ -119,7 +119,8 @@ sys.exit(run_child(parse(sys.argv[1:])))
 """
 
 
-def test_a_kernel_that_aborts_the_process_costs_one_case(tmp_path):
+def test_a_kernel_that_aborts_the_process_costs_one_case(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program = tmp_path / "aborting.py"
     program.write_text(ABORTING)
     options = ["--tiny", "--peer-python", sys.executable]

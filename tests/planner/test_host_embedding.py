@@ -39,7 +39,7 @@ def test_tokens_are_the_same_and_the_device_is_freed_of_its_bytes(tmp_path, dtyp
 
 
 def test_no_program_takes_the_embedding_to_the_device():
-    llm = {where: make_llm(Letters(), embedding_device=where) for where in ("device", "host")}
+    llm = {where: make_llm(Letters(), embedding_device=where, programs={}) for where in ("device", "host")}
     config, _ = model()
     for one in llm.values():
         one.warm_up(sampling_params=GREEDY)
