@@ -24,8 +24,6 @@ STORED = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 # XLA:CPU converts a whole bfloat16 pool at each scatter (110 ms for 128 MB on jax 0.10.2, against 0.01 ms for uint16
 # and float16), so there bfloat16 is stored as its bits.
 STORED_ON_CPU = STORED | {"bf16": "uint16"}
-# The host's time for a step grows with the groups: 111 us with one, 256 with two, 705 with six (256 rows, window 256).
-MAX_GROUPS = 8
 
 
 class Leaf(NamedTuple):
@@ -60,23 +58,16 @@ def group_layers(patterns: Sequence[AttentionPattern]) -> tuple[KVGroup, ...]:
     one free list serves all groups.
 
     8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
-    unused room: at most an eighth of what the layers of that kind take, as long as that makes no more than MAX_GROUPS.
-    With more kinds than that, all layers that forget something keep what any of them sees.
+    unused room: at most an eighth of what the layers of that kind take.
     """
     kinds: dict[LiveRange, list[int]] = {}
     for layer, pattern in enumerate(patterns):
         kinds.setdefault(LiveRange.of([pattern]), []).append(layer)
-    if len(kinds) > MAX_GROUPS:
-        bounded = [layer for live, layers in kinds.items() if live.window is not None for layer in layers]
-        kinds = {live: layers for live, layers in kinds.items() if live.window is None}
-        kinds[LiveRange.of([patterns[layer] for layer in bounded])] = sorted(bounded)
-    few = [
+    size = max(
         size
         for size in range(1, len(patterns) + 1)
-        if sum(-(-len(layers) // size) for layers in kinds.values()) <= MAX_GROUPS
-    ]
-    tight = [size for size in few if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())]
-    size = max(tight, default=few[0])
+        if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())
+    )
     return tuple(
         KVGroup(tuple(layers[start : start + size]), live)
         for live, layers in kinds.items()

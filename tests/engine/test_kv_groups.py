@@ -158,10 +158,6 @@ def test_another_pattern_keeps_the_groups_and_stays_right():
         (((SLIDING,) * 5 + (FULL,)) * 4 + (SLIDING,) * 2, 7),
         # 17 and 16: the second has one layer's room to spare, which is less than 33 groups.
         ((SLIDING,) * 17 + (FULL,) * 16, 2),
-        # 32 groups of one layer each would waste nothing: six of five, one of one, and one for the full layer.
-        ((SLIDING,) * 31 + (FULL,), 8),
-        # A window for each layer, and 28 kinds: a group of the full layers, seven of those that forget something.
-        (tuple(AttentionPattern(window=8 + layer) for layer in range(28)) + (FULL,) * 4, 8),
     ],
 )
 def test_layers_are_grouped_by_what_they_keep_equally_many_in_each(patterns, layers):

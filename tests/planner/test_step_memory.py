@@ -21,7 +21,7 @@ SHAPE = StepShape((Part(8, 1), Part(1, 32)), 16, max_sampled=8)
 
 @pytest.fixture(scope="module")
 def llm():
-    return make_llm(Letters())
+    return make_llm(Letters(), programs={})
 
 
 def test_a_steps_buffers_are_those_of_its_bucket_however_much_was_served(llm):
