@@ -39,7 +39,7 @@ class Changes:
     @property
     def running_here(self) -> bool:
         """Whether this thread is in the middle of a change, in an observer or in a finaliser."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]
+        return self._lock._is_owned()  # type: ignore[attr-defined]  threading.Condition asks an RLock in the same way
 
     def begin(self) -> None:
         """Says that the running change begins to write; what it raised before left everything as it was."""

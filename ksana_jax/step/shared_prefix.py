@@ -83,4 +83,5 @@ def split_tables(
     own_at = np.where(beyond, 0, own_at)
     own_tables = np.where(beyond, 0, np.take_along_axis(tables, own_at, axis=1))
     own_starts = np.where(beyond, FAR, np.take_along_axis(starts, own_at, axis=1))
-    return tuple(a.astype(np.int32) for a in (shared_tables, shared_starts, own_tables, own_starts))  # type: ignore[return-value]
+    i32 = np.int32
+    return shared_tables.astype(i32), shared_starts.astype(i32), own_tables.astype(i32), own_starts.astype(i32)

@@ -64,7 +64,7 @@ _PAIRWISE = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rst
 class _Counted(jinja2.ext.Extension):
     """What the rewritten template calls. Reached by a node of Jinja's own: a template has no name for it."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  declared by the base class, which Jinja reads
 
     def parse(self, parser: Any) -> list[nodes.Node]:
         """Reads {% generation %} ... {% endgeneration %}, which marks what is trained on; here it changes nothing."""

@@ -110,7 +110,7 @@ class BaseTask(abc.ABC):
         """Digests of what the task reads, so that changed inputs are another trial."""
         return {}
 
-    def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027
+    def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027  a task may have nothing to check
         """Raises ConfigError where settings and pattern cannot go together."""
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
