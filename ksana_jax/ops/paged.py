@@ -42,7 +42,8 @@ def paged_attend(
         plans.
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     """
-    angles = {id(rope): rope.angles(batch.positions) for rope in ropes}
+    distinct = {id(rope): rope for rope in ropes}
+    angles = {key: rope.angles(batch.positions) for key, rope in distinct.items()}
     groups = [batch.of_group(group) for group in range(len(batch.slots))]
     plans: dict[int, Any] = {}
 
