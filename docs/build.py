@@ -17,11 +17,24 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 # The tree of contents: captions, and the pages under them. The page of a path is its name without ".md".
 CONTENTS = {
-    "Using it": ["docs/concepts.md", "docs/commands.md", "docs/yaml.md", "docs/coming-from-vllm.md", "docs/jax.md",
-                 "docs/api.md", "examples/README.md"],
-    "The project": ["README.md", "docs/status.md", "docs/results.md", "CONTRIBUTING.md", "pallas_kernels/README.md",
-                    "CHANGELOG.md"],
-}  # fmt: skip
+    "Using it": [
+        "docs/concepts.md",
+        "docs/commands.md",
+        "docs/yaml.md",
+        "docs/coming-from-vllm.md",
+        "docs/jax.md",
+        "docs/api.md",
+        "examples/README.md",
+    ],
+    "The project": [
+        "README.md",
+        "docs/status.md",
+        "docs/results.md",
+        "CONTRIBUTING.md",
+        "pallas_kernels/README.md",
+        "CHANGELOG.md",
+    ],
+}
 STUDIES = [str(readme.relative_to(ROOT)) for readme in sorted(ROOT.glob("experiments/*/README.md"))]
 INDEX = "docs/README.md"
 

@@ -41,6 +41,15 @@ _PUBLIC = {
     "EngineConfig": "ksana_jax.config",
     "load_model": "ksana_jax.loading.load",
 }
-__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern", "ModelConfig",
-           "EngineConfig", "load_model"]  # fmt: skip
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "AttentionPattern",
+    "ModelConfig",
+    "EngineConfig",
+    "load_model",
+]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -106,12 +106,23 @@ class ModelConfig:
         return tuple(
             LayerSpec(
                 AttentionSpec(
-                    self.num_heads, self.num_kv_heads, self.head_dim, rope, pattern, scale, self.soft_cap, self.sinks,
-                    self.qkv_bias, self.out_bias, self.qk_norm,
-                ), mlp, norms,
+                    self.num_heads,
+                    self.num_kv_heads,
+                    self.head_dim,
+                    rope,
+                    pattern,
+                    scale,
+                    self.soft_cap,
+                    self.sinks,
+                    self.qkv_bias,
+                    self.out_bias,
+                    self.qk_norm,
+                ),
+                mlp,
+                norms,
             )
             for rope, pattern in zip(ropes, per_layer(self.pattern, self.num_layers), strict=True)
-        )  # fmt: skip
+        )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """The same model cut off after a number of layers."""

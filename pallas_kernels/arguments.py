@@ -134,9 +134,15 @@ def make(spec: Spec) -> Call:
     q_sink = normal(*positions.shape, spec.sink_queries, *query, scale=scale) if spec.sink_queries else None
     sinks = rng.standard_normal(spec.num_heads, np.float32) if spec.sink_logits else None
     call = Call(
-        q, Pool(kv, scales if spec.codes else None), tables, starts, positions, layer=spec.layer, pattern=spec.pattern,
+        q,
+        Pool(kv, scales if spec.codes else None),
+        tables,
+        starts,
+        positions,
+        layer=spec.layer,
+        pattern=spec.pattern,
         options=Options(q_sink, sinks, spec.soft_cap, spec.return_lse),
-    )  # fmt: skip
+    )
     # Numbers of the pattern and the layer stay Python's.
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
 

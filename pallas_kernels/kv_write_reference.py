@@ -70,8 +70,9 @@ def quantised(x, dtype=jnp.int8):
     return (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), top * (1 / largest)
 
 
-def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_norm=None, eps=1e-6, q_scale=1.0,
-             sink_rope=None) -> Written:  # fmt: skip
+def kv_write(
+    q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_norm=None, eps=1e-6, q_scale=1.0, sink_rope=None
+) -> Written:
     """Norms and rotates q and k, and stores k and v of one layer in the paged pool.
 
     Computed in float32 and rounded once. Rope turns pairs of halves, element i with i + H / 2, as Hugging Face

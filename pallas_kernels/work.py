@@ -153,8 +153,11 @@ def schedule(
     place = jnp.where(live, jnp.cumsum(live, axis=1) - 1, width)
     units, unit_starts = placed(place, width, units, unit_starts)
     repositioned = (pattern.sink_position != 0) & (unit_starts < pattern.num_sinks)
-    needs = ((MASK, ~pattern.sees_all(first, last, unit_starts, size)), (DIRTY, unit_starts + size - 1 > last),
-             (REPOSITIONED, repositioned))  # fmt: skip
+    needs = (
+        (MASK, ~pattern.sees_all(first, last, unit_starts, size)),
+        (DIRTY, unit_starts + size - 1 > last),
+        (REPOSITIONED, repositioned),
+    )
     care = jnp.zeros((s, width // per_piece), jnp.int32)
     for bit, x in needs:
         care |= bit * x.reshape(s, -1, per_piece).any(axis=2)

@@ -224,9 +224,10 @@ class FakeExecutor:
         return StepOutput(
             tokens,
             None if step.num_logprobs is None else score(last, tokens, step.num_logprobs, self.vocab),
-            None if step.targets is None
+            None
+            if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
-        )  # fmt: skip
+        )
 
     def _read(self, a: StepArrays, shape: StepShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, positions and weights [S, P * B] of what each tile can see in the layers of one group."""

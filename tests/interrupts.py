@@ -86,8 +86,9 @@ class Trial:
             if width:
                 params = asking(most, beam_width=width, n=rng.randint(1, width))
             else:
-                params = asking(most, n=rng.choice([1, 1, 3]), temperature=rng.choice([0, 1]),
-                                logprobs=rng.choice([None, 1]))  # fmt: skip
+                params = asking(
+                    most, n=rng.choice([1, 1, 3]), temperature=rng.choice([0, 1]), logprobs=rng.choice([None, 1])
+                )
             prompt = self.simulation.text(rng.randint(1, 20))
             try:
                 made.append(self.engine.new_request(prompt, params, streams=rng.random() < 0.5))

@@ -82,9 +82,14 @@ class Simulation:
     def start(self) -> None:
         """A new process: nothing is left but the disk."""
         self.engine: Engine = make_engine(
-            PATTERNS[self.pattern], max_model_len=LONGEST, eos_ids=STOP_IDS, disk=self.disk, scope=self.scope(),
-            digest=lambda data: sha256(data)[: self.digest_bytes], **self.settings,
-        )  # fmt: skip
+            PATTERNS[self.pattern],
+            max_model_len=LONGEST,
+            eos_ids=STOP_IDS,
+            disk=self.disk,
+            scope=self.scope(),
+            digest=lambda data: sha256(data)[: self.digest_bytes],
+            **self.settings,
+        )
         self.let_disk_go_on()
         self.seen_steps = 0
         self.requests.clear()
@@ -134,18 +139,25 @@ class Simulation:
         length = rng.randint(1, 10) if rng.random() < 0.5 else rng.randint(1, LONGEST)
         max_tokens, scores = rng.randint(1, 24), rng.choice([None, None, None, 0, 2])
         params = asking(
-            max_tokens, n=rng.choice([1, 1, 1, 2, 3]), temperature=rng.choice([0, 0, 1]),
-            ignore_eos=rng.random() < 0.5, min_tokens=min(rng.choice([0, 0, 5]), max_tokens), logprobs=scores,
+            max_tokens,
+            n=rng.choice([1, 1, 1, 2, 3]),
+            temperature=rng.choice([0, 0, 1]),
+            ignore_eos=rng.random() < 0.5,
+            min_tokens=min(rng.choice([0, 0, 5]), max_tokens),
+            logprobs=scores,
             prompt_logprobs=scores,
-        )  # fmt: skip
+        )
         self.request(self.text(length), params, rng.choice(["", "", "other"]))
 
     def add_beams(self) -> None:
         rng = self.rng
         params = asking(
-            rng.randint(1, 8), beam_width=(width := rng.randint(1, 3)), n=rng.randint(1, width),
-            length_penalty=rng.choice([0.0, 1.0, 2.0]), ignore_eos=rng.random() < 0.5,
-        )  # fmt: skip
+            rng.randint(1, 8),
+            beam_width=(width := rng.randint(1, 3)),
+            n=rng.randint(1, width),
+            length_penalty=rng.choice([0.0, 1.0, 2.0]),
+            ignore_eos=rng.random() < 0.5,
+        )
         self.request(self.text(rng.randint(1, 12)), params, "")
 
     def next_turn(self) -> None:

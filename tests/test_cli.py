@@ -204,8 +204,17 @@ def test_report_prints_the_table_of_a_folder(capsys, tmp_path):
         "position": [16],
         "live_blocks": [2],
     }
-    nll = {"metric": "nll", "text": "t", "text_tokens": 32, "subset": "all", "bucket": 0, "bucket_tokens": 16,
-           "sum": 15.0, "count": 15, "positions": "p"}  # fmt: skip
+    nll = {
+        "metric": "nll",
+        "text": "t",
+        "text_tokens": 32,
+        "subset": "all",
+        "bucket": 0,
+        "bucket_tokens": 16,
+        "sum": 15.0,
+        "count": 15,
+        "positions": "p",
+    }
     speed = {"metric": "speed", "num_scored": 15, "seconds": 0.5, "compiled_while_timed": 0}
     records = [
         {"kind": "plan", "name": "n", "title": "Title", "task": "perplexity", "rows": rows, "time": 0},

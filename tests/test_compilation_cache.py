@@ -62,8 +62,14 @@ print(jax.config.jax_compilation_cache_dir)
 
 def run_as_python_user(home: Path, **more: str) -> str:
     env = {n: v for n, v in os.environ.items() if not n.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))}
-    done = subprocess.run([sys.executable, "-c", PYTHON_USER], env=env | {"XDG_CACHE_HOME": str(home), **more},
-                          cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PYTHON_USER],
+        env=env | {"XDG_CACHE_HOME": str(home), **more},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -28,11 +28,22 @@ class TorchDtype:
 @pytest.mark.parametrize(
     ("given", "inside"),
     [
-        ("f32", "f32"), ("float32", "f32"), ("float", "f32"), (np.float32, "f32"), (np.dtype("float32"), "f32"),
-        ("bf16", "bf16"), ("bfloat16", "bf16"), (jnp.bfloat16, "bf16"), (jnp.dtype("bfloat16"), "bf16"),
-        (TorchDtype(), "bf16"), ("torch.float16", "f16"), ("half", "f16"), ("float16", "f16"), (jnp.float16, "f16"),
+        ("f32", "f32"),
+        ("float32", "f32"),
+        ("float", "f32"),
+        (np.float32, "f32"),
+        (np.dtype("float32"), "f32"),
+        ("bf16", "bf16"),
+        ("bfloat16", "bf16"),
+        (jnp.bfloat16, "bf16"),
+        (jnp.dtype("bfloat16"), "bf16"),
+        (TorchDtype(), "bf16"),
+        ("torch.float16", "f16"),
+        ("half", "f16"),
+        ("float16", "f16"),
+        (jnp.float16, "f16"),
     ],
-)  # fmt: skip
+)
 def test_every_spelling_of_a_dtype_is_one_value_inside(given, inside):
     assert canonical_dtype(given) == inside
     assert EngineConfig(dtype=given) == EngineConfig(dtype=inside)
@@ -89,8 +100,10 @@ def test_float16_predicts_as_float32_does_to_rounding():
     )
     exact, half = (complete(llm, logprobs=0) for llm in engines)
     assert half.token_ids == exact.token_ids
-    scores = [[entry[token].logprob for entry, token in zip(out.logprobs or [], out.token_ids, strict=True)]
-              for out in (exact, half)]  # fmt: skip
+    scores = [
+        [entry[token].logprob for entry, token in zip(out.logprobs or [], out.token_ids, strict=True)]
+        for out in (exact, half)
+    ]
     # bfloat16 is held to 0.5 (test_compiled_step); float16 has three bits more.
     np.testing.assert_allclose(scores[1], scores[0], atol=0.5 / 8)
     assert scores[0] != scores[1]

@@ -62,8 +62,11 @@ def test_a_wheel_owns_two_packages_and_the_command(wheel):
     assert {name.partition("/")[0] for name in names} == {"ksana_jax", "pallas_kernels", info}
     assert wheel.read(f"{info}/top_level.txt").split() == [b"ksana_jax", b"pallas_kernels"]
     assert wheel.read(f"{info}/entry_points.txt").split() == [
-        b"[console_scripts]", b"ksana", b"=", b"ksana_jax.__main__:main",
-    ]  # fmt: skip
+        b"[console_scripts]",
+        b"ksana",
+        b"=",
+        b"ksana_jax.__main__:main",
+    ]
     # Checkouts and editable installs have configs/ next to the package; a wheel has it inside.
     assert {"ksana_jax/py.typed", "ksana_jax/configs/quickstart.yaml"} <= set(names)
     assert "ksana_jax/assets/ksana-tiny/model.safetensors" in names
@@ -77,9 +80,17 @@ def test_experiments_of_an_installed_wheel_resolve_outside_the_repository(wheel,
         "print(ksana_jax.__file__, *[c.load(n).name for n in ('quickstart', 'prefix_cache', 'host_embedding')])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        check=True, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.split() == [
-        str(tmp_path / "site" / "ksana_jax" / "__init__.py"), "quickstart", "prefix_cache", "host_embedding",
-    ]  # fmt: skip
+        str(tmp_path / "site" / "ksana_jax" / "__init__.py"),
+        "quickstart",
+        "prefix_cache",
+        "host_embedding",
+    ]

@@ -18,8 +18,16 @@ from experiments.gpu import driver, plan
 from experiments.gpu.table import table
 
 # All that a run writes: some machines give back no more than eight files.
-FILES = ("results.json", "records.jsonl", "table.txt", "log.txt", "wrong_tile.npy", "step_kernels.txt",
-         "step_launches.txt", "step_after_optimizations.txt")  # fmt: skip
+FILES = (
+    "results.json",
+    "records.jsonl",
+    "table.txt",
+    "log.txt",
+    "wrong_tile.npy",
+    "step_kernels.txt",
+    "step_launches.txt",
+    "step_after_optimizations.txt",
+)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

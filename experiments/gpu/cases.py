@@ -145,9 +145,12 @@ class Case:
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         return Arguments(
-            floats((rows, self.queries, self.num_heads, self.head_dim)), floats(pool), ints((rows, width)),
-            ints((rows, width)), ints((rows, self.queries)),
-        )  # fmt: skip
+            floats((rows, self.queries, self.num_heads, self.head_dim)),
+            floats(pool),
+            ints((rows, width)),
+            ints((rows, width)),
+            ints((rows, self.queries)),
+        )
 
 
 def decode_cases(block_size: int, tiny: bool) -> list[Case]:
@@ -156,7 +159,12 @@ def decode_cases(block_size: int, tiny: bool) -> list[Case]:
         small = functools.partial(Case, block_size=block_size, num_heads=4, num_kv_heads=2, head_dim=64, tiny=True)
         return [small("2x100", (100,) * 2), small("mix 1x200+3x60", (200, 60, 60, 60))]
     shapes = {
-        "64x4k": (4096,) * 64, "1x4k": (4096,), "8x8k": (8192,) * 8, "1x128k+31x4k": (131072,) + (4096,) * 31,
-        "32x4k": (4096,) * 32, "1x32k": (32768,), "256x512": (512,) * 256,
-    }  # fmt: skip
+        "64x4k": (4096,) * 64,
+        "1x4k": (4096,),
+        "8x8k": (8192,) * 8,
+        "1x128k+31x4k": (131072,) + (4096,) * 31,
+        "32x4k": (4096,) * 32,
+        "1x32k": (32768,),
+        "256x512": (512,) * 256,
+    }
     return [Case(name, lengths, block_size) for name, lengths in shapes.items()]

@@ -25,9 +25,14 @@ def run_child(args: argparse.Namespace) -> int:
     if not line.strip():
         return 3  # the driver is gone
     context = Context(
-        section.name, args.records, time.monotonic() + float(line), args.tiny, args.peer_python, args.folder,
+        section.name,
+        args.records,
+        time.monotonic() + float(line),
+        args.tiny,
+        args.peer_python,
+        args.folder,
         args.careful,
-    )  # fmt: skip
+    )
     if module is None:
         assert import_error is not None
         context.failed("import", import_error)

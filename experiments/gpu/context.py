@@ -98,8 +98,17 @@ class Context:
         """A line of progress."""
         print(f"[{self.section} {self.left():5.1f} s left] {text}", flush=True)
 
-    def value(self, metric: str, value: float, unit: str, *, bar: float | None = None, most: bool = True,
-              speed: bool = True, **more: Any) -> None:  # fmt: skip
+    def value(
+        self,
+        metric: str,
+        value: float,
+        unit: str,
+        *,
+        bar: float | None = None,
+        most: bool = True,
+        speed: bool = True,
+        **more: Any,
+    ) -> None:
         """Records one number; a bar is the most it may be, or with most=False the least. Tiny shapes have no speed."""
         if self.tiny and speed:
             bar = None

@@ -44,10 +44,15 @@ class Child:
         self.tail: deque[str] = deque(maxlen=30)
         more = ["--careful"] if careful else []
         self.process = subprocess.Popen(
-            [*command, "--child", section.name, "--folder", str(self.folder), *more], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env,
+            [*command, "--child", section.name, "--folder", str(self.folder), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -161,9 +166,12 @@ def _run_all(
     records, log = out / "records.jsonl", out / "log.txt"
     command = [*program, "--records", str(records), *options]
     results: dict[str, Any] = {
-        "schema_version": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "options": options,
-        "sections": {s.name: {"status": "not run: no time left", "seconds": 0.0} for s in chosen}, "records": [],
-    }  # fmt: skip
+        "schema_version": 1,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "options": options,
+        "sections": {s.name: {"status": "not run: no time left", "seconds": 0.0} for s in chosen},
+        "records": [],
+    }
     following: Child | None = None
     try:
         for index, section in enumerate(chosen):

@@ -27,8 +27,13 @@ class Gauges:
         program = shutil.which("nvidia-smi")
         if program is None:
             return
-        command = [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}",
-                   "--id=0"]  # fmt: skip
+        command = [
+            program,
+            f"--query-gpu={','.join(FIELDS)}",
+            "--format=csv,noheader,nounits",
+            f"--loop-ms={EVERY_MS}",
+            "--id=0",
+        ]
         with contextlib.suppress(OSError):
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             self._process = process

@@ -13,9 +13,16 @@ from ksana_jax.models.params import Params, is_shape, param_shapes
 from ksana_jax.ops.pool import KVCache
 
 LLAMA_8B = ModelConfig(
-    vocab_size=128_256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14_336,
-    rope=RopeConfig(theta=500_000.0), max_position=8192,
-)  # fmt: skip
+    vocab_size=128_256,
+    d_model=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=14_336,
+    rope=RopeConfig(theta=500_000.0),
+    max_position=8192,
+)
 SMALL = ModelConfig(
     vocab_size=256, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, d_ff=128, max_position=8192
 )

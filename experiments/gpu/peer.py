@@ -33,9 +33,11 @@ class TorchPeer:
         """Starts it without waiting, so that its imports overlap with other work."""
         self._answers = answers = queue.SimpleQueue()
         self._process = process = subprocess.Popen(
-            [self._context.peer_python, "-m", "experiments.gpu.torch_peer"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [self._context.peer_python, "-m", "experiments.gpu.torch_peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
         def read() -> None:
             assert process.stdout is not None

@@ -132,10 +132,19 @@ class _Lap:
             mode, is_ours = self.modes[key]
             # What compiles meanwhile takes processors, and its autotuning the GPU: such times are marked.
             self.context.record(
-                "time", metric=self.metric, case=self.case.name, who=key[0], ours=is_ours, mode=mode, late=self.late,
-                right=self.verdicts.get(key[0]), compiling=pending, **t.fields(), **readings,
+                "time",
+                metric=self.metric,
+                case=self.case.name,
+                who=key[0],
+                ours=is_ours,
+                mode=mode,
+                late=self.late,
+                right=self.verdicts.get(key[0]),
+                compiling=pending,
+                **t.fields(),
+                **readings,
                 **(self.work(self.case) | own_work.get(key[0], {})),
-            )  # fmt: skip
+            )
         fastest = sorted((t.median * 1e6, *key) for key, t in times.items())[:4]
         said = ", ".join(f"{who} {mode} {us:.1f} us" for us, who, mode in fastest)
         self.context.say(f"{self.metric} {self.case.name}: {said}")
@@ -198,8 +207,17 @@ class _Lap:
 
     def _check(self, who: str, is_ours: bool, error: float, **more: Any) -> None:
         self.verdicts[who] = error <= TOLERANCE
-        self.context.record("check", metric=self.metric, case=self.case.name, who=who, ours=is_ours, error=error,
-                            tolerance=TOLERANCE, right=self.verdicts[who], **more)  # fmt: skip
+        self.context.record(
+            "check",
+            metric=self.metric,
+            case=self.case.name,
+            who=who,
+            ours=is_ours,
+            error=error,
+            tolerance=TOLERANCE,
+            right=self.verdicts[who],
+            **more,
+        )
         if not self.verdicts[who]:
             self.context.say(f"{who} on {self.case.name} is WRONG: relative error {error:.3g} {more or ''}")
 
@@ -210,8 +228,12 @@ class _Lap:
 def poisoned(call: Any, *args: Any) -> Any:
     """call(*args) of a compiled program, run where NaN was: what it does not write stays NaN, as far as it gets the
     same memory."""
-    bad = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.tree.leaves(call.out_info) for _ in range(3)
-           if jnp.issubdtype(x.dtype, jnp.floating)]  # fmt: skip
+    bad = [
+        jnp.full(x.shape, jnp.nan, x.dtype)
+        for x in jax.tree.leaves(call.out_info)
+        for _ in range(3)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     for x in jax.block_until_ready(bad):
         x.delete()
     return call(*args)
@@ -220,7 +242,14 @@ def poisoned(call: Any, *args: Any) -> Any:
 def torch_case(case: Case, tiny: bool) -> dict[str, Any]:
     """A case as the torch process wants it."""
     return {
-        "lengths": list(case.lengths), "num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads,
-        "head_dim": case.head_dim, "block_size": case.block_size, "prefill": case.prefill, "sets": case.num_layers,
-        "window": case.pattern[0], "sinks": case.pattern[1], "tiny": tiny,
-    }  # fmt: skip
+        "lengths": list(case.lengths),
+        "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "block_size": case.block_size,
+        "prefill": case.prefill,
+        "sets": case.num_layers,
+        "window": case.pattern[0],
+        "sinks": case.pattern[1],
+        "tiny": tiny,
+    }

@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-COLUMNS = ("metric", "case", "ours", "us", "spread", "MHz", "one by one", "MB", "% of copy", "best peer", "us",
-           "ratio", "bar", "met")  # fmt: skip
+COLUMNS = (
+    "metric",
+    "case",
+    "ours",
+    "us",
+    "spread",
+    "MHz",
+    "one by one",
+    "MB",
+    "% of copy",
+    "best peer",
+    "us",
+    "ratio",
+    "bar",
+    "met",
+)
 # Of the measured copy bandwidth, where the keys and values are so large.
 DECODE_PART, LARGE_BYTES = 0.85, 256 * 2**20
 # Of the best peer that reads the same blocks.
@@ -63,11 +77,21 @@ def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool) -> tuple[s
     ratio = peer["us"] / mine["us"] if peer else None
     bars, met = ("", "") if tiny else _bars(mine, part, ratio)
     return (
-        mine["metric"], mine["case"], mine["who"] + ("" if mine["right"] else " (WRONG)" if mine["right"] is False
-        else " (unchecked)"), f"{mine['us']:.1f}", _spread(mine), _clocks(mine), f"{single:.1f}" if single else "",
-        f"{mine['bytes'] / 1e6:.1f}", f"{100 * part:.0f}" if part else "",
-        peer["who"] if peer else "", f"{peer['us']:.1f}" if peer else "", f"{ratio:.2f}" if ratio else "", bars, met,
-    )  # fmt: skip
+        mine["metric"],
+        mine["case"],
+        mine["who"] + ("" if mine["right"] else " (WRONG)" if mine["right"] is False else " (unchecked)"),
+        f"{mine['us']:.1f}",
+        _spread(mine),
+        _clocks(mine),
+        f"{single:.1f}" if single else "",
+        f"{mine['bytes'] / 1e6:.1f}",
+        f"{100 * part:.0f}" if part else "",
+        peer["who"] if peer else "",
+        f"{peer['us']:.1f}" if peer else "",
+        f"{ratio:.2f}" if ratio else "",
+        bars,
+        met,
+    )
 
 
 def _spread(r: dict[str, Any]) -> str:

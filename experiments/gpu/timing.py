@@ -107,8 +107,9 @@ class Chained:
       sample_s: least seconds of a sample.
     """
 
-    def __init__(self, compiled: Callable[..., Any], carry: Any, shared: Any, owns: Any, calls: int,
-                 sample_s: float = SAMPLE_S):  # fmt: skip
+    def __init__(
+        self, compiled: Callable[..., Any], carry: Any, shared: Any, owns: Any, calls: int, sample_s: float = SAMPLE_S
+    ):
         self._compiled, self._carry, self._rest, self._calls = compiled, carry, (shared, owns), calls
         self._repeats = 1
         # The first runs load kernels and record the graph of launches.

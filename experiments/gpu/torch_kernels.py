@@ -199,9 +199,16 @@ class FlashInfer(Paged):
         space = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
         self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
         self.wrapper.plan(
-            begin, ids, self.lengths - (counts - 1) * case.block_size, case.num_heads, case.num_kv_heads,
-            case.head_dim, case.block_size, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-        )  # fmt: skip
+            begin,
+            ids,
+            self.lengths - (counts - 1) * case.block_size,
+            case.num_heads,
+            case.num_kv_heads,
+            case.head_dim,
+            case.block_size,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
 
     def attend(self, pool):
         return self.wrapper.run(self.q, pool)
@@ -221,9 +228,14 @@ class FlashAttention3(Paged):
     def attend(self, pool):
         window = (-1, -1) if self.case.full else (self.case.window - 1, 0)
         out = self.attention(
-            self.q[:, None], pool[:, 0], pool[:, 1], cache_seqlens=self.lengths, page_table=self.tables, causal=True,
+            self.q[:, None],
+            pool[:, 0],
+            pool[:, 1],
+            cache_seqlens=self.lengths,
+            page_table=self.tables,
+            causal=True,
             window_size=window,
-        )  # fmt: skip
+        )
         return (out[0] if isinstance(out, tuple) else out)[:, 0]
 
 
@@ -244,11 +256,23 @@ class Vllm(Paged):
     def attend(self, pool):
         case = self.case
         self.attention(
-            q=self.q, k=pool[:, 0], v=pool[:, 1], out=self.out, cu_seqlens_q=self.starts, max_seqlen_q=1,
-            seqused_k=self.lengths, max_seqlen_k=max(case.lengths), softmax_scale=case.head_dim**-0.5, causal=True,
-            window_size=(-1, -1) if case.full else (case.window - 1, 0), block_table=self.tables, softcap=0,
-            q_descale=None, k_descale=None, v_descale=None,
-        )  # fmt: skip
+            q=self.q,
+            k=pool[:, 0],
+            v=pool[:, 1],
+            out=self.out,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=1,
+            seqused_k=self.lengths,
+            max_seqlen_k=max(case.lengths),
+            softmax_scale=case.head_dim**-0.5,
+            causal=True,
+            window_size=(-1, -1) if case.full else (case.window - 1, 0),
+            block_table=self.tables,
+            softcap=0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+        )
         return self.out
 
 

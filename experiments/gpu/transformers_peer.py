@@ -25,9 +25,13 @@ def serve(model, prompts: list[list[int]], lengths: list[int], until: float, opt
     """Seconds of each repeat, the first of them a warm-up that is left out where there is time for more."""
     generation = GenerationConfig(max_new_tokens=max(lengths), do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
-        page_size=16, num_blocks=max(40 * len(prompts), 256), max_batch_tokens=1024, allow_block_sharing=False,
-        max_requests_per_batch=len(prompts), **options,
-    )  # fmt: skip
+        page_size=16,
+        num_blocks=max(40 * len(prompts), 256),
+        max_batch_tokens=1024,
+        allow_block_sharing=False,
+        max_requests_per_batch=len(prompts),
+        **options,
+    )
     manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
     manager.start()
     seconds: list[float] = []

@@ -47,9 +47,13 @@ class Transformers:
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         with torch.inference_mode():
             out = self.model.generate(
-                ids, attention_mask=mask, max_new_tokens=max(lengths), min_new_tokens=max(lengths), do_sample=False,
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(lengths),
+                min_new_tokens=max(lengths),
+                do_sample=False,
                 pad_token_id=0,
-            )  # fmt: skip
+            )
         return [row[longest : longest + n].tolist() for row, n in zip(out, lengths, strict=True)]
 
     def continuous(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
@@ -58,9 +62,15 @@ class Transformers:
 
         generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(
-            page_size=16, num_blocks=800, max_batch_tokens=512, max_requests_per_batch=32, use_async_batching=False,
-            use_cuda_graph=False, auto_switch_to_flash=False, allow_block_sharing=False,
-        )  # fmt: skip
+            page_size=16,
+            num_blocks=800,
+            max_batch_tokens=512,
+            max_requests_per_batch=32,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+            allow_block_sharing=False,
+        )
         manager = self.model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
         manager.start()
         order = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
@@ -118,8 +128,11 @@ def main() -> None:
     for name in ways:
         rate = sum(lengths) / float(np.median(seconds[name]))
         equal = sum(a == b for a, b in zip(tokens[name], tokens["ksana_jax"], strict=True))
-        result[name] = {"output_tokens_per_s": round(rate, 1), "seconds": [round(s, 2) for s in seconds[name]],
-                        "requests_with_our_tokens": equal}  # fmt: skip
+        result[name] = {
+            "output_tokens_per_s": round(rate, 1),
+            "seconds": [round(s, 2) for s in seconds[name]],
+            "requests_with_our_tokens": equal,
+        }
         print(f"{name:<26}{rate:>8.0f} output tokens/s   same tokens as ours in {equal} of {len(prompts)}")
     line = json.dumps(result)
     print(line)

@@ -139,8 +139,12 @@ def measure(rows: int, steps: int, context: int) -> dict[str, float]:
             part_s[at] = spent
     cpu_us, wall_us = np.median(total_s, axis=0) * 1e6
     parts_us = np.median(part_s, axis=0) * 1e6
-    return {"rows": rows, "step_us": round(float(cpu_us), 1), "wall_us": round(float(wall_us), 1),
-            **{f"{name}_us": round(float(us), 1) for name, us in zip(PARTS, parts_us, strict=True)}}  # fmt: skip
+    return {
+        "rows": rows,
+        "step_us": round(float(cpu_us), 1),
+        "wall_us": round(float(wall_us), 1),
+        **{f"{name}_us": round(float(us), 1) for name, us in zip(PARTS, parts_us, strict=True)},
+    }
 
 
 def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool = False) -> None:

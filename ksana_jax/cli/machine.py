@@ -27,10 +27,19 @@ def plan(
     from ksana_jax.planner.report import main as show
 
     show(
-        model, device, buckets=buckets, as_json=as_json, dtype=dtype, batch=batch, context=context, window=window,
-        num_sinks=num_sinks, embedding_device=embedding_device, prefix_share=prefix_share,
+        model,
+        device,
+        buckets=buckets,
+        as_json=as_json,
+        dtype=dtype,
+        batch=batch,
+        context=context,
+        window=window,
+        num_sinks=num_sinks,
+        embedding_device=embedding_device,
+        prefix_share=prefix_share,
         memory_fraction=memory_fraction,
-    )  # fmt: skip
+    )
 
 
 def doctor(as_json: AsJson = False) -> None:

@@ -18,9 +18,15 @@ from pallas_kernels import aot
 from pallas_kernels.aot.check import SOURCES, Case, check
 
 LLAMA_8B = ModelConfig(
-    vocab_size=128_256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14_336,
+    vocab_size=128_256,
+    d_model=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=14_336,
     max_position=8192,
-)  # fmt: skip
+)
 BLOCK_SIZE = 64
 
 
@@ -50,10 +56,16 @@ def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: in
     params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
     device = aot.device(target)
     runner = Runner(
-        LLAMA_8B, params, (FULL,) * LLAMA_8B.num_layers, num_blocks=num_blocks,
+        LLAMA_8B,
+        params,
+        (FULL,) * LLAMA_8B.num_layers,
+        num_blocks=num_blocks,
         layout=KVLayout.of(LLAMA_8B, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
-        max_model_len=LLAMA_8B.max_position, max_rotated_sinks=0, attention=attention, device=device,
-    )  # fmt: skip
+        max_model_len=LLAMA_8B.max_position,
+        max_rotated_sinks=0,
+        attention=attention,
+        device=device,
+    )
     with aot.described(target):
         return runner.lower_step(shape)
 

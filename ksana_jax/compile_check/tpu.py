@@ -37,9 +37,15 @@ EXTRA = "aot-tpu"
 TARGETS = {"v5e": ("v5e:2x2", "TPU v5 lite", "v5litepod-4")}
 
 LLAMA = ModelConfig(
-    vocab_size=32_000, d_model=1024, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=2816,
+    vocab_size=32_000,
+    d_model=1024,
+    num_layers=2,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=2816,
     max_position=4096,
-)  # fmt: skip
+)
 BLOCK_SIZE, NUM_BLOCKS = 64, 4096
 TABLE_WIDTH = LLAMA.max_position // BLOCK_SIZE
 DECODE, PREFILL = (StepShape((part,), TABLE_WIDTH, max_sampled=8) for part in (Part(8, 1), Part(4, 32)))
@@ -72,10 +78,15 @@ def _step(shape: StepShape, sharding, num_blocks: int):
     """A step of the engine's own Runner."""
     device = next(iter(sharding.device_set))
     runner = Runner(
-        LLAMA, _placed(sharding, abstract_params(LLAMA, "bf16")), (FULL,) * LLAMA.num_layers, num_blocks=num_blocks,
+        LLAMA,
+        _placed(sharding, abstract_params(LLAMA, "bf16")),
+        (FULL,) * LLAMA.num_layers,
+        num_blocks=num_blocks,
         layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
-        max_model_len=LLAMA.max_position, max_rotated_sinks=0, device=device,
-    )  # fmt: skip
+        max_model_len=LLAMA.max_position,
+        max_rotated_sinks=0,
+        device=device,
+    )
     return runner.lower_step(shape)
 
 
@@ -139,9 +150,11 @@ def topology(target: str):
     name, kind, accelerator = TARGETS[target]
     # Otherwise libtpu asks the network which TPU this is, and complains.
     for key, value in {
-        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": accelerator, "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": accelerator,
+        "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
-    }.items():  # fmt: skip
+    }.items():
         os.environ.setdefault(key, value)
     device = topologies.get_topology_desc(name, platform="tpu").devices[0]
     described = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")

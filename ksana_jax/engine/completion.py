@@ -116,9 +116,15 @@ class Completion:
         """What there is so far."""
         seq = self.seq
         return CompletionOutput(
-            self.index, self.text, list(self.token_ids), None if self.logprobs is None else list(self.logprobs),
-            seq.finish_reason, seq.stop_reason, self.cumulative_logprob, self.error,
-        )  # fmt: skip
+            self.index,
+            self.text,
+            list(self.token_ids),
+            None if self.logprobs is None else list(self.logprobs),
+            seq.finish_reason,
+            seq.stop_reason,
+            self.cumulative_logprob,
+            self.error,
+        )
 
 
 @dataclasses.dataclass(eq=False)

@@ -91,9 +91,14 @@ class Engine:
     def validate(self, prompt_token_ids: np.ndarray, params: SamplingParams) -> None:
         """Raises ValueError if a request can never be served; see `check_request`."""
         check_request(
-            prompt_token_ids, params, self.scheduler, vocab_size=self.model.vocab_size,
-            max_model_len=self.max_model_len, tokenizer=self.tokenizer, eos_ids=self.intake.eos_ids,
-        )  # fmt: skip
+            prompt_token_ids,
+            params,
+            self.scheduler,
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.max_model_len,
+            tokenizer=self.tokenizer,
+            eos_ids=self.intake.eos_ids,
+        )
 
     def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Makes a request, for `add`.

@@ -120,9 +120,11 @@ class LLM:
         self._take(engine, plan, resident_before)
         logger.info(
             "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
-            f"{plan.num_blocks:,}", config.block_size, byte_size(plan.pool_bytes),
+            f"{plan.num_blocks:,}",
+            config.block_size,
+            byte_size(plan.pool_bytes),
             f"{plan.pool_bytes // self.runner.layout.token_bytes:,}",
-        )  # fmt: skip
+        )
 
     def _take(self, engine: Engine, plan: PoolPlan, resident_before: int | None) -> None:
         assert isinstance(engine.executor, Runner)

@@ -36,9 +36,13 @@ def progress_bar(requests: Sequence[Request], shown: bool) -> Iterator[Callable[
     )
 
     columns = (
-        TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[speed]}"),
-    )  # fmt: skip
+    )
     began = time.perf_counter()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(requests), speed="")

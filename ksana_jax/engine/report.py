@@ -64,9 +64,17 @@ def record(
     """The record of a step that has been booked."""
     blocks = scheduler.blocks
     return StepRecord(
-        now, batch.num_tokens, len(batch.singles), len(scheduler.order), len(scheduler.waiting), blocks.num_used,
-        peak_blocks, scheduler.num_preemptions, unshared_blocks, blocks.num_idle,
-    )  # fmt: skip
+        now,
+        batch.num_tokens,
+        len(batch.singles),
+        len(scheduler.order),
+        len(scheduler.waiting),
+        blocks.num_used,
+        peak_blocks,
+        scheduler.num_preemptions,
+        unshared_blocks,
+        blocks.num_idle,
+    )
 
 
 def finish_beams(request: Request) -> None:

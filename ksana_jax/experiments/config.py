@@ -180,8 +180,10 @@ def plan(
     for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
         config = _resolved(_merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True)))))
         # A preset is shown by its name, other values as they are resolved.
-        point = {k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)
-                 for k, v in zip(grid, values, strict=True)}  # fmt: skip
+        point = {
+            k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)
+            for k, v in zip(grid, values, strict=True)
+        }
         full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
         trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
         rows.append(Row(label, point, trials))
@@ -234,10 +236,12 @@ def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds:
 
 def _merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Later values over earlier ones; a pattern that is a preset's name merges as {preset: name}."""
-    return dotted.merge(*(
-        {**part, "pattern": {"preset": part["pattern"]}} if isinstance(part.get("pattern"), str) else part
-        for part in parts
-    ))  # fmt: skip
+    return dotted.merge(
+        *(
+            {**part, "pattern": {"preset": part["pattern"]}} if isinstance(part.get("pattern"), str) else part
+            for part in parts
+        )
+    )
 
 
 def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:

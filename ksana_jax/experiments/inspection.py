@@ -114,8 +114,11 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
         "block_bytes": llm.block_bytes,
         "utilisation": _mean([p.held for p in device]) / llm.num_blocks,
         "peak_utilisation": max(r.peak_blocks for r in records) / llm.num_blocks,
-        **({"host_utilisation": _mean([c.pools["host"].held / len(c.pools["host"].owners) for c in columns])}
-           if "host" in columns[0].pools else {}),
+        **(
+            {"host_utilisation": _mean([c.pools["host"].held / len(c.pools["host"].owners) for c in columns])}
+            if "host" in columns[0].pools
+            else {}
+        ),
         "fragmentation": _mean([p.fragmentation for p in device if p.held]),
         "peak_blocks": max(r.peak_blocks for r in records),
         "peak_unshared_blocks": max(r.unshared_blocks for r in records),
@@ -126,7 +129,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
         "replaced_blocks": {"device": counters["replaced"], "host": counters["replaced_host"]},
         "swapped_blocks": {"out": counters["swapped_out"], "in": counters["swapped_in"]},
         "moved_bytes": columns[-1].moved_bytes,
-    }  # fmt: skip
+    }
 
 
 def write(seen: Inspected, folder: Path) -> None:
@@ -137,14 +140,23 @@ def write(seen: Inspected, folder: Path) -> None:
     for kind, content in drawn.items():
         write_atomic(folder / f"pool.{kind}", content)
     content = {
-        "label": seen.trial.label, "seed": seen.trial.seed, "config": seen.trial.config, "environment": environment(),
-        "numbers": seen.numbers, "requests": list(seen.trace.requests),
+        "label": seen.trial.label,
+        "seed": seen.trial.seed,
+        "config": seen.trial.config,
+        "environment": environment(),
+        "numbers": seen.numbers,
+        "requests": list(seen.trace.requests),
         "steps": [
-            {"step": c.step, "time_s": c.time_s, "held": {t: p.held for t, p in c.pools.items()},
-             "fragmentation": c.pools["device"].fragmentation, "moved_bytes": c.moved_bytes}
+            {
+                "step": c.step,
+                "time_s": c.time_s,
+                "held": {t: p.held for t, p in c.pools.items()},
+                "fragmentation": c.pools["device"].fragmentation,
+                "moved_bytes": c.moved_bytes,
+            }
             for c in columns
         ],
-    }  # fmt: skip
+    }
     write_atomic(folder / "pool.json", json.dumps(content) + "\n")
     arrays: dict[str, Any] = {"step": [c.step for c in columns]}
     for tier in columns[0].pools:
@@ -167,8 +179,12 @@ def inspect_and_show(
     seen = inspect(plan, row, step)
     folder = out or Path("runs") / plan.name
     write(seen, folder)
-    table = Table(title=escape(f"{plan.title or plan.name}: {seen.trial.label}, seed {seen.trial.seed}"),
-                  show_header=False, title_justify="left", box=None)  # fmt: skip
+    table = Table(
+        title=escape(f"{plan.title or plan.name}: {seen.trial.label}, seed {seen.trial.seed}"),
+        show_header=False,
+        title_justify="left",
+        box=None,
+    )
     for name, value in readable(seen.numbers):
         table.add_row(escape(name), escape(value))
     console = Console(highlight=False)
@@ -189,14 +205,17 @@ def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{n['num_steps']:,} in {n['seconds']:.2f} s"),
         ("utilisation", f"{n['utilisation']:.1%} of {n['num_blocks']:,} blocks, {n['peak_utilisation']:.1%} at most"),
         ("fragmentation", f"{n['fragmentation']:.1%} of the slots held"),
-        ("sharing", f"{n['peak_blocks']:,} blocks at most, {n['peak_unshared_blocks']:,} unshared; "
-                    f"{n['shared_saving']:.1%} saved over all steps"),
+        (
+            "sharing",
+            f"{n['peak_blocks']:,} blocks at most, {n['peak_unshared_blocks']:,} unshared; "
+            f"{n['shared_saving']:.1%} saved over all steps",
+        ),
         ("prefix hits", f"{n['hit_rate']:.1%} of the prompts' tokens; blocks: {parts(n['hit_blocks'])}"),
         ("blocks by origin", parts(n["blocks_by_origin"])),
         ("replaced", parts(n["replaced_blocks"])),
         ("swapped", parts(n["swapped_blocks"])),
         ("moved", parts(n["moved_bytes"], byte_size)),
-    ]  # fmt: skip
+    ]
     if "host_utilisation" in n:
         lines.insert(2, ("host utilisation", f"{n['host_utilisation']:.1%}"))
     return lines

@@ -30,8 +30,14 @@ def shown(console: Console) -> Iterator[Callbacks]:
     if not console.is_terminal:
         yield {"on_end": Lines(console)}
         return
-    columns = (TextColumn("{task.completed:.1f}/{task.total} trials"), BarColumn(), TimeElapsedColumn(),
-               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
+    columns = (
+        TextColumn("{task.completed:.1f}/{task.total} trials"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("loading", total=None)
         started = False

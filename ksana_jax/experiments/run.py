@@ -180,8 +180,15 @@ class _Progress:
 
 def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: list[dict[str, Any]]) -> None:
     """Writes a trial's records, and adds its measurements to the list."""
-    file.append("start", trial=trial.id, label=trial.label, seed=trial.seed, config=trial.config, time=time.time(),
-                environment=environment())  # fmt: skip
+    file.append(
+        "start",
+        trial=trial.id,
+        label=trial.label,
+        seed=trial.seed,
+        config=trial.config,
+        time=time.time(),
+        environment=environment(),
+    )
     began = time.perf_counter()
     for measurement in task_named(trial.config["task"]).run(context):
         file.append("measurement", trial=trial.id, **measurement)

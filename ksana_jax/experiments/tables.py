@@ -78,10 +78,33 @@ def latex(
     return "\n".join(lines) + "\n"
 
 
-_TEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-        "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "—": "---", "–": "--", "±": r"$\pm$", "×": r"$\times$",
-        "≤": r"$\leq$", "≥": r"$\geq$", "→": r"$\to$", "←": r"$\leftarrow$", "≈": r"$\approx$", "∞": r"$\infty$",
-        "−": "$-$", "·": r"$\cdot$", "…": r"\ldots{}", "µ": r"$\mu$", "\N{NO-BREAK SPACE}": "~"}  # fmt: skip
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "—": "---",
+    "–": "--",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "→": r"$\to$",
+    "←": r"$\leftarrow$",
+    "≈": r"$\approx$",
+    "∞": r"$\infty$",
+    "−": "$-$",
+    "·": r"$\cdot$",
+    "…": r"\ldots{}",
+    "µ": r"$\mu$",
+    "\N{NO-BREAK SPACE}": "~",
+}
 
 
 def _tex(text: str) -> str:

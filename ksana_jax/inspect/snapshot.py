@@ -17,8 +17,13 @@ from ksana_jax.kv.tier import Tier
 
 TIERS = ("device", "host", "disk")
 STATES = ("free", "held", "cached", "moving")
-WAYS = {"device to host": "saved", "host to device": "loaded", "within device": "copied",
-        "host to disk": "disk_written", "disk to host": "disk_read"}  # fmt: skip
+WAYS = {
+    "device to host": "saved",
+    "host to device": "loaded",
+    "within device": "copied",
+    "host to disk": "disk_written",
+    "disk to host": "disk_read",
+}
 
 
 class Ownership(NamedTuple):
@@ -140,9 +145,16 @@ def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
         for number, key in enumerate(memory.disk.keys()):
             facts, node = memory.disk.facts(key), memory.index.nodes.get(key)
             blocks.append(
-                BlockRecord("disk", number, "cached", hash=key.hex(), start=facts.start if facts else None,
-                            num_tokens=memory.block_size, last_use=node.last_use if node else None)
-            )  # fmt: skip
+                BlockRecord(
+                    "disk",
+                    number,
+                    "cached",
+                    hash=key.hex(),
+                    start=facts.start if facts else None,
+                    num_tokens=memory.block_size,
+                    last_use=node.last_use if node else None,
+                )
+            )
     return Snapshot(memory.block_size, memory.layout.block_bytes, blocks, counts(memory))
 
 
@@ -178,9 +190,18 @@ def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRec
         start = int(starts[block]) if starts[block] >= 0 else node.depth * size if node else None
         tokens = size if node else int(filled[block])
         records.append(
-            BlockRecord(TIERS[tier.level], block, state, count, tuple(ownerships.get(block, ())),
-                        node.key.hex() if node else None, start, tokens, node.last_use if node else None)
-        )  # fmt: skip
+            BlockRecord(
+                TIERS[tier.level],
+                block,
+                state,
+                count,
+                tuple(ownerships.get(block, ())),
+                node.key.hex() if node else None,
+                start,
+                tokens,
+                node.last_use if node else None,
+            )
+        )
     return records
 
 

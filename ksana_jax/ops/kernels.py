@@ -80,9 +80,16 @@ class Kernels(NamedTuple):
             None if pair is None else tuple(x * rope.scale for x in pair) for pair in (angles, sink_angles)
         )
         written = self.kv_write(
-            q, k, v, cache.kv, context.batch.slots, tables, layer=jnp.int32(context.layer), q_scale=scale,
+            q,
+            k,
+            v,
+            cache.kv,
+            context.batch.slots,
+            tables,
+            layer=jnp.int32(context.layer),
+            q_scale=scale,
             sink_rope=sink_tables,
-        )  # fmt: skip
+        )
         return Queries(written.q, written.q_sink), cache.with_kv(written.pool)
 
     def attend(
@@ -96,9 +103,11 @@ class Kernels(NamedTuple):
             q_sink = None if queries.q_sink is None or call.shared else call.take(queries.q_sink, 0)
             asked = _call(call, context.layer, pattern, cache, call.take(queries.q, 0), q_sink)
             asked = asked.replace(
-                soft_cap=context.soft_cap, sinks=None if call.shared else context.sink_logits, return_lse=merges,
+                soft_cap=context.soft_cap,
+                sinks=None if call.shared else context.sink_logits,
+                return_lse=merges,
                 out_dtype=jnp.float32 if merges else dtype,
-            )  # fmt: skip
+            )
             found.append(jax.tree.map(call.give, kernel(asked, None if plan is None else plan[i])))
         if merges:
             shared = found.pop()
@@ -201,9 +210,17 @@ def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
 
 @functools.cache
 def _unsupported(
-    kernel: Kernel, tile: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype,
-    num_rotated_sinks: int, soft_cap: bool, sinks: bool,
-) -> str | None:  # fmt: skip
+    kernel: Kernel,
+    tile: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype,
+    num_rotated_sinks: int,
+    soft_cap: bool,
+    sinks: bool,
+) -> str | None:
     """Why a kernel does not take calls of some shapes, or None."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)

@@ -42,10 +42,18 @@ class Requirements(NamedTuple):
         device = device or jax.devices()[0]
         found = getattr(device, "compute_capability", None)
         return cls(
-            device.platform, None if found is None else _version(found),
-            layout.leaf("kv").dtype, config.num_heads, config.num_kv_heads, config.head_dim, layout.block_size,
-            num_rotated_sinks, patterns.PatternArrays._fields, config.soft_cap is not None, config.sinks,
-        )  # fmt: skip
+            device.platform,
+            None if found is None else _version(found),
+            layout.leaf("kv").dtype,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            layout.block_size,
+            num_rotated_sinks,
+            patterns.PatternArrays._fields,
+            config.soft_cap is not None,
+            config.sinks,
+        )
 
 
 def _version(compute_capability: str) -> tuple[int, int]:

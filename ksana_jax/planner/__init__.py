@@ -26,13 +26,35 @@ if TYPE_CHECKING:
     from ksana_jax.planner.terms import weights_bytes
 
 _PUBLIC = {
-    "plan": "solve", "Plan": "solve", "Change": "solve", "DEVICES": "devices", "Device": "devices",
-    "find_device": "devices", "weights_bytes": "terms", "measure_step": "step_memory", "step_bytes": "step_memory",
-    "StepCost": "step_memory", "StepBytes": "step_memory", "pool_size": "engine",
+    "plan": "solve",
+    "Plan": "solve",
+    "Change": "solve",
+    "DEVICES": "devices",
+    "Device": "devices",
+    "find_device": "devices",
+    "weights_bytes": "terms",
+    "measure_step": "step_memory",
+    "step_bytes": "step_memory",
+    "StepCost": "step_memory",
+    "StepBytes": "step_memory",
+    "pool_size": "engine",
     "PoolPlan": "engine",
-}  # fmt: skip
-__all__ = ["plan", "Plan", "Change", "DEVICES", "Device", "find_device", "weights_bytes", "measure_step",
-           "step_bytes", "StepCost", "StepBytes", "pool_size", "PoolPlan"]  # fmt: skip
+}
+__all__ = [
+    "plan",
+    "Plan",
+    "Change",
+    "DEVICES",
+    "Device",
+    "find_device",
+    "weights_bytes",
+    "measure_step",
+    "step_bytes",
+    "StepCost",
+    "StepBytes",
+    "pool_size",
+    "PoolPlan",
+]
 
 
 def __getattr__(name: str):

@@ -61,9 +61,13 @@ def pool_size(
     else:
         largest = Buckets.of_engine(config, max_model_len).largest()
         measured = step_bytes(
-            model, largest, dtype=config.dtype, block_size=config.block_size,
-            max_rotated_sinks=max_rotated_sinks, embedding_device=config.embedding_device,
-        )  # fmt: skip
+            model,
+            largest,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            max_rotated_sinks=max_rotated_sinks,
+            embedding_device=config.embedding_device,
+        )
         device, step = this_device(), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
         affordable = (budget - weights - step) // block_bytes

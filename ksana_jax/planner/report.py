@@ -72,7 +72,7 @@ def show(found: Plan, console: Console) -> None:
         ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} a request"),
         ("beta TN", kv, f"{found.kv_bytes_per_token:,} a token, {found.tokens_held:,} tokens in {asked.dtype}"),
         ("together", found.total_bytes, "fits" if found.fits else f"{byte_size(too_much)} too much"),
-    ]  # fmt: skip
+    ]
     for name, num_bytes, source in rows:
         table.add_row(name, f"{num_bytes:,}", byte_size(num_bytes), source)
     console.print(table)
@@ -106,8 +106,13 @@ def _table(columns: Sequence[str]) -> Table:
 
 def _figures(found) -> tuple[str, ...]:
     context = "no limit" if found.max_context == MAX_CONTEXT else f"{found.max_context:,}"
-    return (byte_size(found.weights_bytes), f"{found.kv_bytes_per_token:,}", f"{found.max_kv_tokens:,}",
-            f"{found.max_batch:,}", context)  # fmt: skip
+    return (
+        byte_size(found.weights_bytes),
+        f"{found.kv_bytes_per_token:,}",
+        f"{found.max_kv_tokens:,}",
+        f"{found.max_batch:,}",
+        context,
+    )
 
 
 def _requests(count: int) -> str:
@@ -133,14 +138,22 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
     )
     shapes = Buckets.of_engine(engine, found.context).all_shapes()
     measured = step_bytes(
-        config, shapes, dtype=asked.dtype, block_size=asked.block_size, embedding_device=asked.embedding_device,
+        config,
+        shapes,
+        dtype=asked.dtype,
+        block_size=asked.block_size,
+        embedding_device=asked.embedding_device,
         target=compile_target(find_device(found.device)),
-    )  # fmt: skip
+    )
     return [
-        {"parts": shape.parts, "table_width": shape.table_width, "network_bytes": cost.network,
-         "sampling_bytes": cost.sampling}
+        {
+            "parts": shape.parts,
+            "table_width": shape.table_width,
+            "network_bytes": cost.network,
+            "sampling_bytes": cost.sampling,
+        }
         for shape, cost in zip(shapes, measured, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def show_buckets(listed: list[dict[str, Any]], target: str, console: Console) -> None:

@@ -103,10 +103,15 @@ def plan(
         if target and say:
             say(f"compiling steps for {target.device}: about a minute")
         step = measure_step(
-            config, dtype=asked.dtype, block_size=asked.block_size, query_tile=asked.query_tile,
-            max_num_batched_tokens=asked.max_num_batched_tokens, max_rotated_sinks=asked.num_sinks,
-            embedding_device=asked.embedding_device, target=target,
-        )  # fmt: skip
+            config,
+            dtype=asked.dtype,
+            block_size=asked.block_size,
+            query_tile=asked.query_tile,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_rotated_sinks=asked.num_sinks,
+            embedding_device=asked.embedding_device,
+            target=target,
+        )
         memory = dataclasses.replace(memory, step=step)
     context = asked.context or config.max_position
     max_batch = memory.max_batch(context)
@@ -168,9 +173,13 @@ def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> I
         asked = dataclasses.replace(memory.request, **changed)
         other = Memory.of(model, asked, memory.budget, memory.step)
         yield Change(
-            name, other.weights, other.beta, other.max_kv_tokens(batch, context), other.max_batch(context),
+            name,
+            other.weights,
+            other.beta,
+            other.max_kv_tokens(batch, context),
+            other.max_batch(context),
             other.max_context(batch),
-        )  # fmt: skip
+        )
 
 
 def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator[tuple[str, ModelConfig, dict]]:

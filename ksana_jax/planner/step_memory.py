@@ -119,9 +119,14 @@ def step_bytes(
 ) -> list[StepBytes]:
     """What each of some shapes of steps takes, compiled from shapes alone for a GPU or the device of this process."""
     compiled = functools.partial(
-        _compiled, shapes=shapes, target=target, dtype=dtype, block_size=block_size,
-        max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
-    )  # fmt: skip
+        _compiled,
+        shapes=shapes,
+        target=target,
+        dtype=dtype,
+        block_size=block_size,
+        max_rotated_sinks=max_rotated_sinks,
+        embedding_device=embedding_device,
+    )
     if config.num_layers <= ONE_MORE:
         return compiled(config)
     few, more = (compiled(config.first_layers(n)) for n in (FEW, ONE_MORE))
@@ -147,9 +152,15 @@ def _compiled(
     found = []
     with _compiling_for(target):
         runner = Runner(
-            config, aot.placed(target, params) if target else params, patterns, layout=layout, num_blocks=NUM_BLOCKS,
-            max_model_len=config.max_position, device=device, **settings,
-        )  # fmt: skip
+            config,
+            aot.placed(target, params) if target else params,
+            patterns,
+            layout=layout,
+            num_blocks=NUM_BLOCKS,
+            max_model_len=config.max_position,
+            device=device,
+            **settings,
+        )
         for shape in shapes:
             most = shape.max_sampled
             runner.warm_up([shape], [most], [SamplingParams(temperature=1.0)])
@@ -191,10 +202,14 @@ def measure_step(
     tiles = most_tiles(max_num_batched_tokens, query_tile)[0]
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
     measured = step_bytes(
-        config, [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
-        dtype=dtype, block_size=block_size, max_rotated_sinks=max_rotated_sinks, embedding_device=embedding_device,
+        config,
+        [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
+        dtype=dtype,
+        block_size=block_size,
+        max_rotated_sinks=max_rotated_sinks,
+        embedding_device=embedding_device,
         target=target,
-    )  # fmt: skip
+    )
     lines = []
     for a, b, c in ([m.network for m in measured], [m.sampling for m in measured]):
         per_entry = (c - b) / ((r2 + tiles.count) * (p2 - p1))

@@ -265,9 +265,15 @@ class Runner:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
         run = functools.partial(
-            _run, shape=shape, config=self.config, ropes=self.ropes, alike=self._seen.alike, places=self.layout.places,
-            num_rotated_sinks=self.num_rotated_sinks, implementation=self.implementation,
-        )  # fmt: skip
+            _run,
+            shape=shape,
+            config=self.config,
+            ropes=self.ropes,
+            alike=self._seen.alike,
+            places=self.layout.places,
+            num_rotated_sinks=self.num_rotated_sinks,
+            implementation=self.implementation,
+        )
         step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))
         return step.lower(self.params, self.cache, arrays, self._seen.arrays)
 

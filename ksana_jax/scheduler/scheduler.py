@@ -414,8 +414,9 @@ class Scheduler:
         for _, _, seq in self.waiting:
             for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
                 if held is not None:
-                    yield Owner(seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_computed,
-                                held.origins)  # fmt: skip
+                    yield Owner(
+                        seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_computed, held.origins
+                    )
             if len(slots := self.memory.disk_reads.reserved(seq.kv)):
                 yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
 

@@ -9,5 +9,11 @@ from ksana_jax.tokenizers.chat import ChatTemplateError, render_chat
 from ksana_jax.tokenizers.detokenizer import IncrementalDetokenizer
 from ksana_jax.tokenizers.load import load_tokenizer
 
-__all__ = ["load_tokenizer", "Tokenizer", "TokenizerError", "IncrementalDetokenizer", "render_chat",
-           "ChatTemplateError"]  # fmt: skip
+__all__ = [
+    "load_tokenizer",
+    "Tokenizer",
+    "TokenizerError",
+    "IncrementalDetokenizer",
+    "render_chat",
+    "ChatTemplateError",
+]

@@ -37,25 +37,24 @@ _KEPT_GLOBALS = ("namespace", "cycler", "joiner")
 # Filters that look at one item at most, or at a length.
 _CONSTANT = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
 # Filters that go through items without reading them; a filter or test that they apply to each is charged by itself.
-_SHALLOW = frozenset((
-    "batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
-))  # fmt: skip
-_FILTERS = _CONSTANT | _SHALLOW | frozenset((
-    "abs", "capitalize", "dictsort", "e", "escape", "float", "format", "groupby", "indent", "int", "join", "lower",
-    "max", "min", "replace", "round", "safe", "sort", "string", "sum", "title", "tojson", "trim", "truncate", "unique",
-    "upper",
-))  # fmt: skip
-_STRING_METHODS = frozenset((
-    "capitalize", "casefold", "count", "endswith", "find", "format", "format_map", "index", "isalnum", "isalpha",
-    "isascii", "isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "ljust",
-    "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition",
-    "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill",
-))  # fmt: skip
+_SHALLOW = frozenset("batch list map reject rejectattr reverse select selectattr slice".split())
+_FILTERS = (_CONSTANT | _SHALLOW).union(
+    """
+    abs capitalize dictsort e escape float format groupby indent int join lower max min replace round safe sort
+    string sum title tojson trim truncate unique upper
+    """.split()
+)
+_STRING_METHODS = frozenset(
+    """
+    capitalize casefold count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit
+    islower isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace
+    rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+    """.split()
+)
 # Filters that split a string into one string per character.
-_ITEMWISE = frozenset((
-    "batch", "dictsort", "groupby", "join", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr",
-    "slice", "sort", "sum", "unique",
-))  # fmt: skip
+_ITEMWISE = frozenset(
+    "batch dictsort groupby join list map max min reject rejectattr select selectattr slice sort sum unique".split()
+)
 MAX_ITEMWISE_CHARS = 2**16
 # Methods whose worst case compares every character of one text with every character of another.
 _PAIRWISE = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"))
@@ -167,8 +166,11 @@ class Environment(ImmutableSandboxedEnvironment):
         budget.charge(STEP)
         if operator == "+" and sum(map(len, sized)) > MAX_RESULT_CHARS:
             raise SecurityError(f"it joins more than {MAX_RESULT_CHARS:,} characters")
-        if operator == "*" and sized and any(isinstance(n, int) and n * budget.size(s) > MAX_RESULT_CHARS
-                                             for s in sized for n in (left, right)):  # fmt: skip
+        if (
+            operator == "*"
+            and sized
+            and any(isinstance(n, int) and n * budget.size(s) > MAX_RESULT_CHARS for s in sized for n in (left, right))
+        ):
             raise SecurityError(f"it repeats to more than {MAX_RESULT_CHARS:,} characters")
         if operator == "*" and sum(n.bit_length() for n in (left, right) if isinstance(n, int)) > MAX_INTEGER_BITS:
             raise SecurityError(f"it multiplies to more than {MAX_INTEGER_BITS:,} bits")
@@ -322,9 +324,13 @@ def strftime(now: Any, form: str) -> str:
 def environment() -> Environment:
     """The environment of all templates."""
     made = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Counted], autoescape=False,
-        optimized=False, finalize=_written,
-    )  # fmt: skip
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _Counted],
+        autoescape=False,
+        optimized=False,
+        finalize=_written,
+    )
     made.globals = {name: made.globals[name] for name in _KEPT_GLOBALS}
     made.globals["raise_exception"] = _raise_exception
     made.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)

@@ -137,10 +137,15 @@ def attention_program(
         scales = jax.ShapeDtypeStruct(int4.scales_shape(kv.shape), jnp.bfloat16)
     table = ints((s, TABLE_WIDTH))
     call = Call(
-        floats((s, q, n, h)), Pool(kv, scales), table, table, ints((s, q)), layer=ints(()),
+        floats((s, q, n, h)),
+        Pool(kv, scales),
+        table,
+        table,
+        ints((s, q)),
+        layer=ints(()),
         pattern=Pattern(*(ints(()),) * len(Pattern._fields)),
         options=Options(floats((s, q, sinks, n, h)) if sinks else None, soft_cap=soft_cap, return_lse=True),
-    )  # fmt: skip
+    )
     tuned = kernel.tuned(**tuning)
     return aot.lower(target, lambda call: tuned(call), call)
 
@@ -162,12 +167,32 @@ def kv_write_program(target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=
 
     def run(pool, scales, q, k, v, slots, rope, layer, norm, sink_rope):
         return kv_write(
-            q, k, v, pool, slots, rope, layer=layer, scales=scales, q_norm=norm, k_norm=norm, sink_rope=sink_rope,
+            q,
+            k,
+            v,
+            pool,
+            slots,
+            rope,
+            layer=layer,
+            scales=scales,
+            q_norm=norm,
+            k_norm=norm,
+            sink_rope=sink_rope,
             q_scale=h**-0.5,
-        )  # fmt: skip
+        )
 
     return aot.lower(
-        target, run, pool, scales, array((t, n, h), bf16), array((t, k, h), bf16), array((t, k, h), bf16),
-        array((t,), jnp.int32), (array((t, h // 2), f32),) * 2, array((), jnp.int32), norm, sink_rope,
+        target,
+        run,
+        pool,
+        scales,
+        array((t, n, h), bf16),
+        array((t, k, h), bf16),
+        array((t, k, h), bf16),
+        array((t,), jnp.int32),
+        (array((t, h // 2), f32),) * 2,
+        array((), jnp.int32),
+        norm,
+        sink_rope,
         donate_argnums=(0, 1),
-    )  # fmt: skip
+    )

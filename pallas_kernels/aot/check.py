@@ -34,10 +34,17 @@ from pallas_kernels.aot import report
 SOURCES = ("pallas_kernels.aot.cases:cases",)
 TIMEOUT_S = 600.0
 _COLUMNS = {
-    "registers": "registers", "spill_bytes": "spilled", "stack_bytes": "stack", "shared_bytes": "shared",
-    "grid": "grid", "threads": "threads", "wgmma": "wgmma", "tma_loads": "TMA loads", "mma_sync": "mma.sync",
+    "registers": "registers",
+    "spill_bytes": "spilled",
+    "stack_bytes": "stack",
+    "shared_bytes": "shared",
+    "grid": "grid",
+    "threads": "threads",
+    "wgmma": "wgmma",
+    "tma_loads": "TMA loads",
+    "mma_sync": "mma.sync",
     "cp_async": "cp.async",
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)

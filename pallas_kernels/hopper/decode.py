@@ -50,18 +50,37 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     codes = pool.dtype if pool.dtype.itemsize == 1 else None
     dtype = jnp.dtype(PRODUCTS[pool.dtype])
     config = Config(
-        num_kv_heads=tiles.num_kv_heads, head_dim=pool.shape[5], block_size=pool.shape[4], rows=tiles.rows,
-        dtype=dtype, num_workers=work.first.shape[0] - 1, stages=tuning.stages or (3 if codes else 2),
-        soft_cap=options.soft_cap, num_sink_queries=call.num_sink_queries, codes=codes,
-    )  # fmt: skip
+        num_kv_heads=tiles.num_kv_heads,
+        head_dim=pool.shape[5],
+        block_size=pool.shape[4],
+        rows=tiles.rows,
+        dtype=dtype,
+        num_workers=work.first.shape[0] - 1,
+        stages=tuning.stages or (3 if codes else 2),
+        soft_cap=options.soft_cap,
+        num_sink_queries=call.num_sink_queries,
+        codes=codes,
+    )
     partial, partial_lse = attend_segments(
-        tiles.pack(call.q.astype(dtype)), tiles.pack_sink_queries(options.q_sink, dtype),
-        tiles.pack_positions(call.positions)[:, 0], call.pool, work, numbers_of(call), config, tuning.interpret,
-    )  # fmt: skip
+        tiles.pack(call.q.astype(dtype)),
+        tiles.pack_sink_queries(options.q_sink, dtype),
+        tiles.pack_positions(call.positions)[:, 0],
+        call.pool,
+        work,
+        numbers_of(call),
+        config,
+        tuning.interpret,
+    )
     out, lse = merge_segments(
-        partial, partial_lse, work, tiles.pack_sinks(options.sinks), config, tiles.queries * tiles.group,
-        call.out_dtype, tuning.interpret,
-    )  # fmt: skip
+        partial,
+        partial_lse,
+        work,
+        tiles.pack_sinks(options.sinks),
+        config,
+        tiles.queries * tiles.group,
+        call.out_dtype,
+        tuning.interpret,
+    )
     out, lse = tiles.unpack(out), tiles.unpack(lse)
     if tiles.width > 1:  # a tile without any query has no segment, and so no result either
         out, lse = where_queried(call, out, 0), where_queried(call, lse, -jnp.inf)

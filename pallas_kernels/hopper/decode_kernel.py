@@ -303,6 +303,16 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, numbers, confi
         warpgroups=groups,
     )
     return kernel(
-        q, q_sink, units, scales, work.units, work.starts, work.care, positions, work.newest, work.segments, work.first,
+        q,
+        q_sink,
+        units,
+        scales,
+        work.units,
+        work.starts,
+        work.care,
+        positions,
+        work.newest,
+        work.segments,
+        work.first,
         numbers,
-    )  # fmt: skip
+    )

@@ -202,8 +202,24 @@ def _check_supported(q, k, pool, plain_loads: bool) -> None:
         )
 
 
-def kv_write(q, k, v, pool, slots, rope, *, layer, scales=None, q_norm=None, k_norm=None, eps=1e-6, q_scale=1.0,
-             sink_rope=None, tokens_per_block=1, interpret: Any = False) -> Written:  # fmt: skip
+def kv_write(
+    q,
+    k,
+    v,
+    pool,
+    slots,
+    rope,
+    *,
+    layer,
+    scales=None,
+    q_norm=None,
+    k_norm=None,
+    eps=1e-6,
+    q_scale=1.0,
+    sink_rope=None,
+    tokens_per_block=1,
+    interpret: Any = False,
+) -> Written:
     """Writes this step's keys and values to the pool, in place; `kv_write_reference.kv_write` states the contract.
 
     To be called under jax.jit, with pool and scales donated.

@@ -190,10 +190,16 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     if work is None:
         work = schedule(call, tuning=tuning)
     config = Config(
-        num_kv_heads=tiles.num_kv_heads, head_dim=h, block_size=block_size, rows=tiles.rows, dtype=pool.dtype,
-        num_workers=work.first.shape[0] - 1, stages=tuning.stages or 512 // h, soft_cap=call.options.soft_cap,
+        num_kv_heads=tiles.num_kv_heads,
+        head_dim=h,
+        block_size=block_size,
+        rows=tiles.rows,
+        dtype=pool.dtype,
+        num_workers=work.first.shape[0] - 1,
+        stages=tuning.stages or 512 // h,
+        soft_cap=call.options.soft_cap,
         num_sink_queries=call.num_sink_queries,
-    )  # fmt: skip
+    )
     # What must not count weighs exp2(score - inf).
     counts = (call.positions[:, :, None] >= 0) & (lse > -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf)
@@ -215,10 +221,18 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
         interpret=tuning.interpret,
     )
     mass = kernel(
-        tiles.pack(call.q.astype(pool.dtype)), tiles.pack_sink_queries(call.options.q_sink, pool.dtype),
-        tiles.pack(lse, jnp.inf), tiles.pack(positions, -1), pool.reshape(-1, unit_tokens(block_size), h), work.units,
-        work.starts, work.care, work.segments, work.first, numbers_of(call),
-    )  # fmt: skip
+        tiles.pack(call.q.astype(pool.dtype)),
+        tiles.pack_sink_queries(call.options.q_sink, pool.dtype),
+        tiles.pack(lse, jnp.inf),
+        tiles.pack(positions, -1),
+        pool.reshape(-1, unit_tokens(block_size), h),
+        work.units,
+        work.starts,
+        work.care,
+        work.segments,
+        work.first,
+        numbers_of(call),
+    )
     return _in_table(mass, work, tiles.num_rows, tiles.num_kv_heads)
 
 

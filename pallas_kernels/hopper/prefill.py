@@ -43,9 +43,12 @@ def schedule(call: Call, *, tuning: Tuning) -> PrefillWork:
     """The work of calls that share rows and pattern, as the layers of a model do. Of q it reads the shape."""
     shape = call.pool.kv.shape
     return prefill_work.schedule(
-        *Tiles.of(call, CONSUMERS).split(call), call.effective_pattern, block_size=shape[4], head_dim=shape[5],
+        *Tiles.of(call, CONSUMERS).split(call),
+        call.effective_pattern,
+        block_size=shape[4],
+        head_dim=shape[5],
         per_block_id=units_per_block_id(shape),
-    )  # fmt: skip
+    )
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
@@ -67,16 +70,29 @@ def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Re
         work = schedule(call, tuning=tuning)
     compiled, block_size, h = not tuning.interpret, *pool.shape[4:]
     config = Config(
-        num_kv_heads=tiles.num_kv_heads, head_dim=h, block_size=block_size, dtype=pool.dtype,
-        out_dtype=call.out_dtype, stages=tuning.stages, soft_cap=options.soft_cap, take_turns=tuning.take_turns,
-        registers=tuning.registers and compiled, in_place=(tuning.registers or h > 128) and compiled,
+        num_kv_heads=tiles.num_kv_heads,
+        head_dim=h,
+        block_size=block_size,
+        dtype=pool.dtype,
+        out_dtype=call.out_dtype,
+        stages=tuning.stages,
+        soft_cap=options.soft_cap,
+        take_turns=tuning.take_turns,
+        registers=tuning.registers and compiled,
+        in_place=(tuning.registers or h > 128) and compiled,
         num_sink_queries=call.num_sink_queries,
-    )  # fmt: skip
+    )
     out, lse = _attend_tiles(
-        tiles.pack(call.q.astype(pool.dtype)), tiles.pack_sink_queries(options.q_sink, pool.dtype),
-        tiles.pack_positions(call.positions), pool, tiles.pack_sinks(options.sinks), work, numbers_of(call), config,
+        tiles.pack(call.q.astype(pool.dtype)),
+        tiles.pack_sink_queries(options.q_sink, pool.dtype),
+        tiles.pack_positions(call.positions),
+        pool,
+        tiles.pack_sinks(options.sinks),
+        work,
+        numbers_of(call),
+        config,
         tuning.interpret,
-    )  # fmt: skip
+    )
     lse = where_queried(call, tiles.unpack(lse), -jnp.inf) if options.return_lse else None
     return Result(where_queried(call, tiles.unpack(out), 0), lse)
 
@@ -109,7 +125,8 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
             buffers(transforms=part_tiles),
             None if config.registers else weights,
             plgpu.SMEM(
-                (CONSUMERS, ROWS, config.staged), config.out_dtype,
+                (CONSUMERS, ROWS, config.staged),
+                config.out_dtype,
                 transforms=layout(config.staged, config.out_dtype.itemsize),
             ),
             plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
@@ -122,7 +139,7 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
         ),
         interpret=interpret,
         warpgroups=CONSUMERS + 1,
-    )  # fmt: skip
+    )
     positions = positions[work.tiles[:, TILE]]
     return kernel(q, q_sink, pool.reshape(-1, size, h), work.units, work.starts, work.tiles, positions, sinks, numbers)
 

@@ -97,4 +97,4 @@ def schedule(
 
     return PrefillWork(
         units=ordered(units), starts=ordered(starts), tiles=jnp.stack(numbers, axis=1).astype(jnp.int32)[longest_first]
-    )  # fmt: skip
+    )

@@ -32,7 +32,10 @@ def schedule(call: Call, *, tuning: Tuning) -> work.Work:
     """The work list of calls that share rows and pattern, as the layers of a model do. Of q it reads the shape."""
     shape = call.pool.kv.shape
     return work.schedule(
-        *Tiles.of(call).split(call), call.effective_pattern, block_size=shape[4], num_kv_heads=shape[3],
+        *Tiles.of(call).split(call),
+        call.effective_pattern,
+        block_size=shape[4],
+        num_kv_heads=shape[3],
         per_block_id=work.units_per_block_id(shape),
         num_workers=tuning.num_workers or NUM_PROCESSORS * (1 if shape[5] > 128 else 2),
-    )  # fmt: skip
+    )

@@ -13,11 +13,26 @@ import numpy as np
 
 LANES = 32
 TYPES = {
-    "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "b8": np.uint8, "s16": np.int16, "u16": np.uint16,
-    "b16": np.uint16, "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64,
-    "b64": np.uint64, "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
-    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
+    "pred": np.bool_,
+    "s8": np.int8,
+    "u8": np.uint8,
+    "b8": np.uint8,
+    "s16": np.int16,
+    "u16": np.uint16,
+    "b16": np.uint16,
+    "s32": np.int32,
+    "u32": np.uint32,
+    "b32": np.uint32,
+    "s64": np.int64,
+    "u64": np.uint64,
+    "b64": np.uint64,
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FLOATS = ("f16", "bf16", "f32", "f64", "e4m3", "e5m2")
 
@@ -80,13 +95,31 @@ def _fma(x, y, z):
 
 
 _ARITHMETIC: dict[str, tuple[Function, int]] = {
-    "add": (np.add, 2), "sub": (np.subtract, 2), "mul": (np.multiply, 2), "fma": (_fma, 3), "mad": (_fma, 3),
-    "min": (np.minimum, 2), "max": (np.maximum, 2), "div": (np.divide, 2), "rem": (np.remainder, 2),
-    "neg": (np.negative, 1), "abs": (np.abs, 1), "and": (np.bitwise_and, 2), "or": (np.bitwise_or, 2),
-    "xor": (np.bitwise_xor, 2), "not": (np.invert, 1), "ex2": (np.exp2, 1), "lg2": (np.log2, 1), "sqrt": (np.sqrt, 1),
-    "rcp": (lambda x: x.dtype.type(1) / x, 1), "rsqrt": (lambda x: x.dtype.type(1) / np.sqrt(x), 1),
-    "tanh": (np.tanh, 1), "sin": (np.sin, 1), "cos": (np.cos, 1), "copysign": (lambda x, y: np.copysign(y, x), 2),
-}  # fmt: skip
+    "add": (np.add, 2),
+    "sub": (np.subtract, 2),
+    "mul": (np.multiply, 2),
+    "fma": (_fma, 3),
+    "mad": (_fma, 3),
+    "min": (np.minimum, 2),
+    "max": (np.maximum, 2),
+    "div": (np.divide, 2),
+    "rem": (np.remainder, 2),
+    "neg": (np.negative, 1),
+    "abs": (np.abs, 1),
+    "and": (np.bitwise_and, 2),
+    "or": (np.bitwise_or, 2),
+    "xor": (np.bitwise_xor, 2),
+    "not": (np.invert, 1),
+    "ex2": (np.exp2, 1),
+    "lg2": (np.log2, 1),
+    "sqrt": (np.sqrt, 1),
+    "rcp": (lambda x: x.dtype.type(1) / x, 1),
+    "rsqrt": (lambda x: x.dtype.type(1) / np.sqrt(x), 1),
+    "tanh": (np.tanh, 1),
+    "sin": (np.sin, 1),
+    "cos": (np.cos, 1),
+    "copysign": (lambda x, y: np.copysign(y, x), 2),
+}
 
 
 def _half(function: Function, kind: str) -> Function:
@@ -96,9 +129,17 @@ def _half(function: Function, kind: str) -> Function:
 
 def _comparison(name: str, kind: str) -> Function:
     compare = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-        "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-    }  # fmt: skip
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "lo": np.less,
+        "ls": np.less_equal,
+        "hi": np.greater,
+        "hs": np.greater_equal,
+    }
     if name == "nan":
         return lambda x, y: np.isnan(x) | np.isnan(y)
     if name == "num":

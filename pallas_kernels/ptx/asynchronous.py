@@ -139,9 +139,15 @@ def _wgmma(c: Compiler, i: Instruction) -> Step:
             rows = wgmma.addresses(*a_shape)[row : row + 16]
             reads.append(np.unique(rows // 16))
         product = wgmma.Product(
-            places, rows, a_descriptor is not None, wgmma.addresses(*b_shape), dtype,
-            bool(kept(registers)[0]), signs, reads,
-        )  # fmt: skip
+            places,
+            rows,
+            a_descriptor is not None,
+            wgmma.addresses(*b_shape),
+            dtype,
+            bool(kept(registers)[0]),
+            signs,
+            reads,
+        )
         warp.products.issue(product)
 
     return Step("memory", multiply)
@@ -199,6 +205,10 @@ def _bulk(c: Compiler, i: Instruction) -> Step:
 
 
 FAMILIES = {
-    "mbarrier.": _mbarrier, "bar.": _bar, "barrier.": _bar, "fence.proxy.async": _fence, "wgmma.": _wgmma,
+    "mbarrier.": _mbarrier,
+    "bar.": _bar,
+    "barrier.": _bar,
+    "fence.proxy.async": _fence,
+    "wgmma.": _wgmma,
     "cp.async.bulk": _bulk,
-}  # fmt: skip
+}

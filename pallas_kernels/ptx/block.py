@@ -104,8 +104,13 @@ class Warp:
         lanes = np.arange(LANES, dtype=np.uint32)
         x, y, z = self.block.kernel.threads
         thread = lanes + np.uint32(LANES * self.index)
-        numbers = {"%laneid": lanes, "%warpid": self.index, "%tid.x": thread % x, "%tid.y": thread // x % y,
-                   "%tid.z": thread // (x * y)}  # fmt: skip
+        numbers = {
+            "%laneid": lanes,
+            "%warpid": self.index,
+            "%tid.x": thread % x,
+            "%tid.y": thread // x % y,
+            "%tid.z": thread // (x * y),
+        }
         for axis, size, index, threads in zip("xyz", self.block.kernel.grid, self.block.index, (x, y, z)):
             numbers |= {f"%ctaid.{axis}": index, f"%nctaid.{axis}": size, f"%ntid.{axis}": threads}
             numbers |= {f"%clusterid.{axis}": index, f"%nclusterid.{axis}": size}

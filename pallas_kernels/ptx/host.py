@@ -20,9 +20,15 @@ _SWIZZLES = {0: 0, 16: 0, 1: 32, 2: 64, 3: 128, 32: 32, 64: 64, 128: 128}
 # Functions that start a kernel: of jax 0.10, and since 0.12, where it is described first.
 _LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
 _COPIES = (
-    "builtin.unrealized_conversion_cast", "llvm.ptrtoint", "llvm.inttoptr", "llvm.trunc", "llvm.sext", "llvm.zext",
-    "llvm.bitcast", "llvm.addrspacecast",
-)  # fmt: skip
+    "builtin.unrealized_conversion_cast",
+    "llvm.ptrtoint",
+    "llvm.inttoptr",
+    "llvm.trunc",
+    "llvm.sext",
+    "llvm.zext",
+    "llvm.bitcast",
+    "llvm.addrspacecast",
+)
 _SIZES = {"i64": 8, "!llvm.ptr": 8, "i32": 4, "i8": 1}
 
 

@@ -19,10 +19,32 @@ from pallas_kernels.ptx.arithmetic import LANES, TYPES, UNSIGNED
 from pallas_kernels.ptx.memory import SHARED_BASE, Trap
 from pallas_kernels.ptx.parser import Instruction, Program
 
-SPECIAL = ("%tid.", "%ntid.", "%ctaid.", "%nctaid.", "%laneid", "%warpid", "%cluster_", "%clusterid.", "%nclusterid.",
-           "%is_explicit_cluster")  # fmt: skip
-_NOTHING = ("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "membar", "prefetch", "setmaxnreg", "wgmma.fence",
-            "griddepcontrol", "nanosleep", "pragma", "cp.async.bulk.prefetch", "fence.proxy.tensormap")  # fmt: skip
+SPECIAL = (
+    "%tid.",
+    "%ntid.",
+    "%ctaid.",
+    "%nctaid.",
+    "%laneid",
+    "%warpid",
+    "%cluster_",
+    "%clusterid.",
+    "%nclusterid.",
+    "%is_explicit_cluster",
+)
+_NOTHING = (
+    "fence.mbarrier_init",
+    "fence.acq_rel",
+    "fence.sc",
+    "membar",
+    "prefetch",
+    "setmaxnreg",
+    "wgmma.fence",
+    "griddepcontrol",
+    "nanosleep",
+    "pragma",
+    "cp.async.bulk.prefetch",
+    "fence.proxy.tensormap",
+)
 
 Registers = list[np.ndarray]
 

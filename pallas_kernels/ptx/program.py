@@ -208,9 +208,13 @@ def _compile(equation, references, inputs, chip: aot.Target) -> _Call:
     outputs = {number: shape for number, shape in zip(results, returned)}
     assert sorted(outputs) == list(range(len(operation.results))), "results of a kernel that nobody takes"
     return _Call(
-        kernel, launch, operands, [outputs[i] for i in range(len(outputs))],
-        {int(i or 0): int(j) for i, j in aliases}, results,
-    )  # fmt: skip
+        kernel,
+        launch,
+        operands,
+        [outputs[i] for i in range(len(outputs))],
+        {int(i or 0): int(j) for i, j in aliases},
+        results,
+    )
 
 
 def _custom_call(lowered):

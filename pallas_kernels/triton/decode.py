@@ -67,8 +67,9 @@ def _segment_kernel(refs: parts.Inputs, segments_ref, partial_ref, top_ref, tota
         plt.store(total_ref.at[segment, row], total, mask=inside)
 
 
-def _merge_kernel(partial_ref, top_ref, total_ref, of_pair_ref, pos_ref, logits_ref, out_ref, lse_ref, *,
-                  shape: parts.Shape):  # fmt: skip
+def _merge_kernel(
+    partial_ref, top_ref, total_ref, of_pair_ref, pos_ref, logits_ref, out_ref, lse_ref, *, shape: parts.Shape
+):
     """Adds up the segments of one (query tile, kv head) pair, each weighted as its largest score says."""
     pair = pl.program_id(0)
     row, row_2d, column, inside, inside_2d = _partial_places(shape)

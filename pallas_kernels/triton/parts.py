@@ -109,9 +109,15 @@ def schedule(call: Call, num_workers: int) -> work.Work:
     """`work.schedule` of a call."""
     shape = call.pool.kv.shape
     return work.schedule(
-        call.tables, call.starts, call.positions, call.effective_pattern, block_size=shape[4],
-        num_kv_heads=shape[3], per_block_id=work.units_per_block_id(shape), num_workers=num_workers,
-    )  # fmt: skip
+        call.tables,
+        call.starts,
+        call.positions,
+        call.effective_pattern,
+        block_size=shape[4],
+        num_kv_heads=shape[3],
+        per_block_id=work.units_per_block_id(shape),
+        num_workers=num_workers,
+    )
 
 
 class Inputs(NamedTuple):

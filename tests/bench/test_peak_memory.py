@@ -14,8 +14,13 @@ SETTINGS = {"--max-num-seqs": 2, "--max-model-len": 128, "--max-num-batched-toke
 @pytest.fixture(scope="module")
 def measured():
     args = [str(part) for pair in SETTINGS.items() for part in pair]
-    done = subprocess.run([sys.executable, "-m", "ksana_jax.bench.peak_memory", "ksana-tiny", *args], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ksana_jax.bench.peak_memory", "ksana-tiny", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -60,15 +60,26 @@ class Letters(Tokenizer):
 @functools.cache
 def model():
     """Two layers with grouped heads; random weights large enough that greedy texts vary."""
-    config = ModelConfig(vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48,
-                         max_position=64, bos_id=BOS, eos_ids=(EOS,))  # fmt: skip
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        d_ff=48,
+        max_position=64,
+        bos_id=BOS,
+        eos_ids=(EOS,),
+    )
     return config, init_params(config, seed=3, std=0.5)
 
 
 SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
 # What the compiled functions of one model depend on beside the shapes of a step: what a `Runner` is given of a config.
-_OF_A_RUNNER = operator.attrgetter("dtype", "num_blocks", "block_size", "max_rotated_sinks", "embedding_device",
-                                   "attention_implementation")  # fmt: skip
+_OF_A_RUNNER = operator.attrgetter(
+    "dtype", "num_blocks", "block_size", "max_rotated_sinks", "embedding_device", "attention_implementation"
+)
 _programs: dict = collections.defaultdict(dict)
 
 

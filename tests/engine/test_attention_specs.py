@@ -16,11 +16,21 @@ from ksana_jax.step.contract import StepShape
 from tests.reference import reference_logprobs
 
 CONFIG = ModelConfig(
-    vocab_size=61, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, max_position=256,
-    attention_scale=0.6, soft_cap=1.5, sinks=True, logit_soft_cap=4.0,
+    vocab_size=61,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    max_position=256,
+    attention_scale=0.6,
+    soft_cap=1.5,
+    sinks=True,
+    logit_soft_cap=4.0,
     rope=(RopeConfig(theta=100.0), RopeConfig(theta=10_000.0)),
     pattern=(AttentionPattern(window=9), AttentionPattern()),
-)  # fmt: skip
+)
 # float32 against float64 through two layers.
 TOLERANCE = 1e-4
 
@@ -34,8 +44,17 @@ def params():
 
 
 def make_llm(params, **settings) -> LLM:
-    return LLM.from_params(CONFIG, params, block_size=8, max_num_seqs=8, query_tile=8, max_model_len=64,
-                           max_num_batched_tokens=24, max_rotated_sinks=4, **settings)  # fmt: skip
+    return LLM.from_params(
+        CONFIG,
+        params,
+        block_size=8,
+        max_num_seqs=8,
+        query_tile=8,
+        max_model_len=64,
+        max_num_batched_tokens=24,
+        max_rotated_sinks=4,
+        **settings,
+    )
 
 
 def check(llm: LLM, params, texts, pattern=None) -> None:
@@ -100,9 +119,12 @@ def test_a_spec_that_cannot_be_is_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"mlp": "relu"}, "mlp is 'relu', must be one of swiglu"),
-                            ({"norm": "layer"}, "norm is 'layer', must be one of rms")]
-)  # fmt: skip
+    ("change", "message"),
+    [
+        ({"mlp": "relu"}, "mlp is 'relu', must be one of swiglu"),
+        ({"norm": "layer"}, "norm is 'layer', must be one of rms"),
+    ],
+)
 def test_an_unknown_kind_is_refused_with_those_that_there_are(change, message):
     with pytest.raises(ConfigError, match=message):
         init_params(dataclasses.replace(CONFIG, **change))

@@ -307,8 +307,10 @@ ASKED = [(3, 1.0, 16), (3, 0.6, 14), (2, 1.5, 16)]  # width, length penalty, tok
 
 
 def beams_of(llm, prompts, asked):
-    given = [SamplingParams(beam_width=w, n=w, length_penalty=p, max_tokens=m, temperature=0, detokenize=False)
-             for w, p, m in asked]  # fmt: skip
+    given = [
+        SamplingParams(beam_width=w, n=w, length_penalty=p, max_tokens=m, temperature=0, detokenize=False)
+        for w, p, m in asked
+    ]
     return llm.generate([{"prompt_token_ids": p} for p in prompts], given)
 
 
@@ -320,9 +322,15 @@ def expected_beams():
 SMALL_POOL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 8}
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"enable_prefix_caching": True}, {"preempt": "swap", "host_cache_bytes": 2**20},
-], ids=["recomputed", "cached", "swapped"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_prefix_caching": True},
+        {"preempt": "swap", "host_cache_bytes": 2**20},
+    ],
+    ids=["recomputed", "cached", "swapped"],
+)
 def test_beams_of_the_paged_network_are_those_of_the_dense_one_in_a_small_pool(settings):
     llm = make_llm(**SMALL_POOL, **settings)
     for output, expected in zip(beams_of(llm, PROMPTS, ASKED), expected_beams(), strict=True):
@@ -333,8 +341,16 @@ def test_beams_of_the_paged_network_are_those_of_the_dense_one_in_a_small_pool(s
 
 
 def test_beams_of_the_embedded_model_are_those_of_its_dense_network():
-    llm = LLM("ksana-tiny", dtype="f32", block_size=8, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=16,
-              query_tile=16, max_model_len=LONGEST)  # fmt: skip
+    llm = LLM(
+        "ksana-tiny",
+        dtype="f32",
+        block_size=8,
+        num_blocks=24,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        query_tile=16,
+        max_model_len=LONGEST,
+    )
     buckets = llm.engine.builder.buckets  # of each kind one, to compile little
     few = dataclasses.replace(
         buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
@@ -374,10 +390,16 @@ def test_beams_are_those_of_transformers(penalty, num_ends, tmp_path):
         [output] = beams_of(llm, [prompt], [(width, penalty, count)])
         with torch.no_grad():
             found = theirs.generate(
-                torch.tensor([prompt]), num_beams=width, num_return_sequences=width, do_sample=False,
-                length_penalty=penalty, early_stopping=False, max_new_tokens=count, pad_token_id=0,
+                torch.tensor([prompt]),
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                length_penalty=penalty,
+                early_stopping=False,
+                max_new_tokens=count,
+                pad_token_id=0,
                 eos_token_id=list(ends) or None,
-            )  # fmt: skip
+            )
         texts = [until_stop(text[len(prompt) :].tolist(), ends) for text in found]  # what follows an end is filled up
         assert [c.token_ids for c in output.outputs] == texts
         stopped += sum(c.finish_reason is FinishReason.STOP for c in output.outputs)

@@ -307,9 +307,15 @@ def test_a_decode_step_runs_no_python_per_sequence(pattern, temperature):
     counts = []
     for rows in (8, 64):
         engine = make_engine(
-            two_layers(pattern), num_blocks=64 * 20, block_size=4, max_num_seqs=rows, max_num_batched_tokens=64 * 32,
-            query_tile=32, max_model_len=80, eos_ids=(0,),
-        )  # fmt: skip
+            two_layers(pattern),
+            num_blocks=64 * 20,
+            block_size=4,
+            max_num_seqs=rows,
+            max_num_batched_tokens=64 * 32,
+            query_tile=32,
+            max_model_len=80,
+            eos_ids=(0,),
+        )
         for s in range(rows):
             engine.add_request(prompt_of(30, s), asking(40, ignore_eos=True, temperature=temperature))
         engine.step()

@@ -122,8 +122,9 @@ def test_greedy_tokens_do_not_depend_on_the_pool_down_to_one_request_at_a_time(b
     llm = make_llm(block_size=block_size, num_blocks=num_blocks, policy=policy)
     assert tokens_of(llm) == expected
     assert llm.engine.scheduler.num_preemptions > 0
-    asked = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=0,
-                           prompt_logprobs=0)  # fmt: skip
+    asked = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
+    )
     config, params = model()
     outputs = llm.generate(PROMPTS, asked)
     assert sum(o.metrics.num_preemptions for o in outputs) > 0

@@ -32,8 +32,9 @@ PROMPTS += [
 
 
 def asked(**settings) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
-                          | settings)  # fmt: skip
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | settings
+    )
 
 
 def engine(**settings):

@@ -21,8 +21,13 @@ PATTERN = (SLIDING, FULL, SLIDING, FULL)
 # 8 windows of text.
 LONGEST = 8 * WINDOW
 BLOCK = 4
-SETTINGS = {"block_size": BLOCK, "max_num_seqs": 2, "max_num_batched_tokens": 8, "query_tile": 8,
-            "max_model_len": LONGEST}  # fmt: skip
+SETTINGS = {
+    "block_size": BLOCK,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "query_tile": 8,
+    "max_model_len": LONGEST,
+}
 RNG = np.random.default_rng(2)
 TEXT = RNG.integers(2, VOCAB, LONGEST)
 # Two texts with 40 tokens in common.
@@ -111,8 +116,13 @@ def test_preempted_rows_are_swapped_and_come_back():
 
 
 def test_prefixes_of_all_groups_survive_a_restart_on_disk(tmp_path):
-    settings = {"num_blocks": 60, "enable_prefix_caching": True, "host_cache_bytes": 2**18,
-                "disk_cache_dir": str(tmp_path), "cache_write": "through"}  # fmt: skip
+    settings = {
+        "num_blocks": 60,
+        "enable_prefix_caching": True,
+        "host_cache_bytes": 2**18,
+        "disk_cache_dir": str(tmp_path),
+        "cache_write": "through",
+    }
     with make(**settings) as llm:
         assert tokens_of(llm) == expected()
     with make(**settings) as llm:

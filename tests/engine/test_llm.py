@@ -127,8 +127,16 @@ def test_log_probabilities_are_those_of_the_dense_model(llm, count):
 
 
 def test_log_probabilities_are_the_models_own_before_temperature_penalties_and_bias(llm):
-    asked = SamplingParams(temperature=2.0, top_k=9, seed=5, max_tokens=8, logprobs=2, presence_penalty=1.0,
-                           logit_bias={9: 3.0}, ignore_eos=True)  # fmt: skip
+    asked = SamplingParams(
+        temperature=2.0,
+        top_k=9,
+        seed=5,
+        max_tokens=8,
+        logprobs=2,
+        presence_penalty=1.0,
+        logit_bias={9: 3.0},
+        ignore_eos=True,
+    )
     [output] = llm.generate("the hen", asked)
     tokens = output.outputs[0].token_ids
     expected = reference(output.prompt_token_ids, tokens)[len(output.prompt_token_ids) - 1 : -1]
@@ -137,8 +145,10 @@ def test_log_probabilities_are_the_models_own_before_temperature_penalties_and_b
 
 
 def test_requests_of_a_batch_get_the_log_probabilities_that_each_asked_for(llm):
-    asked = [SamplingParams(temperature=0, max_tokens=4, logprobs=a, prompt_logprobs=b, ignore_eos=True)
-             for a, b in ((None, None), (0, 2), (3, None), (None, 0))]  # fmt: skip
+    asked = [
+        SamplingParams(temperature=0, max_tokens=4, logprobs=a, prompt_logprobs=b, ignore_eos=True)
+        for a, b in ((None, None), (0, 2), (3, None), (None, 0))
+    ]
     outputs = llm.generate(["the hen"] * 4, asked)
     for params, output in zip(asked, outputs, strict=True):
         got = output.outputs[0]
@@ -152,8 +162,9 @@ def test_requests_of_a_batch_get_the_log_probabilities_that_each_asked_for(llm):
         if params.prompt_logprobs is None:
             assert output.prompt_logprobs is None
         else:
-            check_logprobs(output.prompt_logprobs[1:], expected[: n - 1], output.prompt_token_ids[1:],
-                           params.prompt_logprobs)  # fmt: skip
+            check_logprobs(
+                output.prompt_logprobs[1:], expected[: n - 1], output.prompt_token_ids[1:], params.prompt_logprobs
+            )
 
 
 def test_a_prompt_of_one_token_has_no_log_probabilities_but_none(llm):
@@ -163,8 +174,14 @@ def test_a_prompt_of_one_token_has_no_log_probabilities_but_none(llm):
 
 def test_penalties_reach_the_tokens(llm):
     given = {"presence": 0.5, "frequency": 1.5, "bias": {7: 9.0, 8: 8.0}}
-    asked = SamplingParams(temperature=0, max_tokens=12, presence_penalty=0.5, frequency_penalty=1.5,
-                           logit_bias=given["bias"], ignore_eos=True)  # fmt: skip
+    asked = SamplingParams(
+        temperature=0,
+        max_tokens=12,
+        presence_penalty=0.5,
+        frequency_penalty=1.5,
+        logit_bias=given["bias"],
+        ignore_eos=True,
+    )
     [output] = llm.generate("x.y", asked)
     tokens, prompt = output.outputs[0].token_ids, output.prompt_token_ids
     # These three do not mind that log-probabilities are scores moved by a constant.

@@ -24,8 +24,16 @@ TOLERANCE = 1e-4
 
 def make_model(heads: str = "GQA"):
     num_heads, num_kv_heads = HEADS[heads]
-    config = ModelConfig(vocab_size=61, d_model=32, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                         head_dim=8, d_ff=48, max_position=256)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=61,
+        d_model=32,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        d_ff=48,
+        max_position=256,
+    )
     return config, init_params(config, seed=3, std=0.4)
 
 
@@ -52,9 +60,15 @@ def engines():
         if key not in made:
             config, params = make_model(heads)
             made[key] = LLM.from_params(
-                config, params, block_size=block_size, max_num_batched_tokens=chunk, max_num_seqs=3, query_tile=8,
-                max_model_len=128, max_rotated_sinks=16,
-            )  # fmt: skip
+                config,
+                params,
+                block_size=block_size,
+                max_num_batched_tokens=chunk,
+                max_num_seqs=3,
+                query_tile=8,
+                max_model_len=128,
+                max_rotated_sinks=16,
+            )
         return made[key]
 
     return make
@@ -109,8 +123,9 @@ def test_a_sweep_over_patterns_compiles_nothing_new(engines, texts):
     for window in (WINDOW - 3, WINDOW - 1):
         for sinks in (0, 1, 5):
             for position in ("absolute", "cache", "ceiling"):
-                check(llm, params, config, texts,
-                      AttentionPattern(window=window, num_sinks=sinks, sink_position=position))  # fmt: skip
+                check(
+                    llm, params, config, texts, AttentionPattern(window=window, num_sinks=sinks, sink_position=position)
+                )
     assert llm.num_compilations == before
 
 
@@ -134,8 +149,17 @@ def test_a_pool_of_little_more_than_a_window_serves_a_long_text():
     config, params = make_model("GQA")
     pattern = PATTERNS["StreamingLLM"]
     small = math.ceil(3 / 8) + math.ceil(WINDOW / 8) + 1
-    llm = LLM.from_params(config, params, block_size=8, num_blocks=small, max_num_seqs=2, max_num_batched_tokens=32,
-                          query_tile=8, max_model_len=250, pattern=pattern)  # fmt: skip
+    llm = LLM.from_params(
+        config,
+        params,
+        block_size=8,
+        num_blocks=small,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        query_tile=8,
+        max_model_len=250,
+        pattern=pattern,
+    )
     text = np.random.default_rng(1).integers(0, 61, 240)
     asked = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
     [got] = llm.generate({"prompt_token_ids": text}, asked)

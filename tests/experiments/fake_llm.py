@@ -66,10 +66,18 @@ class FakeLLM:
                 first = first if first is not None else next(self._clock) / 1000
             finished = len(ids) == num_prompt + params.max_tokens
             live = 0 if finished else len(held)
-            self.records.append(SimpleNamespace(
-                ended_s=next(self._clock) / 1000, num_tokens=count, num_singles=int(count == 1), num_running=1,
-                num_waiting=0, blocks_in_use=live, peak_blocks=peak, num_preemptions=0,
-            ))  # fmt: skip
+            self.records.append(
+                SimpleNamespace(
+                    ended_s=next(self._clock) / 1000,
+                    num_tokens=count,
+                    num_singles=int(count == 1),
+                    num_running=1,
+                    num_waiting=0,
+                    blocks_in_use=live,
+                    peak_blocks=peak,
+                    num_preemptions=0,
+                )
+            )
         count = params.max_tokens
         metrics = RequestMetrics(arrival, first, next(self._clock) / 1000, count, longest_output=count)
         completion = CompletionOutput(0, "", ids[num_prompt:])

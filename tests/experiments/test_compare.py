@@ -43,8 +43,10 @@ def test_runs_on_the_same_texts_stand_in_one_table(make_run, tmp_path, text, cap
     b = make_run("b", settings={"texts": [str(copied)]}, grid={"pattern.window": [4, 8]})
     made = compare([a, b])
     assert [(row.label, row.point) for row in made.rows] == [
-        ("a: full", {"pattern.window": None}), ("b", {"pattern.window": 4}), ("b", {"pattern.window": 8}),
-    ]  # fmt: skip
+        ("a: full", {"pattern.window": None}),
+        ("b", {"pattern.window": 4}),
+        ("b", {"pattern.window": 8}),
+    ]
     full, narrow, wide = (row.mean("ppl_32_64") for row in made.rows)
     assert full < wide < narrow
     # They saw the same texts, called differently, and are compared on each.

@@ -18,8 +18,14 @@ def small(model, **fields):
 
 
 def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
-    made = plan(small(model, variants=[{"name": "a"}, {"name": "b", "engine.block_size": 8}],
-                      grid={"settings.x": [1, 2], "pattern": {"window": [4, 8]}}, seeds=[0, 1]))  # fmt: skip
+    made = plan(
+        small(
+            model,
+            variants=[{"name": "a"}, {"name": "b", "engine.block_size": 8}],
+            grid={"settings.x": [1, 2], "pattern": {"window": [4, 8]}},
+            seeds=[0, 1],
+        )
+    )
     assert [(r.label, *r.point.values()) for r in made.rows] == [
         (name, x, window) for name in "ab" for x in (1, 2) for window in (4, 8)
     ]
@@ -58,10 +64,12 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"engine": {"attention_implementation": "zzz"}}, "attention_implementation is 'zzz', must be one of auto"),
         ({"engine": {"disk_cache_dir": ""}}, "disk_cache_dir is '', must be the path of a folder or None"),
         ({"model": "ksana-tiny", "layer_patterns": [{}]}, "layer_patterns has 1 patterns, ksana-tiny has 4 layers"),
-        ({"grid": {"settings.x": list(range(2000)), "engine.num_blocks": list(range(2000))}},
-         "4,000,000 trials (1 variants x 2,000 of settings.x x 2,000 of engine.num_blocks x 1 seeds); supported: at"),
+        (
+            {"grid": {"settings.x": list(range(2000)), "engine.num_blocks": list(range(2000))}},
+            "4,000,000 trials (1 variants x 2,000 of settings.x x 2,000 of engine.num_blocks x 1 seeds); supported: at",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_one_line(model, fields, said):
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         plan({**small(model), **fields})

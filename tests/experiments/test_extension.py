@@ -96,8 +96,11 @@ def drawn(rows):
 
 
 def test_the_default_figure_of_a_grid_of_numbers_is_lines_against_its_last_key():
-    rows = [row("", {"a.kind": kind, "a.n": n}, value=[n + k, n + k + 1.0]) for k, kind in enumerate("xy")
-            for n in (3, 1, 2)]  # fmt: skip
+    rows = [
+        row("", {"a.kind": kind, "a.n": n}, value=[n + k, n + k + 1.0])
+        for k, kind in enumerate("xy")
+        for n in (3, 1, 2)
+    ]
     (axes,) = drawn(rows)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("n", "value")
     first, second = axes.containers

@@ -143,7 +143,11 @@ def test_swapped_columns_are_found_by_column_head_and_row_and_dumped(tmp_path):
 
 def test_correctness_begins_with_llamas_shapes_and_hoppers_kernels(tmp_path, monkeypatch):
     assert [(s.num_heads, s.head_dim, s.block_size) for s in correctness.specs(False)[:4]] == [
-        (32, 128, 64), (32, 128, 64), (32, 128, 16), (32, 128, 16)]  # fmt: skip
+        (32, 128, 64),
+        (32, 128, 64),
+        (32, 128, 16),
+        (32, 128, 16),
+    ]
     asked = []
 
     def named(name):
@@ -204,8 +208,10 @@ def test_decode_sweeps_pairs_of_stages_and_workers_and_leaves_prefill_out(monkey
 
     kernels = {
         "hopper_decode": Kernel(attend, Tuning()),
-        "hopper_prefill": None, "hopper_prefill, weights in shared memory": None, "triton_decode": None,
-    }  # fmt: skip
+        "hopper_prefill": None,
+        "hopper_prefill, weights in shared memory": None,
+        "triton_decode": None,
+    }
     for module in (candidates, decode):
         monkeypatch.setattr(module, "implementations", lambda: kernels)
     for candidate in decode.sweep(case):
@@ -224,9 +230,14 @@ def test_a_chain_feeds_each_call_with_the_one_before_and_goes_through_the_layers
 def test_decode_shapes_have_the_bytes_of_the_plan():
     megabytes = {case.name: round(case.bytes / 1e6, 1) for case in cases.decode_cases(64, tiny=False)}
     assert megabytes == {
-        "1x4k": 16.8, "1x32k": 134.2, "8x8k": 268.4, "32x4k": 536.9, "64x4k": 1073.7, "256x512": 536.9,
+        "1x4k": 16.8,
+        "1x32k": 134.2,
+        "8x8k": 268.4,
+        "32x4k": 536.9,
+        "64x4k": 1073.7,
+        "256x512": 536.9,
         "1x128k+31x4k": 1057.0,
-    }  # fmt: skip
+    }
     for case in cases.decode_cases(16, tiny=False):
         assert case.num_layers * case.bytes >= cases.ROTATED_BYTES  # nothing is found in the L2
 
@@ -312,7 +323,10 @@ def test_a_decode_step_is_taken_apart(tmp_path):
     records = read_records(context.records)
     assert not [r for r in records if r["kind"] == "failed"], records
     assert [r["mode"] for r in records if r["kind"] == "step"] == [
-        "without attention and cache", "sampling at temperature 1", "without command buffers"]  # fmt: skip
+        "without attention and cache",
+        "sampling at temperature 1",
+        "without command buffers",
+    ]
     assert "ENTRY" in (tmp_path / "step_after_optimizations.txt").read_text()
     assert (tmp_path / "step_kernels.txt").read_text().startswith("a step of 4 rows of 32\n")
     # The network alone needs keys and values too: XLA would leave out their products.

@@ -196,19 +196,55 @@ def test_times_that_were_taken_beside_compilers_are_marked():
 
 
 def record_of(who: str, us: float, *, ours: bool, mode: str = "chained", case: str = "64x4k", size: float = 1073.7e6):
-    return dict(kind="time", metric="decode, blocks of 64", case=case, who=who, ours=ours, mode=mode, right=True, us=us,
-                us_low=us, us_high=us, bytes=size)  # fmt: skip
+    return dict(
+        kind="time",
+        metric="decode, blocks of 64",
+        case=case,
+        who=who,
+        ours=ours,
+        mode=mode,
+        right=True,
+        us=us,
+        us_low=us,
+        us_high=us,
+        bytes=size,
+    )
 
 
 def test_the_table_judges_decode_by_the_copy_ceiling_and_the_best_peer():
     copy = dict(kind="value", metric="copy bandwidth", value=4.3, unit="TB/s", bar="", met=None)
-    fast = [copy, record_of("hopper", 280, ours=True), record_of("hopper", 320, ours=True, mode="dispatched"),
-            record_of("FA3", 275, ours=False, mode="graph"), record_of("jax", 400, ours=False)]  # fmt: skip
+    fast = [
+        copy,
+        record_of("hopper", 280, ours=True),
+        record_of("hopper", 320, ours=True, mode="dispatched"),
+        record_of("FA3", 275, ours=False, mode="graph"),
+        record_of("jax", 400, ours=False),
+    ]
     [row] = [line for line in table({"sections": {}, "records": fast}).splitlines() if line.startswith("decode")]
     assert row.split() == [
-        "decode,", "blocks", "of", "64", "64x4k", "hopper", "280.0", "280.0-280.0", "320.0", "1073.7", "89", "FA3",
-        "275.0", "0.98", ">=", "85", "%,", ">=", "0.95", "of", "peer", "yes",
-    ]  # fmt: skip
+        "decode,",
+        "blocks",
+        "of",
+        "64",
+        "64x4k",
+        "hopper",
+        "280.0",
+        "280.0-280.0",
+        "320.0",
+        "1073.7",
+        "89",
+        "FA3",
+        "275.0",
+        "0.98",
+        ">=",
+        "85",
+        "%,",
+        ">=",
+        "0.95",
+        "of",
+        "peer",
+        "yes",
+    ]
     slow = [copy, record_of("hopper", 300, ours=True)]  # 83 % of the ceiling
     [row] = [line for line in table({"sections": {}, "records": slow}).splitlines() if line.startswith("decode")]
     assert row.endswith("NO")

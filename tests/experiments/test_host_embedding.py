@@ -14,15 +14,32 @@ from tests.planner.models import STEP
 pytestmark = pytest.mark.usefixtures("few_shapes")
 
 # The embedding takes 256 * 32 * 4 = 32 KiB, as much as four blocks of 16 * 2 * 2 * 4 * 8 * 4 = 8 KiB.
-MODEL = ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
-                    max_position=64, bos_id=1, eos_ids=(2,))  # fmt: skip
+MODEL = ModelConfig(
+    vocab_size=256,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    d_ff=48,
+    max_position=64,
+    bos_id=1,
+    eos_ids=(2,),
+)
 
 
 def given(tmp_path, **changes):
     write_config(tmp_path / "model", MODEL)
     model = str(tmp_path / "model")
-    settings = {"num_requests": 5, "prompt_tokens": 16, "output_tokens": 14, "planned_model": model,
-                "planned_device": "1GiB", "planned_dtype": "f32", "planned_context": 32}  # fmt: skip
+    settings = {
+        "num_requests": 5,
+        "prompt_tokens": 16,
+        "output_tokens": 14,
+        "planned_model": model,
+        "planned_device": "1GiB",
+        "planned_dtype": "f32",
+        "planned_context": 32,
+    }
     engine = {"num_blocks": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
     base = {"task": "host_embedding", "model": model, "load_format": "dummy", "engine": engine, "settings": settings}
     return base | changes

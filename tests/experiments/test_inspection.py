@@ -12,18 +12,29 @@ from ksana_jax.experiments.inspection import Moment
 from ksana_jax.inspect.pool_trace import CACHED, FREE, PoolTrace
 from tests.fakes import asking, make_engine, prompt_of, step
 
-ENGINE = {"block_size": 16, "num_blocks": 12, "max_num_batched_tokens": 64, "max_num_seqs": 4,
-          "enable_prefix_caching": True, "host_cache_bytes": 100_000, "preempt": "swap"}  # fmt: skip
+ENGINE = {
+    "block_size": 16,
+    "num_blocks": 12,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": True,
+    "host_cache_bytes": 100_000,
+    "preempt": "swap",
+}
 
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory, one_layer):
     """Path of an experiment with a model of one layer and two rows."""
     given = {
-        "title": "Two pools", "task": "generate", "model": one_layer, "load_format": "dummy", "engine": ENGINE,
+        "title": "Two pools",
+        "task": "generate",
+        "model": one_layer,
+        "load_format": "dummy",
+        "engine": ENGINE,
         "settings": {"num_prompts": 4, "prompt_tokens": 40, "output_tokens": 40},
         "variants": [{"name": "full"}, {"name": "window", "pattern.window": 16}],
-    }  # fmt: skip
+    }
     path = tmp_path_factory.mktemp("experiment") / "pools.yaml"
     path.write_text(yaml.safe_dump(given))
     return path

@@ -21,12 +21,17 @@ SETTINGS = {"num_rows": 8, "prompt_tokens": 18, "output_tokens": 11, "num_pairs"
 def measured(tmp_path_factory, one_layer):
     """Folder and report of a run with one and four samples, and four beams; the pool holds five of eight rows."""
     given = {
-        "task": "memory_sharing", "model": one_layer, "load_format": "dummy", "engine": ENGINE, "settings": SETTINGS,
+        "task": "memory_sharing",
+        "model": one_layer,
+        "load_format": "dummy",
+        "engine": ENGINE,
+        "settings": SETTINGS,
         "variants": [
-            {"name": "one sample", "settings.width": 1}, {"name": "samples"},
+            {"name": "one sample", "settings.width": 1},
+            {"name": "samples"},
             {"name": "beams", "settings.method": "beam"},
         ],
-    }  # fmt: skip
+    }
     folder = tmp_path_factory.mktemp("out")
     outcome = run(plan(given), folder)
     assert not outcome.failed

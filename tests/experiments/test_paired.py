@@ -16,10 +16,16 @@ class Side:
         self.salts.append(salt)
         compiling = len(self.salts) <= self.num_compiling
         return {
-            "seconds": 100.0 if compiling else next(self.seconds), "compiled_while_timed": int(compiling),
-            "num_output_tokens": 60, "num_requests": 6, "ttft_s": 0.1, "num_preemptions": 0, "mean_running": 3.0,
-            "num_computed_tokens": 90, "num_steps": 20,
-        }  # fmt: skip
+            "seconds": 100.0 if compiling else next(self.seconds),
+            "compiled_while_timed": int(compiling),
+            "num_output_tokens": 60,
+            "num_requests": 6,
+            "ttft_s": 0.1,
+            "num_preemptions": 0,
+            "mean_running": 3.0,
+            "num_computed_tokens": 90,
+            "num_steps": 20,
+        }
 
 
 def test_a_pair_that_compiled_something_is_run_again():
@@ -36,8 +42,11 @@ def test_a_pair_that_never_stops_compiling_says_so():
 
 
 def gain_of(*seconds):
-    trial = [{"metric": "run", "pair": i, "side": side, "seconds": s}
-             for i, pair in enumerate(seconds) for side, s in zip(("without", "with"), pair, strict=True)]  # fmt: skip
+    trial = [
+        {"metric": "run", "pair": i, "side": side, "seconds": s}
+        for i, pair in enumerate(seconds)
+        for side, s in zip(("without", "with"), pair, strict=True)
+    ]
     return ResultRow("a", {}, 1, [trial], {})
 
 

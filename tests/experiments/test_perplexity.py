@@ -60,8 +60,12 @@ def test_perplexity_of_each_span_of_positions_is_that_of_its_tokens(measured):
 
 def test_every_row_is_scored_on_the_sample_of_the_recomputed_one(measured):
     folder, made, _ = measured
-    positions = {(m["bucket"], m["positions"], m["count"]) for r in made.rows for m in r.trials[0]
-                 if m["metric"] == "nll" and m["subset"] == "sampled"}  # fmt: skip
+    positions = {
+        (m["bucket"], m["positions"], m["count"])
+        for r in made.rows
+        for m in r.trials[0]
+        if m["metric"] == "nll" and m["subset"] == "sampled"
+    }
     assert len(positions) == 7
     recompute, sliding = row(made, "recompute"), row(made, "sliding")
     assert recompute.mean("ppl_64_128") is None
@@ -160,8 +164,11 @@ def test_seeds_give_mean_and_standard_deviation(experiment, make_llm, tmp_path, 
 
 
 def test_seeds_that_scored_the_same_text_are_one_measurement(experiment, make_llm, tmp_path, text):
-    made = experiment(seeds=[0, 1, 2], settings={"texts": [text], "num_texts": 1, "num_tokens": 256},
-                      variants=[{"name": "full"}, {"name": "sliding", "pattern.window": 8}])  # fmt: skip
+    made = experiment(
+        seeds=[0, 1, 2],
+        settings={"texts": [text], "num_texts": 1, "num_tokens": 256},
+        variants=[{"name": "full"}, {"name": "sliding", "pattern.window": 8}],
+    )
     run(made, tmp_path / "out", make_llm=make_llm)
     made = report(tmp_path / "out")
     assert [len(r.trials) for r in made.rows] == [3, 3]
@@ -222,13 +229,15 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
     [
         ({"settings": {"method": "recompute", "sampled_per_bucket": 2}}, "needs pattern.window"),
         ({"settings": {"method": "recompute"}, "pattern": {"window": 8}}, "needs settings.sampled_per_bucket"),
-        ({"settings": {"method": "recompute", "sampled_per_bucket": 2}, "pattern": {"window": 8, "num_sinks": 1}},
-         "takes a window and no other field"),
+        (
+            {"settings": {"method": "recompute", "sampled_per_bucket": 2}, "pattern": {"window": 8, "num_sinks": 1}},
+            "takes a window and no other field",
+        ),
         ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be an integer from 1"),
         ({"settings": {"method": "guess"}}, "settings.method: Invalid value 'guess'"),
         ({"settings": {"texts": ["missing.txt"]}}, "missing.txt: no such text file"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be_are_refused_before_anything_runs(model, text, fields, said):
     fields["settings"] = {"texts": [text], **fields["settings"]}
     with pytest.raises((ConfigError, FileNotFoundError), match=said):
@@ -252,7 +261,7 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
         ({"task": "generate", "settings": {"num_prompts": 50}}, r"settings\.num_prompts is 50, but the texts hold 3"),
         ({"task": "memory_sharing", "settings": {"num_rows": 400}}, r"settings\.num_rows / settings\.width is 100"),
     ],
-)  # fmt: skip
+)
 def test_texts_that_are_too_few_are_refused_once_and_before_anything_runs(one_layer, text, fields, said):
     fields["settings"] = {"texts": [text], **fields["settings"]}
     with pytest.raises(ConfigError, match=said):
@@ -283,8 +292,9 @@ def test_a_sampled_curve_is_the_nearest_row_plus_the_difference_on_the_sample():
     def row(name, **subsets):
         trial = [
             {"metric": "nll", "subset": s, "bucket": b, "sum": v * 2, "count": 2}
-            for s, means in subsets.items() for b, v in enumerate(means)
-        ]  # fmt: skip
+            for s, means in subsets.items()
+            for b, v in enumerate(means)
+        ]
         return ResultRow(name, {}, 1, [trial], {})
 
     near = row("near", all=[1.0, 2.0], sampled=[1.5, 1.0])

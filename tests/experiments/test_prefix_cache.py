@@ -27,9 +27,14 @@ def measured(tmp_path_factory, one_layer):
         return engines[-1]
 
     given = {
-        "task": "prefix_cache", "model": one_layer, "load_format": "dummy", "engine": ENGINE, "settings": SETTINGS,
-        "grid": {"settings.shared_percent": [0, 80]}, "seeds": [0, 1],
-    }  # fmt: skip
+        "task": "prefix_cache",
+        "model": one_layer,
+        "load_format": "dummy",
+        "engine": ENGINE,
+        "settings": SETTINGS,
+        "grid": {"settings.shared_percent": [0, 80]},
+        "seeds": [0, 1],
+    }
     folder = tmp_path_factory.mktemp("out")
     outcome = run(plan(given), folder, make_llm=make_llm)
     assert not outcome.failed
@@ -93,7 +98,11 @@ def test_prompts_share_one_of_several_beginnings_in_turns():
     ],
 )
 def test_settings_that_cannot_be_are_named(one_layer, engine, settings, message):
-    given = {"task": "prefix_cache", "model": one_layer, "engine": {**ENGINE, **engine},
-             "settings": {**SETTINGS, **settings}}  # fmt: skip
+    given = {
+        "task": "prefix_cache",
+        "model": one_layer,
+        "engine": {**ENGINE, **engine},
+        "settings": {**SETTINGS, **settings},
+    }
     with pytest.raises(ConfigError, match=message):
         plan(given)

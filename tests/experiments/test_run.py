@@ -126,8 +126,12 @@ def test_shards_partition_the_trials_and_together_make_the_same_table(model, tmp
     done = [run(experiment, tmp_path / "parts", Shard(k, 3)).num_done for k in (1, 2, 3)]
     assert (sum(done), max(done) - min(done)) == (8, 1)
     assert made_files(tmp_path / "parts") == made_files(tmp_path / "whole")
-    started = [json.loads(line)["trial"] for path in (tmp_path / "parts").glob("records*.jsonl")
-               for line in path.read_text().splitlines() if json.loads(line)["kind"] == "start"]  # fmt: skip
+    started = [
+        json.loads(line)["trial"]
+        for path in (tmp_path / "parts").glob("records*.jsonl")
+        for line in path.read_text().splitlines()
+        if json.loads(line)["kind"] == "start"
+    ]
     assert sorted(started) == sorted(t.id for t in experiment.trials)
 
 

@@ -80,9 +80,12 @@ def test_texts_of_a_file_start_at_its_folder_and_those_of_an_override_at_the_wor
         "task": "generate",
         "model": model,
         "settings": {"texts": ["../corpus/b.txt"]},
-        "variants": [{"name": "own"}, {"name": "nested", "settings": {"texts": ["../corpus/a.md"]}},
-                     {"name": "dotted", "settings.texts": ["../corpus/deep/c.txt", str(corpus / "b.txt")]}],
-    }  # fmt: skip
+        "variants": [
+            {"name": "own"},
+            {"name": "nested", "settings": {"texts": ["../corpus/a.md"]}},
+            {"name": "dotted", "settings.texts": ["../corpus/deep/c.txt", str(corpus / "b.txt")]},
+        ],
+    }
     path.write_text(json.dumps(experiment))
     monkeypatch.chdir(corpus)
     found = [trial.config["settings"]["texts"] for trial in load(path).trials]

@@ -21,8 +21,10 @@ def busy(engine):
 
 def seen_in(snapshot, trace, tier):
     """Owners and sharing as a column has them, from a snapshot."""
-    first = [trace.requests[b.owners[0].request_id] if b.owners else CACHED if b.state == "cached" else FREE
-             for b in snapshot.of(tier)]  # fmt: skip
+    first = [
+        trace.requests[b.owners[0].request_id] if b.owners else CACHED if b.state == "cached" else FREE
+        for b in snapshot.of(tier)
+    ]
     return first, [b.ref_count > 1 for b in snapshot.of(tier)]
 
 

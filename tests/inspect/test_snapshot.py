@@ -33,8 +33,12 @@ def assert_adds_up(engine):
     rows = scheduler.rows
     for row in scheduler.order:
         seq = rows.seqs[row]
-        mine = [b for b in snapshot.of_request(seq.request_id) if b.tier == "device"
-                if any(o.index == seq.index and o.doing == "runs" for o in b.owners)]  # fmt: skip
+        mine = [
+            b
+            for b in snapshot.of_request(seq.request_id)
+            if b.tier == "device"
+            if any(o.index == seq.index and o.doing == "runs" for o in b.owners)
+        ]
         assert [b.block for b in mine] == rows.block_ids(row).tolist()
         assert [b.start for b in mine] == rows.of_blocks(rows.block_starts, row).tolist()
         done = int(rows.num_computed[row])
@@ -49,9 +53,14 @@ def test_owners_are_those_of_the_books_after_every_step(seed):
     rng = np.random.default_rng(seed)
     full = bool(seed % 2)
     engine = make_engine(
-        (FULL, FULL) if full else (AttentionPattern(window=6, num_sinks=2),) * 2, num_blocks=22 if full else 16,
-        host_slots=10 * (seed > 1), caching=seed != 0, preempt="swap", max_num_batched_tokens=12, max_model_len=40,
-    )  # fmt: skip
+        (FULL, FULL) if full else (AttentionPattern(window=6, num_sinks=2),) * 2,
+        num_blocks=22 if full else 16,
+        host_slots=10 * (seed > 1),
+        caching=seed != 0,
+        preempt="swap",
+        max_num_batched_tokens=12,
+        max_model_len=40,
+    )
     utilisations, shared, at = [], False, 0
     kinds = [{"beam_width": 3}, {"n": 3, "temperature": 1.0, "seed": seed}, {}]
     while at < 40 or engine.has_work:
@@ -149,9 +158,14 @@ def test_numbers_by_hand():
         "blocks_by_origin": {"computed": 2, "shared": 1},
         "hit_rate": 0.25,
         "hit_blocks": {"device": 2, "host": 1, "disk": 0},
-        "moved_bytes": {"device to host": 500, "host to device": 300, "within device": 100,
-                        "host to disk": 400, "disk to host": 200},
-    }  # fmt: skip
+        "moved_bytes": {
+            "device to host": 500,
+            "host to device": 300,
+            "within device": 100,
+            "host to disk": 400,
+            "disk to host": 200,
+        },
+    }
 
 
 def test_as_text_each_block_in_use_has_a_line():

@@ -30,9 +30,14 @@ class Setup:
     def __init__(self, *texts, slots: int = 8, patterns=(FULL,), num_blocks: int = 16):
         self.clock, self.disk = Clock(), DiskDouble()
         self.memory = KVMemory(
-            num_blocks, PrefixIndex(SIZE), caching=True, host_data=np.zeros((slots, 1), np.int32), disk=self.disk,
-            clock=self.clock, read_timeout_s=10.0,
-        )  # fmt: skip
+            num_blocks,
+            PrefixIndex(SIZE),
+            caching=True,
+            host_data=np.zeros((slots, 1), np.int32),
+            disk=self.disk,
+            clock=self.clock,
+            read_timeout_s=10.0,
+        )
         layout = KVLayout((KVGroup(tuple(range(len(patterns))), LiveRange.of(patterns)),), SIZE)
         self.memory.set_layout(layout, Scope("m", repr(patterns), min(p.full_until for p in patterns)))
         self.reads, self.prefixes = self.memory.disk_reads, self.memory.prefixes

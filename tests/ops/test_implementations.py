@@ -185,8 +185,11 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
         got, got_pool = fused(q, k, v, pool)
     assert got.q_sink is not None and expected.q_sink is not None
     # The kernel rounds once, the reference before the rotation too: a unit in the last place of bfloat16.
-    for a, b in ((got.q[:2], expected.q[:2]), (got.q_sink[:2, 1], expected.q_sink[:2]),
-                 (got_pool.kv, expected_pool.kv)):  # fmt: skip
+    for a, b in (
+        (got.q[:2], expected.q[:2]),
+        (got.q_sink[:2, 1], expected.q_sink[:2]),
+        (got_pool.kv, expected_pool.kv),
+    ):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=2**-7)
     untouched = np.ones(got_pool.kv.shape, bool)
     untouched[[1, 3], 1, :, :, [1, 15]] = False

@@ -86,9 +86,16 @@ def runner_on(device, attend: str = "auto") -> Runner:
     """A runner that compiles but runs nothing."""
     params = types.SimpleNamespace(final_norm=jax.ShapeDtypeStruct((LLAMA.d_model,), jnp.bfloat16))
     return Runner(
-        LLAMA, params, [AttentionPattern()] * LLAMA.num_layers, layout=LAYOUT, num_blocks=4,
-        max_model_len=128, max_rotated_sinks=0, attention=attend, device=device,
-    )  # fmt: skip
+        LLAMA,
+        params,
+        [AttentionPattern()] * LLAMA.num_layers,
+        layout=LAYOUT,
+        num_blocks=4,
+        max_model_len=128,
+        max_rotated_sinks=0,
+        attention=attend,
+        device=device,
+    )
 
 
 def test_an_engine_on_a_gpu_leaves_its_kernels_for_a_pattern_that_they_do_not_read(monkeypatch):

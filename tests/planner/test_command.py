@@ -15,8 +15,18 @@ from tests.loading.models_on_disk import write_config
 from tests.planner.models import FOLDER, STEP
 
 ROOT = Path(__file__).parents[2]
-SMALL = ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=48,
-                    max_position=256, bos_id=1, eos_ids=(2,))  # fmt: skip
+SMALL = ModelConfig(
+    vocab_size=64,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    d_ff=48,
+    max_position=256,
+    bos_id=1,
+    eos_ids=(2,),
+)
 
 
 @pytest.fixture
@@ -47,13 +57,38 @@ def test_the_last_line_is_one_object_with_the_figures(capsys, ready_step):
 
 def test_options_reach_the_plan(capsys, ready_step):
     out = ksana_plan(
-        capsys, "--model", FOLDER / "llama-2-7b" / "config.json", "--device", "48GiB", "--dtype", "bf16", "--batch", 4,
-        "--context", 8192, "--window", 1024, "--num-sinks", 4, "--embedding-device", "host",
-        "--memory-fraction", 0.8, "--json",
-    ).out  # fmt: skip
+        capsys,
+        "--model",
+        FOLDER / "llama-2-7b" / "config.json",
+        "--device",
+        "48GiB",
+        "--dtype",
+        "bf16",
+        "--batch",
+        4,
+        "--context",
+        8192,
+        "--window",
+        1024,
+        "--num-sinks",
+        4,
+        "--embedding-device",
+        "host",
+        "--memory-fraction",
+        0.8,
+        "--json",
+    ).out
     found = json.loads(out.splitlines()[-1])
-    asked = {"dtype": "bf16", "batch": 4, "context": 8192, "window": 1024, "num_sinks": 4,
-             "embedding_device": "host", "prefix_share": 0.0, "memory_fraction": 0.8}  # fmt: skip
+    asked = {
+        "dtype": "bf16",
+        "batch": 4,
+        "context": 8192,
+        "window": 1024,
+        "num_sinks": 4,
+        "embedding_device": "host",
+        "prefix_share": 0.0,
+        "memory_fraction": 0.8,
+    }
     assert asked.items() <= found["request"].items()
     assert found["max_context"] == 2**30 - 1 and "memory sets no limit" in out
     assert "window 1,024 + 4 sinks" in out and "250.0 MiB more on the host" in out
@@ -90,8 +125,16 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(capsys, changed, message):
 
 def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
     write_config(tmp_path / "small", SMALL)
-    report.main(tmp_path / "small", "1GiB", dtype="f32", batch=2, context=64, max_num_batched_tokens=32, buckets=True,
-                as_json=True)  # fmt: skip
+    report.main(
+        tmp_path / "small",
+        "1GiB",
+        dtype="f32",
+        batch=2,
+        context=64,
+        max_num_batched_tokens=32,
+        buckets=True,
+        as_json=True,
+    )
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     # One and two tokens alone in their rows; the most of those with narrow tiles, or a wide one; one width of tables.

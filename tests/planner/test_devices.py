@@ -16,9 +16,18 @@ def test_devices_are_found_by_name_whatever_its_case():
 
 @pytest.mark.parametrize(
     ("given", "num_bytes"),
-    [("25769803776", 24 * GIB), (25769803776, 24 * GIB), ("24GiB", 24 * GIB), ("24 gib", 24 * GIB),
-     ("80 GB", 80 * 10**9), ("1.5KiB", 1536), ("512MiB", 512 * MIB), ("7b", 7), ("2TiB", 2048 * GIB)],
-)  # fmt: skip
+    [
+        ("25769803776", 24 * GIB),
+        (25769803776, 24 * GIB),
+        ("24GiB", 24 * GIB),
+        ("24 gib", 24 * GIB),
+        ("80 GB", 80 * 10**9),
+        ("1.5KiB", 1536),
+        ("512MiB", 512 * MIB),
+        ("7b", 7),
+        ("2TiB", 2048 * GIB),
+    ],
+)
 def test_a_number_of_bytes_is_a_device(given, num_bytes):
     device = find_device(given)
     assert (device.memory_bytes, device.l2_bytes) == (num_bytes, None)

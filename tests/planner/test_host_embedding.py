@@ -23,8 +23,14 @@ def device_bytes(llm):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_tokens_are_the_same_and_the_device_is_freed_of_its_bytes(tmp_path, dtype):
     folder = write_model(tmp_path / "m", random_tensors(TINY))
-    settings = {"dtype": dtype, "num_blocks": 4, "max_num_seqs": 1, "query_tile": 16, "max_num_batched_tokens": 16,
-                "max_model_len": 16}  # fmt: skip
+    settings = {
+        "dtype": dtype,
+        "num_blocks": 4,
+        "max_num_seqs": 1,
+        "query_tile": 16,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 16,
+    }
     llm = {where: LLM(folder, embedding_device=where, **settings) for where in ("device", "host")}
     prompts = [{"prompt_token_ids": ids} for ids in ([1, 5, 9, 31, 0, 7], [2, 8, 3])]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

@@ -14,8 +14,9 @@ from ksana_jax.step.contract import Part, StepShape
 from pallas_kernels import aot
 from tests.engine.small import SMALL, Letters, make_llm, model
 
-WIDE = ModelConfig(vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256,
-                   max_position=4096)  # fmt: skip
+WIDE = ModelConfig(
+    vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256, max_position=4096
+)
 SHAPE = StepShape((Part(8, 1), Part(1, 32)), 16, max_sampled=8)
 
 

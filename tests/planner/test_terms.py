@@ -16,8 +16,9 @@ from ksana_jax.planner.devices import DEVICES
 from ksana_jax.planner.terms import embedding_bytes
 from tests.planner.models import MODELS, read
 
-SMALL = ModelConfig(vocab_size=40, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24,
-                    max_position=64)  # fmt: skip
+SMALL = ModelConfig(
+    vocab_size=40, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=24, max_position=64
+)
 MIB = 2**20
 
 
@@ -67,10 +68,13 @@ def test_weights_are_as_many_as_the_config_counts(name):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(
     "config",
-    [SMALL, dataclasses.replace(SMALL, tie_embeddings=True),
-     dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)],
+    [
+        SMALL,
+        dataclasses.replace(SMALL, tie_embeddings=True),
+        dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True),
+    ],
     ids=["untied", "tied", "with biases and norms"],
-)  # fmt: skip
+)
 def test_weights_are_the_bytes_of_the_loaded_tree(config, dtype):
     _, params = load_model(config, dtype, load_format="dummy")
     assert weights_bytes(config, dtype) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))

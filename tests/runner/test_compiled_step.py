@@ -61,8 +61,16 @@ def mixed_workload(llm, seed: int) -> int:
 
 def test_nothing_is_compiled_after_the_warm_up_whatever_is_asked_for(compilations):
     config = dataclasses.replace(model()[0], num_layers=1)
-    llm = LLM.from_params(config, init_params(config), block_size=2, num_blocks=36, max_num_seqs=2,
-                          max_num_batched_tokens=16, query_tile=16, max_model_len=48)  # fmt: skip
+    llm = LLM.from_params(
+        config,
+        init_params(config),
+        block_size=2,
+        num_blocks=36,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        query_tile=16,
+        max_model_len=48,
+    )
     builder = llm.engine.builder
     widths = (16, 24)
     llm.engine.builder = dataclasses.replace(builder, buckets=dataclasses.replace(builder.buckets, widths=widths))
@@ -90,8 +98,17 @@ def large_pool(request):
     config, params = model()
     params = jax.tree.map(lambda x: x.astype("bfloat16" if request.param == "bf16" else "float32"), params)
     num_blocks = POOL_BYTES // (BLOCK_NUMBERS * (2 if request.param == "bf16" else 4))
-    llm = LLM.from_params(config, params, dtype=request.param, block_size=16, num_blocks=num_blocks, max_num_seqs=8,
-                          max_num_batched_tokens=16, query_tile=16, max_model_len=64)  # fmt: skip
+    llm = LLM.from_params(
+        config,
+        params,
+        dtype=request.param,
+        block_size=16,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        query_tile=16,
+        max_model_len=64,
+    )
     assert llm.runner.cache.kv.nbytes == POOL_BYTES == llm.num_blocks * llm.block_bytes
     return llm
 

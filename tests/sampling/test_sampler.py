@@ -17,12 +17,16 @@ sample_jit, truncate_jit = jax.jit(sample), jax.jit(truncate)
 def settings(size: int, **given) -> SamplingArrays:
     """Defaults for `size` rows, one seed each; given values are scalars or [size]."""
     columns = {
-        "temperature": np.ones(size, np.float32), "top_k": np.zeros(size, np.int32),
-        "top_p": np.ones(size, np.float32), "min_p": np.zeros(size, np.float32),
+        "temperature": np.ones(size, np.float32),
+        "top_k": np.zeros(size, np.int32),
+        "top_p": np.ones(size, np.float32),
+        "min_p": np.zeros(size, np.float32),
         "seeds": np.stack([np.full(size, 7), np.arange(size)], 1).astype(np.uint32),
-        "num_outputs": np.zeros(size, np.int32), "repetition_penalty": np.ones(size, np.float32),
-        "presence_penalty": np.zeros(size, np.float32), "frequency_penalty": np.zeros(size, np.float32),
-    }  # fmt: skip
+        "num_outputs": np.zeros(size, np.int32),
+        "repetition_penalty": np.ones(size, np.float32),
+        "presence_penalty": np.zeros(size, np.float32),
+        "frequency_penalty": np.zeros(size, np.float32),
+    }
     for name, value in given.items():
         columns[name] = np.broadcast_to(value, columns[name].shape).astype(columns[name].dtype)
     return SamplingArrays(**columns)
@@ -138,10 +142,14 @@ def test_truncation_keeps_the_tokens_that_the_definitions_keep():
 
 def test_truncation_keeps_what_the_definitions_keep_in_a_large_vocabulary_with_ties_and_impossible_tokens():
     rng = np.random.default_rng(11)
-    logits = np.concatenate([
-        random_logits(4, 50_000, seed=11), random_logits(4, 50_000, seed=12, scale=1e-3),
-        np.round(random_logits(4, 50_000, seed=13)), np.where(rng.random((4, 50_000)) < 0.9, -np.inf, 1e30),
-    ])  # fmt: skip
+    logits = np.concatenate(
+        [
+            random_logits(4, 50_000, seed=11),
+            random_logits(4, 50_000, seed=12, scale=1e-3),
+            np.round(random_logits(4, 50_000, seed=13)),
+            np.where(rng.random((4, 50_000)) < 0.9, -np.inf, 1e30),
+        ]
+    )
     given = {
         "top_k": np.resize([0, 1, 50, 20_000, 40], len(logits)).astype(np.int32),
         "top_p": np.resize([0.9, 1.0, 0.1, 0.5], len(logits)).astype(np.float32),
@@ -174,10 +182,13 @@ def test_a_draw_depends_on_seed_and_number_of_outputs_alone_not_on_row_or_batch(
     rng = np.random.default_rng(5)
     logits = random_logits(size, V, seed=5)
     given = {
-        "temperature": rng.choice([0, 0.7, 1.5], size), "top_k": rng.integers(0, 9, size),
-        "top_p": rng.uniform(0.5, 1, size), "min_p": rng.uniform(0, 0.2, size),
-        "seeds": rng.integers(0, 2**32, (size, 2)), "num_outputs": rng.integers(0, 99, size),
-    }  # fmt: skip
+        "temperature": rng.choice([0, 0.7, 1.5], size),
+        "top_k": rng.integers(0, 9, size),
+        "top_p": rng.uniform(0.5, 1, size),
+        "min_p": rng.uniform(0, 0.2, size),
+        "seeds": rng.integers(0, 2**32, (size, 2)),
+        "num_outputs": rng.integers(0, 99, size),
+    }
     together = np.asarray(sample_jit(logits, settings(size, **given)))
     shuffled = rng.permutation(size)
     moved = sample_jit(logits[shuffled], settings(size, **{k: v[shuffled] for k, v in given.items()}))

@@ -131,9 +131,14 @@ def test_a_pool_below_the_sum_of_the_working_sets_makes_progress_with_all_tiers_
     prompts = [np.concatenate([shared, prompt_of(5, seed=s)]) for s in range(5)]
     alone = make_engine(patterns).scheduler.blocks_to_finish(14 + 12)
     engine = make_engine(
-        patterns, num_blocks=alone + slack, caching=True, host_slots=alone, preempt=preempt, disk=DiskDouble(True),
+        patterns,
+        num_blocks=alone + slack,
+        caching=True,
+        host_slots=alone,
+        preempt=preempt,
+        disk=DiskDouble(True),
         write="back",
-    )  # fmt: skip
+    )
     requests = [add(engine, prompt, 12) for prompt in prompts for _ in range(2)]
     run(engine, max_steps=800)
     assert engine.scheduler.num_preemptions > 0 or patterns is SINKS  # whose rows stop growing

@@ -32,8 +32,11 @@ def test_first_come_first_served_is_the_default():
 
 
 def test_simple_policies_rank_by_what_they_say():
-    seqs = [sequence(0, prompt_of(5), max_tokens=9), sequence(1, prompt_of(3), max_tokens=20),
-            sequence(2, prompt_of(8), max_tokens=1)]  # fmt: skip
+    seqs = [
+        sequence(0, prompt_of(5), max_tokens=9),
+        sequence(1, prompt_of(3), max_tokens=20),
+        sequence(2, prompt_of(8), max_tokens=1),
+    ]
     assert order(make_policy("shortest_first", 4), seqs) == [1, 0, 2]
     assert order(make_policy("fewest_tokens_left", 4), seqs) == [2, 0, 1]
 
@@ -93,8 +96,10 @@ def texts_of(groups: int, length: int = 40) -> list[np.ndarray]:
 
 def test_requests_of_a_group_stand_together_in_order_of_the_first_request():
     a, b = texts_of(2)
-    seqs = [sequence(i, np.append(text, tail)) for i, (text, tail) in
-            enumerate([(b, 5), (a, 9), (b, 3), (a, 1), (b, 4), (a, 5)])]  # fmt: skip
+    seqs = [
+        sequence(i, np.append(text, tail))
+        for i, (text, tail) in enumerate([(b, 5), (a, 9), (b, 3), (a, 1), (b, 4), (a, 5)])
+    ]
     assert order(LongestPrefix(4, patience=100), seqs) == [2, 4, 0, 3, 5, 1]
 
 
@@ -113,8 +118,11 @@ def test_within_a_group_the_longest_common_prefixes_are_neighbours():
 
 def test_salts_do_not_share_a_group():
     [text] = texts_of(1)
-    seqs = [sequence(0, np.append(text, 9), "a"), sequence(1, np.append(text, 1), "b"),
-            sequence(2, np.append(text, 2), "a")]  # fmt: skip
+    seqs = [
+        sequence(0, np.append(text, 9), "a"),
+        sequence(1, np.append(text, 1), "b"),
+        sequence(2, np.append(text, 2), "a"),
+    ]
     assert order(LongestPrefix(4, patience=100), seqs) == [2, 0, 1]
 
 

@@ -309,8 +309,14 @@ def test_a_windowed_text_of_any_length_needs_no_more_blocks_than_its_window():
 
 
 def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers():
-    scheduler = Scheduler(KVMemory(5, PrefixIndex(4)), max_num_seqs=2, max_num_batched_tokens=8, query_tile=4,
-                          max_model_len=99, layout=KVLayout(group_layers([FULL]), 4))  # fmt: skip
+    scheduler = Scheduler(
+        KVMemory(5, PrefixIndex(4)),
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        query_tile=4,
+        max_model_len=99,
+        layout=KVLayout(group_layers([FULL]), 4),
+    )
     # Of 21 tokens, 20 are computed: five blocks. The 22nd would need another.
     scheduler.add(Sequence(0, np.zeros(3, np.int32), asking(18), (), max_len=21))
     with pytest.raises(ValueError, match="up to 22 tokens needs 6 KV blocks of 4 tokens, the pool has 5"):

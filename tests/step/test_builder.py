@@ -105,8 +105,10 @@ def test_each_group_of_layers_has_tables_and_slots_of_its_own():
         rows.block_tables[0, row], rows.block_starts[0, row] = 10 * row + np.arange(3), B * np.arange(3)
         rows.block_tables[1, row, 0], rows.block_starts[1, row, 0] = 30 + row, 8
     arrays = build(rows, [0], row_1=3)[0].arrays
-    assert arrays.slots[:, [0, 4, 5, 6]].tolist() == [[2 * B, 12 * B, 12 * B + 1, 12 * B + 2],
-                                                      [30 * B, 31 * B, 31 * B + 1, 31 * B + 2]]  # fmt: skip
+    assert arrays.slots[:, [0, 4, 5, 6]].tolist() == [
+        [2 * B, 12 * B, 12 * B + 1, 12 * B + 2],
+        [30 * B, 31 * B, 31 * B + 1, 31 * B + 2],
+    ]
     assert arrays.block_tables[:, [0, 4]].tolist() == [[[0, 1, 2], [10, 11, 12]], [[30, 0, 0], [31, 0, 0]]]
     assert arrays.block_starts[1, [0, 4]].tolist() == [[8, FAR, FAR]] * 2
 
@@ -162,9 +164,12 @@ def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, rati
 
 
 @given(
-    max_num_seqs=st.integers(1, 40), budget=st.integers(1, 80), width=st.integers(1, 300),
-    min_rows=st.sampled_from([1, 8]), data=st.data(),
-)  # fmt: skip
+    max_num_seqs=st.integers(1, 40),
+    budget=st.integers(1, 80),
+    width=st.integers(1, 300),
+    min_rows=st.sampled_from([1, 8]),
+    data=st.data(),
+)
 def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, budget, width, min_rows, data):
     buckets = Buckets.of(max_num_seqs, budget, width, Q, min_rows)
     singles = data.draw(st.integers(0, max_num_seqs))
@@ -183,9 +188,14 @@ def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, bu
 @pytest.mark.parametrize(("budget", "query_tile"), [(2, 4), (6, 1), (24, 8), (64, 32)])
 def test_mixed_work_meets_no_shape_that_was_not_compiled(pattern, num_blocks, budget, query_tile):
     engine = make_engine(
-        two_layers(pattern), num_blocks=num_blocks, block_size=1, max_num_seqs=7, max_num_batched_tokens=budget,
-        query_tile=query_tile, max_model_len=100,
-    )  # fmt: skip
+        two_layers(pattern),
+        num_blocks=num_blocks,
+        block_size=1,
+        max_num_seqs=7,
+        max_num_batched_tokens=budget,
+        query_tile=query_tile,
+        max_model_len=100,
+    )
     rng = np.random.default_rng(budget)
     for turn in range(25):
         engine.add_request(prompt_of(int(rng.integers(1, 70)), turn), asking(int(rng.integers(1, 25))))

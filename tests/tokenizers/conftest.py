@@ -84,11 +84,13 @@ SENTENCEPIECE = {
     "sentencepiece": {},  # sentencepiece's own defaults
     "sentencepiece-llama": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
     "sentencepiece-exact": {
-        "normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
         "user_defined_symbols": ["\n"],
     },
     "sentencepiece-no-bytes": {"byte_fallback": False, "model_type": "unigram", "vocab_size": 120},
-}  # fmt: skip
+}
 JSON = {"byte-level": byte_level, "llama-like": llama_like, "metaspace": metaspace}
 
 

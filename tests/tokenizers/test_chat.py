@@ -119,8 +119,12 @@ def test_template_that_does_what_it_may_not_is_refused_in_one_line(render, templ
 
 
 def test_hidden_attributes_render_as_nothing_at_most(render):
-    for hidden in ("messages.__class__", "raise_exception.__globals__", "messages | map(attribute='__class__') | first",
-                   "self._TemplateReference__context"):  # fmt: skip
+    for hidden in (
+        "messages.__class__",
+        "raise_exception.__globals__",
+        "messages | map(attribute='__class__') | first",
+        "self._TemplateReference__context",
+    ):
         try:
             text = render("[{{ " + hidden + " }}]")
         except ChatTemplateError:

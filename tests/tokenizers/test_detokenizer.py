@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from ksana_jax.tokenizers import IncrementalDetokenizer, load_tokenizer
 
-KINDS = ["sentencepiece", "sentencepiece-llama", "sentencepiece-exact", "sentencepiece-no-bytes",
-         "byte-level", "llama-like", "metaspace"]  # fmt: skip
+KINDS = [
+    "sentencepiece",
+    "sentencepiece-llama",
+    "sentencepiece-exact",
+    "sentencepiece-no-bytes",
+    "byte-level",
+    "llama-like",
+    "metaspace",
+]
 WITH_BYTES = [kind for kind in KINDS if kind not in ("sentencepiece-no-bytes", "metaspace")]
 # Characters of one to four bytes, joined emoji and spaces everywhere: more telling than uniform code points.
 texts = st.text(

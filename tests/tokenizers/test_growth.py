@@ -69,12 +69,20 @@ def test_pre_tokenizers_and_decoders_count_too(saved):
 )
 def test_what_the_library_does_stays_within_the_bound(step, text):
     tokenizer = tokenizers.Tokenizer.from_str(
-        json.dumps({
-            "version": "1.0", "added_tokens": [], "normalizer": step, "pre_tokenizer": None, "post_processor": None,
-            "decoder": None, "truncation": None, "padding": None,
-            "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
-        })
-    )  # fmt: skip
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "normalizer": step,
+                "pre_tokenizer": None,
+                "post_processor": None,
+                "decoder": None,
+                "truncation": None,
+                "padding": None,
+                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+            }
+        )
+    )
     longer = len(tokenizer.normalizer.normalize_str(text))
     assert len(text) < longer <= growth(step, len(text))
 

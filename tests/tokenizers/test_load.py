@@ -133,22 +133,43 @@ def test_vocabulary_that_cannot_express_a_text_is_refused(directory):
 
 
 BROKEN = {
-    "tokenizer.json": [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000, b"null",
-                       b'{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":["x y"]}}'],
+    "tokenizer.json": [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b'{"model": {"type": "BPE"}}',
+        b"[" * 100_000,
+        b"null",
+        b'{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":["x y"]}}',
+    ],
     "tokenizer.model": [b"", b"not a model", b"\x00" * 1000, b"IQ== 0\nIg== 1\n", b"\x0a\xff\xff\xff\xff\x0f"],
-    "tokenizer_config.json": [b"", b"[", b"[]", b'{"bos_token": 3}', b'{"bos_token": "<none>"}', b"[" * 100_000,
-                              b'{"chat_template": 3}', b'{"chat_template": [{"name": "tool", "template": "x"}]}',
-                              b'{"added_tokens_decoder": {"x": {"content": "a"}}}',
-                              b'{"added_tokens_decoder": {"-1": {"content": "a"}}}',
-                              b'{"added_tokens_decoder": {"1": "a"}}', b'{"added_tokens_decoder": [1]}'],
+    "tokenizer_config.json": [
+        b"",
+        b"[",
+        b"[]",
+        b'{"bos_token": 3}',
+        b'{"bos_token": "<none>"}',
+        b"[" * 100_000,
+        b'{"chat_template": 3}',
+        b'{"chat_template": [{"name": "tool", "template": "x"}]}',
+        b'{"added_tokens_decoder": {"x": {"content": "a"}}}',
+        b'{"added_tokens_decoder": {"-1": {"content": "a"}}}',
+        b'{"added_tokens_decoder": {"1": "a"}}',
+        b'{"added_tokens_decoder": [1]}',
+    ],
     "added_tokens.json": [b"[]", b'{"<x>": -1}', b'{"<x>": "1"}', b'{"<x>": true}', b'{"": 5}', b'{"<x>": 1e99}'],
     "special_tokens_map.json": [b"{", b'{"eos_token": ["a"]}'],
     "chat_template.jinja": [b"\xff"],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "data"), [(name, data) for name, cases in BROKEN.items() for data in cases],
-                         ids=lambda value: repr(value[:45]))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [(name, data) for name, cases in BROKEN.items() for data in cases],
+    ids=lambda value: repr(value[:45]),
+)
 def test_broken_file_is_named_in_one_line(directory, name, data):
     path = directory("byte-level" if name == "tokenizer.json" else "sentencepiece")
     (path / name).write_bytes(data)

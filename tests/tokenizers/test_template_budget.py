@@ -42,8 +42,11 @@ WASTEFUL = {
     "statements in a loop": turns("{%if a%}{%endif%}" * 3000),
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
-    "blocks": "".join("{% block a0 %}{{ self.a1() ~ self.a1() }}{% endblock %}".replace("a1", f"a{i + 1}").replace(
-        "a0", f"a{i}") for i in range(60)) + "{% block a60 %}x{% endblock %}",
+    "blocks": "".join(
+        "{% block a0 %}{{ self.a1() ~ self.a1() }}{% endblock %}".replace("a1", f"a{i + 1}").replace("a0", f"a{i}")
+        for i in range(60)
+    )
+    + "{% block a60 %}x{% endblock %}",
     "integers": turns("{% set ns.n = ns.n * ns.n %}", "{% set ns = namespace(n=2**60) %}", times=30),
     "hexadecimal digits": "{{ ('f' * 1000000) | int(base=16) }}",
     "round": turns("{% set y = 1 | round(1000000, 'ceil') %}"),
@@ -65,9 +68,11 @@ WASTEFUL = {
     "split": turns("{% set y = ('漢 ' * 500000).split() %}"),
     "sum of lists": "{{ ([[1, 1]] * 9000) | sum(start=[]) }}",
     "call blocks": "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
-    + "{% call m() %}" * 60 + "x" + "{% endcall %}" * 60,
+    + "{% call m() %}" * 60
+    + "x"
+    + "{% endcall %}" * 60,
     "messages": turns("{% for m in messages %}{{ m.content | trim }}{% endfor %}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WASTEFUL)

@@ -36,9 +36,18 @@ def _copy(context: Context, peer: TorchPeer, size: int) -> None:
     _with_torch(context, peer, samplers, "copy", size=size)
     times, _, readings = measured(context, samplers)
     for name, t in times.items():
-        context.record("time", metric="copy", case=f"{size >> 20} MB", who=name, ours=False, mode="ceiling",
-                       right=right if name == "XLA" else None, bytes=2 * size, **t.fields(),
-                       **readings)  # fmt: skip
+        context.record(
+            "time",
+            metric="copy",
+            case=f"{size >> 20} MB",
+            who=name,
+            ours=False,
+            mode="ceiling",
+            right=right if name == "XLA" else None,
+            bytes=2 * size,
+            **t.fields(),
+            **readings,
+        )
     fastest = min(times.values(), key=lambda t: t.median)
     context.value("copy bandwidth", 2 * size / fastest.median / 1e12, "TB/s")
 
@@ -50,8 +59,17 @@ def _matmul(context: Context, peer: TorchPeer, width: int) -> None:
     _with_torch(context, peer, samplers, "matmul", size=width)
     times, _, readings = measured(context, samplers)
     for name, t in times.items():
-        context.record("time", metric="matmul", case=f"bfloat16 {width}^3", who=name, ours=False, mode="ceiling",
-                       flops=2 * width**3, **t.fields(), **readings)  # fmt: skip
+        context.record(
+            "time",
+            metric="matmul",
+            case=f"bfloat16 {width}^3",
+            who=name,
+            ours=False,
+            mode="ceiling",
+            flops=2 * width**3,
+            **t.fields(),
+            **readings,
+        )
     fastest = min(times.values(), key=lambda t: t.median)
     context.value("matmul", 2 * width**3 / fastest.median / 1e12, "TFLOP/s")
 

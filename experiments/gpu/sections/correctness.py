@@ -182,9 +182,18 @@ def _check_mass(context: Context, seed: int) -> None:
 
     specs = [
         arguments.Spec(rows=((700, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True, seed=seed),
-        arguments.Spec(rows=((290, 31),), q_tile=16, num_heads=8, head_dim=128, block_size=64, return_lse=True,
-                       pattern=arguments.SINKS, evict_every=3, seed=seed + 1),
-    ]  # fmt: skip
+        arguments.Spec(
+            rows=((290, 31),),
+            q_tile=16,
+            num_heads=8,
+            head_dim=128,
+            block_size=64,
+            return_lse=True,
+            pattern=arguments.SINKS,
+            evict_every=3,
+            seed=seed + 1,
+        ),
+    ]
     for spec in specs:
         if context.excluded(MASS, str(spec)):
             continue
@@ -194,8 +203,16 @@ def _check_mass(context: Context, seed: int) -> None:
             found = jax.block_until_ready(weigh(call, lse))
         right = exact.probability_mass(call, lse)
         error = float(jnp.linalg.norm(found - right) / jnp.linalg.norm(right))
-        context.record("check", metric="correctness", case=str(spec), who=MASS, ours=True, error=error,
-                       tolerance=TOLERANCE, right=error <= TOLERANCE)  # fmt: skip
+        context.record(
+            "check",
+            metric="correctness",
+            case=str(spec),
+            who=MASS,
+            ours=True,
+            error=error,
+            tolerance=TOLERANCE,
+            right=error <= TOLERANCE,
+        )
 
 
 def compare(result: Result, reference: Result) -> dict[str, Any]:

@@ -54,7 +54,10 @@ def sweep(case: Case) -> list[Candidate]:
     found = implementations()
     kernel = found.get("hopper_decode")
     return [
-        ours_as(f"hopper, {stages} stages, {workers} workers",
-                kernel.tuned(stages=stages, num_workers=workers) if kernel else found["reference"], case)
+        ours_as(
+            f"hopper, {stages} stages, {workers} workers",
+            kernel.tuned(stages=stages, num_workers=workers) if kernel else found["reference"],
+            case,
+        )
         for stages, workers in TUNING
-    ]  # fmt: skip
+    ]

@@ -55,8 +55,15 @@ def run(context: Context) -> None:
 
 
 def _settings(context: Context) -> dict[str, Any]:
-    return {"dtype": "bf16", "block_size": 16, "max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400,
-            "max_num_batched_tokens": 128, "query_tile": 32}  # fmt: skip
+    return {
+        "dtype": "bf16",
+        "block_size": 16,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "num_blocks": 400,
+        "max_num_batched_tokens": 128,
+        "query_tile": 32,
+    }
 
 
 def _tiny(context: Context):
@@ -90,8 +97,13 @@ def _tokens(context: Context, make, implementation) -> list[Any]:
     )
     outputs = llm.generate(prompts, params)
     places = {str(d) for leaf in jax.tree.leaves((llm.runner.params, llm.runner.cache)) for d in leaf.devices()}
-    context.record("fact", name="engine", who=implementation.name, compilations=llm.num_compilations,
-                   weights_and_pool_on=sorted(places))  # fmt: skip
+    context.record(
+        "fact",
+        name="engine",
+        who=implementation.name,
+        compilations=llm.num_compilations,
+        weights_and_pool_on=sorted(places),
+    )
     return [o.outputs[0] for o in outputs]
 
 
@@ -108,8 +120,7 @@ def _compare(context: Context, label: str, name: str, found: list[Any], right: l
     real = sum(p["gap"] > TIE for p in apart)
     context.record("fact", name="tokens apart", model=label, who=name, apart=apart)
     context.value(f"greedy tokens, {label}: {name} as xla", equal, f"of {len(right)} requests")
-    context.value(f"greedy tokens, {label}: {name} apart where there was no tie", real, "requests", bar=0,
-                  speed=False)  # fmt: skip
+    context.value(f"greedy tokens, {label}: {name} apart where there was no tie", real, "requests", bar=0, speed=False)
 
 
 def _launches(context: Context) -> None:
@@ -125,8 +136,11 @@ def _launches(context: Context) -> None:
         inside, outside = count_thunks(text)
         total = sum(inside.values()) + sum(outside.values())
         context.record("fact", name="launches", program=path.name, inside=inside, outside=outside)
-        context.value(f"launches in command buffers, {_program(path)}", 100 * sum(inside.values()) / max(total, 1),
-                      f"% of {total}, outside: {dict(outside) or 'none'}")  # fmt: skip
+        context.value(
+            f"launches in command buffers, {_program(path)}",
+            100 * sum(inside.values()) / max(total, 1),
+            f"% of {total}, outside: {dict(outside) or 'none'}",
+        )
 
 
 def _program(path: Path) -> str:

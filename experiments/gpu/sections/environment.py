@@ -21,8 +21,21 @@ from pallas_kernels import aot
 
 # Kernels as the engine uses them; compiled by the CPU for this GPU, while the rest of the section goes on.
 KERNELS = r"^hopper (attention( codes=\w+)?|prefill q=32( h=128 registers=False)?|mass|kv write)$"
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "torch", "triton", "transformers",
-            "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc", "omegaconf", "sentencepiece")  # fmt: skip
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "flax",
+    "numpy",
+    "torch",
+    "triton",
+    "transformers",
+    "nvidia-cudnn-cu13",
+    "nvidia-cublas",
+    "nvidia-cuda-nvcc",
+    "omegaconf",
+    "sentencepiece",
+)
 
 
 def run(context: Context) -> None:
@@ -31,9 +44,14 @@ def run(context: Context) -> None:
     query = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.max.memory,power.limit,temperature.gpu"
     context.record("fact", name="nvidia-smi", answer=_output(["nvidia-smi", f"--query-gpu={query}", "--format=csv"]))
     device = jax.devices()[0]
-    context.record("fact", name="device", device_kind=device.device_kind, platform=device.platform,
-                   compute_capability=str(getattr(device, "compute_capability", "")),
-                   memory=context.attempt("memory_stats", device.memory_stats))  # fmt: skip
+    context.record(
+        "fact",
+        name="device",
+        device_kind=device.device_kind,
+        platform=device.platform,
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        memory=context.attempt("memory_stats", device.memory_stats),
+    )
     context.say(f"jax {jax.__version__} on {device.device_kind}")
     context.record("fact", name="compilers", **compilers())
     on_gpu = device.platform == "gpu"
@@ -57,16 +75,26 @@ def compilers() -> dict[str, Any]:
     paths = dict.fromkeys(p for p in found if p and Path(p).is_file())
     return {
         "ptxas": {path: _output([path, "--version"]).splitlines()[-1:] for path in paths},
-        "cuda_data_dir": data_dir, "XLA_FLAGS": flags,
+        "cuda_data_dir": data_dir,
+        "XLA_FLAGS": flags,
         **{name: os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH", "MOSAIC_GPU_DUMP_TO")},
-    }  # fmt: skip
+    }
 
 
 def _compile_kernels(context: Context) -> subprocess.Popen:
     if line := aot.missing():
         raise NotImplementedError(line)
-    command = [sys.executable, "-m", "pallas_kernels.aot.check", "--target", "h200", "--only", KERNELS, "--json",
-               str(context.folder / "kernels.json")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pallas_kernels.aot.check",
+        "--target",
+        "h200",
+        "--only",
+        KERNELS,
+        "--json",
+        str(context.folder / "kernels.json"),
+    ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

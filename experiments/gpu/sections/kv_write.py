@@ -26,8 +26,9 @@ def xla_flat(q, k, v, pool, slots, rope, *, layer):
 def writers() -> dict[str, tuple[Callable[..., Any], bool]]:
     """(function, whether it is ours) by name."""
     found: dict[str, tuple[Callable[..., Any], bool]] = {
-        "XLA scatter, flat": (xla_flat, False), "XLA scatter": (kv_write_reference.kv_write, False)
-    }  # fmt: skip
+        "XLA scatter, flat": (xla_flat, False),
+        "XLA scatter": (kv_write_reference.kv_write, False),
+    }
     if jax.default_backend() == "gpu":
         from pallas_kernels.hopper.kv_write import kv_write
 
@@ -82,8 +83,9 @@ def _time(context: Context, num_tokens: int) -> None:
                 lowered.append(((name, calls), chain(step, calls).lower((q, pool), shared, owns)))
         except Exception as error:
             context.failed(f"{name} on {case}", error, who=name, case=case)
-    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() - 8, 1), case=case,
-                                   who=lambda key: key[0])  # fmt: skip
+    programs = compile_in_parallel(
+        context, lowered, timeout_s=max(context.left() - 8, 1), case=case, who=lambda key: key[0]
+    )
     right = jax.block_until_ready(jax.jit(step_of(kv_write_reference.kv_write))((q, pool), shared, owns[0]))
     samplers: dict[str, Sampler] = {}
     verdicts: dict[str, bool] = {}
@@ -99,12 +101,26 @@ def _time(context: Context, num_tokens: int) -> None:
             # All of the pool: what was not to be written must be as it was.
             error = max(relative_error(x, y) for x, y in zip(out, right))
             verdicts[name] = error <= 4e-3  # rounded once to 8 bits, perhaps to the other side
-            context.record("check", metric="kv write", case=case, who=name, ours=is_ours, error=error, tolerance=4e-3,
-                           right=verdicts[name])  # fmt: skip
+            context.record(
+                "check",
+                metric="kv write",
+                case=case,
+                who=name,
+                ours=is_ours,
+                error=error,
+                tolerance=4e-3,
+                right=verdicts[name],
+            )
             memory = programs[name, 1].memory_analysis()
             if memory is not None:
-                context.record("fact", name="memory of a write", who=name, aliased=memory.alias_size_in_bytes,
-                               temporary=memory.temp_size_in_bytes, pool=pool.nbytes)  # fmt: skip
+                context.record(
+                    "fact",
+                    name="memory of a write",
+                    who=name,
+                    aliased=memory.alias_size_in_bytes,
+                    temporary=memory.temp_size_in_bytes,
+                    pool=pool.nbytes,
+                )
             with context.guard(name, case):
                 carry = (jnp.copy(q), jnp.copy(pool))
                 samplers[name] = Chained(programs[name, calls], carry, shared, owns, calls)
@@ -114,6 +130,16 @@ def _time(context: Context, num_tokens: int) -> None:
     for name, error in failed.items():
         context.failed(f"{name} on {case}", error, who=name, case=case)
     for name, t in times.items():
-        context.record("time", metric="kv write", case=case, who=name, ours=writers()[name][1], mode="chained",
-                       right=verdicts.get(name), **t.fields(), **readings, **work)  # fmt: skip
+        context.record(
+            "time",
+            metric="kv write",
+            case=case,
+            who=name,
+            ours=writers()[name][1],
+            mode="chained",
+            right=verdicts.get(name),
+            **t.fields(),
+            **readings,
+            **work,
+        )
         context.say(f"{name} on {case}: {t.median * 1e6:.1f} us, {work['bytes'] / t.median / 1e12:.2f} TB/s")

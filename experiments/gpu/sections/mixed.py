@@ -23,9 +23,11 @@ def run(context: Context) -> None:
         decodes = dataclasses.replace(decodes, lengths=(100,) * 3, **small)
         chunk = dataclasses.replace(chunk, lengths=(120,), queries=40, **small)
     measured = race(
-        context, "mixed", [Entry(case, ours(case)) for case in (decodes, chunk)],
+        context,
+        "mixed",
+        [Entry(case, ours(case)) for case in (decodes, chunk)],
         work=lambda case: {"bytes": case.bytes, "flops": case.flops},
-    )  # fmt: skip
+    )
     best = {}
     for case in (decodes, chunk):
         times = {who: t for (name, who, mode), t in measured.items() if name == case.name and mode == "chained"}

@@ -31,9 +31,13 @@ def run(context: Context) -> None:
         entries.append(Entry(case, [*ours(case), *(_peers(context, case) if first else [])], TORCH if first else ()))
     try:
         measured = race(
-            context, "prefill", entries, peer=peer, calls=2 if context.tiny else 10,
+            context,
+            "prefill",
+            entries,
+            peer=peer,
+            calls=2 if context.tiny else 10,
             work=lambda case: {"bytes": case.bytes, "flops": case.flops},
-        )  # fmt: skip
+        )
     finally:
         peer.close()
     own = {c.name for c in ours(base)}

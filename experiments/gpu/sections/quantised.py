@@ -58,9 +58,14 @@ def _with_scales(name: str, kernel: Kernel, case: Case, kind: str) -> Candidate:
     of_token = case.head_dim * 9 // 16 if kind == INT4 else case.head_dim + 4  # with scales
     num_bytes = 2 * case.num_kv_heads * of_token * case.visible()
     return Candidate(
-        f"{name}, {kind}", prepare, step, ours=True, layout=kind, seen=functools.partial(restored, kind=kind),
+        f"{name}, {kind}",
+        prepare,
+        step,
+        ours=True,
+        layout=kind,
+        seen=functools.partial(restored, kind=kind),
         bytes=num_bytes,
-    )  # fmt: skip
+    )
 
 
 def _supports_scales(kernel: Kernel, case: Case) -> bool:
@@ -90,11 +95,21 @@ def _bundled(case: Case) -> Candidate:
 
         k, v, k_scales, v_scales = own
         splits = next(n for n in (16, 8, 4, 2, 1) if shared[0].shape[1] % n == 0)
-        return paged_attention(q, k, v, *shared, k_scales, v_scales, k_splits=splits, num_stages=3,
-                               pages_per_compute_block=max(1, 128 // case.block_size))  # fmt: skip
+        return paged_attention(
+            q,
+            k,
+            v,
+            *shared,
+            k_scales,
+            v_scales,
+            k_splits=splits,
+            num_stages=3,
+            pages_per_compute_block=max(1, 128 // case.block_size),
+        )
 
-    return Candidate("jax paged_attention, int8", prepare, step, plain.result, layout="int8, heads first",
-                     seen=restored)  # fmt: skip
+    return Candidate(
+        "jax paged_attention, int8", prepare, step, plain.result, layout="int8, heads first", seen=restored
+    )
 
 
 def run(context: Context) -> None:

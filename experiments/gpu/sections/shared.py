@@ -51,12 +51,15 @@ def run(context: Context) -> None:
         Entry(apart, ours(apart)),
     ]
     measured = race(
-        context, "shared prefix", entries,
+        context,
+        "shared prefix",
+        entries,
         work=lambda case: {"bytes": case.bytes - 4 * case.num_kv_heads * case.head_dim * case.shared * (rows - 1)},
-    )  # fmt: skip
+    )
     for name in implementations():
         once = measured.get((shared.name, f"{name}, shared blocks once", "chained"))
         each = measured.get((apart.name, name, "chained"))
         if once and each:
-            context.value(f"shared prefix: {shared.name}, {name}", each / once, "x faster than unshared",
-                          bar=BAR, most=False)  # fmt: skip
+            context.value(
+                f"shared prefix: {shared.name}, {name}", each / once, "x faster than unshared", bar=BAR, most=False
+            )

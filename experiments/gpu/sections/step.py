@@ -26,8 +26,9 @@ def run(context: Context) -> None:
     if context.excluded(runner.implementation.name, FIRST_RUN):
         runner.implementation = next(i for i in IMPLEMENTATIONS if i.name == "xla")
     name = runner.implementation.name
-    context.record("fact", name="step", who=name, weight_bytes=weight_bytes(runner.params),
-                   pool_bytes=runner.cache.nbytes)  # fmt: skip
+    context.record(
+        "fact", name="step", who=name, weight_bytes=weight_bytes(runner.params), pool_bytes=runner.cache.nbytes
+    )
     done = {r["case"] for r in context.past("step")}  # before a restart
     steps = [Step(llm, batch, text, f"{batch} rows of {text}, {name}") for batch, text in sizes]
     compiling, todo = Compiling(context), [s for s in steps if s.label not in done]
@@ -48,9 +49,15 @@ def make_llm(config, sizes, *, block_size: int):
     longest, most = max(n for _, n in sizes), max(b for b, _ in sizes)
     num_blocks = max(batch * -(-text // block_size) for batch, text in sizes) + 8
     llm = LLM.from_params(
-        config, random_params(config), dtype="bf16", block_size=block_size, num_blocks=num_blocks,
-        max_model_len=longest + block_size, max_num_seqs=most, max_num_batched_tokens=512,
-    )  # fmt: skip
+        config,
+        random_params(config),
+        dtype="bf16",
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=longest + block_size,
+        max_num_seqs=most,
+        max_num_batched_tokens=512,
+    )
     llm.runner.cache = filled(llm.runner.cache)
     return llm
 
@@ -76,8 +83,14 @@ def _time(context: Context, compiling: Compiling, step: Step) -> None:
     runner._compiled[step.shape] = program  # what `Runner.compile_step` would keep
     memory = program.memory_analysis()
     if memory is not None:
-        context.record("fact", name="memory of a step", rows=step.batch, aliased=memory.alias_size_in_bytes,
-                       temporary=memory.temp_size_in_bytes, arguments=memory.argument_size_in_bytes)  # fmt: skip
+        context.record(
+            "fact",
+            name="memory of a step",
+            rows=step.batch,
+            aliased=memory.alias_size_in_bytes,
+            temporary=memory.temp_size_in_bytes,
+            arguments=memory.argument_size_in_bytes,
+        )
     who, pending = runner.implementation.name, compiling.pending
     with context.guard(who, FIRST_RUN, seconds=60):  # with the programs that choose tokens
         samplers = {"device": Dispatched(step.on_device(program), STEPS)}
@@ -91,7 +104,11 @@ def _time(context: Context, compiling: Compiling, step: Step) -> None:
         context.record("step", case=step.label, mode=key, compiling=pending, **step.bytes(), **t.fields(), **readings)
     if "device" in times:
         ms, moved = times["device"].median * 1e3, sum(step.bytes().values())
-        context.value(f"step of {step.label}: device", ms, f"ms, {moved / 1e9:.1f} GB at {moved / ms / 1e9:.2f} TB/s",
-                      bar=BAR_MS if step.batch == 1 else None)  # fmt: skip
+        context.value(
+            f"step of {step.label}: device",
+            ms,
+            f"ms, {moved / 1e9:.1f} GB at {moved / ms / 1e9:.2f} TB/s",
+            bar=BAR_MS if step.batch == 1 else None,
+        )
     if "runner" in more:
         context.value(f"step of {step.label}: with the host", more["runner"].median * 1e3, "ms")

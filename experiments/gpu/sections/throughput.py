@@ -27,9 +27,16 @@ def run(context: Context) -> None:
         lengths = [min(n, 6) for n in lengths]
     size, chunk, tile = (16, 64, 32) if context.tiny else (64, 1024, 64)
     llm = LLM.from_params(
-        config, random_params(config), dtype="bf16", block_size=size, num_blocks=requests * (512 // size),
-        max_model_len=512, max_num_seqs=requests, max_num_batched_tokens=chunk, query_tile=tile,
-    )  # fmt: skip
+        config,
+        random_params(config),
+        dtype="bf16",
+        block_size=size,
+        num_blocks=requests * (512 // size),
+        max_model_len=512,
+        max_num_seqs=requests,
+        max_num_batched_tokens=chunk,
+        query_tile=tile,
+    )
     if context.excluded(llm.runner.implementation.name, FIRST_RUN):
         llm.runner.implementation = next(i for i in IMPLEMENTATIONS if i.name == "xla")
     name = llm.runner.implementation.name
@@ -42,8 +49,9 @@ def run(context: Context) -> None:
         lowered = [(str(i), llm.runner.lower_step(shape)) for i, shape in enumerate(shapes)]
     context.say(f"compiling {len(shapes)} steps")
     # What is late is compiled when a step asks for it.
-    programs = compile_in_parallel(context, lowered, timeout_s=max(context.left() * 0.6, 5), case=FIRST_RUN,
-                                   who=lambda _: name)  # fmt: skip
+    programs = compile_in_parallel(
+        context, lowered, timeout_s=max(context.left() * 0.6, 5), case=FIRST_RUN, who=lambda _: name
+    )
     found = {shapes[int(index)]: p for index, p in programs.items() if not isinstance(p, Exception)}
     llm.runner._compiled |= found
     late = {index: str(p)[:300] for index, p in programs.items() if isinstance(p, Exception)}
@@ -63,10 +71,21 @@ def run(context: Context) -> None:
         llm.generate(asked, params)
         seconds.append(time.perf_counter() - started)
     median = float(np.median(seconds))
-    context.record("throughput", who="ksana_jax", implementation=llm.runner.implementation.name, seconds=seconds,
-                   output_tokens=sum(lengths), prompt_tokens=sum(map(len, prompts)), steps=len(llm.records),
-                   compilations_after_warm_up=llm.num_compilations - compiled)  # fmt: skip
-    context.value(f"throughput, {requests} requests: ksana_jax ({llm.runner.implementation.name})",
-                  sum(lengths) / median, "output tokens/s")  # fmt: skip
-    context.value("throughput: programs compiled while timed", llm.num_compilations - compiled, "programs", bar=0,
-                  speed=False)  # fmt: skip
+    context.record(
+        "throughput",
+        who="ksana_jax",
+        implementation=llm.runner.implementation.name,
+        seconds=seconds,
+        output_tokens=sum(lengths),
+        prompt_tokens=sum(map(len, prompts)),
+        steps=len(llm.records),
+        compilations_after_warm_up=llm.num_compilations - compiled,
+    )
+    context.value(
+        f"throughput, {requests} requests: ksana_jax ({llm.runner.implementation.name})",
+        sum(lengths) / median,
+        "output tokens/s",
+    )
+    context.value(
+        "throughput: programs compiled while timed", llm.num_compilations - compiled, "programs", bar=0, speed=False
+    )

@@ -18,19 +18,28 @@ def run(context: Context) -> None:
     if context.tiny:
         lengths = [min(n, 6) for n in lengths]
     task = {
-        "prompts": prompts, "lengths": lengths, "ends_in_s": context.left() - 3,
+        "prompts": prompts,
+        "lengths": lengths,
+        "ends_in_s": context.left() - 3,
         "config": {
-            "vocab_size": config.vocab_size, "hidden_size": config.d_model, "intermediate_size": config.d_ff,
-            "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_ff,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
             "rope_theta": config.layers[0].attention.rope.theta,
-            "max_position_embeddings": config.max_position, "tie_word_embeddings": False,
+            "max_position_embeddings": config.max_position,
+            "tie_word_embeddings": False,
         },
-    }  # fmt: skip
+    }
     process = subprocess.Popen(
-        [context.peer_python, "-m", "experiments.gpu.transformers_peer"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [context.peer_python, "-m", "experiments.gpu.transformers_peer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(task) + "\n")
     process.stdin.close()

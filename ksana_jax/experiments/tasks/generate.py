@@ -88,11 +88,18 @@ class Generate(BaseTask):
                 break
         for output in outputs:
             yield _request(output.check())
-        yield {"metric": "speed", "seconds": seconds, "compiled_while_timed": compiled,
-               "num_output_tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}  # fmt: skip
+        yield {
+            "metric": "speed",
+            "seconds": seconds,
+            "compiled_while_timed": compiled,
+            "num_output_tokens": sum(len(o.outputs[0].token_ids) for o in outputs),
+        }
         yield {"metric": "kv", **_blocks_over_time(llm, outputs)}
-        yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
-               "in_all": llm.num_compilations}  # fmt: skip
+        yield {
+            "metric": "compilations",
+            "count": llm.num_compilations - compiled_before,
+            "in_all": llm.num_compilations,
+        }
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """ttft_s, tpot_s: means over requests. ttft_max_s: of the request that waited longest. tokens_per_s: output."""

@@ -158,14 +158,24 @@ class HostEmbedding(BaseTask):
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """More blocks and more throughput of each row, in percent."""
         axes, done = figure.subplots(), [r for r in rows if r.trials]
-        bars = (("more_planned", "blocks, planned"), ("more_measured", "blocks, as run"),
-                ("more_throughput", "throughput"))  # fmt: skip
+        bars = (
+            ("more_planned", "blocks, planned"),
+            ("more_measured", "blocks, as run"),
+            ("more_throughput", "throughput"),
+        )
         width = 0.8 / len(bars)
         for index, (key, label) in enumerate(bars):
             places = [place + (index - 1) * width for place in range(len(done))]
             means, spread = ([100 * (f(r, key) or 0.0) for r in done] for f in (ResultRow.mean, ResultRow.sd))
-            axes.bar(places, means, width, yerr=spread if any(spread) else None, label=label, color=COLOURS[index + 1],
-                     capsize=2)  # fmt: skip
+            axes.bar(
+                places,
+                means,
+                width,
+                yerr=spread if any(spread) else None,
+                label=label,
+                color=COLOURS[index + 1],
+                capsize=2,
+            )
         axes.axhline(0, color="0.2", linewidth=0.6)
         axes.set_xticks(range(len(done)), [r.name for r in done])
         axes.set_ylabel("with the embedding on the host (%)")
@@ -215,9 +225,13 @@ def _plan(settings: HostEmbeddingSettings, embedding_device: str):
 
     model, dtype = settings.planned_model, settings.planned_dtype
     return plan(
-        model_dir(model), settings.planned_device, step=_step(model, dtype, embedding_device), dtype=dtype,
-        context=settings.planned_context, embedding_device=embedding_device,
-    )  # fmt: skip
+        model_dir(model),
+        settings.planned_device,
+        step=_step(model, dtype, embedding_device),
+        dtype=dtype,
+        context=settings.planned_context,
+        embedding_device=embedding_device,
+    )
 
 
 @functools.cache

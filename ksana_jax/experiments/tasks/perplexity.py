@@ -116,8 +116,13 @@ class Perplexity(BaseTask):
             yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
             if subset == "all" and len(sample):
                 yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
-            yield {"metric": "speed", "text": excerpt.name, "num_scored": len(positions), "seconds": timed.seconds,
-                   "compiled_while_timed": timed.compiled}  # fmt: skip
+            yield {
+                "metric": "speed",
+                "text": excerpt.name,
+                "num_scored": len(positions),
+                "seconds": timed.seconds,
+                "compiled_while_timed": timed.compiled,
+            }
             if settings.method == "recompute":
                 # Runs over several windows went side by side; memory is that of one.
                 llm.clear_records()
@@ -126,8 +131,11 @@ class Perplexity(BaseTask):
             trial.progress((index + 1) / len(chosen))
         if settings.save_tokens:
             yield {"metric": "tokens", "file": trial.save("tokens", **_tokens(scored))}
-        yield {"metric": "compilations", "count": llm.num_compilations - compiled_before,
-               "in_all": llm.num_compilations}  # fmt: skip
+        yield {
+            "metric": "compilations",
+            "count": llm.num_compilations - compiled_before,
+            "in_all": llm.num_compilations,
+        }
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         return perplexity_report.summarise(measurements)

@@ -140,8 +140,14 @@ def _places(row: ResultRow, subset: str) -> list[tuple]:
 
 def _repeats(rows: Sequence[ResultRow]) -> list[str]:
     """Which seeds drew texts that another had drawn, in words."""
-    most, of = max(((len(r.trials) - len(set(places)), len(places)) for r in rows
-                    for places in [_places(r, "all") or _places(r, "sampled")]), default=(0, 0))  # fmt: skip
+    most, of = max(
+        (
+            (len(r.trials) - len(set(places)), len(places))
+            for r in rows
+            for places in [_places(r, "all") or _places(r, "sampled")]
+        ),
+        default=(0, 0),
+    )
     if not most:
         return []
     if most == of - 1:

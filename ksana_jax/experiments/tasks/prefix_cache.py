@@ -140,8 +140,15 @@ class PrefixCache(BaseTask):
         for offset, side, colour in ((0.2, "without", COLOURS[5]), (-0.2, "with", COLOURS[1])):
             means = [r.mean(f"tokens_per_s_{side}") or 0.0 for r in measured]
             spread = [r.sd(f"tokens_per_s_{side}") or 0.0 for r in measured]
-            axes.barh(at + offset, means, 0.38, xerr=spread if any(spread) else None, color=colour, label=side,
-                      error_kw={"linewidth": 0.6})  # fmt: skip
+            axes.barh(
+                at + offset,
+                means,
+                0.38,
+                xerr=spread if any(spread) else None,
+                color=colour,
+                label=side,
+                error_kw={"linewidth": 0.6},
+            )
             if side == "with":
                 for y, row, mean, sd in zip(at + offset, measured, means, spread, strict=True):
                     axes.annotate(f" {row.mean('gain') or 0:.2f}×", (mean + sd, y), va="center", fontsize=6)

@@ -106,9 +106,16 @@ LOOKED_UP = SLICED.replace("tuple(%dynamic_slice.2.1, %dynamic_slice.3.1)", "gat
 
 def kernel(spill_bytes: int = 0, shared_bytes: int = 0, split_atoms: tuple[str, ...] = ()) -> report.Kernel:
     return report.Kernel(
-        "decode", registers=168, spill_bytes=spill_bytes, stack_bytes=0, shared_bytes=shared_bytes, grid=(1,),
-        threads=128, split_atoms=split_atoms, **report.count_instructions(""),
-    )  # fmt: skip
+        "decode",
+        registers=168,
+        spill_bytes=spill_bytes,
+        stack_bytes=0,
+        shared_bytes=shared_bytes,
+        grid=(1,),
+        threads=128,
+        split_atoms=split_atoms,
+        **report.count_instructions(""),
+    )
 
 
 def memory(**changed) -> Memory:
@@ -279,9 +286,13 @@ def programs(target):
         scratch = (plgpu.SMEM((64, 128), jnp.float32, transforms=tiles), plgpu.SMEM((64, 128), jnp.bfloat16))
         options = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
         return plgpu.kernel(
-            copy, out_type=jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), scratch_types=(*scratch, plgpu.Barrier()),
-            grid=(1,), grid_names=("i",), compiler_params=options,
-        )(x)  # fmt: skip
+            copy,
+            out_type=jax.ShapeDtypeStruct((4, 128), jnp.bfloat16),
+            scratch_types=(*scratch, plgpu.Barrier()),
+            grid=(1,),
+            grid_names=("i",),
+            compiler_params=options,
+        )(x)
 
     def add(pool, row):
         return pool.at[row].add(1)

@@ -19,11 +19,26 @@ WORKERS = (7, 3, 1)
 
 # Two warpgroups to a block of threads.
 TWO_GROUPS = (
-    Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, head_dim=256, block_size=32, sink_queries=6,
-         pattern=SINKS_AT_CEILING),
-    Spec(rows=((140, 1), (75, 1)), num_heads=2, head_dim=256, codes="float8_e4m3fn", evict_every=3, sink_queries=1,
-         pattern=SINKS_IN_CACHE),
-)  # fmt: skip
+    Spec(
+        rows=((75, 5),),
+        q_tile=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=256,
+        block_size=32,
+        sink_queries=6,
+        pattern=SINKS_AT_CEILING,
+    ),
+    Spec(
+        rows=((140, 1), (75, 1)),
+        num_heads=2,
+        head_dim=256,
+        codes="float8_e4m3fn",
+        evict_every=3,
+        sink_queries=1,
+        pattern=SINKS_IN_CACHE,
+    ),
+)
 KERNEL = decode.KERNEL.tuned(interpret=PARAMS)
 SPECS = (*TINY, *TINY_QUANTISED)
 

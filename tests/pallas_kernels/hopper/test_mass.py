@@ -23,11 +23,27 @@ SPECS = (
     Spec(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True),
     Spec(rows=((75, 9), (1, 1)), q_tile=4, pattern=WINDOW, evict_every=3, soft_cap=15.0, dtype="float16", seed=1),
     # 96 rows to a tile: two tiles of the kernel, of which the second is padded.
-    Spec(rows=((140, 9), (70, 3)), q_tile=12, num_heads=8, num_kv_heads=1, head_dim=96, block_size=128, pattern=SINKS,
-         seed=2),
-    Spec(rows=((75, 5),), q_tile=4, num_heads=2, num_kv_heads=1, block_size=32, sink_queries=6,
-         pattern=SINKS_AT_CEILING, seed=3),
-)  # fmt: skip
+    Spec(
+        rows=((140, 9), (70, 3)),
+        q_tile=12,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=96,
+        block_size=128,
+        pattern=SINKS,
+        seed=2,
+    ),
+    Spec(
+        rows=((75, 5),),
+        q_tile=4,
+        num_heads=2,
+        num_kv_heads=1,
+        block_size=32,
+        sink_queries=6,
+        pattern=SINKS_AT_CEILING,
+        seed=3,
+    ),
+)
 # More than the pieces there are, few that share rows, and one that does everything.
 WORKERS = (9, 3, 1, 2)
 

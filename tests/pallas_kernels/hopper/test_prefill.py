@@ -21,14 +21,30 @@ SPECS = (
     Spec(rows=((290, 36), (0, 0)), q_tile=32, num_kv_heads=1, block_size=32, sink_logits=True, return_lse=True),
     Spec(rows=((290, 31),), q_tile=32, num_heads=8, head_dim=128, block_size=64, soft_cap=15.0, pattern=SINKS),
     # Tiles of more queries than 128 rows hold, a group of 3 whose 63 rows are padded, blocks as long as a piece.
-    Spec(rows=((290, 45),), q_tile=45, num_heads=3, num_kv_heads=1, head_dim=96, block_size=128, dtype="float16",
-         pattern=DILATED),
+    Spec(
+        rows=((290, 45),),
+        q_tile=45,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=96,
+        block_size=128,
+        dtype="float16",
+        pattern=DILATED,
+    ),
     # A sink query for all sinks, after which the first one attends to a piece without a mask; pieces of half a block.
-    Spec(rows=((150, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=128, return_lse=True,
-         pattern=Pattern(num_sinks=4, sink_position=1), sink_queries=1),
+    Spec(
+        rows=((150, 16),),
+        q_tile=16,
+        num_kv_heads=1,
+        head_dim=256,
+        block_size=128,
+        return_lse=True,
+        pattern=Pattern(num_sinks=4, sink_position=1),
+        sink_queries=1,
+    ),
     # Three sink queries for six sinks, which some of the queries score with them.
     Spec(rows=((80, 40),), q_tile=40, num_heads=2, num_kv_heads=1, pattern=SINKS_AT_CEILING, sink_queries=3),
-)  # fmt: skip
+)
 
 
 @several_warpgroups
@@ -67,8 +83,12 @@ def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(patter
         def marked(start, by, queries=queries):
             return np.asarray(by(queries[:, None], start + np.arange(size)))
 
-        table = [(t * 10 + i, s + i * size) for t, s in zip(tables[tile].tolist(), starts[tile].tolist()) if s < FAR
-                 for i in range(block_size // size)]  # fmt: skip
+        table = [
+            (t * 10 + i, s + i * size)
+            for t, s in zip(tables[tile].tolist(), starts[tile].tolist())
+            if s < FAR
+            for i in range(block_size // size)
+        ]
         live = {(unit, s) for unit, s in table if marked(s, pattern.visible).any()}
         count = num_pieces * per_piece
         assert {x for x in zip(units[:count], begin) if x[1] < FAR} == live

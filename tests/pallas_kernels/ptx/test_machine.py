@@ -33,7 +33,7 @@ REALS = np.concatenate([np.linspace(-3, 3, 28), [np.nan, np.inf, -np.inf, 0]]).a
         ("shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;", lambda x: x.reshape(-1, 2)[:, ::-1].reshape(-1)),
         ("shfl.sync.idx.b32 %r2, %r1, 6, 31, -1;", lambda x: np.full(32, 32)),
     ],
-)  # fmt: skip
+)
 def test_integers(operation, expected):
     want = np.asarray(expected(NUMBERS)).astype(np.int64).astype(np.uint32)
     np.testing.assert_array_equal(on_each(operation, NUMBERS), want)
@@ -47,14 +47,21 @@ def test_integers(operation, expected):
         ("max.NaN.f32 %r2, %r1, 0f00000000;", lambda x: np.maximum(x, 0)),
         ("ex2.approx.ftz.f32 %r2, %r1;", np.exp2),
         ("cvt.rn.bf16x2.f32 %r3, %r1, %r1; shl.b32 %r2, %r3, 16;", lambda x: x.astype(ml_dtypes.bfloat16)),
-        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, %r1, %r1; cvt.rn.f16x2.e4m3x2 %r3, %rs1; mov.b32 {%rs2, %rs3}, %r3; "
-         "cvt.f32.f16 %r2, %rs2;", lambda x: np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn)),
-        ("cvt.rni.s32.f32 %r3, %r1; cvt.rn.f32.s32 %r2, %r3;",
-         lambda x: np.clip(np.nan_to_num(np.rint(x), nan=0.0), -(2**31), 2**31)),
-        ("setp.ne.f32 %p1, %r1, 0f00000000; selp.f32 %r2, 0f3F800000, 0f00000000, %p1;",
-         lambda x: (x != 0) & ~np.isnan(x)),
+        (
+            "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r1, %r1; cvt.rn.f16x2.e4m3x2 %r3, %rs1; mov.b32 {%rs2, %rs3}, %r3; "
+            "cvt.f32.f16 %r2, %rs2;",
+            lambda x: np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn),
+        ),
+        (
+            "cvt.rni.s32.f32 %r3, %r1; cvt.rn.f32.s32 %r2, %r3;",
+            lambda x: np.clip(np.nan_to_num(np.rint(x), nan=0.0), -(2**31), 2**31),
+        ),
+        (
+            "setp.ne.f32 %p1, %r1, 0f00000000; selp.f32 %r2, 0f3F800000, 0f00000000, %p1;",
+            lambda x: (x != 0) & ~np.isnan(x),
+        ),
     ],
-)  # fmt: skip
+)
 def test_floating_point_numbers(operation, expected):
     with np.errstate(all="ignore"):
         want = np.asarray(expected(REALS)).astype(np.float32)
@@ -111,8 +118,12 @@ def test_a_barrier_lets_threads_pass_when_all_have_arrived():
 
 def test_more_arrivals_than_a_barrier_counts_are_a_trap():
     with pytest.raises(Trap, match="32 threads arrive at the mbarrier at byte 0, which waited for 20 of 20"):
-        run(ONE_BARRIER.format(count=20) + "mbarrier.arrive.shared.b64 %rd5, [__dynamic_shmem__0];", np.zeros(1),
-            np.zeros(1), shared_bytes=64)  # fmt: skip
+        run(
+            ONE_BARRIER.format(count=20) + "mbarrier.arrive.shared.b64 %rd5, [__dynamic_shmem__0];",
+            np.zeros(1),
+            np.zeros(1),
+            shared_bytes=64,
+        )
 
 
 def test_seeds_give_other_orders_of_warps():
@@ -214,8 +225,13 @@ STORE = """
 def test_stores_see_what_was_fenced_and_hold_it_until_they_are_waited_for(fence, after, message):
     one = functools.partial(rows, box=(1, 32), swizzle=0, shape=(1, 32))
     with pytest.raises(Trap, match=message):
-        run(STORE.format(fence=fence, after=after), np.zeros((1, 32), np.uint32), np.zeros(1), shared_bytes=128,
-            tensor_map=one)  # fmt: skip
+        run(
+            STORE.format(fence=fence, after=after),
+            np.zeros((1, 32), np.uint32),
+            np.zeros(1),
+            shared_bytes=128,
+            tensor_map=one,
+        )
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,10 @@ def test_blocks_of_inline_assembly_have_names_of_their_own():
 
 def test_operands_are_split_outside_of_brackets():
     assert split("{%r1, %r2}, [%rd1, {%r3,%r4} ], (0xf0 & 0xcc) ^ 0xaa") == [
-        "{%r1, %r2}", "[%rd1, {%r3,%r4} ]", "(0xf0 & 0xcc) ^ 0xaa",
-    ]  # fmt: skip
+        "{%r1, %r2}",
+        "[%rd1, {%r3,%r4} ]",
+        "(0xf0 & 0xcc) ^ 0xaa",
+    ]
 
 
 def test_a_text_without_a_kernel_is_an_error():
