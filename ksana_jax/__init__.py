@@ -1,11 +1,11 @@
 """A research engine for KV-cache memory and scheduling in LLM inference.
 
-Reading order: `request` (what a user asks), `config`, `patterns` (who sees whom), `models/transformer` (the network),
-`ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each block is), `sequence` and
-`scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays), `runner/runner` (compiled steps),
-`engine/engine` (the loop), `engine/llm` (the front door).
+Reading order: `request` (requests and their outputs), `config` (settings), `patterns` (which positions a query sees),
+`models/transformer` (the network), `ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each block
+is), `sequence` and `scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays), `runner/runner`
+(compiled steps), `engine/engine` (the engine loop), `engine/llm` (the public class `LLM`).
 
-Array names carry their dimensions where more than one shape is in play:
+Array names end in their dimensions if code handles more than one shape:
 
   L layers          T packed tokens of a step    R rows (sequences) of a step   P width of a block table
   B tokens a block  M blocks in the pool         N query heads                  K key/value heads
