@@ -1,9 +1,9 @@
 """A research engine for KV-cache memory and scheduling in LLM inference.
 
-Reading order: `request` (requests and their outputs), `config` (settings), `patterns` (which positions a query sees),
-`models/transformer` (the network), `ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each block
-is), `sequence` and `scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays), `runner/runner`
-(compiled steps), `engine/engine` (the engine loop), `engine/llm` (the public class `LLM`).
+Reading order: `request` (requests and outputs), `config` (settings), `patterns` (which positions a query sees),
+`models/transformer` (the network), `ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each
+block is), `sequence` and `scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays),
+`runner/runner` (compiled steps), `engine/engine` (the engine loop), `engine/llm` (the public class `LLM`).
 
 Array names end in their dimensions if code handles more than one shape:
 
