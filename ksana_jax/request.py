@@ -6,9 +6,12 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ksana_jax import checks, vllm_names
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
@@ -216,6 +219,25 @@ class SamplingParams:
         """Whether it changes scores before one is chosen."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalties or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
+
+
+class RequestInput(NamedTuple):
+    """One prompt and how it is to be completed.
+
+    Args:
+      prompt_token_ids: integers [n].
+      prompt: its text, where it has one.
+      cache_salt: only requests of the same salt share cached prefixes.
+      request_id: None numbers it.
+      streams: whether its text is wanted while it grows; beams have none before the end.
+    """
+
+    prompt_token_ids: np.ndarray
+    params: SamplingParams
+    prompt: str | None = None
+    cache_salt: str = ""
+    request_id: str | None = None
+    streams: bool = False
 
 
 class Logprob(NamedTuple):

@@ -62,7 +62,8 @@ class Interrupt:
         self.num_lines += 1
         self._left -= 1
         if not self._left:
-            self.where.append(f"{frame.f_code.co_qualname}: {text}")
+            module = frame.f_globals["__name__"].removeprefix("ksana_jax.")
+            self.where.append(f"{module}.{frame.f_code.co_qualname}: {text}")
             if self._again is not None:
                 self._left, self._again = self._again, None
             raise self._error

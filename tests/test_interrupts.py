@@ -17,8 +17,9 @@ def test_an_exception_at_any_line_leaves_an_empty_engine_that_serves_again():
     late = hit.pop("", 0)
     assert late < 40
     places = {line.split(":")[0] for line in hit}
-    for part in ("Engine._", "Scheduler._", "Engine._add", "BlockManager.", "BatchBuilder.", "RowBlocks."):
-        assert any(place.startswith(part) for place in places), f"no interrupt in {part}: {sorted(places)}"
+    engine = "engine.engine.Engine"
+    for part in (engine, f"{engine}._add", "scheduler.scheduler", "scheduler.row_blocks", "kv.block_manager", "step"):
+        assert any(place.startswith(f"{part}.") or place == part for place in places), f"none in {part}: {places}"
 
 
 def test_beams_of_two_requests_that_hold_all_blocks_are_preempted_though_a_read_from_disk_awaits_its_turn():

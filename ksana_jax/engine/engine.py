@@ -16,11 +16,11 @@ from ksana_jax.engine import report
 from ksana_jax.engine.beam import advance
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
-from ksana_jax.engine.intake import Intake, check_request
+from ksana_jax.engine.intake import Intake
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
 from ksana_jax.patterns import AttentionPattern
-from ksana_jax.request import FinishReason, RequestOutput, SamplingParams
+from ksana_jax.request import FinishReason, RequestInput, RequestOutput, SamplingParams
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
@@ -70,7 +70,7 @@ class Engine:
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
         self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
         self.max_model_len = scheduler.max_model_len
-        self.intake = Intake(tokenizer, model.eos_ids, self.max_model_len, config.seed)
+        self.intake = Intake(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
@@ -88,31 +88,18 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def validate(self, prompt_token_ids: np.ndarray, params: SamplingParams) -> None:
-        """Raises ValueError if a request can never be served; see `check_request`."""
-        check_request(
-            prompt_token_ids,
-            params,
-            self.scheduler,
-            vocab_size=self.model.vocab_size,
-            max_model_len=self.max_model_len,
-            tokenizer=self.tokenizer,
-            eos_ids=self.intake.eos_ids,
-        )
-
-    def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
-        """Makes a request, for `add`.
-
-        Args:
-          settings: prompt, its text; request_id; cache_salt: only requests of the same salt share cached prefixes;
-            streams: its text is wanted while it grows (beams have none before the end).
+    def new_requests(self, asked: Seq[RequestInput]) -> list[Request]:
+        """Makes requests, for `add`.
 
         Raises:
-          ValueError: it can never be served.
+          ValueError: one of them can never be served; then none is made.
         """
-        self.validate(prompt_token_ids, params)
-        arrival_s = self.clock()
-        return self.intake.new_request(prompt_token_ids, params, arrival_s=arrival_s, taken=self.requests, **settings)
+        return self.intake.new_requests(asked, clock=self.clock, taken=self.requests)
+
+    def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
+        """Makes one request, of the fields of `RequestInput`; see `new_requests`."""
+        [request] = self.new_requests([RequestInput(prompt_token_ids, params, **settings)])
+        return request
 
     def add_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Makes a request and takes it in; see `new_request` and `add`."""

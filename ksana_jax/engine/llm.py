@@ -264,7 +264,7 @@ class LLM:
           RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
         """
         vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
-        requests, outputs = self._make_requests(prompts, sampling_params, False, prompt_token_ids), {}
+        requests, outputs = self._make_requests(prompts, sampling_params, prompt_token_ids, streams=False), {}
         with progress_bar(requests, use_tqdm) as update:
             for output in self.engine.serve(requests):
                 if output.finished:
@@ -308,16 +308,9 @@ class LLM:
         """Lays conversations out with the chat template, as prompts for `generate` and `stream`."""
         return chat_prompts(messages, self.tokenizer)
 
-    def _make_requests(self, prompts, sampling_params, streams: bool, prompt_token_ids=None) -> list[Request]:
-        read = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer)
-        for prompt, params in read:
-            self.engine.validate(prompt.token_ids, params)
-        return [
-            self.engine.new_request(
-                prompt.token_ids, params, prompt=prompt.text, streams=streams, cache_salt=prompt.cache_salt
-            )
-            for prompt, params in read
-        ]
+    def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:
+        asked = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer, streams=streams)
+        return self.engine.new_requests(asked)
 
 
 def _plan(model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern]) -> PoolPlan:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ksana_jax.request import SamplingParams
+from ksana_jax.request import RequestInput, SamplingParams
 from ksana_jax.tokenizers import Tokenizer, render_chat
 
 # A text, its token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text}.
@@ -16,18 +16,13 @@ Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _FORMS = "a text, a list of token ids, a dict, or a list of those"
 
 
-class ReadPrompt(NamedTuple):
-    """A prompt's text, where it has one, its token ids, and its cache salt."""
-
-    text: str | None
-    token_ids: np.ndarray
-    cache_salt: str
-
-
 def read_requests(
-    prompts: Any, sampling_params: Any, prompt_token_ids: Any, tokenizer: Tokenizer | None
-) -> list[tuple[ReadPrompt, SamplingParams]]:
-    """Returns the requests of a call of `LLM.generate`, whose arguments these are.
+    prompts: Any, sampling_params: Any, prompt_token_ids: Any, tokenizer: Tokenizer | None, *, streams: bool
+) -> list[RequestInput]:
+    """Returns the requests of a call of `LLM.generate` or `LLM.stream`, whose arguments these are.
+
+    Args:
+      streams: whether text is wanted while it grows.
 
     Raises:
       ValueError: an argument is of another type or length than it must be.
@@ -44,8 +39,11 @@ def read_requests(
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts is of type {type(prompts).__name__}, must be {_FORMS}")
-    read = [read_prompt(prompt, tokenizer) for prompt in prompts]
-    return list(zip(read, _read_params(sampling_params, len(read)), strict=True))
+    read = [_read_prompt(prompt, tokenizer) for prompt in prompts]
+    return [
+        RequestInput(ids, params, text, salt, streams=streams)
+        for (ids, text, salt), params in zip(read, _read_params(sampling_params, len(read)), strict=True)
+    ]
 
 
 def _is_ids(prompts: Any) -> bool:
@@ -70,8 +68,8 @@ def _read_params(given: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> ReadPrompt:
-    """Returns text, ids and salt of one prompt.
+def _read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[np.ndarray, str | None, str]:
+    """Returns token ids, text and cache salt of one prompt.
 
     Raises:
       ValueError: it is none, or it has neither ids nor a text that can be encoded.
@@ -92,11 +90,11 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> ReadPrompt:
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt is a {type(text).__name__}, must be a string")
     if "prompt_token_ids" in prompt:
-        return ReadPrompt(text, _token_ids(prompt["prompt_token_ids"]), salt)
+        return _token_ids(prompt["prompt_token_ids"]), text, salt
     if text is None or tokenizer is None:
         missing = "text" if tokenizer else "tokenizer: give prompt_token_ids"
         raise ValueError(f"prompt has no {missing}")
-    return ReadPrompt(text, np.array(tokenizer.encode(text), np.int32), salt)
+    return np.array(tokenizer.encode(text), np.int32), text, salt
 
 
 def _token_ids(given: Any) -> np.ndarray:

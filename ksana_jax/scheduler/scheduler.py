@@ -118,17 +118,8 @@ class Scheduler:
     # ------------------------------------------------------------------ sequences come and go
 
     def add(self, seq: Sequence) -> None:
-        """Lets a sequence wait for its turn; those of `seq.forks` wait until it has computed its prompt.
-
-        Raises:
-          ValueError: it can never fit the pool.
-        """
-        needed = self.blocks_to_finish(seq.max_len)
-        if needed > self.blocks.num_blocks:
-            raise ValueError(
-                f"a request of up to {seq.max_len:,} tokens needs {needed:,} KV blocks of {self.blocks.block_size} "
-                f"tokens, the pool has {self.blocks.num_blocks:,}"
-            )
+        """Lets a sequence wait for its turn; those of `seq.forks` wait until it has computed its prompt."""
+        assert self.blocks_to_finish(seq.max_len) <= self.blocks.num_blocks, "a request that can never finish"
         self.queue.add(seq)
 
     def rank(self, seq: Sequence) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.request import RequestInput
 from tests.engine.small import BOS, Letters, assert_idle, make_llm, model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -112,6 +113,14 @@ def test_sampling_params_of_another_type_are_refused(llm, given):
 def test_as_many_sampling_params_as_prompts(llm):
     with pytest.raises(ValueError, match="2 prompts and 3 sampling_params were given"):
         llm.generate(["a", "b"], [GREEDY] * 3)
+
+
+def test_bad_words_are_encoded_once_for_all_completions_of_a_request(llm, monkeypatch):
+    encoded, encode = [], llm.tokenizer.encode
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **how: encoded.append(text) or encode(text, **how))
+    asked = SamplingParams(n=3, max_tokens=2, bad_words=["the"])
+    [request] = llm.engine.new_requests([RequestInput(np.array([BOS]), asked)])
+    assert encoded == ["the", " the"] and all(c.seq.bad_words for c in request.completions)
 
 
 def test_an_id_that_is_in_use_is_refused(llm):

@@ -11,7 +11,7 @@ import pytest
 
 from ksana_jax.bench import host
 from ksana_jax.patterns import FULL, AttentionPattern
-from ksana_jax.request import FinishReason
+from ksana_jax.request import FinishReason, RequestInput
 from tests.fakes import (
     FULLY,
     VOCAB,
@@ -199,6 +199,16 @@ def test_a_request_that_can_never_be_served_is_refused_with_the_numbers_and_leav
 def test_ids_outside_the_vocabulary_are_refused(token):
     with pytest.raises(ValueError, match=f"token id {token}, ids go from 0 to {VOCAB - 1}"):
         make_engine().add_request(np.array([3, token], np.int32), asking())
+
+
+def test_a_refused_call_makes_none_of_its_requests_and_later_ones_draw_the_same_tokens():
+    refused, other = make_engine(), make_engine()
+    good, bad = RequestInput(prompt_of(5), asking()), RequestInput(prompt_of(0), asking())
+    with pytest.raises(ValueError, match="prompt is empty"):
+        refused.new_requests([good, good, bad])
+    first, second = (engine.add_request(prompt_of(5), asking(temperature=1)) for engine in (refused, other))
+    assert first.request_id == second.request_id
+    assert first.completions[0].seq.seed == second.completions[0].seq.seed
 
 
 def test_an_id_that_is_in_use_is_refused():

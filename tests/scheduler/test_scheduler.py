@@ -1,15 +1,9 @@
 """What runs, who waits, who is preempted, and that nobody's text changes by it."""
 
-import numpy as np
 import pytest
 
-from ksana_jax.kv.layout import KVLayout, group_layers
-from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.patterns import FULL, AttentionPattern
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.sequence import Sequence
 from ksana_jax.step.contract import Part
 from tests.expected import expect_reference
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
@@ -308,20 +302,13 @@ def test_a_windowed_text_of_any_length_needs_no_more_blocks_than_its_window():
 # ------------------------------------------------------------------ refusals and the end
 
 
-def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers():
-    scheduler = Scheduler(
-        KVMemory(5, PrefixIndex(4)),
-        max_num_seqs=2,
-        max_num_batched_tokens=8,
-        query_tile=4,
-        max_model_len=99,
-        layout=KVLayout(group_layers([FULL]), 4),
-    )
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    engine = make_engine(num_blocks=5, block_size=4)
     # Of 21 tokens, 20 are computed: five blocks. The 22nd would need another.
-    scheduler.add(Sequence(0, np.zeros(3, np.int32), asking(18), (), max_len=21))
-    with pytest.raises(ValueError, match="up to 22 tokens needs 6 KV blocks of 4 tokens, the pool has 5"):
-        scheduler.add(Sequence(1, np.zeros(3, np.int32), asking(19), (), max_len=22))
-    assert [seq.seq_id for _, _, seq in scheduler.waiting] == [0]
+    add(engine, 3, 18)
+    with pytest.raises(ValueError, match="3 tokens and max_tokens 19 need 6 KV blocks of 4 tokens, the pool has 5"):
+        add(engine, 3, 19)
+    assert len(engine.requests) == len(engine.scheduler.waiting) == 1
 
 
 def test_the_largest_request_that_is_accepted_also_finishes():
