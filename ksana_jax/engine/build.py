@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.settings import with_dtype
+from ksana_jax.engine.settings import check_policies, with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.loading.config_json import check_tokenizer
-from ksana_jax.pattern_presets import read_patterns
+from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step.builder import BatchBuilder, Buckets
 from ksana_jax.step.contract import Executor
 from ksana_jax.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from ksana_jax.planner.engine import PoolPlan
 
 
 def build_engine(
@@ -31,7 +35,7 @@ def build_engine(
     params: Any,
     config: EngineConfig,
     *,
-    patterns: Seq[AttentionPattern] | None = None,
+    patterns: PatternLike | Seq[PatternLike] | None = None,
     executor: Executor | None = None,
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -41,10 +45,13 @@ def build_engine(
 ) -> Engine:
     """Joins scheduler, KV memory, batch builder and executor into an engine.
 
+    What takes no time is checked first, then the pool is sized, for which a step may have to be compiled, and then the
+    weights are read.
+
     Args:
-      params: weights of the model; unused where an executor is given.
+      params: weights of the model, or a function that reads them; unused where an executor is given.
       config: what it leaves open is filled in: `EngineConfig.for_model`, and the planner's number of blocks.
-      patterns: what each layer attends to; None takes the model's own.
+      patterns: what the layers attend to, in a form that `read_patterns` takes; None takes the model's own.
       executor: computes the steps in place of a `Runner` on jax's first device: a simulator, or a test's fake. It needs
         no jax, and a config with num_blocks.
       tokenizer: makes text; None serves requests with detokenize=False only.
@@ -57,13 +64,14 @@ def build_engine(
       ValueError: model, settings and tokenizer do not fit together; the message says which and why.
     """
     _check_tokenizer(model, tokenizer)
-    patterns = read_patterns(model.pattern, model.num_layers) if patterns is None else patterns
-    config = with_dtype(config, params).for_model(model, patterns)
-    layout = kv_layout(model, config, patterns, "cpu" if executor is not None else None)
+    seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
+    config = with_dtype(check_policies(config), params).for_model(model, seen)
     if executor is None:
-        config, executor, index = _on_device(model, params, config, patterns, layout, programs)
+        built = _on_device(model, params, config, seen, programs)
     else:
-        index = PrefixIndex(config.block_size, Scope().seen_through(patterns))
+        layout = KVLayout.of(model, seen, dtype=config.dtype, block_size=config.block_size, platform="cpu")
+        built = _Built(config, layout, executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
+    config, layout, executor, index, plan = built
     assert config.num_blocks is not None and config.max_model_len is not None and config.max_rotated_sinks is not None
     settings = _memory_settings(config, layout, index, executor.host_blocks, clock)
     scheduler = Scheduler(
@@ -82,7 +90,9 @@ def build_engine(
         model.vocab_size,
         sink_width=-(-config.max_rotated_sinks // config.block_size),
     )
-    return Engine(scheduler, builder, executor, model=model, config=config, tokenizer=tokenizer, clock=clock)
+    return Engine(
+        scheduler, builder, executor, model=model, config=config, tokenizer=tokenizer, memory_plan=plan, clock=clock
+    )
 
 
 def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
@@ -94,19 +104,14 @@ def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     check_tokenizer(model, tokenizer)
 
 
-def kv_layout(
-    model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern], platform: str | None = None
-) -> KVLayout:
-    """What a KV block of an engine holds.
+class _Built(NamedTuple):
+    """What computes the steps of an engine, the layout of its pool, and the index of its cached prefixes."""
 
-    Args:
-      platform: of the device; None takes that of jax's first one.
-    """
-    if platform is None:
-        import jax
-
-        platform = str(jax.devices()[0].platform)
-    return KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
+    config: EngineConfig
+    layout: KVLayout
+    executor: Executor
+    index: PrefixIndex
+    plan: PoolPlan | None = None
 
 
 def _on_device(
@@ -114,13 +119,14 @@ def _on_device(
     params: Any,
     config: EngineConfig,
     patterns: Seq[AttentionPattern],
-    layout: KVLayout,
     programs: dict[Any, Any] | None,
-) -> tuple[EngineConfig, Executor, PrefixIndex]:
-    """A runner, the config with the number of its blocks, and the index of its cached prefixes."""
+) -> _Built:
+    """A runner on jax's first device, and the config with the number of its blocks."""
     # Imported here: an engine around another executor needs no jax.
+    import jax
+
     from ksana_jax.engine.fingerprint import fingerprint
-    from ksana_jax.loading.load import check_embedding_on_host, embedding_on_host
+    from ksana_jax.loading.load import abstract_params, check_embedding_on_host, embedding_on_host
     from ksana_jax.models.params import num_params
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
@@ -128,29 +134,37 @@ def _on_device(
     max_model_len, rotated = config.max_model_len or 0, config.max_rotated_sinks or 0
     if config.embedding_device == "host":
         check_embedding_on_host(model)
-        params = embedding_on_host(params)
-    if config.num_blocks is None:
-        plan = pool_size(model, config, layout, max_model_len=max_model_len, max_rotated_sinks=rotated)
-        config = dataclasses.replace(config, num_blocks=plan.num_blocks)
-    assert config.num_blocks is not None
-    runner = Runner(
+    platform = str(jax.devices()[0].platform)
+    layout = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
+    make_runner = functools.partial(
+        Runner,
         model,
-        params,
-        patterns,
+        patterns=patterns,
         layout=layout,
-        num_blocks=config.num_blocks,
         max_model_len=max_model_len,
         max_rotated_sinks=rotated,
-        num_host_blocks=config.host_cache_bytes // layout.block_bytes,
         embedding_device=config.embedding_device,
         attention=config.attention_implementation,
+    )
+    # Without weights and pool it refuses at once what the other one would.
+    make_runner(params=abstract_params(model, config.dtype), num_blocks=1)
+    plan = pool_size(model, config, layout, max_model_len=max_model_len, max_rotated_sinks=rotated)
+    if callable(params):
+        params = params()
+    if config.embedding_device == "host":
+        params = embedding_on_host(params)
+    runner = make_runner(
+        params=params,
+        num_blocks=plan.num_blocks,
+        num_host_blocks=config.host_cache_bytes // layout.block_bytes,
         programs=programs,
     )
     digest = ""
     if config.enable_prefix_caching:
         digest = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
     cost = recompute_cost(model, num_params(model), config.block_size)
-    return config, runner, PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
+    index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
+    return _Built(dataclasses.replace(config, num_blocks=plan.num_blocks), layout, runner, index, plan)
 
 
 def _memory_settings(

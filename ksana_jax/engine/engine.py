@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from ksana_jax.sequence import Sequence
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, StepOutput
 from ksana_jax.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from ksana_jax.planner.engine import PoolPlan
 
 
 class _Submitted(NamedTuple):
@@ -52,6 +55,7 @@ class Engine:
       builder: turns its batches into arrays.
       executor: computes them.
       model, config: what it was built from.
+      memory_plan: how its pool was sized; None where it was not.
       tokenizer: makes text; None serves requests with detokenize=False only.
       clock: seconds, rising.
     """
@@ -65,10 +69,12 @@ class Engine:
         model: ModelConfig,
         config: EngineConfig,
         tokenizer: Tokenizer | None,
+        memory_plan: PoolPlan | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
         self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
+        self.memory_plan = memory_plan
         self.max_model_len = scheduler.max_model_len
         self.intake = Intake(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
@@ -16,18 +16,17 @@ import jax
 from ksana_jax import vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.engine.build import build_engine, kv_layout
+from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
-from ksana_jax.engine.settings import engine_config, with_dtype
-from ksana_jax.loading import load_model
-from ksana_jax.loading.load import auto_dtype
+from ksana_jax.engine.settings import engine_config
+from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.params import Params, num_params
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
-from ksana_jax.planner.engine import Compared, PoolPlan, pool_size, usage
+from ksana_jax.planner.engine import Compared, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.runner import Runner
@@ -67,69 +66,67 @@ class LLM:
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be the path of a directory or a name")
         config, before = engine_config(settings), resident_bytes()
-        self.name = str(model)
-        model_dir = model_path(model)
+        self.name, model_dir = str(model), model_path(model)
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
-        self.model_config, params = load_model(
+        model_config, read_params = open_model(
             model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
         )
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(model_path(tokenizer))
         elif tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
             tokenizer = load_tokenizer(model_dir)
-        self._build(config, params, pattern, tokenizer, before)
+        self._build(model_config, config, read_params, pattern, tokenizer, before)
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
         """An engine around weights that are already in memory."""
         self = cls.__new__(cls)
-        self.model_config, self.name = model_config.validate(), "from_params"
+        self.name, config, before = "from_params", engine_config(settings), resident_bytes()
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        before = resident_bytes()
-        config = with_dtype(engine_config(settings), params)
-        self._build(config, params, pattern, tokenizer, before and max(before - weights, 0))
+        self._build(model_config.validate(), config, params, pattern, tokenizer, before and max(before - weights, 0))
         return self
 
     @classmethod
     def around(cls, engine: Engine) -> LLM:
         """An engine that `build_engine` has made, whose executor is a `Runner`."""
         self = cls.__new__(cls)
-        self.model_config, self.name = engine.model, "around"
-        self._take(engine, _plan(engine.model, engine.config, engine.executor.patterns), None)
+        self.name = "around"
+        self._take(engine, None)
         return self
 
     def _build(
-        self, config: EngineConfig, params: Params, pattern, tokenizer: Tokenizer | None, resident_before: int | None
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        params: Params | Callable[[], Params],
+        pattern: PatternLike | Seq[PatternLike] | None,
+        tokenizer: Tokenizer | None,
+        resident_before: int | None,
     ) -> None:
         keep_compiled_steps()
-        model = self.model_config
-        patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
-        config = config.for_model(model, patterns)
-        assert config.max_model_len is not None
+        self._take(build_engine(model, params, config, patterns=pattern, tokenizer=tokenizer), resident_before)
         # The last token of a sequence is sampled and never computed.
-        if config.max_model_len - 1 > model.max_position:
+        if self.engine.max_model_len - 1 > model.max_position:
             warnings.warn(
-                f"max_model_len is {config.max_model_len:,}, the model was trained for {model.max_position:,} "
+                f"max_model_len is {self.engine.max_model_len:,}, the model was trained for {model.max_position:,} "
                 "positions: beyond them only patterns with a window keep it on known ground",
                 stacklevel=3,
             )
-        plan = _plan(model, config, patterns)
-        config = dataclasses.replace(config, num_blocks=plan.num_blocks)
-        engine = build_engine(model, params, config, patterns=patterns, tokenizer=tokenizer)
-        self._take(engine, plan, resident_before)
+        pool_bytes = self.num_blocks * self.block_bytes
         logger.info(
             "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
-            f"{plan.num_blocks:,}",
-            config.block_size,
-            byte_size(plan.pool_bytes),
-            f"{plan.pool_bytes // self.runner.layout.token_bytes:,}",
+            f"{self.num_blocks:,}",
+            self.config.block_size,
+            byte_size(pool_bytes),
+            f"{pool_bytes // self.runner.layout.token_bytes:,}",
         )
 
-    def _take(self, engine: Engine, plan: PoolPlan, resident_before: int | None) -> None:
-        assert isinstance(engine.executor, Runner)
+    def _take(self, engine: Engine, resident_before: int | None) -> None:
+        assert isinstance(engine.executor, Runner) and engine.memory_plan is not None
         self.engine, self.config, self.tokenizer, self.runner = engine, engine.config, engine.tokenizer, engine.executor
-        self.memory_plan, self._resident_before = plan, resident_before
+        self.model_config, self.memory_plan = engine.model, engine.memory_plan
+        self._resident_before = resident_before
 
     def close(self) -> None:
         """Writes to disk what is to be kept there, and lets the folder go.
@@ -311,14 +308,3 @@ class LLM:
     def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:
         asked = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer, streams=streams)
         return self.engine.new_requests(asked)
-
-
-def _plan(model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern]) -> PoolPlan:
-    assert config.max_model_len is not None and config.max_rotated_sinks is not None
-    return pool_size(
-        model,
-        config,
-        kv_layout(model, config, patterns),
-        max_model_len=config.max_model_len,
-        max_rotated_sinks=config.max_rotated_sinks,
-    )

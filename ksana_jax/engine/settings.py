@@ -1,4 +1,4 @@
-"""Keywords of `LLM` as a configuration whose policies exist. No jax."""
+"""Keywords of `LLM` as a configuration, and what a configuration cannot check by itself. No jax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
       ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
     """
     known = {f.name for f in dataclasses.fields(EngineConfig)} | {"pattern", "load_format", "tokenizer"}
-    return check_policies(EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known)))
+    return EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known))
 
 
 def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
@@ -31,7 +31,7 @@ def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
     """
     if config.dtype != "auto":
         return config
-    if params is None:
+    if params is None or callable(params):
         raise ConfigError('dtype is "auto", and there are no weights to take it from')
     return dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
 

@@ -11,13 +11,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.loading.config_json import load_config, model_directory, read_json
@@ -79,24 +80,43 @@ def load_model(
       ConfigError: a config or argument that cannot be.
       LoadError: files that cannot be used; one line that lists every tensor concerned.
     """
+    config, read = open_model(source, dtype, load_format, seed, embedding_device)
+    return config, read()
+
+
+def open_model(
+    source: str | os.PathLike[str] | ModelConfig,
+    dtype: str = "f32",
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+    embedding_device: Literal["device", "host"] = "device",
+) -> tuple[ModelConfig, Callable[[], Params]]:
+    """Checks config and files of a model, and returns a function that reads its weights; see `load_model`."""
     kind = array_dtype(dtype)
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}, must be one of {', '.join(LOAD_FORMATS)}")
+    checks.require(checks.one_of("load_format", load_format, LOAD_FORMATS), error=ConfigError)
     config = source.validate() if isinstance(source, ModelConfig) else load_config(source)
     if embedding_device == "host":
         check_embedding_on_host(config)
-    began = time.perf_counter()
     if load_format == "dummy":
-        params = init_params(config, seed, kind)
-        _log("drew random weights", config, params, began)
-        return config, embedding_on_host(params) if embedding_device == "host" else params
+
+        def draw() -> Params:
+            began, params = time.perf_counter(), init_params(config, seed, kind)
+            _log("drew random weights", config, params, began)
+            return embedding_on_host(params) if embedding_device == "host" else params
+
+        return config, draw
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig brings no weights; give a model directory, or load_format='dummy'")
     found = find_tensors(model_directory(source))
-    params = read_params(config, found, kind, str(source), embedding_device)
-    files = len({stored.path for stored in found.values()})
-    _log(f"loaded {source} from {files} file{'s' * (files > 1)}", config, params, began)
-    return config, params
+    check_tensors(config, found, str(source))
+
+    def read() -> Params:
+        began, params = time.perf_counter(), read_params(config, found, kind, str(source), embedding_device)
+        files = len({stored.path for stored in found.values()})
+        _log(f"loaded {source} from {files} file{'s' * (files > 1)}", config, params, began)
+        return params
+
+    return config, read
 
 
 def _log(done: str, config: ModelConfig, params: Params, began: float) -> None:
@@ -147,12 +167,15 @@ def read_params(
 ) -> Params:
     """Reads all weights of a config from where they were found; those but the embedding go to the default device.
 
+    Args:
+      found: tensors that `check_tensors` has accepted.
+
     Raises:
-      LoadError: tensors that are missing, unexpected, of another shape or of a dtype that is not supported; all listed.
+      LoadError: values that are not finite, or an output head that is not the embedding to which it is tied.
     """
+    _check_tied_head(config, found, source)
     shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
     tensors = tensors_of(config)
-    _check_tensors(config, {name: shape for weight in tensors for name, shape in weight.items()}, found, source)
     leaves = [
         read_weight([found[name] for name in weight], shape, dtype, to_device=embedding_device != "host" or index > 0)
         for index, (weight, shape) in enumerate(zip(tensors, shapes, strict=True))
@@ -160,11 +183,15 @@ def read_params(
     return jax.tree.unflatten(tree, leaves)
 
 
-def _check_tensors(config: ModelConfig, expected: dict[str, tuple[int, ...]], found: dict[str, StoredTensor], source):
-    family = FAMILIES[config.family]
-    head, embed = family.top_names["head"], family.top_names["embed"]
-    tied_head = config.tie_embeddings and head in found
-    allowed = dict(expected) | ({head: expected[embed]} if tied_head else {})
+def check_tensors(config: ModelConfig, found: dict[str, StoredTensor], source: str) -> None:
+    """Checks names, shapes and dtypes of a checkpoint's tensors; reads none of them.
+
+    Raises:
+      LoadError: tensors that are missing, unexpected, of another shape or of a dtype that is not supported; all listed.
+    """
+    expected = {name: shape for weight in tensors_of(config) for name, shape in weight.items()}
+    head, embed = _head_and_embed(config)
+    allowed = expected | ({head: expected[embed]} if config.tie_embeddings else {})
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, stored in found.items():
         if name not in allowed:
@@ -176,7 +203,16 @@ def _check_tensors(config: ModelConfig, expected: dict[str, tuple[int, ...]], fo
             problems.append(f"{name} is {stored.dtype}, supported: {', '.join(FLOATS)}")
     if problems:
         raise LoadError(f"{source}: {len(problems)} tensors do not fit: {'; '.join(problems)}")
-    if tied_head and not _same(found[head], found[embed]):
+
+
+def _head_and_embed(config: ModelConfig) -> tuple[str, str]:
+    names = FAMILIES[config.family].top_names
+    return names["head"], names["embed"]
+
+
+def _check_tied_head(config: ModelConfig, found: dict[str, StoredTensor], source: str) -> None:
+    head, embed = _head_and_embed(config)
+    if config.tie_embeddings and head in found and not _same(found[head], found[embed]):
         raise LoadError(
             f"{source}: {head} differs from {embed} although tie_word_embeddings is true; "
             "supported: equal tensors, or tie_word_embeddings false"
