@@ -152,7 +152,7 @@ def test_rows_of_the_host_benchmark_are_numbers(capsys, monkeypatch):
         cli.main(["bench", "host", "--rows", "4, 8", "--json"])
     assert raised.value.code == 0
     assert asked == [([4, 8], {"steps": 200, "context": 1024, "as_json": True})]
-    assert "--rows 'many' is not a list of numbers" in fails(capsys, "bench", "host", "--rows", "many")
+    assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", "host", "--rows", "many")
 
 
 def test_kernels_are_checked_for_chips_that_are_described(capsys):
@@ -184,7 +184,7 @@ def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypa
 
     monkeypatch.setattr("ksana_jax.experiments.command.run_and_report", run)
     error = fails(capsys, "run", "quickstart")
-    assert f"'pallas_kernels.hopper'; {tmp_path} hides the package 'pallas_kernels' of ksana_jax" in error
+    assert f"'pallas_kernels.hopper'; {tmp_path} shadows ksana_jax's package 'pallas_kernels'" in error
 
 
 def test_an_unknown_option_is_explained_by_the_command_itself(capsys):

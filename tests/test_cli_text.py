@@ -91,7 +91,7 @@ def test_chat_sends_the_whole_conversation_through_the_template(ksana, prompts, 
 
 def test_chat_forgets_and_ends_when_told(ksana, prompts, talker):
     code, _, error = ksana("chat", talker, *GREEDY, stdin="one\n/reset\n/help\n/usr/bin\n/exit\nnever read\n")
-    assert code == 0 and "/reset forgets" in error
+    assert code == 0 and "/reset clears" in error
     assert prompts == ["<s>u: one\na:", "<s>u: /usr/bin\na:"]
 
 

@@ -1,4 +1,4 @@
-"""The `ksana` command. Each command imports what it needs when it runs, so that `ksana --help` answers at once."""
+"""The `ksana` command. Commands import their dependencies only when they run, which keeps `ksana --help` fast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _print_version(asked: bool) -> None:
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="say what is loaded, allocated and compiled, with seconds")
+        bool, typer.Option("--verbose", "-v", help="log what is loaded, allocated and compiled, with durations")
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
@@ -59,11 +59,11 @@ bench.command("host", cls=groups.Command)(machine.bench_host)
 bench.command("throughput", cls=groups.Command)(machine.bench_throughput)
 app.add_typer(bench, name="bench")
 
-kernels = groups.group("Proofs of the kernels that need no GPU.")
+kernels = groups.group("Checks of the GPU kernels that need no GPU.")
 kernels.command("check", cls=groups.Command)(machine.kernels_check)
 app.add_typer(kernels, name="kernels")
 
-# Options of `ksana` itself that may stand anywhere: `ksana run x.yaml --debug` is what one types after an error.
+# Options of `ksana` itself that may appear anywhere: after an error, users append --debug to the same command.
 ANYWHERE = ("--debug", "--verbose", "-v")
 
 
@@ -72,9 +72,9 @@ def _warn(message, category, filename, lineno, file=None, line=None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: an error of the user is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
+    """Runs `ksana`. Invalid input gives one line on stderr and exit code 2, Ctrl-C exit code 130."""
     argv = sys.argv[1:] if argv is None else argv
-    resumes = "; the same command goes on from here" if argv[:1] in (["run"], ["train"]) else ""
+    resumes = "; repeat the command to resume" if argv[:1] in (["run"], ["train"]) else ""
     with interrupts.command(f"ksana: interrupted{resumes}"):
         _run(argv)
 
@@ -100,9 +100,9 @@ def _run(argv: list[str]) -> None:
 
 
 def _why_missing(error: ImportError) -> str:
-    """What to do about a module that is not found."""
+    """Advises on a module that was not found."""
     package = (error.name or "").partition(".")[0]
     places = [*getattr(sys.modules.get(package), "__path__", ())]
     if package == "pallas_kernels" and places:
-        return f"{places[0]} hides the package {package!r} of ksana_jax: take its folder off PYTHONPATH, or rename it"
+        return f"{places[0]} shadows ksana_jax's package {package!r}: remove its folder from PYTHONPATH, or rename it"
     return "is everything installed? (pip install -e .)"

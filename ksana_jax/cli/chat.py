@@ -1,4 +1,4 @@
-"""`ksana chat`: a conversation in the terminal, or one read from a pipe."""
+"""`ksana chat`: chats with a model in the terminal, or with messages read from a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ksana_jax import interrupts
 from ksana_jax.cli.options import MaxTokens, Model, TextOptions, takes_text_options
 from ksana_jax.cli.text import print_stream
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 
 
 @takes_text_options
@@ -24,27 +24,27 @@ def chat(
     *,
     options: TextOptions,
 ) -> None:
-    """Talks with a model that has a chat template; each line of input is a message.
+    """Chats with a model that has a chat template; each line of input is a message.
 
-    Commands within the conversation are /help, /reset and /exit.
+    Commands in the conversation: /help, /reset, /exit.
     """
     from ksana_jax.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    if tokenizer.chat_template is None:  # said before the weights are read
-        raise ValueError(f"{model} has no chat template, which `ksana chat` needs; `ksana generate` continues a text")
+    if tokenizer.chat_template is None:  # fails before the weights are read
+        raise ValueError(f"{model} has no chat template; `ksana generate` works without one")
     params = options.sampling_params(max_tokens)
-    # With the prefix cache a turn computes its own tokens, not those of all turns before.
+    # The prefix cache saves recomputing earlier turns.
     llm = options.make_llm(model, tokenizer=tokenizer, enable_prefix_caching=True)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
         with contextlib.suppress(ImportError):
-            import_module("readline")  # makes input() edit lines and remember them
+            import_module("readline")  # gives input() line editing and history
     converse(llm, [{"role": "system", "content": system}] if system else [], params)
 
 
 def converse(llm, opening: list[dict[str, str]], params) -> None:
-    """Answers each line of standard input until it ends; a message that cannot be answered is dropped."""
+    """Answers each line of standard input until it ends. Messages that cannot be answered are dropped."""
     messages = list(opening)
     while (line := _next_line()) not in (None, "/exit"):
         if line == "/reset":
@@ -56,11 +56,11 @@ def converse(llm, opening: list[dict[str, str]], params) -> None:
             try:
                 [prompt] = llm.chat_prompts(asked)
                 answer = print_stream(llm, prompt, params)
-            except ValueError as error:  # refused by the template, or the conversation has become too long
-                print(f"ksana: error: {error}; /reset starts again", file=sys.stderr)
+            except ValueError as error:  # the template rejected the message, or the conversation is too long
+                print(f"ksana: error: {error}; /reset clears the conversation", file=sys.stderr)
             except KeyboardInterrupt:
                 interrupts.forget()
-                print("\nksana: answer stopped, and the message dropped", file=sys.stderr)
+                print("\nksana: answer stopped and message dropped", file=sys.stderr)
             else:
                 messages = [*asked, {"role": "assistant", "content": answer}]
 

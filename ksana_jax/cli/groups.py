@@ -1,4 +1,4 @@
-"""How commands print their help, -h besides --help and no `<bool>` behind a flag, and former names of options."""
+"""Command classes that add -h, print flags without `<bool>`, and accept former names of options."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Group(_FlagsWithoutType, TyperGroup):
     """A group of commands, such as `ksana bench`."""
 
 
-# Options that had another name once; it still works and is in no help.
+# Former names of options; they still work but are not in any help text.
 FORMER_NAMES = {"sinks": "num-sinks"}
 
 
 def group(help: str, **settings) -> typer.Typer:
-    """An empty group; its help is printed when no command is given."""
+    """Creates an empty command group, which prints its help when no command is given."""
     names = {
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: FORMER_NAMES.get(name, name),

@@ -1,4 +1,4 @@
-"""What the package logs, shown on standard error."""
+"""Shows the package's log on standard error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import sys
 
 
 def show_log() -> None:
-    """Prints INFO messages of the package; those of libraries stay at WARNING."""
+    """Prints INFO messages of the package; libraries stay at WARNING."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("ksana_jax").setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""`ksana plan`, `doctor`, `bench`, `kernels`: what a machine has, holds and does."""
+"""`ksana plan`, `doctor`, `bench` and `kernels`: capacity, environment, speed and compile checks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from ksana_jax.cli.options import AsJson
 def plan(
     model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
-    dtype: Annotated[str, typer.Option(help="of weights, keys and values: f32, bf16 or f16")] = "bf16",
-    batch: Annotated[int | None, typer.Option(help="requests at once", show_default="as many as fit")] = None,
-    context: Annotated[int | None, typer.Option(help="tokens of each request", show_default="the model's")] = None,
+    dtype: Annotated[str, typer.Option(help="dtype of weights and KV: f32, bf16 or f16")] = "bf16",
+    batch: Annotated[int | None, typer.Option(help="concurrent requests", show_default="as many as fit")] = None,
+    context: Annotated[int | None, typer.Option(help="tokens per request", show_default="the model's")] = None,
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
     num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
-    embedding_device: Annotated[str, typer.Option(help="where the token embedding is kept: device or host")] = "device",
+    embedding_device: Annotated[str, typer.Option(help="memory of the token embedding: device or host")] = "device",
     prefix_share: Annotated[float, typer.Option(help="fraction of each text that all requests share")] = 0.0,
-    memory_fraction: Annotated[float, typer.Option(help="fraction of the device memory to fill")] = 0.9,
-    buckets: Annotated[bool, typer.Option("--buckets", help="list the cost of each bucket; compiles all")] = False,
+    memory_fraction: Annotated[float, typer.Option(help="fraction of the device memory to use")] = 0.9,
+    buckets: Annotated[
+        bool, typer.Option("--buckets", help="list the memory of each compiled step; compiles all of them")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Says where a device's memory goes for a model, and the largest batch, context and window that fit."""
+    """Predicts device memory for a model, and the largest batch, context and window that fit."""
     from ksana_jax.planner.report import main as show
 
     show(
@@ -43,7 +45,7 @@ def plan(
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Says what this machine has, which implementations would be used, and why not the others."""
+    """Shows devices, versions, the attention implementation in use, and why the others are not used."""
     import json
 
     from rich.console import Console
@@ -70,15 +72,15 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def bench_host(
-    rows: Annotated[str, typer.Option(help="numbers of running sequences, separated by commas")] = "256,1024",
+    rows: Annotated[str, typer.Option(help="numbers of running sequences, comma-separated")] = "256,1024",
     steps: Annotated[int, typer.Option(help="steps to time; the median is reported")] = 200,
-    context: Annotated[int, typer.Option(help="tokens of each sequence")] = 1024,
+    context: Annotated[int, typer.Option(help="tokens per sequence")] = 1024,
     as_json: AsJson = False,
 ) -> None:
-    """Times the host loop: CPU time of a decode step, with a device that takes none."""
+    """Measures the host loop: CPU time per decode step, with a device that takes no time."""
     counts = [part.strip() for part in rows.split(",")]
     if not all(part.isdecimal() for part in counts):
-        raise ValueError(f"--rows {rows!r} is not a list of numbers such as 256,1024")
+        raise ValueError(f"--rows is {rows!r}, must be comma-separated numbers such as 256,1024")
     from ksana_jax.bench.host import main as measure
 
     measure([int(part) for part in counts], steps=steps, context=context, as_json=as_json)
@@ -88,7 +90,7 @@ def bench_throughput(
     model: Annotated[str, typer.Option(help="a Hugging Face directory, or ksana-tiny")] = "ksana-tiny",
     dtype: Annotated[str, typer.Option(help="f32, bf16 or f16")] = "f32",
     requests: Annotated[int, typer.Option(help="number of requests, all submitted at the start")] = 32,
-    seed: Annotated[int, typer.Option(help="seed of the lengths and prompts")] = 0,
+    seed: Annotated[int, typer.Option(help="seed for lengths and prompts")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measures output tokens per second: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy."""
@@ -99,10 +101,10 @@ def bench_throughput(
 
 def kernels_check(
     target: Annotated[str, typer.Option(help="h200, h100, a100 (Triton kernels only) or v5e, a TPU")] = "h200",
-    only: Annotated[str, typer.Option(help="check only the cases whose line matches", metavar="REGEX")] = "",
+    only: Annotated[str, typer.Option(help="check only cases whose line of output matches", metavar="REGEX")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Compiles kernels and whole steps for a GPU, on a machine without one: registers, spills, memory, pool copies."""
+    """Compiles kernels and whole steps for an absent GPU; reports registers, spills, memory and copies of the pool."""
     from ksana_jax.compile_check.kernels import main as check
 
     raise typer.Exit(check(target, only=only, as_json=as_json))

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 Experiment = Annotated[Path, typer.Argument(help="a YAML file, or the name of a shipped one", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="key=value, dotted: engine.block_size=8", show_default=False)
+    list[str] | None, typer.Argument(help="dotted.key=value, such as engine.block_size=8", show_default=False)
 ]
 Out = Annotated[Path | None, typer.Option(help="output folder", show_default="runs/NAME")]
-AsJson = Annotated[bool, typer.Option("--json", help="end with one line of JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="also print one line of JSON at the end")]
 
-# A model that gives text.
+# Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """Options of commands that generate text: how tokens are chosen, and the engine."""
+    """Options of commands that generate text: sampling and engine settings."""
 
     temperature: Annotated[float, typer.Option(help="0 always takes the most probable token")] = 0.8
     top_p: Annotated[float, typer.Option(help="sample from the smallest set of tokens with this probability")] = 0.95
-    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text", show_default=False)] = None
-    dtype: Annotated[str, typer.Option(help="of weights and KV: f32, bf16, f16, or auto for the checkpoint's")] = "f32"
+    seed: Annotated[int | None, typer.Option(help="equal seeds give equal texts", show_default=False)] = None
+    dtype: Annotated[str, typer.Option(help="weights and KV: f32, bf16, f16, or auto for the checkpoint's")] = "f32"
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None
     num_sinks: Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")] = 0
     max_model_len: Annotated[
@@ -41,13 +41,13 @@ class TextOptions:
     ] = None
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
-        """How each answer's tokens are chosen."""
+        """Returns these options as SamplingParams."""
         from ksana_jax import SamplingParams
 
         return SamplingParams(max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed)
 
     def make_llm(self, model: str, **settings: Any) -> LLM:
-        """An engine for one conversation or text."""
+        """Creates an engine that serves one request at a time."""
         from ksana_jax import LLM, AttentionPattern
 
         if self.num_sinks and self.window is None:
@@ -59,7 +59,7 @@ class TextOptions:
 
 
 def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Puts the fields of TextOptions into a command's signature, for typer, in place of its parameter `options`."""
+    """Replaces the parameter `options` in a command's signature by the fields of TextOptions, for typer."""
     hints = get_type_hints(TextOptions, include_extras=True)
     fields = dataclasses.fields(TextOptions)
 

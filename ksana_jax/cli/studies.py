@@ -1,4 +1,4 @@
-"""`ksana run`, `report`, `inspect`: experiments and what they leave behind."""
+"""`ksana run`, `report`, `export` and `inspect`: runs experiments and shows their results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def run(
     file: Experiment,
     overrides: Overrides = None,
     out: Out = None,
-    shard: Annotated[str, typer.Option(help="k/n: the k-th of n parts, for job arrays")] = "1/1",
+    shard: Annotated[str, typer.Option(help="k/n: run the k-th of n parts, for job arrays")] = "1/1",
 ) -> None:
-    """Runs an experiment, or resumes one that was interrupted; prints its table and writes its figure."""
+    """Runs or resumes an experiment; prints its table and writes its figure."""
     from ksana_jax.experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]
@@ -27,12 +27,12 @@ def run(
 def report(
     folders: Annotated[list[Path], typer.Argument(help="folders that `ksana run` wrote", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="folder of table and figure", show_default="the run's; of several runs none")
+        Path | None, typer.Option(help="folder for table and figure", show_default="the run's; none for several runs")
     ] = None,
 ) -> None:
-    """Makes the table and figure of a run again, from its records; puts several runs into one table.
+    """Redraws the table and figure of a run from its records, or combines several runs in one table.
 
-    Runs that scored different texts are refused: their numbers say nothing about each other.
+    Runs that scored different texts are refused, because their numbers are not comparable.
     """
     from ksana_jax.experiments.command import report_and_show
 
@@ -43,7 +43,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="a CSV file", show_default="standard output")] = None,
 ) -> None:
-    """Prints a run as CSV, a row for each finished trial: label, grid, seed, trial id, every number of its summary."""
+    """Prints a run as CSV, one row per finished trial: label, grid, seed, trial id, and every number of its summary."""
     from ksana_jax.experiments.export import export as make
     from ksana_jax.files import write_atomic
 
@@ -58,13 +58,13 @@ def inspect(
     file: Experiment,
     overrides: Overrides = None,
     out: Out = None,
-    row: Annotated[int, typer.Option(help="which row of the experiment's table, from 1; its first seed is run")] = 1,
+    row: Annotated[int, typer.Option(help="row of the experiment's table to run, from 1; with its first seed")] = 1,
     step: Annotated[
         int | None, typer.Option(help="list the blocks after this step", show_default="the fullest")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows who owns which KV block: a picture of the pool over one trial, numbers, and a list of blocks."""
+    """Shows the owners of KV blocks: a picture of the pool over one trial, counts, and a list of blocks."""
     from ksana_jax.experiments.inspection import inspect_and_show
 
     inspect_and_show(file, overrides or [], out, row, step, as_json)

@@ -1,4 +1,4 @@
-"""`ksana tasks`: what experiments can measure, and the keys of their files."""
+"""`ksana tasks`: lists what experiments can measure, and the keys of experiment files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 def tasks(
     name: Annotated[
-        str | None, typer.Argument(help="a task, or package.module:Class of your own", show_default="all of them")
+        str | None, typer.Argument(help="a task, or package.module:Class of your own", show_default="all tasks")
     ] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="print the reference of experiment files, docs/yaml.md")

@@ -1,4 +1,4 @@
-"""`ksana generate`: text from a model."""
+"""`ksana generate`: prints text from a model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def generate(
     model: Model,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="text to continue; - is standard input, as is none in a pipe"),
+        typer.Option("--prompt", "-p", help="text to continue; - reads standard input, the default in a pipe"),
     ] = None,
     max_tokens: MaxTokens = 128,
     *,
     options: TextOptions,
 ) -> None:
-    """Continues a prompt, printing text as it is generated."""
+    """Continues a prompt and prints the text as it is generated."""
     text = prompt if prompt not in (None, "-") else read_prompt(sys.stdin.isatty() and prompt is None)
     params = options.sampling_params(max_tokens)
     print_stream(options.make_llm(model), text, params)
 
 
 def read_prompt(interactive: bool) -> str:
-    """The prompt on standard input, without the newline that ends its last line."""
+    """Reads the prompt from standard input and drops the newline that ends its last line."""
     if interactive:
-        raise ValueError("no prompt: give --prompt TEXT, or pipe a text into standard input")
+        raise ValueError("no prompt: give --prompt TEXT, or pipe a text to standard input")
     text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise ValueError("no prompt: standard input is empty")
@@ -42,7 +42,7 @@ def read_prompt(interactive: bool) -> str:
 
 
 def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:
-    """Prints a completion as it is generated, and a newline; returns its text."""
+    """Prints a completion as it is generated, then a newline; returns its text."""
     text = ""
     for output in llm.stream(prompt, params):
         shown, text = len(text), output.outputs[0].text
