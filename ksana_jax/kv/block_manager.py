@@ -1,4 +1,4 @@
-"""Which blocks of a pool are taken, by how many owners, and which are kept without one. Counts only; no jax."""
+"""Reference counts of a pool's blocks: which are free, owned, or kept without an owner. Counts only; no jax."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-# ufunc.at is thirty times slower when it has to convert.
+# ufunc.at is thirty times slower if it has to convert.
 _ONE = np.int32(1)
 _NONE = np.zeros(0, np.int32)
 
 
 class NoFreeBlocks(RuntimeError):
-    """More blocks were asked for than are free."""
+    """More blocks were requested than are available."""
 
 
 class BlockManager:
-    """Free blocks as a stack, and a reference count for each block of the pool.
+    """Manages free blocks as a stack, and a reference count for each block of the pool.
 
-    A block is free, held (reference count above 0), or idle: kept for what it holds although nobody owns it.
+    A block is free, held (reference count above 0), or idle: kept for its content although it has no owner.
 
     Args:
       num_blocks: M, blocks in the pool; ids are 0 to M-1.
@@ -33,14 +33,14 @@ class BlockManager:
         self.block_size = block_size
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.kept = np.zeros(num_blocks, bool)
-        # Popped from the end: low ids go first.
+        # Popped from the end, so low ids are taken first.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
         self.num_idle = 0
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody owns."""
+        """Number of blocks with at least one owner."""
         return self.num_blocks - self.num_free - self.num_idle
 
     def allocate(self, count: int) -> np.ndarray:
@@ -50,7 +50,7 @@ class BlockManager:
           NoFreeBlocks: fewer are free; nothing is taken.
         """
         if count > self.num_free:
-            raise NoFreeBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} are free")
+            raise NoFreeBlocks(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
         self.num_free -= count
         ids = self._free[self.num_free : self.num_free + count][::-1].copy()
         self.ref_count[ids] = 1
@@ -65,9 +65,9 @@ class BlockManager:
         np.add.at(self.ref_count, ids, _ONE)
 
     def release(self, ids: np.ndarray) -> np.ndarray:
-        """Takes one owner from each of some blocks; an id may occur more than once.
+        """Removes one owner from each of some blocks; an id may occur more than once.
 
-        Those left without are free, or idle where they are kept.
+        Blocks without an owner become idle if they are kept, free otherwise.
 
         Returns:
           The blocks that have become idle.
@@ -86,12 +86,12 @@ class BlockManager:
         return idle
 
     def keep(self, block: int) -> None:
-        """Has a held block stay when its last owner leaves."""
+        """Marks a held block to become idle, not free, when its last owner leaves."""
         assert self.ref_count[block] > 0, "a block nobody holds has nothing to keep"
         self.kept[block] = True
 
     def forget(self, block: int) -> None:
-        """Keeps a block no longer; an idle one is free."""
+        """Unmarks a kept block; an idle one becomes free."""
         assert self.kept[block], "the block was not kept"
         self.kept[block] = False
         if not self.ref_count[block]:
@@ -100,13 +100,13 @@ class BlockManager:
             self.num_free += 1
 
     def check(self, owned: Iterable[np.ndarray]) -> None:
-        """Compares the books with the blocks that owners say they hold.
+        """Checks the reference counts against the blocks that owners hold.
 
         Args:
           owned: one array of ids per owner.
 
         Raises:
-          AssertionError: a count is off, or a block is free and held, or in no list at all.
+          AssertionError: a count is wrong, or a block is both free and held, or in no list at all.
         """
         counts = np.bincount(np.concatenate([_NONE, *owned]), minlength=self.num_blocks)
         wrong = np.flatnonzero(counts != self.ref_count)

@@ -1,4 +1,4 @@
-"""What computing a token and moving a block cost, as measured: to choose between swapping and computing again."""
+"""Measured costs of computing a token and of moving a block, for the choice between swapping and recomputation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Costs:
         self._block_s: deque[float] = deque(maxlen=33)
 
     def observe(self, num_tokens: int, step_s: float, moves: Moves | None, move_s: float) -> None:
-        """Learns from a step.
+        """Records the times of a step.
 
         Args:
-          num_tokens: computed in it, if chunks were among them; 0 otherwise: a decode step says little of a prompt.
-          step_s: seconds of the step, its moves included. move_s: of the moves alone; 0 where that is not known.
+          num_tokens: tokens computed in the step if it had chunks, else 0: a decode step says little about prompts.
+          step_s: seconds of the step, moves included. move_s: seconds of the moves alone; 0 if unknown.
         """
         if moves is not None and move_s:
             self._block_s.append(move_s / (len(moves.saves) + len(moves.copies) + len(moves.loads)))
@@ -28,8 +28,8 @@ class Costs:
             self._token_s.append((step_s - move_s) / num_tokens)
 
     def favour_moving(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether moving blocks takes less time than computing tokens; yes as long as one is unknown, to learn it."""
+        """Whether moving blocks is cheaper than recomputing tokens. True until both costs have been measured."""
         if not self._block_s or not self._token_s:
             return True
-        # Medians: a step that compiled took seconds.
+        # Medians, because a step that compiled took seconds.
         return num_blocks * median(self._block_s) < num_tokens * median(self._token_s)

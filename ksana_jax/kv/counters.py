@@ -1,4 +1,4 @@
-"""What the memory counts."""
+"""Counters of KV memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass
 class Counters:
-    """What has happened since the engine started, in blocks unless it says otherwise.
+    """Counts events since the engine started, in blocks unless stated otherwise.
 
-    asked_tokens, hit_tokens: of prompts looked up, and found. hits_device, hits_host, hits_disk: where.
-    replaced, replaced_host: cached blocks that made room on the device, on the host. saved, loaded, copied: blocks
-    moved from the device, to it, within it. swapped_out, swapped_in: of those, for preempted rows.
+    asked_tokens, hit_tokens: prompt tokens looked up in the prefix cache, and found there.
+    hits_device, hits_host, hits_disk: blocks found, by tier.
+    replaced, replaced_host: cached blocks replaced on the device, on the host.
+    saved, loaded, copied: blocks moved from the device to the host, back, and within the device.
+    swapped_out, swapped_in: of the blocks saved and loaded, those of preempted rows.
     """
 
     asked_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The device's pool: blocks are allocated, shared, copied and loaded; cached ones make room for new ones. No jax."""
+"""The device tier: allocates, shares, copies and loads blocks, and replaces cached ones. No jax."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 
 
 class DeviceTier(Tier):
-    """The fastest tier, the only one whose blocks a step reads and writes.
+    """Manages the fastest tier, the only one whose blocks a step reads and writes.
 
     Args:
-      moves: where copies to and from its blocks are noted.
-      host: where replaced content goes; None has no host tier. write: see `config.EngineConfig.cache_write`.
+      moves: collects copies to and from its blocks.
+      host: receives replaced content; None for no host tier. write: see `config.EngineConfig.cache_write`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DeviceTier(Tier):
         self._host, self._write = host, write
 
     def allocate(self, count: int) -> np.ndarray:
-        """Takes `count` blocks, replacing cached prefixes where none is free: ids [count].
+        """Takes `count` blocks, replacing cached prefixes if too few are free: ids [count].
 
         Raises:
           NoFreeBlocks: fewer are available; nothing is taken.
@@ -53,12 +53,12 @@ class DeviceTier(Tier):
         self.pool.share(ids)
 
     def release(self, ids: np.ndarray) -> None:
-        """Takes one owner from each of some blocks."""
+        """Removes one owner from each of some blocks."""
         super().release(ids)
         copies, loads = self._moves.copies, self._moves.loads
         if copies or loads:
             for block in ids[self.pool.ref_count[ids] == 0].tolist():
-                copies.pop(block, None)  # the owner that wanted the copy has gone
+                copies.pop(block, None)  # the owner that needed the copy is gone
                 if not self.pool.kept[block]:
                     loads.pop(block, None)
 
@@ -67,16 +67,16 @@ class DeviceTier(Tier):
         return bool(self.pool.ref_count[block] > 1 or self.pool.kept[block])
 
     def copy(self, block: int) -> int:
-        """Copies a shared block for one of its owners, who gives the shared one back; returns the copy."""
+        """Copies a shared block for one of its owners, releases the shared one, and returns the copy."""
         (new,) = self.allocate(1).tolist()
         self._moves.copy(block, new)
         self.release(np.array([block], np.int32))
         return new
 
     def load(self, nodes: list[Node], count: int) -> None:
-        """Gives a block to each of the pinned nodes that are not on the device yet, `count` of them.
+        """Allocates blocks for the `count` pinned nodes that are not on the device yet, and loads them from the host.
 
-        Their pins on the host pass to the moves.
+        Their pins on the host are transferred to the moves.
         """
         new = self.allocate(count).tolist()
         for node in nodes:
@@ -88,13 +88,13 @@ class DeviceTier(Tier):
                 self.put(node, block)
 
     def keep(self, node: Node, block: int) -> None:
-        """Keeps a block that holds a node's content, which has just been computed."""
+        """Caches a block that holds a node's content, which has just been computed."""
         self.put(node, block)
         if self._write == "through":
             self.save(node)
 
     def save(self, node: Node) -> None:
-        """Copies a node's content to the host too, if it is not there and there is room."""
+        """Copies a node's content to the host as well, if it is not there yet and there is room."""
         if self._host is None or node.at[HOST] >= 0:
             return
         slot = self._host.take_slot()

@@ -1,8 +1,8 @@
 """Reads from disk to the host on behalf of waiting sequences. Knows slots, files and a clock; no device.
 
-A sequence's reads are reserved as a whole: it gets a slot of the host for each block or none at all, in which case it
-computes what it could have read. So nobody holds some slots while it waits for more, and requests that each fit alone
-cannot lock each other out. What was read stays pinned until its sequence runs or ends.
+A sequence's reads are reserved completely: it gets a host slot for each block, or none at all and then computes what it
+could have read. No sequence holds some slots while it waits for more, so requests that each fit alone cannot deadlock.
+Blocks that were read stay pinned until their sequence runs or ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Read:
 
 @dataclasses.dataclass
 class Reservation:
-    """What one waiting sequence has reserved. slots: pinned, those of reads that are done among them."""
+    """Host slots that one waiting sequence has reserved. slots: pinned ones, including those of finished reads."""
 
     deadline_s: float
     reads: list[Read]
@@ -41,17 +41,17 @@ class Reservation:
 
     @property
     def all_slots(self) -> np.ndarray:
-        """Pinned slots, and those of reads that are not done."""
+        """Pinned slots and slots of unfinished reads."""
         return np.array(self.slots + [read.slot for read in self.reads], np.int32)
 
 
 class DiskReads:
-    """Reads of all waiting sequences.
+    """Manages the disk reads of all waiting sequences.
 
     Args:
       index: has a node for every block that is read.
-      host, disk: where blocks are read to and from; without both there is nothing to read.
-      clock: seconds, rising. timeout_s: after which a sequence no longer waits for its reads.
+      host, disk: tiers that blocks are read to and from; if either is None, reads are disabled.
+      clock: monotonic time in seconds. timeout_s: limit after which a sequence no longer waits for its reads.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class DiskReads:
         self._index, self._host, self._disk = index, host, disk
         self._clock, self._timeout_s = clock, timeout_s
         self._active: dict[KVState, Reservation] = {}
-        self._late: list[Read] = []  # nobody waits for them any more, and their slots are still written to
+        self._late: list[Read] = []  # no sequence waits for them any more, but the disk still writes to their slots
 
     @property
     def num_pending(self) -> int:
-        """Blocks that waiting sequences still expect from disk."""
+        """Number of blocks that waiting sequences still expect from disk."""
         return sum(len(reserved.reads) for reserved in self._active.values())
 
     @property
     def num_reading(self) -> int:
-        """Those of them that the disk has not read yet."""
+        """Number of expected blocks that the disk has not read yet."""
         return sum(not read.future.done() for reserved in self._active.values() for read in reserved.reads)
 
     @property
@@ -83,14 +83,14 @@ class DiskReads:
         return self._host is not None and self._disk is not None and self._disk.enabled
 
     def has(self, key: bytes) -> bool:
-        """Whether the disk has a block of that key."""
+        """Whether the disk has a block with this key."""
         return self._disk is not None and key in self._disk
 
     def begin(self, state: KVState, found: list[list[Node]], depths: list[list[int]]) -> bool:
-        """Starts to read some blocks of a sequence; False if there is no room for them or nothing to wait for.
+        """Starts reading blocks of a sequence; False if there is no room for them or nothing to wait for.
 
         Args:
-          found: of each group of layers, its first blocks as far as they are known. depths: numbers of those to read.
+          found: for each group of layers, the nodes of its leading blocks as far as known. depths: indices to read.
         """
         index, host, disk = self._index, self._host, self._disk
         assert disk is not None and host is not None
@@ -98,12 +98,12 @@ class DiskReads:
         reading = {read.node.key: other for other in self._active.values() for read in other.reads}
         keys = [state.links[group][depth].key for group, wanted in enumerate(depths) for depth in wanted]
         others = [reading[key] for key in keys if key in reading]
-        if others:  # another sequence has it read: wait with that one
+        if others:  # another sequence is already reading it: wait with that one
             if max(other.deadline_s for other in others) > now:
                 return True
             return False
         state.has_read = True
-        # What is there must not make room for the rest.
+        # Blocks already on the host must not be replaced to make room for the others.
         pins = [node.at[HOST] for nodes in found for node in nodes if node.at[HOST] >= 0]
         host.pool.share(np.array(pins, np.int32))
         if host.num_available < len(keys):
@@ -118,19 +118,19 @@ class DiskReads:
                 if node is None:
                     break
                 if depth in wanted:
-                    node.num_pins += 1  # first: what makes room may be all that keeps the node in the index
+                    node.num_pins += 1  # first, because making room may drop the node from the index
                     slot = host.take_slot()
                     assert slot is not None
                     facts = BlockFacts(link.key, parent.key, link.tokens, depth * index.block_size)
                     reserved.reads.append(Read(node, slot, disk.read(link.key, facts, host.data[slot])))
                 parent = node
             index.drop_if_empty(parent)
-        if not reserved.reads:  # the keys are taken by other content
+        if not reserved.reads:  # other content has the same keys
             self.end(state)
         return bool(reserved.reads)
 
     def ready(self, state: KVState) -> bool:
-        """Whether a sequence waits for no reads; takes in what has been read, and gives up what is late."""
+        """Whether a sequence waits for no reads; adds finished reads to the cache and abandons late ones."""
         reserved = self._active.get(state)
         if reserved is None or not reserved.reads:
             return True
@@ -161,7 +161,7 @@ class DiskReads:
         self._index.drop_if_empty(node)
 
     def end(self, state: KVState) -> None:
-        """Lets go of what a sequence has reserved: it runs, or it has ended."""
+        """Releases the reservation of a sequence that runs or has ended."""
         reserved = self._active.pop(state, None)
         if reserved is None:
             return
@@ -172,32 +172,32 @@ class DiskReads:
             self._unpin(read.node)
 
     def poll(self) -> None:
-        """Frees the slots of late reads that have come to an end."""
+        """Frees the slots of late reads that have finished."""
         for read in [r for r in self._late if r.future.done()]:
             self._late.remove(read)
             assert self._host is not None
             self._host.release(np.array([read.slot], np.int32))
 
     def wait(self, timeout_s: float = 0.01) -> None:
-        """Blocks until a read is done, at most so long."""
+        """Blocks until a read is done, for at most `timeout_s`."""
         futures = [read.future for reserved in self._active.values() for read in reserved.reads]
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
 
     def reserved(self, state: KVState) -> np.ndarray:
-        """Slots of the host that a sequence has reserved."""
+        """Host slots that a sequence has reserved."""
         reserved = self._active.get(state)
         return _NO_SLOTS if reserved is None else reserved.all_slots
 
     def all_reserved(self) -> Iterator[np.ndarray]:
-        """Yields the slots of each sequence that has reserved some."""
+        """Yields the host slots of each sequence with a reservation."""
         return (reserved.all_slots for reserved in self._active.values())
 
     @property
     def late(self) -> np.ndarray:
-        """Slots of late reads, which belong to no sequence any more."""
+        """Host slots of late reads, which no longer belong to a sequence."""
         return np.array([read.slot for read in self._late], np.int32)
 
     def reading(self) -> list[int]:
-        """Slots of the host that are being written to."""
+        """Host slots that the disk is writing to."""
         reads = [read for reserved in self._active.values() for read in reserved.reads] + self._late
         return [read.slot for read in reads]

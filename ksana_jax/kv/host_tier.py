@@ -1,4 +1,4 @@
-"""The host's slots: given to saves, reads and swapped blocks; replaced content is written to disk. No jax."""
+"""The host tier: slots for saves, reads and swapped blocks; writes replaced content to disk. No jax."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 
 
 class HostTier(Tier):
-    """A tier whose blocks (*slots*) are rows of an array.
+    """Manages a tier whose blocks (*slots*) are rows of an array.
 
     Args:
       data: [slots, ...] the blocks, preallocated.
-      disk: None has no disk tier. write: see `config.EngineConfig.cache_write`.
+      disk: the next tier; None for no disk tier. write: see `config.EngineConfig.cache_write`.
 
     Attributes:
-      in_moves: slots with one owner more until the pending moves that touch them are made.
+      in_moves: slots with one extra owner until the pending moves that touch them are made.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HostTier(Tier):
         self._to_disk: list[Node] = []  # once the pending moves are made
 
     def take_slot(self) -> int | None:
-        """Returns a slot with one owner, replacing cached content where none is free; None where all are owned."""
+        """Returns a slot with one owner, replacing cached content if none is free; None if all are owned."""
         if not self.num_available:
             return None
         if not self.pool.num_free:
@@ -53,26 +53,26 @@ class HostTier(Tier):
         return int(self.pool.allocate(1)[0])
 
     def receive(self, node: Node, slot: int) -> None:
-        """Notes that a pending save brings a node's content to a slot with one owner, which is the move."""
+        """Records that a pending save copies a node's content to a slot whose one owner is the move."""
         self.in_moves.append(slot)
         self.put(node, slot)
         if self.write == "through":
             self.write_to_disk_later(node)
 
     def write_to_disk(self, node: Node) -> None:
-        """Writes a node's content to disk if there is a disk and it has not got it."""
+        """Writes a node's content to disk, if there is a disk tier and it does not have it yet."""
         if self.disk is not None and node.key not in self.disk:
             assert node.parent is not None
             facts = BlockFacts(node.key, node.parent.key, node.tokens, node.depth * self.pool.block_size)
             self.disk.write(facts, self.data[node.at[HOST]])
 
     def write_to_disk_later(self, node: Node) -> None:
-        """Has a node written to disk as soon as the pending moves have brought its content."""
+        """Writes a node to disk once the pending moves have copied its content to the host."""
         if self.disk is not None:
             self._to_disk.append(node)
 
     def moves_made(self) -> None:
-        """Says that the pending moves have been made."""
+        """Takes note that the pending moves have been made."""
         if self._to_disk:
             for node in self._to_disk:
                 if node.at[HOST] >= 0:

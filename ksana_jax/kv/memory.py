@@ -1,13 +1,13 @@
 """Where every KV block is stored: device, host or disk. Knows blocks, tokens and counts; no jax, no scheduling.
 
-The scheduler takes blocks and gives them back; which cached prefix makes room for them, what moves to the host and
-from there to disk, and what a prompt can take over is decided here. Nothing is copied here: copies between device and
-host are noted as `kv.moves.Moves`, which the executor makes before it computes, so that within a step
+The scheduler allocates and releases blocks. KVMemory decides which cached prefixes they replace, what moves to the host
+and on to disk, and which cached blocks a prompt can reuse. It copies nothing itself: copies between device and host are
+recorded as `kv.moves.Moves`, and the executor makes them before it computes. Within a step, therefore,
 
-    a block that is freed may be taken at once: it is saved before it is overwritten, and
-    a block that is loaded or copied may be shared at once: it is there before it is read.
+    a freed block may be reallocated at once: it is saved before it is overwritten, and
+    a block being loaded or copied may be shared at once: it arrives before it is read.
 
-After the step `commit` says that they have been made. A host slot is pinned while a move that touches it is pending.
+After the step, `commit` confirms the moves. A host slot is pinned while a move that touches it is pending.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ FLUSHED_AT_ONCE = 64
 
 
 class KVMemory:
-    """Joins the tiers, what moves between them, and what is cached in them.
+    """Manages KV blocks on all tiers: allocation, prefix cache, disk reads, swapping, and moves between tiers.
 
     Args:
-      num_blocks: of the device's pool.
-      index: empty; it says how many tokens a block has.
+      num_blocks: blocks in the device's pool.
+      index: an empty prefix index; it determines the block size.
       caching: whether full blocks are kept after use.
       replacement: a key of `replacement.POLICIES`, or see `replacement.find_policy`.
       preempt, write: see `config.EngineConfig.preempt` and `cache_write`.
-      host_data: [slots, ...] the host's blocks, preallocated, each as many bytes; None has no host tier.
-      disk: None has no disk tier.
-      clock: seconds, rising. read_timeout_s: after which a request no longer waits for the disk.
+      host_data: [slots, ...] the host's blocks, preallocated, each of block_bytes; None for no host tier.
+      disk: the disk tier, or None.
+      clock: monotonic time in seconds. read_timeout_s: limit after which a request no longer waits for the disk.
 
     Attributes:
-      device, host: the tiers; host is None where there is none.
-      prefixes, disk_reads, swap: what uses them.
-      layout: what a block holds.
-      num_blocks_by_origin: that rows have come by, see `KVState`.
+      device, host: tiers; host is None if there is none.
+      prefixes, disk_reads, swap: prefix cache, disk reads of waiting sequences, and swapping of preempted ones.
+      layout: contents of a block.
+      num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class KVMemory:
         self.swap = Swap(self.device, self.host, self.moves, counters, preempt=self._preempt, costs=self.costs)
 
     def reset(self, host_data: np.ndarray | None) -> None:
-        """Forgets what device and host hold, after a failure that may have left the books half written.
+        """Forgets the contents of device and host after a failure that may have left the bookkeeping inconsistent.
 
         Args:
-          host_data: new blocks of the host: reads from disk that are under way still write to the old ones.
+          host_data: a new array for the host's blocks, because running disk reads still write to the old one.
         """
         if self.disk is not None:
             self.disk.reset()
@@ -115,7 +115,7 @@ class KVMemory:
         return self.device.pool
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
-        """Changes what stays visible and what keys depend on. Only while nothing runs or waits."""
+        """Changes which positions stay visible and what cache keys depend on. Only while nothing runs or waits."""
         self.layout, self.index.scope = layout, scope
         self.prefixes.lives = [group.live for group in layout.groups]
         self.index.group_layers = [group.layers for group in layout.groups]
@@ -126,18 +126,18 @@ class KVMemory:
     # ------------------------------------------------------------------ around a step
 
     def take_moves(self) -> Moves | None:
-        """Returns what the executor must copy before it computes; None for nothing."""
+        """Returns the copies that the executor must make before it computes; None if there are none."""
         return self.moves.take()
 
     def commit(self) -> None:
-        """Says that the moves taken have been made."""
+        """Confirms that the moves taken have been made."""
         if self.host is not None:
             self.host.moves_made()
 
     def flush(self) -> Iterator[None]:
-        """Brings cached content to the disk, some blocks at a time, the deepest first.
+        """Writes cached content to disk in batches of blocks, deepest blocks first.
 
-        Nothing runs and no move is left; after each yield the caller makes those that have come up.
+        Call it while nothing runs and no move is pending; after each yield, the caller makes the moves that it added.
         """
         if self.disk is None or self.host is None or self._write == "drop":
             return
@@ -158,19 +158,19 @@ class KVMemory:
     # ------------------------------------------------------------------ who owns what
 
     def owners(self) -> Iterator[Owner]:
-        """Yields moves and late reads, the owners of slots of the host that are no sequences."""
+        """Yields the owners of host slots that are not sequences: moves and late reads."""
         if self.host is not None:
             yield Owner("", 0, "moves", HOST, np.array(self.host.in_moves, np.int32))
             yield Owner("", 0, "reads", HOST, self.disk_reads.late)
 
     def moving(self, level: int) -> set[int]:
-        """Blocks of a tier whose content is still to come."""
+        """Blocks of a tier whose content has not arrived yet."""
         if level == DEVICE:
             return {*self.moves.copies, *self.moves.loads}
         return {*self.moves.saves, *self.disk_reads.reading()}
 
     def check(self, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
-        """Checks that the books agree with what sequences hold.
+        """Checks that reference counts agree with the blocks that sequences hold.
 
         Args:
           owned: one array of device blocks per owner. swapped: one array of host slots per owner.

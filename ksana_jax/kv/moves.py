@@ -1,4 +1,4 @@
-"""Copies of whole blocks that the executor makes before a step computes. Noted here, made elsewhere; no jax."""
+"""Records copies of whole blocks, which the executor makes before a step computes. No jax."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NO_PAIRS = np.zeros((0, 2), np.int32)
 
 @dataclasses.dataclass
 class Moves:
-    """Whole blocks to be copied before a step computes, in this order; each [n, 2] int32 of from and to.
+    """Blocks to copy before a step computes, in the order of the fields; each [n, 2] int32 of source and target ids.
 
-    saves: device blocks to host slots. copies: device blocks to device blocks (copy-on-write), all read before one is
+    saves: device blocks to host slots. copies: device blocks to device blocks (copy-on-write), all read before any is
     written. loads: host slots to device blocks.
     """
 
@@ -26,7 +26,7 @@ class Moves:
 
 
 class PendingMoves:
-    """Moves noted since the last step.
+    """Collects the moves recorded since the last step.
 
     saves: {host slot: device block}. copies: {new device block: the one it is copied from}.
     loads: {device block: host slot}.
@@ -39,22 +39,22 @@ class PendingMoves:
         self._counters = counters
 
     def save(self, block: int, slot: int) -> None:
-        """Notes that a block of the device is to be copied to a slot of the host."""
-        # A block that is itself still to be written is read where its content comes from.
+        """Records a copy of a device block to a host slot."""
+        # If the block itself is the target of a pending move, the copy reads that move's source.
         self.saves[slot] = self.copies.get(block, block)
         self._counters.saved += 1
 
     def copy(self, block: int, new: int) -> None:
-        """Notes that a block of the device is to be copied to another one."""
+        """Records a copy of a device block to another one."""
         self.copies[new] = self.copies.get(block, block)
         self._counters.copied += 1
 
     def load(self, slot: int, block: int) -> None:
-        """Notes that a slot of the host is to be copied to a block of the device."""
+        """Records a copy of a host slot to a device block."""
         self.loads[block] = slot
 
     def take(self) -> Moves | None:
-        """Returns what is to be copied, which is pending no longer; None for nothing."""
+        """Returns the pending moves and clears them; None if there are none."""
         if not (self.saves or self.copies or self.loads):
             return None
         self._counters.loaded += len(self.loads)

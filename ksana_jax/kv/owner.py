@@ -1,4 +1,4 @@
-"""Who owns a block: a value for those who show it. No jax."""
+"""Describes the owner of a block, for inspection. No jax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ksana_jax.kv.state import Origin
 class Owner(NamedTuple):
     """One owner of some blocks of a tier.
 
-    request_id, index: as of `Sequence`; request_id is empty where a move or a read owns the blocks, and no request.
+    request_id, index: as in `Sequence`; request_id is empty if the owner is a move or a read instead of a request.
     doing: "runs", "waits" (with shared or swapped blocks), "reads" from disk, "moves".
     tier: DEVICE or HOST.
-    ids, starts: [n] blocks and the text positions where they begin; starts is None where only their nodes know.
-    num_tokens: computed tokens of the sequence. origins: [n], or one for all.
+    ids, starts: [n] blocks and the text positions where they begin; starts is None if only their nodes know.
+    num_tokens: computed tokens of the sequence. origins: [n], or one value for all.
     """
 
     request_id: str

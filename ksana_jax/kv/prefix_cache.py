@@ -1,4 +1,4 @@
-"""What a prompt can take over from the cache, and what enters it. Knows tokens and nodes, no requests; no jax."""
+"""The prefix cache: finds cached blocks for a prompt, and caches new ones. Knows tokens, no requests; no jax."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ksana_jax.patterns import FULL, LiveRange
 
 @dataclasses.dataclass
 class Hit:
-    """What a prompt found, pinned: nodes at text positions `starts`, the first num_tokens tokens in all.
+    """The pinned nodes that a prompt found, at text positions `starts`; they cover its first num_tokens tokens.
 
-    last: of each group of layers the node of the last tokens, whether it is needed or not.
-    awaits: its next block is just being computed by a running row, or read from disk: better come back.
+    last: for each group of layers, the node of the last tokens, whether or not it is needed.
+    awaits: a running row is computing the next block, or it is being read from disk: try again later.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)
@@ -34,14 +34,14 @@ class Hit:
 
 
 class PrefixCache:
-    """Cached prefixes: full blocks by what they hold.
+    """Finds, pins and caches full blocks by their content.
 
     Args:
       enabled: whether full blocks are kept after use.
-      index: which content there is. device, host: where it is stored. disk_reads: bring more of it to the host.
+      index: knows the cached content. device, host: tiers that store it. disk_reads: bring more of it to the host.
 
     Attributes:
-      lives: which positions stay visible to later tokens, in each group of layers.
+      lives: positions that stay visible to later tokens, for each group of layers.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PrefixCache:
         self._computing: dict[bytes, KVState] = {}
 
     def pin(self, state: KVState, token_ids: np.ndarray, max_tokens: int) -> Hit:
-        """Finds the longest cached beginning of a sequence, of at most max_tokens tokens, and pins it.
+        """Finds the longest cached prefix of a sequence, of at most max_tokens tokens, and pins it.
 
         In layers whose pattern is bounded, only the blocks that later queries see are needed and pinned.
         """
@@ -92,21 +92,21 @@ class PrefixCache:
         return hit
 
     def _links(self, state: KVState, token_ids: np.ndarray, group: int, num_blocks: int) -> list[Link]:
-        """The links of a sequence's first blocks of a group, num_blocks or more."""
+        """Returns the links of at least the first num_blocks blocks of a sequence in one group."""
         return self._index.chain(token_ids, state.salt, state.links[group], num_blocks, group)
 
     def _link(self, state: KVState, token_ids: np.ndarray, group: int, depth: int) -> Link:
-        """The link of a sequence's block of a number."""
+        """Returns the link of a sequence's block number `depth` in one group."""
         return self._links(state, token_ids, group, depth + 1)[depth]
 
     def _needed(self, live: LiveRange, num_blocks: int) -> list[int]:
-        """Which of the first blocks of a text later queries see, by number."""
+        """Returns the indices of those first blocks of a text that later queries see."""
         size = self._index.block_size
         dead = live.dead_blocks(np.arange(num_blocks) * size, size, num_blocks * size)
         return np.flatnonzero(~dead).tolist()
 
     def _known(self, state: KVState, token_ids: np.ndarray, limit: int) -> list[list[Node]]:
-        """The first blocks of a sequence as far as the index has them, at most `limit`, of each group of layers."""
+        """Returns the indexed leading blocks of a sequence, at most `limit`, for each group of layers."""
         return [self._known_of(state, token_ids, group, limit) for group in range(len(self.lives))]
 
     def _known_of(self, state: KVState, token_ids: np.ndarray, group: int, limit: int) -> list[Node]:
@@ -122,10 +122,10 @@ class PrefixCache:
         return found
 
     def _missing(self, state: KVState, token_ids: np.ndarray, found: list[list[Node]], limit: int) -> list[list[int]]:
-        """Which blocks of a sequence are worth reading from disk, by number, of each group of layers.
+        """Returns the indices of a sequence's blocks that are worth reading from disk, for each group of layers.
 
         Args:
-          found: its first blocks of each group, as far as they are known. limit: most blocks it can take over.
+          found: the indexed leading blocks of each group. limit: maximum number of blocks that it can reuse.
         """
         reads = self._disk_reads
         if not reads.enabled or state.has_read:
@@ -143,17 +143,17 @@ class PrefixCache:
         ]
 
     def num_cached_tokens(self, state: KVState, token_ids: np.ndarray) -> int:
-        """Tokens of a text's beginning that could be taken over now; pins nothing and reads nothing from disk."""
+        """Number of leading tokens of a text that could be reused now; pins nothing and reads nothing from disk."""
         if not self.enabled:
             return 0
         found = self._known(state, token_ids, (len(token_ids) - 1) // self._index.block_size)
         return self._usable_of(found) * self._index.block_size
 
     def usable(self, there: Sequence[np.ndarray]) -> int:
-        """Longest beginning of a text, in blocks, of which all that later queries see is there in every group.
+        """Length in blocks of the longest prefix for which every group has the blocks that later queries see.
 
         Args:
-          there: [blocks] bool, of each group of layers.
+          there: [blocks] bool for each group of layers, whether the block is available.
         """
         count = min(map(len, there))
         while True:
@@ -166,7 +166,7 @@ class PrefixCache:
         return self.usable([np.array([node.is_somewhere for node in nodes], bool) for nodes in found])
 
     def _usable(self, live: LiveRange, there: np.ndarray) -> int:
-        """The same of one group."""
+        """Length in blocks of the longest prefix for which one group has the blocks that later queries see."""
         size = self._index.block_size
         if live.window is None:
             return len(there) if there.all() else int(there.argmin())
@@ -179,17 +179,17 @@ class PrefixCache:
         return 0
 
     def unpin(self, hit: Hit) -> None:
-        """Lets a hit go that found no room; its nodes have not moved since."""
+        """Unpins a hit for which there was no room; its nodes have not moved since."""
         on_device, on_host = _places(hit.nodes)
         self._device.release(on_device)
         if self._host is not None:
             self._host.release(on_host)
 
     def claim(self, state: KVState, hit: Hit, num_tokens: int) -> HeldBlocks:
-        """Turns a pinned hit into blocks of the device, loading those that are on the host; there is room for them.
+        """Turns a pinned hit into device blocks, loading those on the host; the caller has made sure of room for them.
 
         Args:
-          num_tokens: of the sequence, for the rate of hits.
+          num_tokens: tokens of the sequence, for the hit rate.
         """
         origins = [
             Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in state.read else Origin.HIT_HOST
@@ -220,29 +220,29 @@ class PrefixCache:
         c.hits_disk += origins.count(Origin.HIT_DISK)
 
     def expect(self, state: KVState, token_ids: np.ndarray) -> None:
-        """Notes the blocks that a sequence which begins to run will compute, so that others can wait for them."""
+        """Records the blocks that a starting sequence will compute, so that others can wait for them."""
         num_blocks = len(token_ids) // self._index.block_size
         for link in self._links(state, token_ids, 0, num_blocks)[state.num_indexed : num_blocks]:
             self._computing.setdefault(link.key, state)
 
     def expect_no_more(self, state: KVState) -> None:
-        """Forgets what a sequence was expected to compute."""
+        """Forgets the blocks that a sequence was expected to compute."""
         if self._computing:
             for link in state.links[0]:
                 if self._computing.get(link.key) is state:
                     del self._computing[link.key]
 
     def insert(self, state: KVState, token_ids: np.ndarray, ids: Sequence[list[int]]) -> list[list[int]]:
-        """Makes the next full blocks of a running sequence findable.
+        """Adds the next full blocks of a running sequence to the cache.
 
         Args:
           token_ids: its tokens so far.
-          ids: of each group of layers, device blocks of its blocks number state.num_indexed and following; -1 where it
-            holds none any more.
+          ids: for each group of layers, the device blocks of its block number state.num_indexed and after; -1 if it no
+            longer holds the block.
 
         Returns:
-          The blocks that it should hold: where another block has the same content already, that one, now shared; the
-          caller gives its own back.
+          The blocks that it should hold. If another block already has the same content, that block, now shared; the
+          caller releases its own.
         """
         kept = [self._insert(state, token_ids, group, of_group) for group, of_group in enumerate(ids)]
         if state.cacheable:
@@ -264,7 +264,7 @@ class PrefixCache:
             if self._computing.get(link.key) is state:
                 del self._computing[link.key]
             node = None if parent is None else index.child(parent, link.tokens, link.key)
-            if node is None:  # the key is taken by another content: nothing of this text can be found from here on
+            if node is None:  # other content has the same key: nothing of this text can be found from here on
                 state.cacheable = False
                 break
             parent = node
@@ -284,7 +284,7 @@ class PrefixCache:
 
 
 def _places(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns blocks of the device that have some nodes' content, and slots of the host that have the others'."""
+    """Returns the device blocks of nodes that are on the device, and the host slots of the other nodes."""
     on_device = [node.at[DEVICE] for node in nodes if node.at[DEVICE] >= 0]
     on_host = [node.at[HOST] for node in nodes if node.at[DEVICE] < 0]
     return np.array(on_device, np.int32), np.array(on_host, np.int32)

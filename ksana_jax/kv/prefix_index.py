@@ -1,12 +1,12 @@
-"""Finds cached content by what it is: a hash chain over full blocks of tokens. Knows no pools, no device.
+"""Looks up cached blocks by content, through a hash chain over full blocks of tokens. Knows no pools, no device.
 
 The key of a block is SHA-256 over the key of the block before it and its own tokens; the chain begins at a root of
-model fingerprint and salt. Equal keys do not suffice: tokens and parent are compared too, and a collision is a miss.
+model fingerprint and salt. Equal keys are not enough: tokens and parent are compared too, and a collision is a miss.
 
-Which content is valid where. Keys and values of a token follow from the tokens up to it, the model and, from the second
-layer on, from the attention pattern. So the pattern belongs to the key, from the first block on in which it hides
-something from some query: before that, every pattern sees all there is and blocks are common property. A salt
-isolates those who use it from everybody else.
+When cached content is valid: the keys and values of a token depend on the tokens up to it, on the model and, from the
+second layer on, on the attention pattern. The pattern is therefore part of the key, starting with the first block in
+which it hides something from some query. Before that block, all patterns see everything, so blocks are shared between
+them. A salt separates the requests that use it from all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from ksana_jax.kv.tier import Node
 from ksana_jax.patterns import AttentionPattern
 
-# Salts remembered before those without blocks are forgotten.
+# Number of salts remembered before those without blocks are forgotten.
 MAX_ROOTS = 1024
 
 
@@ -31,10 +31,10 @@ def sha256(data: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What keys and values depend on beside the tokens.
+    """Everything besides the tokens that determines keys and values.
 
     Args:
-      model: fingerprint of weights, their shapes and types.
+      model: fingerprint of the weights, their shapes and dtypes.
       pattern: the attention patterns of all layers, as text.
       full_until: text position up to which these patterns see everything.
     """
@@ -44,28 +44,28 @@ class Scope:
     full_until: int = 2**30
 
     def seen_through(self, patterns: Sequence[AttentionPattern]) -> Scope:
-        """The same model with the attention patterns of all its layers."""
+        """Returns the scope of this model under other attention patterns, one per layer."""
         return Scope(self.model, repr(tuple(patterns)), min(p.full_until for p in patterns))
 
 
 class Link(NamedTuple):
-    """A block in the chain of a text."""
+    """One block in the hash chain of a text."""
 
     key: bytes
     tokens: bytes
 
 
 class PrefixIndex:
-    """Nodes by key.
+    """Maps keys to nodes.
 
     Args:
       block_size: B, tokens in a block.
-      scope: what keys depend on.
-      digest: of the hash chain; tests hand in a poor one to see collisions.
-      cost: of computing the block at a text position anew, relative to the first block.
+      scope: everything besides tokens that keys depend on.
+      digest: hash function of the chain; tests pass a weak one to provoke collisions.
+      cost: of recomputing the block at a text position, relative to the first block.
 
     Attributes:
-      group_layers: the layers of each group. A block holds those of one group, so each group has chains of its own.
+      group_layers: layers of each group. A block holds the layers of one group, so each group has its own chains.
     """
 
     def __init__(
@@ -91,22 +91,22 @@ class PrefixIndex:
         self._roots.clear()
 
     def root(self, salt: str, group: int = 0) -> Node:
-        """Where the chains of one salt and group of layers begin; not a block, never replaced."""
+        """Returns the node at which the chains of one salt and group begin; it is not a block and is never replaced."""
         parts = [self.scope.model, salt]
         if len(self.group_layers) > 1:
             parts.append(repr(self.group_layers[group]))
-        # Lengths keep ("a", "bc") and ("ab", "c") apart.
+        # Lengths distinguish ("a", "bc") from ("ab", "c").
         key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
         return self._root(Node(key, None, b"", -1, group=group))
 
     def _root(self, node: Node) -> Node:
-        """The root of a key, which is the given node if there is none."""
+        """Returns the root with the key of `node`, adding `node` if there is none."""
         if node.key not in self._roots and len(self._roots) >= MAX_ROOTS:
             self._roots = {key: root for key, root in self._roots.items() if root.num_children}
         return self._roots.setdefault(node.key, node)
 
     def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int, group: int = 0) -> list[Link]:
-        """Lengthens the chain of a text to num_blocks links, in place; returns it."""
+        """Extends the chain of a text to num_blocks links, in place, and returns it."""
         size = self.block_size
         first = len(links)
         if first >= num_blocks:
@@ -120,18 +120,18 @@ class PrefixIndex:
         return links
 
     def key(self, parent: bytes, tokens: bytes, depth: int) -> bytes:
-        """Key of a block that follows `parent`'s, `depth` blocks into the text."""
+        """Returns the key of a block that follows the block of key `parent`, `depth` blocks into the text."""
         sees_all = (depth + 1) * self.block_size <= self.scope.full_until
         return self._digest(parent + (b"" if sees_all else self.scope.pattern.encode()) + tokens)
 
     def find(self, key: bytes, parent: Node, tokens: bytes) -> Node | None:
-        """The node of that content, if it is known."""
+        """Returns the node with this content; None if there is none."""
         node = self.nodes.get(key)
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
     def child(self, parent: Node, tokens: bytes, key: bytes | None = None) -> Node | None:
-        """The node that continues another with a block of tokens, made where it is new; None where another content
-        has its key."""
+        """Returns the node that continues `parent` with a block of tokens, creating it if necessary; None if other
+        content has its key."""
         depth = parent.depth + 1
         key = key or self.key(parent.key, tokens, depth)
         node = self.nodes.get(key)
@@ -143,7 +143,8 @@ class PrefixIndex:
         return node
 
     def revived(self, node: Node) -> Node | None:
-        """A node, or if it has been dropped since, the one of its content; None where another content has its key."""
+        """Returns the node itself or, if it was dropped, the current node of its content; None if other content has its
+        key."""
         if node.parent is None:
             return self._root(node)
         if node.known:
@@ -160,7 +161,7 @@ class PrefixIndex:
         return self._clock
 
     def drop_if_empty(self, node: Node | None) -> None:
-        """Forgets a node that lies nowhere and that nothing continues, and then its parents."""
+        """Drops a node that is stored on no tier and has no children, then its parents likewise."""
         while node is not None and node.known and not node.is_somewhere and not node.num_children and not node.num_pins:
             del self.nodes[node.key]
             node.known = False
@@ -175,10 +176,10 @@ class PrefixIndex:
             node.parent.num_children += 1
 
     def check(self) -> None:
-        """Holds the tree against itself.
+        """Checks the tree's consistency.
 
         Raises:
-          AssertionError: a node lies nowhere although nothing continues it, or counts are off.
+          AssertionError: a node without children is stored on no tier, or a count is wrong.
         """
         children = dict.fromkeys(self.nodes.values(), 0)
         for key, node in self.nodes.items():

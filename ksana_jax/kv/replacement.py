@@ -1,10 +1,10 @@
-"""Which cached block goes first when room is needed: cache replacement policies. No jax, no pools.
+"""Cache replacement policies: which cached block is replaced first. No jax, no pools.
 
-A policy is one function from a cached block to its priority; the block of the smallest priority goes first. It is
-called when a block becomes replaceable (nobody owns it, and no cached block continues it), and again after each use,
-never in between: a priority may depend on what happened to the block and on `age`, not on the current time.
+A policy is a function from a cached block to its priority; the block with the lowest priority is replaced first. It is
+called when a block becomes replaceable (it has no owner, and no cached block continues it) and again after each use. A
+priority may therefore depend on the block's history and on `age`, but not on the current time.
 
-A policy of your own needs no entry here: `LLM(prefix_replacement="my_package.module:mine")`, or the function itself.
+A custom policy needs no entry here: `LLM(prefix_replacement="my_package.module:mine")`, or the function itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ksana_jax.plugins import resolve
 
 
 class Cached(Protocol):
-    """What a policy may look at.
+    """Attributes of a cached block that a policy may use.
 
-    inserted, last_use: counts that rise with each use of the cache. num_uses: times it was found again.
-    cost: of computing the block anew, in units of a block at the beginning of a text. depth: blocks before it.
+    inserted, last_use: counters that rise with each use of the cache. num_uses: number of hits.
+    cost: of recomputing the block, relative to a block at the beginning of a text. depth: number of blocks before it.
     """
 
     inserted: int
@@ -29,34 +29,34 @@ class Cached(Protocol):
     depth: int
 
 
-# (block, age) -> priority; age is the first number of the priority of the block replaced last, 0 in the beginning.
+# (block, age) -> priority; age is the first number of the priority of the block replaced last, initially 0.
 Policy = Callable[[Cached, float], tuple[float, ...]]
 
 
 def lru(block: Cached, age: float) -> tuple[float, ...]:
-    """Least recently used; of those used together the deepest."""
+    """Replaces the least recently used block; among blocks last used together, the deepest."""
     return (block.last_use, -block.depth)
 
 
 def lfu(block: Cached, age: float) -> tuple[float, ...]:
-    """Least often used, then least recently."""
+    """Replaces the least often used block; among equals, the least recently used."""
     return (block.num_uses, block.last_use, -block.depth)
 
 
 def fifo(block: Cached, age: float) -> tuple[float, ...]:
-    """First inserted."""
+    """Replaces the block that was inserted first."""
     return (block.inserted, -block.depth)
 
 
 def newest_subtree_first(block: Cached, age: float) -> tuple[float, ...]:
-    """Last inserted, hits notwithstanding: long-lived shared prefixes stay, recent suffixes go (as KsanaLLM does)."""
+    """Replaces the block that was inserted last, regardless of hits: old shared prefixes stay (as in KsanaLLM)."""
     return (-block.inserted, -block.depth)
 
 
 def cost_aware(block: Cached, age: float) -> tuple[float, ...]:
-    """Cost of computing it anew x number of uses, per byte (all blocks are of one size), with ageing.
+    """Replaces the block with the lowest recomputation cost x number of uses (all blocks have one size), with ageing.
 
-    What was once popular ages: others begin at the priority of the block replaced last.
+    Once-popular blocks age: the priority of a new block starts at that of the block replaced last.
 
     Source: GreedyDual-Size-Frequency, Cherkasova, HPL-98-69R1.
     """
@@ -73,9 +73,9 @@ POLICIES: dict[str, Policy] = {
 
 
 def find_policy(spec: str | Policy) -> Policy:
-    """Returns what `EngineConfig.prefix_replacement` names: a key of POLICIES, "package.module:name", or a function.
+    """Returns the policy of `EngineConfig.prefix_replacement`: a key of POLICIES, "package.module:name", or a function.
 
     Raises:
-      ConfigError: there is none of that name.
+      ConfigError: there is no policy of that name.
     """
     return resolve(spec, POLICIES, "prefix_replacement")

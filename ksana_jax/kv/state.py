@@ -1,4 +1,4 @@
-"""What KV memory knows of one sequence: blocks that it holds while it waits, its place in the prefix index. No jax."""
+"""KV memory's state of one sequence: blocks held while it waits, and its place in the prefix index. No jax."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ksana_jax.kv.tier import Node
 
 
 class Origin(enum.IntEnum):
-    """How a row came by a block."""
+    """How a row obtained a block."""
 
-    COMPUTED = 0  # a block of its own, or the equal one that was in the cache before it was full
+    COMPUTED = 0  # computed by the row, or replaced by an equal cached block once full
     HIT_DEVICE = 1  # a cached prefix, on the device
     HIT_HOST = 2
     HIT_DISK = 3
-    SHARED = 4  # with another completion or beam of its request
-    COPIED = 5  # from a shared block, before it wrote there
-    SWAPPED = 6  # its own, back from the host after a preemption
+    SHARED = 4  # shared with another completion or beam of its request
+    COPIED = 5  # copied from a shared block before writing to it
+    SWAPPED = 6  # its own, swapped in after a preemption
 
     @property
     def label(self) -> str:
-        """As it is written in tables: "hit device"."""
+        """The origin as written in tables: "hit device"."""
         return _LABELS[self]
 
 
@@ -34,8 +34,8 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 
 class HeldBlocks(NamedTuple):
-    """Blocks of one sequence: their ids, the text positions where they begin, the group of layers of each, how many of
-    its tokens are computed, and the `Origin` of each block or of all."""
+    """Blocks of one sequence: their ids, the text positions where they begin, the group of layers of each, the number
+    of its computed tokens, and the `Origin` of each block or of all."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -46,21 +46,21 @@ class HeldBlocks(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class KVState:
-    """KV memory's part of one sequence.
+    """KV memory's state of one sequence.
 
     Args:
-      salt: of its prefixes; only sequences of the same salt share them.
-      num_blocks_by_origin: blocks that its rows have come by, {origin's label: number}; its request's own dict.
-        Computed ones are added when it leaves its row.
+      salt: prefixes are shared only among sequences with equal salts.
+      num_blocks_by_origin: blocks that the rows of its request obtained, {origin's label: number}; a dict of the
+        request. Computed blocks are added when the sequence leaves its row.
 
     Attributes:
-      shared: blocks of another sequence that it shares and brings along while it waits; they may be taken from it.
-      swapped: slots of the host that hold its blocks while it waits after a preemption.
-      links: of each group of layers the hash chain of its full blocks, as far as it was asked for.
-      nodes, num_indexed: of each group the last of them that the prefix index has, and how many it has of every group.
-      cacheable: whether more may be added.
-      has_read: whether it has looked on the disk. read: what it has read from there.
-      num_cached_tokens: tokens that it took from the cache when it first ran; None before that.
+      shared: blocks that it shares with another sequence and keeps while it waits; they may be reclaimed.
+      swapped: host slots that hold its blocks while it waits after a preemption.
+      links: for each group of layers, the hash chain of its full blocks, as far as computed.
+      nodes, num_indexed: for each group, its last block in the prefix index; and the number of its blocks there.
+      cacheable: whether more blocks may be added to the prefix index.
+      has_read: whether it has looked for blocks on disk. read: the blocks that it has read from there.
+      num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
     """
 
     salt: str = ""
@@ -77,11 +77,11 @@ class KVState:
 
     @property
     def held(self) -> HeldBlocks | None:
-        """Blocks or slots that it brings along while it waits."""
+        """Blocks or slots that it holds while it waits."""
         return self.shared or self.swapped
 
     def share_index(self, parent: KVState, num_blocks: int) -> None:
-        """Takes over the place in the prefix index of a sequence whose first blocks it shares."""
+        """Copies the place in the prefix index of a sequence whose first blocks it shares."""
         self.cacheable = parent.cacheable
         for group, links in parent.links.items():
             self.links[group] = list(links)
@@ -93,6 +93,6 @@ class KVState:
             self.nodes[group] = node
 
     def leave_index(self) -> None:
-        """Forgets its place in the prefix index: it holds no blocks any more."""
+        """Forgets its place in the prefix index, because it no longer holds blocks."""
         self.num_indexed, self.cacheable = 0, True
         self.nodes.clear()

@@ -1,4 +1,4 @@
-"""Blocks of preempted rows on the host: moved out instead of computed again, and moved back. No jax, no rows."""
+"""Swaps blocks of preempted rows to the host and back, as an alternative to recomputation. No jax, no rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ksana_jax.kv.moves import PendingMoves
 
 
 class Swap:
-    """Moves blocks without content that others could find between device and host.
+    """Moves blocks of preempted rows, which are not in the prefix index, between device and host.
 
     Args:
-      host: None swaps nothing.
-      moves: where the copies are noted.
-      preempt: see `config.EngineConfig`. costs: what "auto" compares.
+      host: the host tier; None disables swapping.
+      moves: collects the copies.
+      preempt: see `config.EngineConfig`. costs: compared by "auto".
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class Swap:
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether measured costs decide."""
+        """Whether the choice depends on measured costs."""
         return self._preempt == "auto" and self._host is not None
 
     def is_better(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether a preempted row should move its blocks to the host rather than compute their tokens again."""
+        """Whether a preempted row should move its blocks to the host rather than recompute their tokens."""
         if self._host is None or self._preempt == "recompute" or num_blocks > self._host.num_available:
             return False
         return self._preempt == "swap" or self._costs.favour_moving(2 * num_blocks, num_tokens)
 
     def move_out(self, ids: np.ndarray) -> np.ndarray:
-        """Returns slots of the host [n] that will hold the content of blocks [n]; there is room."""
+        """Saves device blocks [n] to the host; returns their slots [n]. The caller has made sure of room."""
         assert self._host is not None
         slots = []
         for block in ids.tolist():
@@ -57,7 +57,7 @@ class Swap:
         return np.array(slots, np.int32)
 
     def move_in(self, slots: np.ndarray) -> np.ndarray:
-        """Returns blocks of the device [n] that will hold the content of slots [n], which are given back."""
+        """Loads host slots [n] into device blocks; returns the blocks [n] and releases the slots."""
         assert self._host is not None
         ids = self._device.allocate(len(slots))
         for slot, block in zip(slots.tolist(), ids.tolist(), strict=True):
@@ -67,7 +67,7 @@ class Swap:
         return ids
 
     def discard(self, slots: np.ndarray) -> None:
-        """Gives the slots of a swapped row back, unread."""
+        """Releases the slots of a swapped row without loading them."""
         assert self._host is not None
         for slot in slots.tolist():
             self._moves.saves.pop(slot, None)

@@ -1,4 +1,4 @@
-"""One memory's blocks: its pool, which cached content lies in which block, and what is replaced next. No jax."""
+"""A memory tier: its pool, which cached content is in which block, and what is replaced next. No jax."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ NOWHERE = -1
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """The content of one full block, wherever it lies: tokens and all that stands before them.
+    """The content of one full block, on any tier: its tokens and all tokens before them.
 
     Args:
       key: SHA-256 of the parent's key and the tokens.
-      parent: what stands before; None for the root of a name space, which has no tokens.
+      parent: node of the preceding block; None for the root of a salt, which has no tokens.
       tokens: int32 bytes of the block's tokens.
-      depth: blocks before it; its text position is depth * B.
+      depth: number of blocks before it; its text position is depth * B.
       cost, inserted, last_use, num_uses: see `replacement.Cached`.
-      group: of the layers that it has keys and values of.
+      group: the group of layers whose keys and values it holds.
 
     Attributes:
-      at: block id in the device's pool and in the host's; NOWHERE where it is not.
-      num_children: nodes that continue it, and how many of them are on the device, on the host.
-      num_pins: reads in flight that will give it a place.
-      known: whether the index has it. One that lies nowhere and that nothing continues is dropped.
+      at: block id on the device and on the host; NOWHERE on a tier that does not store it.
+      num_children: nodes that continue it. num_children_at: how many of them are on the device, on the host.
+      num_pins: reads in flight that will place it on a tier.
+      known: whether the index has it. A node without children that no tier stores is dropped.
     """
 
     key: bytes
@@ -55,13 +55,14 @@ class Node:
 
 
 class Tier:
-    """A pool whose blocks can be kept for what they hold.
+    """A pool that can keep blocks for their content after their owners leave.
 
     Args:
       level: DEVICE or HOST.
-      leaves_first: of each group of layers, whether a block that a cached one continues must stay. Where a
-        pattern sees everything, a block is of use only together with all that stand before it; under a window only the
-        last ones are needed.
+
+    Attributes:
+      leaves_first: for each group of layers, whether a block must stay while a cached block continues it. If a pattern
+        sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
     """
 
     def __init__(self, level: int, num_blocks: int, block_size: int, policy: Policy):
@@ -75,11 +76,11 @@ class Tier:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free or can be made so."""
+        """Number of blocks that are free or can be freed."""
         return self.pool.num_free + self.pool.num_idle
 
     def put(self, node: Node, block: int) -> None:
-        """Notes that a held block has a node's content; it will stay when its owners leave."""
+        """Records that a held block has a node's content, and keeps it when its owners leave."""
         assert node.at[self.level] < 0 and block not in self.node_of
         node.at[self.level] = block
         self.node_of[block] = node
@@ -88,7 +89,7 @@ class Tier:
             node.parent.num_children_at[self.level] += 1
 
     def drop(self, node: Node) -> None:
-        """Forgets a node's content here; its block is free once nobody owns it."""
+        """Forgets a node's content on this tier; its block is free once it has no owner."""
         block, parent = node.at[self.level], node.parent
         del self.node_of[block]
         node.at[self.level] = NOWHERE
@@ -98,29 +99,29 @@ class Tier:
             self._consider(parent)
 
     def release(self, ids: np.ndarray) -> None:
-        """Takes one owner from each of some blocks."""
+        """Removes one owner from each of some blocks."""
         for block in self.pool.release(ids).tolist():
             self._consider(self.node_of[block])
 
     def used(self, node: Node) -> None:
-        """Says that a node's priority may have changed."""
+        """Takes note that a node's priority may have changed."""
         if node.at[self.level] >= 0:
             self._consider(node)
 
     def victim(self) -> Node | None:
-        """The node to replace next; None where every block is owned. It is up to the caller to drop it."""
+        """Returns the node to replace next, which the caller must drop; None if every block is owned."""
         while self._heap:
             priority, last_use, _, node = self._heap[0]
             if last_use == node.last_use and self._replaceable(node):
                 self.age = priority[0]
                 return node
             heapq.heappop(self._heap)
-        # What is left without owners stands before content that is just being moved: better that than nothing.
+        # The remaining blocks without owners precede content that is being moved; replace them rather than nothing.
         ownerless = (node for block, node in self.node_of.items() if not self.pool.ref_count[block])
         return min(ownerless, key=lambda node: (-node.depth, self.policy(node, self.age)), default=None)
 
     def set_leaves_first(self, leaves_first: list[bool]) -> None:
-        """Changes which blocks may go."""
+        """Changes which blocks may be replaced."""
         if leaves_first != self.leaves_first:
             self.leaves_first = leaves_first
             self._heap.clear()
@@ -142,10 +143,10 @@ class Tier:
                 heapq.heapify(self._heap)
 
     def check(self) -> None:
-        """Holds nodes against the pool.
+        """Checks nodes against the pool.
 
         Raises:
-          AssertionError: they differ, or an idle block could never be replaced.
+          AssertionError: they disagree, or an idle block could never be replaced.
         """
         assert set(np.flatnonzero(self.pool.kept).tolist()) == set(self.node_of)
         entered = {id(node) for _, last_use, _, node in self._heap if last_use == node.last_use}

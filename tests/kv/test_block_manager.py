@@ -62,7 +62,7 @@ TestPool.settings = settings(stateful_step_count=25)
 def test_asking_for_more_than_is_free_takes_nothing_and_says_the_numbers():
     blocks = BlockManager(4, 16)
     blocks.allocate(3)
-    with pytest.raises(NoFreeBlocks, match="2 blocks asked for, 1 of 4 are free"):
+    with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 of 4 free"):
         blocks.allocate(2)
     assert blocks.num_free == 1
 

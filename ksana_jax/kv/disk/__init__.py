@@ -1,1 +1,1 @@
-"""Cached blocks in files: their format, their index, and the tier they make."""
+"""The disk tier of KV blocks: file format, index of files, and the tier itself."""

@@ -1,4 +1,4 @@
-"""One KV block in one file: its bytes, and how they are checked. Knows files and arrays; no tiers, no jax.
+"""Reads and writes one KV block per file, with checks. Knows files and arrays; no tiers, no jax.
 
     8 bytes   magic
     4         version
@@ -6,12 +6,12 @@
     8         length of the payload
     16        BLAKE2b of all of the above, the header and the payload
     header    JSON: model, leaves, codec, key, parent, tokens, start; bytes in hex
-    payload   the leaves as they lie in memory, one after the other
+    payload   the leaves as stored in memory, one after the other
 
-A file is written under a temporary name and renamed, so that its name stands for a whole file as long as the machine
-stays up. It is not synced: after a power failure there may be anything under that name, which the checksum tells.
-Checked on every read, a file is either exactly what was written for this key by an equal engine, or not used.
-The checksum is against accidents. Whoever can write to the folder can write blocks that pass.
+A file is written under a temporary name and then renamed, so a file under its final name is complete as long as the
+machine stays up. It is not synced: after a power failure, its content is undefined, which the checksum detects. Every
+read is checked: a file is either exactly what an equal engine wrote for this key, or it is not used. The checksum
+detects accidents, not attacks: anyone who can write to the folder can write blocks that pass.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PREFIX_BYTES = _CHECKED.size + _DIGEST_BYTES
 
 
 class BadBlockFile(ValueError):
-    """A file that is not a whole block of the expected kind: one line that says why."""
+    """A file is not a complete block of the expected kind; the message is one line with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """What all blocks of one cache have in common.
+    """Properties that all blocks of one cache have in common.
 
     Args:
-      model_fingerprint: of what keys and values follow from; see `engine.fingerprint`.
+      model_fingerprint: digest of everything that determines keys and values; see `engine.fingerprint`.
       leaves: the arrays of a block. codec: how keys and values are encoded in them; see `KVLayout`.
     """
 
@@ -59,12 +59,12 @@ class BlockFormat:
 
     @classmethod
     def of(cls, layout: KVLayout, model_fingerprint: str) -> BlockFormat:
-        """The format of a layout's blocks."""
+        """Returns the format of a layout's blocks."""
         return cls(model_fingerprint, layout.leaves, layout.codec)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block."""
+        """Size of a block in bytes."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @functools.cached_property
@@ -75,10 +75,10 @@ class BlockFormat:
 
 @dataclasses.dataclass(frozen=True)
 class BlockFacts:
-    """What one block holds.
+    """Describes the content of one block.
 
     Args:
-      key, parent: digests (32 bytes, of SHA-256) of this block with all before it, and of those before it; see
+      key, parent: SHA-256 digests (32 bytes) of the text through this block, and of the text before it; see
         `kv.prefix_index`.
       tokens: int32 bytes. start: text position of the first.
     """
@@ -90,15 +90,15 @@ class BlockFacts:
 
 
 def write_block(path: Path, temporary: Path, format: BlockFormat, facts: BlockFacts, data: np.ndarray) -> None:
-    """Writes a block's file whole or not at all.
+    """Writes a block's file completely or not at all.
 
     Args:
-      temporary: a name in the same folder that nothing has; gone afterwards.
+      temporary: an unused name in the same folder; no file of this name remains afterwards.
       data: a block's bytes, in a contiguous array of any shape.
 
     Raises:
-      OSError: neither path nor temporary is left behind, as far as that is possible. FileExistsError: there is
-        something named temporary, which stays.
+      OSError: the write failed; neither path nor temporary is left behind, if possible. FileExistsError: temporary
+        already exists, and is left alone.
     """
     header = encode_header(format, facts)
     payload = data.reshape(-1).view(np.uint8).data
@@ -125,13 +125,13 @@ def write_block(path: Path, temporary: Path, format: BlockFormat, facts: BlockFa
 
 
 def read_block(path: Path, format: BlockFormat, expected: BlockFacts, out: np.ndarray) -> bool:
-    """Reads a block's file if it is what is expected.
+    """Reads a block's file if it holds the expected block.
 
     Args:
-      out: an array of a block's bytes, written to only if all is well.
+      out: an array of a block's bytes, written only if all checks pass.
 
     Returns:
-      Whether it was read. False for an intact file of another text that has the same key.
+      Whether it was read. False for an intact file of another text with the same key.
 
     Raises:
       BadBlockFile: the file is not an intact block of this format with this key.
@@ -157,7 +157,7 @@ def read_block(path: Path, format: BlockFormat, expected: BlockFacts, out: np.nd
 
 
 def read_facts(path: Path, format: BlockFormat) -> BlockFacts:
-    """Reads the header of a block's file only; the payload may still be damaged.
+    """Reads only the header of a block's file; the payload may still be damaged.
 
     Raises:
       BadBlockFile: see `read_block`.
@@ -183,7 +183,7 @@ def encode_header(format: BlockFormat, facts: BlockFacts) -> bytes:
 
 
 def file_bytes(format: BlockFormat, facts: BlockFacts) -> int:
-    """Bytes of a block's file."""
+    """Returns the size of a block's file in bytes."""
     return PREFIX_BYTES + len(encode_header(format, facts)) + format.nbytes
 
 
@@ -195,7 +195,7 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def _read_prefix(file: BinaryIO, format: BlockFormat) -> tuple[bytes, bytes, int]:
-    """The checked part of a file's prefix, its checksum, and the header's length: all within bounds."""
+    """Returns the checked part of a file's prefix, its checksum, and the header's length, all within bounds."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:

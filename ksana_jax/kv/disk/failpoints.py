@@ -1,9 +1,9 @@
-"""Named places where a test makes the process die or an operation fail. Off, each costs a look into an empty dict.
+"""Failpoints: named places where a test can kill the process or make an operation fail.
 
-    arm("disk.before_rename", "oserror", nth=3)                 in this process
-    KSANA_FAILPOINTS=disk.before_rename=kill:3,disk.before_read=oserror      for one that is started
+    arm("disk.before_rename", "oserror", nth=3)                              in this process
+    KSANA_FAILPOINTS=disk.before_rename=kill:3,disk.before_read=oserror      in a new process
 
-Each armed point acts once: at its n-th call, 1 unless told otherwise.
+Each armed point acts once, at its n-th call; n is 1 by default. An unarmed point costs a lookup in an empty dict.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ACTIONS: dict[str, Callable[[], None]] = {"kill": _kill, "oserror": _oserror}
 
 @dataclasses.dataclass
 class Armed:
-    """What a point does at a call. calls_left: until then; 0 once it has acted."""
+    """An armed failpoint. calls_left: calls until it acts; 0 once it has acted."""
 
     action: Callable[[], None]
     calls_left: int
@@ -48,7 +48,7 @@ _armed: dict[str, Armed] = {}
 
 
 def failpoint(name: str) -> None:
-    """Does nothing, unless this point is armed."""
+    """Does nothing unless this failpoint is armed."""
     if not _armed:
         return
     point = _armed.get(name)
@@ -59,10 +59,10 @@ def failpoint(name: str) -> None:
 
 
 def arm(name: str, action: str | Callable[[], None], nth: int = 1) -> Armed:
-    """Has a point act at its n-th call from now.
+    """Arms a failpoint to act at its n-th call from now.
 
     Args:
-      name: one of POINTS. action: a key of ACTIONS, or what is to be called.
+      name: one of POINTS. action: a key of ACTIONS, or a function to call.
     """
     if name not in POINTS:
         raise ValueError(f"failpoint is {name!r}, must be one of {', '.join(POINTS)}")
@@ -71,18 +71,18 @@ def arm(name: str, action: str | Callable[[], None], nth: int = 1) -> Armed:
             raise ValueError(f"action of failpoint {name} is {action!r}, must be one of {', '.join(ACTIONS)}")
         action = ACTIONS[action]
     if nth < 1:
-        raise ValueError(f"failpoint {name} is to act at call {nth}, must be at least 1")
+        raise ValueError(f"nth of failpoint {name} is {nth}, must be at least 1")
     _armed[name] = Armed(action, nth)
     return _armed[name]
 
 
 def disarm() -> None:
-    """Turns all points off."""
+    """Disarms all failpoints."""
     _armed.clear()
 
 
 def arm_from(text: str) -> None:
-    """Arms what KSANA_FAILPOINTS says: `name=action[:nth]`, separated by commas."""
+    """Arms failpoints from the text of KSANA_FAILPOINTS: `name=action[:nth]`, separated by commas."""
     for part in filter(None, text.split(",")):
         name, _, what = part.partition("=")
         action, _, nth = what.partition(":")

@@ -1,4 +1,4 @@
-"""Which block files there are, and which goes first when room is needed. Knows keys and sizes; touches no file."""
+"""Index of block files, and the order in which they are replaced. Knows keys and sizes; touches no file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ksana_jax.kv.disk.block_file import BlockFacts
 
 @dataclasses.dataclass(eq=False, slots=True)
 class BlockFile:
-    """A file that is there, or about to be.
+    """A file that exists or is about to be written.
 
-    facts: None until its header is known. used: rises with each use. size: bytes, None until it is stored.
+    facts: None until its header is known. used: counter that rises with each use. size: bytes; None until it is stored.
     """
 
     key: bytes
@@ -24,9 +24,9 @@ class BlockFile:
 
 
 class BlockFiles:
-    """All files of a tier. Not safe for threads.
+    """All files of a tier. Not thread-safe.
 
-    A block is of use only together with those that stand before it, so of a chain the last goes first.
+    A block is useful only with all blocks before it, so the last block of a chain is removed first.
     """
 
     def __init__(self):
@@ -38,7 +38,7 @@ class BlockFiles:
         self._uses = itertools.count()
 
     def add(self, key: bytes, facts: BlockFacts | None) -> BlockFile:
-        """Notes a file that is about to be; it cannot go before it is stored."""
+        """Adds a file that is about to be written; it cannot be replaced before it is stored."""
         file = self.by_key[key] = BlockFile(key, None, next(self._uses))
         if facts is None:
             self.unknown[key] = file
@@ -47,14 +47,14 @@ class BlockFiles:
         return file
 
     def store(self, file: BlockFile, size: int) -> None:
-        """Notes that a file is there, unless it was removed meanwhile."""
+        """Records that a file has been written, unless it was removed in the meantime."""
         if self.by_key.get(file.key) is file:
             file.size = size
             self.num_bytes += size
             self._consider(file)
 
     def learn(self, file: BlockFile, facts: BlockFacts) -> None:
-        """Notes what a file holds."""
+        """Records the content of a file."""
         if file.facts is None and self.by_key.get(file.key) is file:
             file.facts = facts
             self.unknown.pop(file.key, None)
@@ -65,7 +65,7 @@ class BlockFiles:
         self._consider(file)
 
     def remove(self, file: BlockFile) -> None:
-        """Forgets a file, if it is known."""
+        """Removes a file from the index, if it is there."""
         if self.by_key.get(file.key) is not file:
             return
         del self.by_key[file.key]
@@ -81,7 +81,7 @@ class BlockFiles:
                     self._consider(self.by_key[parent])
 
     def victim(self) -> BlockFile | None:
-        """The file to go next; None if each is continued by one that is, or is about to be."""
+        """Returns the file to replace next; None if every file is continued by another one, stored or pending."""
         while self._heap:
             used, key = self._heap[0]
             file = self.by_key.get(key)

@@ -1,17 +1,17 @@
-"""KV blocks on disk: one file each, within a byte budget, found again after a restart. Knows files; no jax.
+"""The disk tier: one file per KV block, within a byte budget, reusable after a restart. Knows files; no jax.
 
-The engine's thread asks; one worker does all that touches files, in the order asked for, so that a read finds what was
-written before it. Nothing here raises into the engine, and nothing but `flush` and `close` waits for a file:
+The engine's thread submits reads and writes; one worker executes them in order, so that a read finds what was written
+before it. No error is raised into the engine, and only `flush` and `close` wait for files:
 
-    a block that is damaged or half written            is a miss, and is removed with a warning
-    an error of the disk (full, broken, folder gone),
-    a link or a FIFO in place of a file, a lost lock   turns the tier off with one warning
-    a file of another name                             stays as it is
-    more writes than the disk takes                    are dropped and counted
+    a damaged or incomplete block                      is a miss, and is removed with a warning
+    a disk error (full, broken, folder gone), a link
+    or FIFO in place of a file, or a lost lock         turns the tier off with one warning
+    a file with another name                           is left alone
+    more writes than the disk can take                 are dropped and counted
 
-Blocks of each format (model, leaves, codec) lie in a folder of their own, so that caches of other models are left
-alone; the budget is this format's. A process holds that folder locked. A block's file is named by the 64 hex digits of
-its key; in a folder named by a format's digest, files of such names belong to the tier.
+Blocks of each format (model, leaves, codec) have a folder of their own, so caches of other models are left alone; the
+budget is per format. A process locks that folder. A block's file is named by the 64 hex digits of its key; in a folder
+named by a format's digest, files with such names belong to the tier.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _LOCK = "lock"
 
 @dataclasses.dataclass
 class DiskCounters:
-    """What has happened since the start, in blocks unless it says otherwise.
+    """Counts events since the tier was opened, in blocks unless stated otherwise.
 
-    written, read: and their bytes of keys and values. misses: asked for, and not or no longer there.
-    misses_corrupt: of those, damaged or foreign files. removed: such files.
-    replaced: gone to make room. dropped: not written, for want of room or time.
-    errors: of the disk; the first turns it off.
+    written, read: blocks, and their bytes of keys and values. misses: requested blocks that the tier no longer had.
+    misses_corrupt: misses because of damaged or foreign files. removed: such files.
+    replaced: removed to make room. dropped: not written, for lack of room or time.
+    errors: disk errors; the first one turns the tier off.
     """
 
     written: int = 0
@@ -74,15 +74,15 @@ class DiskCounters:
 
 
 class DiskTier:
-    """Blocks of one format in one folder.
+    """Stores blocks of one format in one folder.
 
     Args:
-      folder: made where it does not exist; the blocks lie in a folder within it.
-      format: of every block.
-      budget_bytes: most bytes of block files, the one that is being written among them.
-      executor: runs the worker's tasks, one at a time and in order; None takes a thread of its own.
-      warn: told one line for each file that is removed unread, and one when the tier turns itself off.
-      max_pending_bytes: most bytes of blocks that wait to be written; always at least one block.
+      folder: created if it does not exist; the blocks are in a subfolder.
+      format: format of every block.
+      budget_bytes: maximum bytes of block files, including the one being written.
+      executor: runs the worker's tasks, one at a time and in order; None starts a thread.
+      warn: called with one line for each file that is removed unread, and when the tier turns itself off.
+      max_pending_bytes: maximum bytes of blocks waiting to be written; at least one block may always wait.
 
     Raises:
       ConfigError: another process, or another engine of this one, uses the same blocks.
@@ -102,7 +102,7 @@ class DiskTier:
         self.folder = Path(folder) / format.fingerprint
         self.counters = DiskCounters()
         self._warn, self._max_pending_bytes = warn, max_pending_bytes
-        self._lock = threading.Lock()  # of all that follows; never held while a file is touched
+        self._lock = threading.Lock()  # guards everything below; never held during file access
         self._files = BlockFiles()
         self._pending_bytes = 0
         self._enabled = True
@@ -119,7 +119,7 @@ class DiskTier:
         except FolderInUse as holder:
             raise ConfigError(
                 f"disk_cache_dir {folder} is in use for this model by process {holder} (this is {os.getpid()}): "
-                "close that one or take another folder"
+                "close that engine or use another folder"
             ) from None
         except OSError as error:
             self._turn_off(error)
@@ -128,27 +128,27 @@ class DiskTier:
 
     @property
     def enabled(self) -> bool:
-        """Whether blocks are kept and found; False after an error of the disk, and once closed."""
+        """Whether the tier stores and finds blocks; False after a disk error, and once closed."""
         return self._enabled
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the block files."""
+        """Total size of the block files in bytes."""
         with self._lock:
             return self._files.num_bytes
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether there is a file under this name, or one is about to be; what it holds is known once it is read."""
+        """Whether a file of this key exists or is about to be written; its content is known once it is read."""
         with self._lock:
             return key in self._files.by_key
 
     def keys(self) -> list[bytes]:
-        """Keys of all blocks, the ones still to be written among them."""
+        """Keys of all blocks, including those still to be written."""
         with self._lock:
             return list(self._files.by_key)
 
     def facts(self, key: bytes) -> BlockFacts | None:
-        """What a block holds according to its header; None where it is not there or cannot be read."""
+        """Returns a block's content according to its header; None if it does not exist or cannot be read."""
         with self._lock:
             file = self._files.by_key.get(key)
         if file is None or file.facts is not None:
@@ -159,10 +159,10 @@ class DiskTier:
             return None
 
     def write(self, facts: BlockFacts, data: np.ndarray) -> None:
-        """Keeps a block, unless its key is there already.
+        """Stores a block, unless its key is already stored.
 
         Args:
-          data: a block's bytes; free to change when this returns.
+          data: a block's bytes; the caller may change them when this returns.
         """
         assert data.nbytes == self.format.nbytes
         with self._lock:
@@ -196,11 +196,11 @@ class DiskTier:
         return _done(False) if file is None else self._submit(self._read, file, expected, out)
 
     def flush(self) -> None:
-        """Waits until all that was asked for so far has been done."""
+        """Waits until all reads and writes submitted so far are done."""
         self._submit(lambda: True).result()
 
     def close(self) -> None:
-        """Finishes what was asked for and lets go of the folder. All that is asked for later is a miss."""
+        """Finishes all submitted reads and writes, and unlocks the folder. Later reads are misses."""
         self.flush()
         with self._lock:
             self._enabled = False
@@ -211,7 +211,7 @@ class DiskTier:
             self._folder_lock.release()
 
     def reset(self) -> None:
-        """Rebuilds the books from the files in the folder, after an exception that may have left them half written."""
+        """Rebuilds the index from the files in the folder, after an exception that may have left it inconsistent."""
         if not self._enabled:
             return
         self.flush()
@@ -247,7 +247,7 @@ class DiskTier:
         if self._enabled:
             try:
                 return self._executor.submit(self._guarded, task, *args)
-            except RuntimeError as error:  # the interpreter is ending
+            except RuntimeError as error:  # the interpreter is shutting down
                 self._turn_off(error)
         return _done(False)
 
@@ -295,12 +295,12 @@ class DiskTier:
             if found:
                 self._files.learn(file, expected)
         if found:
-            with contextlib.suppress(OSError):  # only the order of use after a restart is lost
+            with contextlib.suppress(OSError):  # if it fails, only the order of use after a restart is lost
                 os.utime(self._path(file.key), follow_symlinks=False)
         return found
 
     def _make_room(self, size: int) -> bool:
-        """Removes blocks until a file of some bytes fits; False if it cannot."""
+        """Removes blocks until a file of `size` bytes fits; False if that is impossible."""
         if size > self.budget_bytes:
             if not self._too_small:
                 self._tell(f"disk_cache_bytes is {self.budget_bytes:,}, one block takes {size:,}: none is kept on disk")
@@ -319,7 +319,7 @@ class DiskTier:
         return True
 
     def _learn_parents(self) -> None:
-        """Reads headers that were not needed before: which blocks continue which."""
+        """Reads unread headers to learn which blocks continue which."""
         with self._lock:
             unknown, self._files.unknown = self._files.unknown, {}
         for file in unknown.values():
@@ -364,7 +364,7 @@ class DiskTier:
             )
 
     def _tell(self, message: str) -> None:
-        # A filter may make an exception of it, which nobody could catch here.
+        # A warning filter may turn it into an exception, which nothing could catch here.
         with contextlib.suppress(Warning):
             self._warn(message)
 
