@@ -20,7 +20,7 @@ from ksana_jax.shipped import model_path
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What something else than was asked for would make possible, in the same terms as `Plan`."""
+    """A what-if: the limits of a `Plan` with one setting changed."""
 
     name: str
     weights_bytes: int
@@ -97,25 +97,35 @@ def plan(
     if isinstance(device, (str, int)):
         device = find_device(device)
     budget = int(device.memory_bytes * asked.memory_fraction)
-    memory = Memory.of(config, asked, budget, step or NO_STEP)  # what cannot be is said before anything is compiled
+    memory = Memory.of(config, asked, budget, step or NO_STEP)  # refuses before anything is compiled
     if step is None:
-        target = compile_target(device)
-        if target and say:
-            say(f"compiling steps for {target.device}: about a minute")
-        step = measure_step(
-            config,
-            dtype=asked.dtype,
-            block_size=asked.block_size,
-            query_tile=asked.query_tile,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            max_rotated_sinks=asked.num_sinks,
-            embedding_device=asked.embedding_device,
-            target=target,
-        )
-        memory = dataclasses.replace(memory, step=step)
+        memory = dataclasses.replace(memory, step=_measure(config, asked, device, say))
+    return _solve(name, config, device, memory)
+
+
+def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Callable[[str], Any] | None) -> StepCost:
+    """What a step takes, from steps compiled for the device if that can be done here."""
+    target = compile_target(device)
+    if target and say:
+        say(f"compiling steps for {target.device}: about a minute")
+    return measure_step(
+        config,
+        dtype=asked.dtype,
+        block_size=asked.block_size,
+        query_tile=asked.query_tile,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        max_rotated_sinks=asked.num_sinks,
+        embedding_device=asked.embedding_device,
+        target=target,
+    )
+
+
+def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Plan:
+    """The plan at the request's batch and context, or at the largest batch and the model's max_position."""
+    asked, step, budget = memory.request, memory.step, memory.budget
     context = asked.context or config.max_position
-    max_batch = memory.max_batch(context)
-    batch, width = asked.batch or max(max_batch, 1), memory.width(context)
+    max_batch, width = memory.max_batch(context), memory.width(context)
+    batch = asked.batch or max(max_batch, 1)
     line = step.line(batch, width)
     held, total = memory.tokens_held(batch, context), memory.total(batch, context)
     return Plan(
@@ -168,7 +178,7 @@ def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -
 
 
 def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> Iterator[Change]:
-    """What would change the result; the step's buffers are taken to stay as they were measured."""
+    """Limits under other settings; the step's buffers are assumed to stay as measured."""
     for name, model, changed in _variants(config, memory.request, context):
         asked = dataclasses.replace(memory.request, **changed)
         other = Memory.of(model, asked, memory.budget, memory.step)
