@@ -9,24 +9,12 @@ from pathlib import Path
 import pytest
 
 from ksana_jax import cli
-from ksana_jax.config import ModelConfig
 from ksana_jax.planner import report, solve
 from tests.loading.models_on_disk import write_config
 from tests.planner.models import FOLDER, STEP
 
 ROOT = Path(__file__).parents[2]
-SMALL = ModelConfig(
-    vocab_size=64,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=8,
-    d_ff=48,
-    max_position=256,
-    bos_id=1,
-    eos_ids=(2,),
-)
+LLAMA = FOLDER / "llama-2-7b"
 
 
 @pytest.fixture
@@ -35,69 +23,41 @@ def ready_step(monkeypatch):
     monkeypatch.setattr(solve, "measure_step", lambda *_, **__: STEP)
 
 
-def ksana_plan(capsys, *args, code=0):
-    """Standard output and standard error of `ksana plan`."""
+def ksana_plan(capsys, *flags, code=0, **options):
+    """Standard output and standard error of `ksana plan`; options as keywords, their values as they are typed."""
+    given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     with pytest.raises(SystemExit) as raised:
-        cli.main(["plan", *map(str, args)])
+        cli.main(["plan", *given, *flags])
     assert raised.value.code == code
     return capsys.readouterr()
 
 
 def test_the_last_line_is_one_object_with_the_figures(capsys, ready_step):
-    args = ("--model", FOLDER / "llama-2-7b", "--device", "a100-80g", "--dtype", "bf16")
-    lines = ksana_plan(capsys, *args, "--json").out.splitlines()
-    found = json.loads(lines[-1])
+    asked = {"model": LLAMA, "device": "a100-80g", "dtype": "bf16"}
+    *lines, last = ksana_plan(capsys, "--json", **asked).out.splitlines()
+    found = json.loads(last)
     assert found["weights_bytes"] == 13_476_831_232
     assert found["kv_bytes_per_token"] == 512 * 1024
     for name in ("alpha_bytes_per_request", "max_kv_tokens", "max_batch", "max_context"):
         assert isinstance(found[name], int) and found[name] > 0
-    assert lines[:-1] == ksana_plan(capsys, *args).out.splitlines()
-    assert max(map(len, lines[:-1])) <= 80
+    assert lines == ksana_plan(capsys, **asked).out.splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_options_reach_the_plan(capsys, ready_step):
-    out = ksana_plan(
-        capsys,
-        "--model",
-        FOLDER / "llama-2-7b" / "config.json",
-        "--device",
-        "48GiB",
-        "--dtype",
-        "bf16",
-        "--batch",
-        4,
-        "--context",
-        8192,
-        "--window",
-        1024,
-        "--num-sinks",
-        4,
-        "--embedding-device",
-        "host",
-        "--memory-fraction",
-        0.8,
-        "--json",
-    ).out
+    asked = {"dtype": "bf16", "batch": 4, "context": 8192, "window": 1024, "num_sinks": 4}
+    asked |= {"embedding_device": "host", "memory_fraction": 0.8}
+    out = ksana_plan(capsys, "--json", model=LLAMA / "config.json", device="48GiB", **asked).out
     found = json.loads(out.splitlines()[-1])
-    asked = {
-        "dtype": "bf16",
-        "batch": 4,
-        "context": 8192,
-        "window": 1024,
-        "num_sinks": 4,
-        "embedding_device": "host",
-        "prefix_share": 0.0,
-        "memory_fraction": 0.8,
-    }
-    assert asked.items() <= found["request"].items()
+    assert (asked | {"prefix_share": 0.0}).items() <= found["request"].items()
     assert found["max_context"] == 2**30 - 1 and "memory sets no limit" in out
     assert "window 1,024 + 4 sinks" in out and "250.0 MiB more on the host" in out
-    args = ("--model", "ksana-tiny", "--device", "cpu", "--prefix-share", 0.5, "--json")
-    assert json.loads(ksana_plan(capsys, *args).out.splitlines()[-1])["request"]["prefix_share"] == 0.5
+    out = ksana_plan(capsys, "--json", model="ksana-tiny", device="cpu", prefix_share=0.5).out
+    assert json.loads(out.splitlines()[-1])["request"]["prefix_share"] == 0.5
 
 
 def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, ready_step):
-    shown = ksana_plan(capsys, "--model", FOLDER / "llama-2-7b", "--device", "8GiB", "--json", code=2)
+    shown = ksana_plan(capsys, "--json", code=2, model=LLAMA, device="8GiB")
     found = json.loads(shown.out.splitlines()[-1])
     assert (found["max_batch"], found["max_context"], found["max_kv_tokens"]) == (0, 0, 0)
     assert shown.err == (
@@ -109,32 +69,23 @@ def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, rea
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"--device": "gtx"}, "device is 'gtx', must be one of h200, h100, a100-80g"),
-        ({"--dtype": "fp8"}, "dtype is 'fp8', must be one of f32, bf16, f16"),
-        ({"--model": "nowhere"}, "model 'nowhere' is neither a directory, nor a config.json, nor a shipped model"),
-        ({"--model": str(ROOT)}, "config.json is missing"),
-        ({"--window": "0"}, "window is 0, must be an integer from 1"),
-        ({"--embedding-device": "host"}, "output head too (tied)"),
+        ({"device": "gtx"}, "device is 'gtx', must be one of h200, h100, a100-80g"),
+        ({"dtype": "fp8"}, "dtype is 'fp8', must be one of f32, bf16, f16"),
+        ({"model": "nowhere"}, "model 'nowhere' is neither a directory, nor a config.json, nor a shipped model"),
+        ({"model": str(ROOT)}, "config.json is missing"),
+        ({"window": "0"}, "window is 0, must be an integer from 1"),
+        ({"embedding_device": "host"}, "output head too (tied)"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(capsys, changed, message):
-    given = {"--model": "ksana-tiny", "--device": "h200"} | changed
-    error = ksana_plan(capsys, *(part for pair in given.items() for part in pair), code=2).err
+    error = ksana_plan(capsys, code=2, **{"model": "ksana-tiny", "device": "h200"} | changed).err
     assert error.count("\n") == 1 and error.startswith("ksana: error: ") and message in error
 
 
 def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
-    write_config(tmp_path / "small", SMALL)
-    report.main(
-        tmp_path / "small",
-        "1GiB",
-        dtype="f32",
-        batch=2,
-        context=64,
-        max_num_batched_tokens=32,
-        buckets=True,
-        as_json=True,
-    )
+    write_config(tmp_path / "tiny")
+    settings = {"dtype": "f32", "batch": 2, "context": 64, "max_num_batched_tokens": 32}
+    report.main(tmp_path / "tiny", "1GiB", buckets=True, as_json=True, **settings)
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     # One and two tokens alone in their rows; the most of those with narrow tiles, or a wide one; one width of tables.
