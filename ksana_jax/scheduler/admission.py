@@ -1,4 +1,4 @@
-"""Whether a waiting sequence can start in what is left of a step. Counts tokens, tiles and blocks; places nobody."""
+"""Admits waiting sequences to what is left of a step: which can start, their rows and first chunks. Preempts none."""
 
 from __future__ import annotations
 
@@ -8,42 +8,19 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.state import HeldBlocks
+from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.scheduler.queue import WaitingQueue
+from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import Sequence
-from ksana_jax.step.contract import Part
 
-
-@dataclasses.dataclass
-class StepBudget:
-    """What is left of a step: tokens, and query tiles for rows that compute more than one.
-
-    tiles: how many there would be of each width, the widest first. All tiles of a step have one width: the widest that
-      holds its chunks.
-    """
-
-    tokens: int
-    tiles: list[Part]
-
-    def most(self, left: int) -> int:
-        """How many of a row's `left` tokens fit."""
-        if left == 1:
-            return min(self.tokens, 1)
-        wide, *narrow = [part.count * part.width for part in self.tiles]
-        if wide > 0:
-            return min(left, self.tokens, wide)
-        # A chunk that is cut anyway waits, rather than having the whole step read its keys for fewer queries at once.
-        return left if any(left <= min(self.tokens, tokens) for tokens in narrow) else 0
-
-    def take(self, count: int) -> None:
-        """Uses up what a row of `count` tokens needs."""
-        self.tokens -= count
-        if count > 1:
-            self.tiles = [Part(free - -(-count // width), width) for free, width in self.tiles]
+# Waiting sequences that are looked at in a step although one before them waits for a prefix or the disk.
+LOOKAHEAD = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Asks `memory` for the room that a sequence needs, and `queue` to make some when nothing else can.
+    """Moves sequences from `queue` to rows of `running`, with blocks from `memory` in the tables of `row_blocks`.
 
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
@@ -52,10 +29,53 @@ class Admission:
 
     memory: KVMemory
     queue: WaitingQueue
+    running: Running
+    row_blocks: RowBlocks
     layout: KVLayout
     longest_chunk: int
 
-    def fits(self, seq: Sequence, hit: Hit | None, budget: StepBudget, alone: bool, reserve: int) -> bool:
+    def admit(self, budget: StepBudget, computing: list[int]) -> list[tuple[int, int]]:
+        """Places waiting sequences in rows, in order, as far as there is budget.
+
+        The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
+        from it again, with all that it has computed. Waiting rows (beams) reserve none, so something always computes.
+
+        A sequence that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither
+        takes long, and neither depends on those who pass.
+
+        Args:
+          computing: rows that compute in this step.
+
+        Returns:
+          The new rows, each with the number of its tokens that this step computes.
+        """
+        queue, prefixes = self.queue, self.memory.prefixes
+        admitted: list[tuple[int, int]] = []
+        at, reserve = 0, self.row_blocks.num_next_blocks(computing)
+        while at < min(len(queue.entries), LOOKAHEAD) and self.running.has_free_row and budget.tokens:
+            seq = queue.entries[at][2]
+            if seq.awaits_token or not self.memory.disk_reads.ready(seq.kv):
+                at += 1
+                continue
+            hit = None if seq.kv.held else prefixes.pin(seq.kv, seq.token_ids, seq.max_cached_tokens)
+            if hit and hit.awaits:
+                at += 1
+                continue
+            alone = not len(self.running.order)
+            if not self._fits(seq, hit, budget, alone, reserve):
+                if hit:
+                    prefixes.unpin(hit)
+                if not alone or not seq.kv.shared:
+                    break
+                queue.take_away(seq)  # no room for a copy of what it shares
+                continue
+            row, left = self._place(at, hit)
+            budget.take(count := self.row_blocks.extend(row, budget.most(left)))
+            admitted.append((row, count))
+            reserve += self.row_blocks.num_next_blocks([row])
+        return admitted
+
+    def _fits(self, seq: Sequence, hit: Hit | None, budget: StepBudget, alone: bool, reserve: int) -> bool:
         """Whether a waiting sequence can start: all it brings along, and its first chunk.
 
         Args:
@@ -97,3 +117,22 @@ class Admission:
         """How many of a sequence's last blocks, one in each group, must be copied before it writes to them."""
         last = [held.ids[held.groups == group][-1] for group in range(len(self.layout.groups))]
         return sum(map(self.memory.device.is_shared, last))
+
+    def _place(self, at: int, hit: Hit | None) -> tuple[int, int]:
+        """Gives a waiting sequence a row, with the blocks that it brings along; returns the row and its tokens left."""
+        rank, seq_id, seq = self.queue.entries.pop(at)
+        row, kv = self.running.enter((rank, seq_id)), seq.kv
+        if hit:
+            held = self.memory.prefixes.claim(kv, hit, len(seq.token_ids))
+        elif kv.swapped:
+            held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))
+        else:
+            assert kv.shared is not None
+            held = kv.shared
+        forked = kv.shared is not None
+        kv.shared = kv.swapped = None
+        kv.has_read, kv.read = False, set()
+        self.memory.disk_reads.end(kv)
+        self.row_blocks.rows.place(seq, row)
+        self.row_blocks.bring(row, seq, held, forked)
+        return row, len(seq.token_ids) - held.num_computed

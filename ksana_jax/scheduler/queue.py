@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import Owner
+from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.scheduler.policies import Policy
 from ksana_jax.sequence import Sequence
 
@@ -74,3 +76,14 @@ class WaitingQueue:
         self.leaders.pop(leader, None)
         forks, leader.forks = leader.forks, []
         return [seq for seq in forks if seq.finish_reason is None]
+
+    def owners(self) -> Iterator[Owner]:
+        """Waiting sequences as owners of the blocks and slots that they bring along."""
+        for _, _, seq in self.entries:
+            for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
+                if held is not None:
+                    yield Owner(
+                        seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_computed, held.origins
+                    )
+            if len(slots := self._memory.disk_reads.reserved(seq.kv)):
+                yield Owner(seq.request_id, seq.index, "reads", HOST, slots)

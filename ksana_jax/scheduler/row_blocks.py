@@ -92,6 +92,23 @@ class RowBlocks:
         if new := -(-max(end - int(r.allocated_until[row]), 0) // self._size):
             self.take(one, new)
 
+    def extend(self, row: int, most: int) -> int:
+        """Provides a row for as many of its next `most` tokens as there are blocks; returns how many."""
+        r = self.rows
+        available = self.memory.device.num_available
+        if r.forked[row]:
+            available -= int(np.count_nonzero(self.writes_to_shared(np.array([row]))))
+        room = int(r.allocated_until[row] - r.num_computed[row]) + available // r.num_groups * self._size
+        count = max(min(most, room), 0)
+        self.provide(row, count)
+        return count
+
+    def num_next_blocks(self, rows: list[int]) -> int:
+        """Blocks that rows take next: one in each group for each row that does not end within those it has."""
+        r = self.rows
+        grows = r.allocated_until[rows] < r.max_len[rows] - 1  # the last token is never computed
+        return r.num_groups * int(np.count_nonzero(grows))
+
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
         """The blocks of a row's first tokens, with one more owner each."""
         held = self._before(row, num_tokens)

@@ -16,11 +16,10 @@ from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
-from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.prefix_index import Scope
-from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.admission import Admission, StepBudget
+from ksana_jax.scheduler.admission import Admission
+from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.result import StepResult
@@ -31,9 +30,6 @@ from ksana_jax.step.contract import ScheduledBatch, most_tiles
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 _NO_ROWS = np.zeros(0, np.intp)
-
-# Waiting sequences that are looked at in a step although one before them waits for a prefix or the disk.
-LOOKAHEAD = 16
 
 
 class Scheduler:
@@ -89,7 +85,9 @@ class Scheduler:
         width = layout.table_width(self.max_model_len, self.max_num_batched_tokens)
         self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
         self.row_blocks = RowBlocks(self.rows, self.memory, layout)
-        self.admission = Admission(self.memory, self.queue, layout, self.max_num_batched_tokens)
+        self.admission = Admission(
+            self.memory, self.queue, self.running, self.row_blocks, layout, self.max_num_batched_tokens
+        )
 
     @property
     def order(self) -> np.ndarray:
@@ -198,7 +196,7 @@ class Scheduler:
         if self.num_preemptions == preempted_before:
             if self.waiting:
                 self.queue.reorder()
-                self._admit_waiting(budget, singles, chunks)
+                chunks += self.admission.admit(budget, [*singles.tolist(), *(row for row, _ in chunks)])
         else:
             singles = singles[rows.alive[singles]]
         if not chunks:
@@ -249,83 +247,14 @@ class Scheduler:
 
     def _extend(self, row: int, budget: StepBudget) -> int:
         """How many tokens a running row with several left computes now; takes their blocks and their budget."""
-        if not self.rows.alive[row] or not budget.most(int(self.rows.num_tokens[row] - self.rows.num_computed[row])):
+        r = self.rows
+        most = budget.most(int(r.num_tokens[row] - r.num_computed[row])) if r.alive[row] else 0
+        if not most:
             return 0
-        short = self.rows.num_computed[row] >= self.rows.allocated_until[row]
-        if short and not self._make_room(row, self.rows.num_groups):
+        if r.num_computed[row] >= r.allocated_until[row] and not self._make_room(row, r.num_groups):
             return 0
-        return self._take(row, budget)
-
-    def _take(self, row: int, budget: StepBudget) -> int:
-        r, size = self.rows, self.blocks.block_size
-        done, allocated = int(r.num_computed[row]), int(r.allocated_until[row])
-        left = int(r.num_tokens[row]) - done
-        available = self.memory.device.num_available
-        if r.forked[row]:
-            available -= int(np.count_nonzero(self.row_blocks.writes_to_shared(np.array([row]))))
-        count = max(min(budget.most(left), allocated + available // r.num_groups * size - done), 0)
-        self.row_blocks.provide(row, count)
-        budget.take(count)
+        budget.take(count := self.row_blocks.extend(row, most))
         return count
-
-    # ------------------------------------------------------------------ admission
-
-    def _admit_waiting(self, budget: StepBudget, singles: np.ndarray, chunks: list[tuple[int, int]]) -> None:
-        """Places waiting sequences in rows, in order, as far as there is budget.
-
-        The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
-        from it again, with all that it has computed. Waiting rows (beams) reserve none, so something always computes.
-
-        One that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither takes
-        long, and neither depends on those who pass.
-        """
-        at, reserve = 0, self._num_next_blocks([*singles.tolist(), *(row for row, _ in chunks)])
-        while at < min(len(self.waiting), LOOKAHEAD) and self.running.has_free_row and budget.tokens:
-            seq = self.waiting[at][2]
-            if seq.awaits_token or not self.memory.disk_reads.ready(seq.kv):
-                at += 1
-                continue
-            hit = None
-            if not seq.kv.held:
-                hit = self.memory.prefixes.pin(seq.kv, seq.token_ids, seq.max_cached_tokens)
-            if hit and hit.awaits:
-                at += 1
-                continue
-            alone = not len(self.order)
-            if not self.admission.fits(seq, hit, budget, alone, reserve):
-                if hit:
-                    self.memory.prefixes.unpin(hit)
-                if not alone or not seq.kv.shared:
-                    break
-                self.queue.take_away(seq)  # no room for a copy of what it shares
-                continue
-            row = self._place(at, hit)
-            chunks.append((row, self._take(row, budget)))
-            reserve += self._num_next_blocks([row])
-
-    def _num_next_blocks(self, rows: list[int]) -> int:
-        """Blocks that some rows take next: one in each group for each row that does not end within what it has."""
-        grows = self.rows.allocated_until[rows] < self.rows.max_len[rows] - 1  # the last token is never computed
-        return len(self.layout.groups) * int(np.count_nonzero(grows))
-
-    def _place(self, at: int, hit: Hit | None) -> int:
-        """Takes a waiting sequence into a row with what it brings along: the row."""
-        rank, seq_id, seq = self.waiting.pop(at)
-        row, kv = self.running.enter((rank, seq_id)), seq.kv
-        if hit:
-            held = self.memory.prefixes.claim(kv, hit, len(seq.token_ids))
-        elif kv.swapped:
-            held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))
-        else:
-            assert kv.shared is not None
-            held = kv.shared
-        forked = kv.shared is not None
-        kv.shared = kv.swapped = None
-        kv.has_read, kv.read = False, set()
-        self.memory.disk_reads.end(kv)
-        self.rows.place(seq, row)
-        self.row_blocks.bring(row, seq, held, forked)
-        return row
 
     # ------------------------------------------------------------------ after a step
 
@@ -402,14 +331,7 @@ class Scheduler:
     def owners(self) -> Iterator[Owner]:
         """Sequences as owners of blocks: running ones in order, then those that bring some along."""
         yield from self.row_blocks.owners(self.order.tolist())
-        for _, _, seq in self.waiting:
-            for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
-                if held is not None:
-                    yield Owner(
-                        seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_computed, held.origins
-                    )
-            if len(slots := self.memory.disk_reads.reserved(seq.kv)):
-                yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
+        yield from self.queue.owners()
 
     def check(self) -> None:
         """Holds the books against the rows and what waiting sequences bring along.
