@@ -8,7 +8,7 @@ from typing import NamedTuple
 class StepRecord(NamedTuple):
     """One step of the engine.
 
-    ended_s: on the engine's clock. num_tokens: computed. num_singles: of them, alone in their row (decode).
+    ended_s: on the engine's clock. num_tokens: computed. num_decodes: rows that computed one token.
     num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned.
     peak_blocks: during the step. num_preemptions: since the engine started. unshared_blocks: what running sequences
     would hold at the peak if each had its own. cached_blocks: kept for what they hold, without an owner.
@@ -16,7 +16,7 @@ class StepRecord(NamedTuple):
 
     ended_s: float
     num_tokens: int
-    num_singles: int
+    num_decodes: int
     num_running: int
     num_waiting: int
     blocks_in_use: int

@@ -47,7 +47,7 @@ def few_shapes():
     def coarsest(config, max_model_len):
         buckets = original(config, max_model_len)
         return dataclasses.replace(
-            buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+            buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
         )
 
     with pytest.MonkeyPatch.context() as patch:

@@ -283,7 +283,7 @@ class Simulation:
         last, record = executor.steps[-1], self.engine.records[-1]
         num_tokens = np.count_nonzero(last.arrays.positions >= 0)
         assert 1 <= record.num_tokens == num_tokens <= scheduler.max_num_batched_tokens
-        assert record.num_singles <= scheduler.max_num_seqs and len(scheduler.order) <= scheduler.max_num_seqs
+        assert record.num_decodes <= scheduler.max_num_seqs and len(scheduler.order) <= scheduler.max_num_seqs
         assert max(record.blocks_in_use, record.peak_blocks) <= scheduler.blocks.num_blocks  # usage of at most 100 %
 
     def check_rows(self) -> None:

@@ -120,7 +120,7 @@ def measure(rows: int, steps: int, context: int) -> dict[str, float]:
     total_s = np.zeros((steps, 2))
     for at in range(-warm_up, steps):
         whole()
-        assert len(engine.scheduler.order) == rows and engine.records[-1].num_singles == rows
+        assert len(engine.scheduler.order) == rows and engine.records[-1].num_decodes == rows
         spent = np.subtract(whole.read(), executing.read())
         if at >= 0:
             total_s[at] = spent

@@ -66,7 +66,7 @@ def record(
     return StepRecord(
         now,
         batch.num_tokens,
-        len(batch.singles),
+        len(batch.decodes),
         len(scheduler.order),
         len(scheduler.waiting),
         blocks.num_used,

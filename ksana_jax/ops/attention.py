@@ -26,7 +26,7 @@ class AttentionContext(NamedTuple):
     """What attention in one layer reads besides q, k and v: tables, positions, pattern, rope, caps and sinks.
 
     layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
-    of singles share leading blocks, a single sees those of its group's table and of its own. pattern: which text
+    of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
     positions a query sees, this layer's numbers. num_rotated_sinks: maximum number of repositioned sinks. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's
     denominator.

@@ -1,4 +1,4 @@
-"""Kernels of `pallas_kernels` behind the engine's contract: steps taken apart into singles, tiles and shared blocks."""
+"""Kernels of `pallas_kernels` behind the engine's contract: steps taken apart into decodes, tiles and shared blocks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Kernels(NamedTuple):
 class Call(NamedTuple):
     """One call of a kernel: tiles of `tile` tokens, of the step's tokens start..start+count.
 
-    arrays: tables and starts [S, P], positions [S, tile]. shared: over blocks that the singles of a tile share.
+    arrays: tables and starts [S, P], positions [S, tile]. shared: over blocks that the decodes of a tile share.
     """
 
     start: int

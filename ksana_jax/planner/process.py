@@ -11,7 +11,7 @@ from ksana_jax.step.contract import StepShape
 from ksana_jax.units import MIB
 
 # What the compiler leaves behind when it is first used, what each program keeps, and what a step keeps for each layer
-# and part (singles, tiles). Measured on XLA:CPU of jax 0.10.2, models of 2 to 16 layers, 6 to 36 programs; 0.12 alike.
+# and part (decodes, tiles). Measured on XLA:CPU of jax 0.10.2, models of 2 to 16 layers, 6 to 36 programs; 0.12 alike.
 # From run to run, and with what else the machine does, the compiler takes up to 20 MiB more or less.
 # Where all programs come from the compilation cache, the compiler is never used and about 100 MiB of it are not taken.
 COMPILER_BYTES = 158 * MIB

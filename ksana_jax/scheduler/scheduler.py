@@ -176,50 +176,50 @@ class Scheduler:
         rows, order = self.rows, self.order
         preempted_before = self.num_preemptions
         left = rows.num_tokens[order] - rows.num_computed[order]
-        singles = order[left == 1][: self.max_num_batched_tokens]
-        short = rows.num_computed[singles] >= rows.allocated_until[singles]
-        sharing = self.row_blocks.writes_to_shared(singles)
+        decodes = order[left == 1][: self.max_num_batched_tokens]
+        short = rows.num_computed[decodes] >= rows.allocated_until[decodes]
+        sharing = self.row_blocks.writes_to_shared(decodes)
         num_shared = np.count_nonzero(sharing)
         if np.count_nonzero(short) * rows.num_groups + num_shared <= self.memory.device.num_available:
-            self.row_blocks.take(singles[short])
+            self.row_blocks.take(decodes[short])
             if num_shared:
-                for row in singles[sharing.any(axis=0)].tolist():
+                for row in decodes[sharing.any(axis=0)].tolist():
                     self.row_blocks.provide(row, 1)
         else:
-            singles = self._provide_by_force(singles, short * rows.num_groups + np.count_nonzero(sharing, axis=0))
+            decodes = self._provide_by_force(decodes, short * rows.num_groups + np.count_nonzero(sharing, axis=0))
         chunks: list[tuple[int, int]] = []
-        budget = StepBudget(self.max_num_batched_tokens - len(singles), self.tiles)
-        if len(singles) < len(order):
+        budget = StepBudget(self.max_num_batched_tokens - len(decodes), self.tiles)
+        if len(decodes) < len(order):
             for row in order[left > 1].tolist():
                 if count := self._extend(row, budget):
                     chunks.append((row, count))
         if self.num_preemptions == preempted_before:
             if self.waiting:
                 self.queue.reorder()
-                chunks += self.admission.admit(budget, [*singles.tolist(), *(row for row, _ in chunks)])
+                chunks += self.admission.admit(budget, [*decodes.tolist(), *(row for row, _ in chunks)])
         else:
-            singles = singles[rows.alive[singles]]
+            decodes = decodes[rows.alive[decodes]]
         if not chunks:
-            return ScheduledBatch(singles, _NO_ROWS, _NO_ROWS) if len(singles) else None
+            return ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS) if len(decodes) else None
         alone = [row for row, count in chunks if count == 1]
         longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
-        batch = ScheduledBatch(np.append(singles, np.array(alone, np.intp)), longer[:, 0], longer[:, 1])
+        batch = ScheduledBatch(np.append(decodes, np.array(alone, np.intp)), longer[:, 0], longer[:, 1])
         batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
         return batch
 
-    def _provide_by_force(self, singles: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Gives rows the blocks they need, in order, preempting from the end; returns the singles that run.
+    def _provide_by_force(self, decodes: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """Gives rows the blocks they need, in order, preempting from the end; returns the decodes that run.
 
         Args:
-          needed: [singles] blocks that each needs for one token.
+          needed: [decodes] blocks that each needs for one token.
         """
         runs = needed == 0
         for i in np.flatnonzero(needed):
-            row = int(singles[i])
+            row = int(decodes[i])
             if self.rows.alive[row] and self._make_room(row, int(needed[i])):
                 self.row_blocks.provide(row, 1)
                 runs[i] = True
-        return singles[runs & self.rows.alive[singles]]
+        return decodes[runs & self.rows.alive[decodes]]
 
     def _make_room(self, row: int, count: int) -> bool:
         """Sees to `count` blocks for a row, preempting rows that come after it. False: the row is last and must wait.

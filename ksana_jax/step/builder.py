@@ -54,14 +54,14 @@ class Buckets:
     """Sizes that steps are padded to.
 
     Args:
-      singles: numbers of tokens that are alone in their row; also of tokens whose logits are wanted.
+      decodes: numbers of rows that compute one token; also of tokens whose logits are wanted.
       tiles: parts for longer chunks, see `tile_parts`; the first that holds a step is taken.
       widths: of block tables.
-      shared_rows: singles of a group that may share leading blocks; 0 turns that off. Steps in which no group shares
+      shared_rows: decodes of a group that may share leading blocks; 0 turns that off. Steps in which no group shares
         have shapes of their own: looking for nothing in every layer would cost them about 6 % (8 layers, 32 rows, CPU).
     """
 
-    singles: tuple[int, ...]
+    decodes: tuple[int, ...]
     tiles: tuple[Part, ...]
     widths: tuple[int, ...]
     shared_rows: int = 0
@@ -87,7 +87,7 @@ class Buckets:
           min_rows: least rows of a matrix product, see `least_rows`.
         """
         return cls(
-            singles=ladder(min_rows, max(max_num_seqs, min_rows)),
+            decodes=ladder(min_rows, max(max_num_seqs, min_rows)),
             tiles=tile_parts(max_num_batched_tokens, query_tile, min_rows),
             widths=ladder(64, table_width, 4.0),
             shared_rows=shared_rows,
@@ -106,46 +106,46 @@ class Buckets:
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
         )
 
-    def shape(self, num_singles: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
+    def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
         """The smallest bucket that holds a step.
 
-        Steps with both singles and chunks take the most singles: those are cheap beside a tile, and it keeps the number
-        of combinations down. So do steps without singles where that costs little.
+        Steps with both decodes and chunks take the most decodes: those are cheap beside a tile, and it keeps the number
+        of combinations down. So do steps without decodes where that costs little.
 
         Args:
           counts: tokens of each longer chunk. width: of the widest block table.
-          shares: whether groups of singles share leading blocks.
+          shares: whether groups of decodes share leading blocks.
         """
         if not (counts := list(counts)):
-            parts = (Part(_at_least(self.singles, num_singles), 1),)
+            parts = (Part(_at_least(self.decodes, num_decodes), 1),)
         else:
             tiles = next(p for p in self.tiles if sum(-(-c // p.width) for c in counts) <= p.count)
-            parts = (Part(self.singles[-1], 1), tiles) if num_singles or self._joined(tiles) else (tiles,)
+            parts = (Part(self.decodes[-1], 1), tiles) if num_decodes or self._joined(tiles) else (tiles,)
         return self._shape(parts, _at_least(self.widths, width), self.shared_rows if shares else 0)
 
     def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
-        return StepShape(parts, width, max_sampled=self.singles[-1], shared_rows=shared_rows)
+        return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
 
     def _joined(self, tiles: Part) -> bool:
-        """Whether tiles are compiled together with singles only: where those are at most an eighth of the tokens, or
-        tiles are narrow, which serve many rows, so that there mostly are singles as well."""
+        """Whether tiles are compiled together with decodes only: where those are at most an eighth of the tokens, or
+        tiles are narrow, which serve many rows, so that there mostly are decodes as well."""
         widest = max(part.width for part in self.tiles)
-        return tiles.width < widest or 8 * self.singles[-1] <= tiles.count * tiles.width
+        return tiles.width < widest or 8 * self.decodes[-1] <= tiles.count * tiles.width
 
     def num_sampled(self, count: int) -> int:
         """The smallest bucket that holds so many tokens whose logits are wanted."""
-        return _at_least(self.singles, count) if count else 0
+        return _at_least(self.decodes, count) if count else 0
 
     def largest(self) -> list[StepShape]:
         """The largest shape with tiles of each width; one of them takes most memory."""
         most = {tiles.width: tiles for tiles in self.tiles}
-        parts = [(Part(self.singles[-1], 1), tiles) for tiles in most.values()]
+        parts = [(Part(self.decodes[-1], 1), tiles) for tiles in most.values()]
         return [self._shape(p, self.widths[-1], self.shared_rows) for p in parts]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Every shape that a step can have, up to a width of the block tables."""
-        most = Part(self.singles[-1], 1)
-        found = [(Part(d, 1),) for d in self.singles]
+        most = Part(self.decodes[-1], 1)
+        found = [(Part(d, 1),) for d in self.decodes]
         found += [(most, tiles) for tiles in self.tiles]
         found += [(tiles,) for tiles in self.tiles if not self._joined(tiles)]
         top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
@@ -198,16 +198,16 @@ class BatchBuilder:
         Returns:
           The step, and for each of `batch.rows` the index in [0, T) of the last of its tokens that are computed.
         """
-        singles, chunks = batch.singles, batch.chunks
+        decodes, chunks = batch.decodes, batch.chunks
         shared = None
-        if self.buckets.shared_rows and len(singles) > 1:
-            shared = self._with_sharing_singles(batch, rows)
+        if self.buckets.shared_rows and len(decodes) > 1:
+            shared = self._with_sharing_decodes(batch, rows)
         if shared is not None:
             shape, arrays, ends = shared
         else:
             width = int(rows.num_blocks.take(batch.rows, axis=1).max())
-            shape, ends = self.buckets.shape(len(singles), batch.counts, width), np.arange(len(singles), dtype=np.int32)
-            arrays = self._with_singles(shape, singles, rows)
+            shape, ends = self.buckets.shape(len(decodes), batch.counts, width), np.arange(len(decodes), dtype=np.int32)
+            arrays = self._with_decodes(shape, decodes, rows)
         if len(chunks):
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
         sampled = ends if batch.samples is None else ends[batch.samples]
@@ -216,45 +216,45 @@ class BatchBuilder:
         self._ask(step, batch, rows, ends)
         return step, ends
 
-    def _with_singles(self, shape: StepShape, singles: np.ndarray, rows: Rows) -> StepArrays:
-        """The arrays with their singles; the rest is padding."""
+    def _with_decodes(self, shape: StepShape, decodes: np.ndarray, rows: Rows) -> StepArrays:
+        """The arrays of a step with its decodes filled in; the rest is padding."""
         tokens, groups, width = shape.num_tokens, rows.num_groups, shape.table_width
         tables = groups, shape.num_tiles, width
-        at = rows.num_computed[singles]
-        # A single is the newest token of its row: it lies in the row's last block.
-        last = rows.num_blocks.take(singles, axis=1) - 1
-        newest = rows.block_tables[np.arange(groups)[:, None], singles, last]
+        at = rows.num_computed[decodes]
+        # A decode is the newest token of its row: it lies in the row's last block.
+        last = rows.num_blocks.take(decodes, axis=1) - 1
+        newest = rows.block_tables[np.arange(groups)[:, None], decodes, last]
         slots = newest * self.block_size + at % self.block_size
         return StepArrays(
-            tokens=_padded(rows.token_ids[singles, at], (tokens,), 0),
+            tokens=_padded(rows.token_ids[decodes, at], (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
             slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
-            block_tables=_padded(_tables_of(rows.block_tables, singles, width), tables, 0),
-            block_starts=_padded(_tables_of(rows.block_starts, singles, width), tables, FAR),
+            block_tables=_padded(_tables_of(rows.block_tables, decodes, width), tables, 0),
+            block_starts=_padded(_tables_of(rows.block_starts, decodes, width), tables, FAR),
             sampled=_NO_TOKENS,
         )
 
-    def _with_sharing_singles(
+    def _with_sharing_decodes(
         self, batch: ScheduledBatch, rows: Rows
     ) -> tuple[StepShape, StepArrays, np.ndarray] | None:
-        """The same where groups of singles share leading blocks: shape, arrays, and where each single's token went;
+        """Shape, arrays, and where each decode's token went, of a step in which groups of decodes share leading blocks;
         None where no group does."""
-        singles, group_rows, first = batch.singles, self.buckets.shared_rows, self.sink_width
-        count = rows.num_blocks[:, singles]
-        tables = rows.block_tables[:, singles, : int(count.max())]
+        decodes, group_rows, first = batch.decodes, self.buckets.shared_rows, self.sink_width
+        count = rows.num_blocks[:, decodes]
+        tables = rows.block_tables[:, decodes, : int(count.max())]
         found = find_shared_runs(
             tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
         )
         if not found.runs.any():
             return None
-        singles, ordered = singles[found.order], tables[:, found.order]
-        own = count[:, found.order] - np.repeat(found.runs, group_rows, axis=1)[:, : len(singles)]
+        decodes, ordered = decodes[found.order], tables[:, found.order]
+        own = count[:, found.order] - np.repeat(found.runs, group_rows, axis=1)[:, : len(decodes)]
         width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[:, batch.chunks].max(initial=0)))
-        shape = self.buckets.shape(len(singles), batch.counts, width, shares=True)
-        arrays = self._with_singles(shape, singles, rows)
+        shape = self.buckets.shape(len(decodes), batch.counts, width, shares=True)
+        arrays = self._with_decodes(shape, decodes, rows)
         own_shape, width = arrays.block_tables.shape, shape.table_width
         shared_shape = rows.num_groups, shape.num_groups, width
-        starts = rows.block_starts[:, singles, : ordered.shape[2]]
+        starts = rows.block_starts[:, decodes, : ordered.shape[2]]
         split = [split_tables(*of, group_rows, first, width) for of in zip(ordered, starts, found.runs, strict=True)]
         shared_tables, shared_starts, own_tables, own_starts = map(np.stack, zip(*split, strict=True))
         arrays = arrays._replace(

@@ -28,29 +28,29 @@ from ksana_jax.patterns import AttentionPattern
 
 @dataclasses.dataclass
 class ScheduledBatch:
-    """What a step computes: one token of each row in `singles`, `counts` tokens of each row in `chunks`.
+    """What a step computes: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
 
     Attributes:
-      singles: [D] rows.
+      decodes: [D] rows with one token to compute: the newest of their text, or what a cached prefix leaves of a prompt.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
       samples: [D + chunks] whether the step computes the last token of the row, so that its next one is sampled;
         None where it does of all.
     """
 
-    singles: np.ndarray
+    decodes: np.ndarray
     chunks: np.ndarray
     counts: np.ndarray
     samples: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
-        """Singles, then chunks."""
-        return np.concatenate([self.singles, self.chunks]) if len(self.chunks) else self.singles
+        """Decodes, then chunks."""
+        return np.concatenate([self.decodes, self.chunks]) if len(self.chunks) else self.decodes
 
     @property
     def num_per_row(self) -> np.ndarray:
         """Tokens computed of each of `rows`."""
-        ones = np.ones(len(self.singles), np.int32)
+        ones = np.ones(len(self.decodes), np.int32)
         return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
     @functools.cached_property
@@ -60,7 +60,7 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.singles) + int(self.counts.sum())
+        return len(self.decodes) + int(self.counts.sum())
 
 
 class Part(NamedTuple):

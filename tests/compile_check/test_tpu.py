@@ -106,7 +106,7 @@ def test_steps_and_the_kernel_of_jax_are_compiled_for_a_tpu_that_is_not_there():
     step, gathered, in_order = found["kernels"]
     assert step["kernels"] == 0 and step["alias_bytes"] == step["pool_bytes"] == 2 << 30
     assert step["temp_bytes"] < 16 << 20
-    num_visible = tpu_check.DECODE.num_singles * tpu_check.TABLE_WIDTH
+    num_visible = tpu_check.DECODE.num_tiles * tpu_check.TABLE_WIDTH
     visible = num_visible * gathered["pool_bytes"] // (tpu_check.NUM_BLOCKS * tpu_check.LLAMA.num_layers)
     assert gathered["kernels"] == 1 and gathered["temp_bytes"] >= 2 * visible
     assert in_order["kernels"] == tpu_check.LLAMA.num_layers and in_order["temp_bytes"] < 1 << 20

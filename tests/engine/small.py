@@ -92,7 +92,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     groups = tuple(group.layers for group in group_layers(patterns))
     buckets = Buckets.of_engine(config, config.max_model_len or 0)
     few = dataclasses.replace(
-        buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+        buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
     )
     return LLM.around(
         build_engine(

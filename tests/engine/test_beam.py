@@ -353,7 +353,7 @@ def test_beams_of_the_embedded_model_are_those_of_its_dense_network():
     )
     buckets = llm.engine.builder.buckets  # of each kind one, to compile little
     few = dataclasses.replace(
-        buckets, singles=buckets.singles[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+        buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
     )
     llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=few)
     prompts = [llm.tokenizer.encode(text) for text in ("def __init__(self, ", "import ")]

@@ -333,7 +333,7 @@ def test_a_decode_step_runs_no_python_per_sequence(pattern, temperature):
         taken = []
         for _ in range(12):  # all take a block in every fourth step, and return one under a window
             taken.append(count_bytecodes(engine.step))
-            assert engine.records[-1].num_singles == len(engine.scheduler.order) == rows
+            assert engine.records[-1].num_decodes == len(engine.scheduler.order) == rows
         counts.append(taken)
     assert min(counts[0]) > 100 and len(set(counts[0])) > 1
     assert counts[0] == counts[1]

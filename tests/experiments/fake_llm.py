@@ -70,7 +70,7 @@ class FakeLLM:
                 SimpleNamespace(
                     ended_s=next(self._clock) / 1000,
                     num_tokens=count,
-                    num_singles=int(count == 1),
+                    num_decodes=int(count == 1),
                     num_running=1,
                     num_waiting=0,
                     blocks_in_use=live,

@@ -76,9 +76,9 @@ def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
 
 
 def make_step(seed: int, shared: bool, tile: int = 4):
-    """Five singles of which one is padding, two tiles of one row; NaN in every slot that nobody has written.
+    """Five decodes of which one is padding, two tiles of one row; NaN in every slot that nobody has written.
 
-    Where shared, the first three singles share three leading blocks, and the last one of them is in the window.
+    Where shared, the first three decodes share three leading blocks, and the last one of them is in the window.
     tile: queries of each tile; the last one of the second is padding.
     """
     rng = np.random.default_rng(seed)
@@ -100,8 +100,8 @@ def make_step(seed: int, shared: bool, tile: int = 4):
             blocks, begin = blocks[3:], begin[3:]
         tables[row, : len(blocks)], starts[row, : len(blocks)] = blocks, begin
     tables[6], starts[6] = tables[5], starts[5]  # the second tile of the last row
-    singles = [length - 1 for length in lengths[:5]]
-    positions = np.array([*singles, *range(33, newest), -1], np.int32)
+    decodes = [length - 1 for length in lengths[:5]]
+    positions = np.array([*decodes, *range(33, newest), -1], np.int32)
     zeros = np.zeros(len(positions), np.int32)
     batch = StepArrays(zeros, positions, zeros + 64 * B, tables, starts, zeros[:7])
     if shared:
@@ -164,7 +164,7 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
         names = {kernels.decode: "decode", kernels.ragged: "ragged", kernels.prefill: "prefill", FEW: "few"}
         return [names[kernels.serving(call, context, cache, N)] for call in calls(batch, shape)]
 
-    # Singles, tiles, what singles share: 64 queries of a group of 2 are 128 rows.
+    # Decodes, tiles, what decodes share: 64 queries of a group of 2 are 128 rows.
     assert served(64) == served(64, head_dim=256) == ["few", "prefill", "few"]
     assert served(32) == ["few", "few", "few"]
     assert served(64, kernels=TRITON) == ["decode", "ragged", "ragged"]

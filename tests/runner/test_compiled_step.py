@@ -113,7 +113,7 @@ def large_pool(request):
     return llm
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["singles", "singles and a tile"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["decodes", "decodes and a tile"])
 def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
     compiled = large_pool.runner.compile_step(shape)
     memory = compiled.memory_analysis()

@@ -30,14 +30,14 @@ def rows_with(*sequences, **settings) -> Rows:
     return rows
 
 
-def builder(singles=(2, 4), tiles=(1, 2, 4), widths=(3, 6)) -> BatchBuilder:
-    return BatchBuilder(Buckets(singles, tuple(Part(n, Q) for n in tiles), widths), B, M, VOCAB)
+def builder(decodes=(2, 4), tiles=(1, 2, 4), widths=(3, 6)) -> BatchBuilder:
+    return BatchBuilder(Buckets(decodes, tuple(Part(n, Q) for n in tiles), widths), B, M, VOCAB)
 
 
-def build(rows: Rows, singles=(), maker: BatchBuilder | None = None, **chunks):
-    """The step of some singles, and of some rows' chunks, as row_2=6."""
+def build(rows: Rows, decodes=(), maker: BatchBuilder | None = None, **chunks):
+    """The step of some decodes, and of some rows' chunks, as row_2=6."""
     pairs = np.array([(int(name[4:]), count) for name, count in chunks.items()], np.intp).reshape(-1, 2)
-    batch = ScheduledBatch(np.array(singles, np.intp), pairs[:, 0], pairs[:, 1])
+    batch = ScheduledBatch(np.array(decodes, np.intp), pairs[:, 0], pairs[:, 1])
     batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
     return (maker or builder()).build(batch, rows)
 
@@ -123,7 +123,7 @@ def test_sampling_settings_are_in_the_order_of_the_sampled_tokens():
     rows.num_tokens[0] += 2  # after two tokens of output
     rows.num_computed[0] += 2
     rows.place(Sequence(2, np.arange(3, dtype=np.int32), asking(temperature=0.5), (), max_len=64), 2)
-    step, _ = build(rows, [0], builder(singles=(3, 4)), row_1=6, row_2=2)
+    step, _ = build(rows, [0], builder(decodes=(3, 4)), row_1=6, row_2=2)
     s = step.sampling
     assert s.temperature.tolist() == [0.5, 0.5, 0]
     assert s.top_k.tolist() == [9, 9, 0]
@@ -172,11 +172,11 @@ def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, rati
 )
 def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, budget, width, min_rows, data):
     buckets = Buckets.of(max_num_seqs, budget, width, Q, min_rows)
-    singles = data.draw(st.integers(0, max_num_seqs))
-    tiles = data.draw(st.integers(0 if singles else 1, -(-budget // Q)))
+    decodes = data.draw(st.integers(0, max_num_seqs))
+    tiles = data.draw(st.integers(0 if decodes else 1, -(-budget // Q)))
     wide = data.draw(st.integers(1, width))
-    shape = buckets.shape(singles, [Q] * tiles, wide)
-    assert shape.parts[0].count >= singles or not singles
+    shape = buckets.shape(decodes, [Q] * tiles, wide)
+    assert shape.parts[0].count >= decodes or not decodes
     assert shape.parts[-1].count * shape.parts[-1].width >= tiles * Q and shape.table_width >= wide
     assert shape.num_tokens >= min_rows, "the device may want rows though one sequence runs"
     assert shape in buckets.all_shapes(wide) and set(buckets.all_shapes(wide)) <= set(buckets.all_shapes())

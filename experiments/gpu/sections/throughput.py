@@ -42,7 +42,7 @@ def run(context: Context) -> None:
     name = llm.runner.implementation.name
     # Three shapes in place of a ladder: each costs a compilation, and rows that idle cost little beside the weights.
     buckets = llm.engine.builder.buckets
-    buckets = dataclasses.replace(buckets, singles=(requests,), tiles=buckets.tiles[-1:], widths=buckets.widths[-1:])
+    buckets = dataclasses.replace(buckets, decodes=(requests,), tiles=buckets.tiles[-1:], widths=buckets.widths[-1:])
     llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=buckets)
     shapes = buckets.all_shapes()
     with context.guard(name, FIRST_RUN, seconds=60):
