@@ -155,8 +155,8 @@ class EngineConfig:
       query_tile: tokens of one sequence that form a tile of attention in a step; many short chunks get tiles of a
         quarter of it. On a Hopper GPU tiles of 128 and more queries x query heads of a group have a kernel of their
         own: 32 with groups of four, 128 with MHA.
-      policy: order of the waiting requests: a name in `scheduler.policies.POLICIES`, "package.module:name" of your own,
-        or the function itself.
+      policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
+        "package.module:name" of your own, or the function itself.
       max_rotated_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions; None
         takes what the pattern needs. A sweep over patterns on one engine sets it to the largest of them.
       memory_bytes: upper limit of the pool when neither num_blocks nor memory_fraction is given.
@@ -164,7 +164,7 @@ class EngineConfig:
         together when num_blocks is None; see `planner`.
       enable_prefix_caching: keep full blocks after use and find them again by their content. Off by default, because a
         measurement that repeats its prompts would otherwise measure the cache.
-      prefix_replacement: which cached blocks are replaced first: a name in `kv.replacement.POLICIES`,
+      prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
         "package.module:name" of your own, or the function itself.
       shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
       preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"

@@ -17,9 +17,9 @@ import numpy as np
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.prefix_index import Scope, sha256
-from ksana_jax.kv.replacement import POLICIES as EVICTIONS
+from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.request import FinishReason, SamplingParams
-from ksana_jax.scheduler.policies import POLICIES
+from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
 from tests.kv.disk.double import TroubledDisk
@@ -62,10 +62,10 @@ class Simulation:
             "max_num_seqs": rng.randint(1, 6),
             "max_num_batched_tokens": rng.randint(1, 24),
             "query_tile": rng.choice([1, 2, 4, 8, 16]),
-            "policy": rng.choice(list(POLICIES)),
+            "policy": rng.choice(list(SCHEDULING_POLICIES)),
             "caching": self.disk is not None or rng.random() < 0.6,
             "shared_rows": rng.choice([0, 2, 3]),
-            "replacement": rng.choice(sorted(EVICTIONS)),
+            "replacement": rng.choice(sorted(REPLACEMENT_POLICIES)),
             "host_slots": rng.choice([1, 3, 8, 200] if self.disk else [0, 0, 1, 3, 8, 200]),
             "preempt": rng.choice(["swap", "recompute", "auto"]),
             "write": rng.choice(["back", "through", "drop"]),

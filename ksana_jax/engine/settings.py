@@ -9,8 +9,8 @@ from typing import Any
 from ksana_jax import vllm_names
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.dtypes import canonical_dtype
-from ksana_jax.kv import replacement
-from ksana_jax.scheduler import policies
+from ksana_jax.kv.replacement import find_replacement_policy
+from ksana_jax.scheduler.policies import find_scheduling_policy
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -42,6 +42,6 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     Raises:
       ConfigError: there is no such policy.
     """
-    policies.find_policy(config.policy)
-    replacement.find_policy(config.prefix_replacement)
+    find_scheduling_policy(config.policy)
+    find_replacement_policy(config.prefix_replacement)
     return config

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from ksana_jax.config import EngineConfig
 from ksana_jax.experiments.config import Experiment
 from ksana_jax.experiments.tasks import TASKS, task_named
-from ksana_jax.kv import replacement
+from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.pattern_presets import PRESETS
 from ksana_jax.patterns import SINK_POSITIONS, AttentionPattern
-from ksana_jax.scheduler import policies
+from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 
 INTRODUCTION = """\
 # Experiment files
@@ -73,7 +73,7 @@ def markdown() -> str:
         _table(Experiment),
         "## `engine`\n\nThese are keyword arguments of `LLM` too.\n",
         _table(EngineConfig),
-        f"`policy` is one of {_names(policies.POLICIES)}; `prefix_replacement` of {_names(replacement.POLICIES)}.\n",
+        f"`policy` is one of {_names(SCHEDULING_POLICIES)}; `prefix_replacement` of {_names(REPLACEMENT_POLICIES)}.\n",
         "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
         _table(AttentionPattern),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",

@@ -9,7 +9,7 @@ from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.kv.replacement import Policy
+from ksana_jax.kv.replacement import ReplacementPolicy
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 
 
@@ -25,7 +25,7 @@ class DeviceTier(Tier):
         self,
         num_blocks: int,
         index: PrefixIndex,
-        replacement: Policy,
+        replacement: ReplacementPolicy,
         counters: Counters,
         *,
         moves: PendingMoves,

@@ -7,7 +7,7 @@ import numpy as np
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.disk.tier import BlockFacts, DiskTier
 from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.kv.replacement import Policy
+from ksana_jax.kv.replacement import ReplacementPolicy
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 
 
@@ -26,7 +26,7 @@ class HostTier(Tier):
         self,
         data: np.ndarray,
         index: PrefixIndex,
-        replacement: Policy,
+        replacement: ReplacementPolicy,
         counters: Counters,
         *,
         disk: DiskTier | None,

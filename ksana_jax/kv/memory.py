@@ -29,7 +29,7 @@ from ksana_jax.kv.moves import Moves, PendingMoves
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.kv.replacement import Policy, find_policy
+from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.swap import Swap
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import FULL
@@ -45,7 +45,7 @@ class KVMemory:
       num_blocks: blocks in the device's pool.
       index: an empty prefix index; it determines the block size.
       caching: whether full blocks are kept after use.
-      replacement: a key of `replacement.POLICIES`, or see `replacement.find_policy`.
+      replacement: a key of `replacement.REPLACEMENT_POLICIES`, or see `replacement.find_replacement_policy`.
       preempt, write: see `config.EngineConfig.preempt` and `cache_write`.
       host_data: [slots, ...] the host's blocks, preallocated, each of block_bytes; None for no host tier.
       disk: the disk tier, or None.
@@ -64,7 +64,7 @@ class KVMemory:
         index: PrefixIndex,
         *,
         caching: bool = False,
-        replacement: str | Policy = "lru",
+        replacement: str | ReplacementPolicy = "lru",
         preempt: str = "auto",
         write: str = "back",
         host_data: np.ndarray | None = None,
@@ -76,7 +76,7 @@ class KVMemory:
         self.layout = KVLayout(group_layers([FULL]), index.block_size)
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
-        self._num_blocks, self._replacement, self._caching = num_blocks, find_policy(replacement), caching
+        self._num_blocks, self._replacement, self._caching = num_blocks, find_replacement_policy(replacement), caching
         self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
         self._make_tiers(host_data)
 

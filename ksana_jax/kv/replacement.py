@@ -30,7 +30,7 @@ class Cached(Protocol):
 
 
 # (block, age) -> priority; age is the first number of the priority of the block replaced last, initially 0.
-Policy = Callable[[Cached, float], tuple[float, ...]]
+ReplacementPolicy = Callable[[Cached, float], tuple[float, ...]]
 
 
 def lru(block: Cached, age: float) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ def cost_aware(block: Cached, age: float) -> tuple[float, ...]:
     return (age + (1 + block.num_uses) * block.cost, block.last_use)
 
 
-POLICIES: dict[str, Policy] = {
+REPLACEMENT_POLICIES: dict[str, ReplacementPolicy] = {
     "lru": lru,
     "lfu": lfu,
     "fifo": fifo,
@@ -72,10 +72,11 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def find_policy(spec: str | Policy) -> Policy:
-    """Returns the policy of `EngineConfig.prefix_replacement`: a key of POLICIES, "package.module:name", or a function.
+def find_replacement_policy(spec: str | ReplacementPolicy) -> ReplacementPolicy:
+    """Returns the policy of `EngineConfig.prefix_replacement`: a key of REPLACEMENT_POLICIES,
+    "package.module:name", or a function.
 
     Raises:
       ConfigError: there is no policy of that name.
     """
-    return resolve(spec, POLICIES, "prefix_replacement")
+    return resolve(spec, REPLACEMENT_POLICIES, "prefix_replacement")

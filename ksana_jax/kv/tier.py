@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 
 from ksana_jax.kv.block_manager import BlockManager
-from ksana_jax.kv.replacement import Policy
+from ksana_jax.kv.replacement import ReplacementPolicy
 
 DEVICE, HOST = 0, 1
 NOWHERE = -1
@@ -65,7 +65,7 @@ class Tier:
         sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
     """
 
-    def __init__(self, level: int, num_blocks: int, block_size: int, policy: Policy):
+    def __init__(self, level: int, num_blocks: int, block_size: int, policy: ReplacementPolicy):
         self.level, self.policy = level, policy
         self.pool = BlockManager(num_blocks, block_size)
         self.leaves_first = [True]

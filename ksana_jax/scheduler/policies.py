@@ -1,8 +1,9 @@
 """Orders in which requests are served: the smaller its rank, the earlier a sequence runs and the later it is preempted.
 
-A policy is a function of a sequence, its rank. One that remembers something, or whose ranks change while sequences
-wait, is a class with the methods of `Policy`; each scheduler makes one of its own, with max_num_seqs. A policy of your
-own needs no entry here: `LLM(policy="my_package.module:mine")`, or the function or class itself.
+A policy is a function that returns a sequence's rank. One that remembers something, or whose ranks change while
+sequences wait, is a class with the methods of `SchedulingPolicy`; each scheduler makes one of its own, with
+max_num_seqs. A policy of your own needs no entry here: `LLM(policy="my_package.module:mine")`, or the function or class
+itself.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ksana_jax.plugins import resolve
 from ksana_jax.sequence import Sequence
 
 
-class Policy(Protocol):
-    """The order of one scheduler.
+class SchedulingPolicy(Protocol):
+    """Order of service in one scheduler.
 
     A policy may also have `reorder(waiting: list[Sequence], memory: KVMemory) -> None`. It is called before sequences
-    are admitted in a step, and gives those that wait another `seq.rank`: for ageing, or for what is cached by now
+    are admitted in a step, and may set `seq.rank` of waiting sequences: for ageing, or for what is cached by now
     (`memory.prefixes.num_cached_tokens`). A running sequence keeps the rank with which it was admitted.
     """
 
@@ -36,26 +37,26 @@ class ByRank:
 
 
 def fcfs(seq: Sequence) -> float:
-    """First come, first served: nobody starves."""
+    """First come, first served: no request starves."""
     return seq.seq_id
 
 
 def shortest_first(seq: Sequence) -> float:
-    """Shortest prompt first: lower mean latency; under lasting load a long prompt can wait for ever."""
+    """Shortest prompt first: lower mean latency, but under sustained load a long prompt may never run."""
     return seq.num_prompt
 
 
 def fewest_tokens_left(seq: Sequence) -> float:
-    """Smallest bound on what is left to compute first: prompt and output, as far as max_tokens tells."""
+    """Smallest upper bound on prompt and output first, as max_tokens gives it."""
     return seq.max_len
 
 
 class LongestPrefix:
-    """Requests that share a prefix run together, so that it is computed once; groups in order of their first request.
+    """Runs requests that share a prefix together, so that it is computed once; groups in order of their first request.
 
     Within a group prompts are in lexicographic order, which puts the longest common prefixes next to each other. A
-    group takes in no more than `patience` requests after its first one: nobody is overtaken by more than that many.
-    Its default is four times the rows.
+    group accepts at most `patience` requests after its first one, so no request is overtaken by more than that many.
+    The default is four times the number of rows.
 
     Source: KsanaLLM's scheduling by longest common prefix; SGLang's depth-first order, arXiv:2312.07104.
     """
@@ -77,7 +78,7 @@ class LongestPrefix:
         return (first, tokens)
 
 
-POLICIES: dict[str, Callable[[Sequence], Any] | type[Policy]] = {
+SCHEDULING_POLICIES: dict[str, Callable[[Sequence], Any] | type[SchedulingPolicy]] = {
     "fcfs": fcfs,
     "shortest_first": shortest_first,
     "fewest_tokens_left": fewest_tokens_left,
@@ -85,16 +86,17 @@ POLICIES: dict[str, Callable[[Sequence], Any] | type[Policy]] = {
 }
 
 
-def find_policy(spec: Any) -> Callable[[Sequence], Any] | type[Policy]:
-    """Returns what `EngineConfig.policy` names: a key of POLICIES, "package.module:name", or a function or class.
+def find_scheduling_policy(spec: Any) -> Callable[[Sequence], Any] | type[SchedulingPolicy]:
+    """Returns what `EngineConfig.policy` names: a key of SCHEDULING_POLICIES, "package.module:name", or a
+    function or class.
 
     Raises:
       ConfigError: there is none of that name.
     """
-    return resolve(spec, POLICIES, "policy")
+    return resolve(spec, SCHEDULING_POLICIES, "policy")
 
 
-def make_policy(spec: Any, max_num_seqs: int) -> Policy:
-    """Returns the policy of one scheduler; see `find_policy`."""
-    found: Any = find_policy(spec)
+def make_policy(spec: Any, max_num_seqs: int) -> SchedulingPolicy:
+    """Returns the policy of one scheduler; see `find_scheduling_policy`."""
+    found: Any = find_scheduling_policy(spec)
     return found(max_num_seqs) if isinstance(found, type) else ByRank(found)

@@ -1,4 +1,4 @@
-"""Sequences that wait: in order of service, or for a leader's prompt. Knows what they bring along, not who runs."""
+"""Waiting sequences: in order of service, or for a leader's prompt. Knows what they hold, not which ones run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.tier import DEVICE, HOST
-from ksana_jax.scheduler.policies import Policy
+from ksana_jax.scheduler.policies import SchedulingPolicy
 from ksana_jax.sequence import Sequence
 
 
@@ -21,39 +21,39 @@ class WaitingQueue:
       leaders: sequences whose forks wait until they have computed their prompt; those are in no order yet.
     """
 
-    def __init__(self, memory: KVMemory, policy: Policy):
+    def __init__(self, memory: KVMemory, policy: SchedulingPolicy):
         self._memory, self._policy = memory, policy
         self._reorder: Callable[[list[Sequence], KVMemory], None] | None = getattr(policy, "reorder", None)
         self.entries: list[tuple[Any, int, Sequence]] = []
         self.leaders: dict[Sequence, None] = {}
 
     def rank(self, seq: Sequence) -> None:
-        """Asks the policy for a sequence's place, once."""
+        """Asks the policy for a sequence's rank, once."""
         if seq.rank is None:
             seq.rank = self._policy.rank(seq)
 
     def reorder(self) -> None:
-        """Lets the policy rank those that wait anew, if it does such a thing."""
+        """Lets a policy that has `reorder` rank the waiting sequences again."""
         if self._reorder is not None and self.entries:
             waiting = [seq for _, _, seq in self.entries]
             self._reorder(waiting, self._memory)
             self.entries = sorted((seq.rank, seq.seq_id, seq) for seq in waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Puts a sequence in its place."""
+        """Inserts a sequence by rank."""
         self.rank(seq)
         if seq.forks:
             self.leaders[seq] = None
         bisect.insort(self.entries, (seq.rank, seq.seq_id, seq))
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a sequence out, and from it what it has reserved."""
+        """Takes a sequence out of the queue and releases what it holds."""
         self.entries = [entry for entry in self.entries if entry[2] is not seq]
         self._memory.disk_reads.end(seq.kv)
         self.take_away(seq)
 
     def take_away(self, seq: Sequence) -> None:
-        """Takes what a waiting sequence holds: it will compute it again, if it goes on."""
+        """Releases what a waiting sequence holds; if it goes on, it computes that again."""
         kv = seq.kv
         if kv.shared is not None:
             self._memory.device.release(kv.shared.ids)
@@ -64,7 +64,7 @@ class WaitingQueue:
         kv.nodes.clear()
 
     def reclaim_shared(self, spared: Sequence | None = None) -> bool:
-        """Takes the shared blocks of the last sequence that brings some along; False if there is none."""
+        """Releases the shared blocks of the last waiting sequence that holds some; False if there is none."""
         for _, _, seq in reversed(self.entries):
             if seq.kv.shared is not None and seq is not spared:
                 self.take_away(seq)
@@ -72,7 +72,7 @@ class WaitingQueue:
         return False
 
     def pop_forks(self, leader: Sequence) -> list[Sequence]:
-        """Those who waited for a leader's prompt and have not ended since; they wait for it no longer."""
+        """Returns the unfinished sequences that waited for a leader's prompt, and forgets that they did."""
         self.leaders.pop(leader, None)
         forks, leader.forks = leader.forks, []
         return [seq for seq in forks if seq.finish_reason is None]

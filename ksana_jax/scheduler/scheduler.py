@@ -42,7 +42,7 @@ class Scheduler:
       query_tile: most tokens of one row that share a tile in a step, see `step.contract.most_tiles`.
       max_model_len: most tokens of a sequence.
       layout: of the pool: which positions stay visible to later tokens, in each group of layers.
-      policy: a key of POLICIES, or see `find_policy`.
+      policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ksana_jax.kv.replacement import POLICIES, lru
+from ksana_jax.kv.replacement import REPLACEMENT_POLICIES, lru
 from ksana_jax.kv.tier import DEVICE, HOST, NOWHERE, Node, Tier
 
 
@@ -135,11 +135,11 @@ def test_what_is_not_here_is_not_considered_when_it_is_used():
     assert tree.evict() is None and elsewhere.at == [NOWHERE, NOWHERE]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", REPLACEMENT_POLICIES)
 def test_victims_come_in_the_order_of_the_policy(policy):
     """Against sorting at each turn, over random trees."""
     rng = np.random.default_rng(7)
-    tree = Tree(64, POLICIES[policy])
+    tree = Tree(64, REPLACEMENT_POLICIES[policy])
     names = [chr(0x4E00 + i) for i in range(40)]
     for at, name in enumerate(names):
         parent = names[rng.integers(at)] if at and rng.random() < 0.7 else None
@@ -151,7 +151,7 @@ def test_victims_come_in_the_order_of_the_policy(policy):
     while left:
         parents = {tree.nodes[n].parent.key.decode() for n in left}
         for name in left - parents - set(entered):  # leaves, from now on
-            entered[name] = POLICIES[policy](tree.nodes[name], age)
+            entered[name] = REPLACEMENT_POLICIES[policy](tree.nodes[name], age)
         gone = tree.evict()
         assert entered[gone] == min(entered.values())
         age = entered.pop(gone)[0]
@@ -159,7 +159,7 @@ def test_victims_come_in_the_order_of_the_policy(policy):
 
 
 def test_ageing_rises_to_the_priority_of_the_block_evicted_last():
-    tree = Tree(policy=POLICIES["cost_aware"])
+    tree = Tree(policy=REPLACEMENT_POLICIES["cost_aware"])
     for name, cost in [("a", 3.0), ("b", 5.0)]:
         tree.put(name, cost=cost)
     tree.release(*"ab")

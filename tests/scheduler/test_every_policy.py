@@ -1,9 +1,9 @@
-"""What holds for every policy: those in POLICIES, and two toys whose ranks change while sequences wait."""
+"""What holds for every policy: those in SCHEDULING_POLICIES, and two toys whose ranks change while sequences wait."""
 
 import numpy as np
 import pytest
 
-from ksana_jax.scheduler.policies import POLICIES
+from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 from tests.engine.small import Letters, assert_idle, complete, make_llm
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
 
@@ -38,7 +38,7 @@ class MostCachedFirst:
 
 LETTERS = Letters()
 TOYS = [f"{__name__}:{toy.__name__}" for toy in (ShortestFirstAgeing, MostCachedFirst)]
-every_policy = pytest.mark.parametrize("policy", [*POLICIES, *TOYS])
+every_policy = pytest.mark.parametrize("policy", [*SCHEDULING_POLICIES, *TOYS])
 
 
 @every_policy

@@ -10,7 +10,7 @@ from ksana_jax import EngineConfig
 from ksana_jax.config import ConfigError
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.state import KVState
-from ksana_jax.scheduler.policies import POLICIES, LongestPrefix, make_policy
+from ksana_jax.scheduler.policies import SCHEDULING_POLICIES, LongestPrefix, make_policy
 from ksana_jax.sequence import Sequence
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
 
@@ -26,7 +26,7 @@ def order(policy, seqs) -> list[int]:
 
 
 def test_first_come_first_served_is_the_default():
-    assert EngineConfig().policy == "fcfs" == next(iter(POLICIES))
+    assert EngineConfig().policy == "fcfs" == next(iter(SCHEDULING_POLICIES))
     seqs = [sequence(i, prompt_of(9 - i)) for i in range(4)]
     assert order(make_policy("fcfs", 4), seqs) == [0, 1, 2, 3]
 
@@ -82,7 +82,7 @@ def test_settings_with_a_policy_of_the_users_own_are_checked_at_once_and_recorde
     recorded = json.loads(json.dumps(config.plain()))
     assert recorded["policy"] == "tests.scheduler.test_policies:longest_first"
     assert EngineConfig(**recorded).plain() == recorded
-    for wrong in ([], None, 5, "lifo", "tests.scheduler.test_policies:POLICIES"):
+    for wrong in ([], None, 5, "lifo", "tests.scheduler.test_policies:SCHEDULING_POLICIES"):
         with pytest.raises(ConfigError, match=r"^policy is "):
             check_policies(EngineConfig(policy=wrong))
         with pytest.raises(ConfigError, match=r"^prefix_replacement is "):
