@@ -151,7 +151,7 @@ a tokenizer's own spaces are kept
     spaces_between_special_tokens = True, False | False
 shorten the prompt_token_ids yourself
     truncate_prompt_tokens = None, -1 | 8
-`generate` returns whole outputs, `stream` yields what there is so far
+`generate` returns whole outputs, `stream` what there is so far, or with `delta=True` what is new
     output_kind = any
 there is nothing else to pass on
     extra_args = None | {"a": 1}
@@ -251,7 +251,8 @@ What else differs:
 - `enable_prefix_caching` is off by default: a measurement that repeats its prompts would otherwise measure the cache.
 - `cumulative_logprob` is there whenever `logprobs` was asked for, if only `logprobs=0`; otherwise it is None.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
-- There is no `AsyncLLMEngine` and no server; `llm.stream(...)` yields outputs as they grow.
+- There is no `AsyncLLMEngine` and no server; `llm.stream(...)` yields outputs as they grow, and with `delta=True` only
+  what is new in each.
 """
 
 

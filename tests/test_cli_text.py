@@ -39,9 +39,9 @@ def ksana(monkeypatch, capsys, prompts):
     """Runs a command with standard input; returns (exit code, output, errors). Prompts that reach an LLM are noted."""
     stream = LLM.stream
 
-    def noted(self, prompt, params=None):
+    def noted(self, prompt, params=None, **how):
         prompts.append(prompt if isinstance(prompt, str) else prompt["prompt"])
-        return stream(self, prompt, params)
+        return stream(self, prompt, params, **how)
 
     def run(*args, stdin="", terminal=False):
         text = io.StringIO(stdin)

@@ -43,11 +43,11 @@ def read_prompt(interactive: bool) -> str:
 
 def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:
     """Prints a completion as it is generated, then a newline; returns its text."""
-    text = ""
-    for output in llm.stream(prompt, params):
-        shown, text = len(text), output.outputs[0].text
-        sys.stdout.write(text[shown:])
+    pieces = []
+    for output in llm.stream(prompt, params, delta=True):
+        pieces.append(output.outputs[0].text)
+        sys.stdout.write(pieces[-1])
         sys.stdout.flush()
         output.check()
     sys.stdout.write("\n")
-    return text
+    return "".join(pieces)

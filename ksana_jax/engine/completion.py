@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -29,15 +30,17 @@ class Completion:
     seq: Sequence
     tokenizer: Tokenizer | None
     streams: bool = False
-    text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
     _held_back: str = ""
     _closed: bool = False
+    _num_taken: int = 0
 
     def __post_init__(self):
+        self._pieces: list[str] = []  # all text
+        self._new: list[str] = []  # text since the last delta
         if self.seq.params.logprobs is not None:
             self.logprobs = []
         self._stops = self.seq.params.stop_strings
@@ -72,6 +75,16 @@ class Completion:
             return None
         return self._add_text(self._detokenizer.push([token]))
 
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def _release(self, text: str) -> None:
+        self._pieces.append(text)
+        self._new.append(text)
+
     def _add_text(self, new: str) -> str | None:
         """Releases text that cannot become part of a stop string; cuts at a stop string and returns it."""
         pending = self._held_back + new
@@ -79,11 +92,11 @@ class Completion:
             found = [(pending.find(s), s) for s in self._stops if s in pending]
             if found:
                 at, stop = min(found)
-                self.text, self._held_back = self.text + pending[:at], ""
-                self._detokenizer = None
+                self._release(pending[:at])
+                self._held_back, self._detokenizer = "", None
                 return stop
         keep = max((_overlap(pending, s) for s in self._stops), default=0)
-        self.text += pending[: len(pending) - keep]
+        self._release(pending[: len(pending) - keep])
         self._held_back = pending[len(pending) - keep :]
         return None
 
@@ -97,14 +110,11 @@ class Completion:
             self.error = NO_TOKEN
         if not self.watched:
             self.token_ids = seq.token_ids[seq.num_prompt :].tolist()
-            if self._detokenizer:
-                by_id = seq.finish_reason is FinishReason.STOP
-                self.text = self._detokenizer.push(self.token_ids[:-1] if by_id else self.token_ids)
-        elif self._detokenizer and not (self.streams or self._stops):
-            by_id = seq.finish_reason is FinishReason.STOP
-            self.text = self._detokenizer.push(self.token_ids[:-1] if by_id else self.token_ids)
         if self._detokenizer:
-            self.text += self._held_back + self._detokenizer.flush()
+            if not (self.streams or self._stops):
+                by_id = seq.finish_reason is FinishReason.STOP
+                self._release(self._detokenizer.push(self.token_ids[:-1] if by_id else self.token_ids))
+            self._release(self._held_back + self._detokenizer.flush())
             self._held_back = ""
 
     def fail(self, error: str) -> None:
@@ -113,13 +123,22 @@ class Completion:
         self._closed = True
 
     def output(self) -> CompletionOutput:
-        """What there is so far."""
+        """Returns all that there is so far."""
+        return self._output(self.text, 0)
+
+    def take_delta(self) -> CompletionOutput:
+        """Returns what is new since the last call, in time proportional to that."""
+        text, self._new = "".join(self._new), []
+        first, self._num_taken = self._num_taken, len(self.token_ids)
+        return self._output(text, first)
+
+    def _output(self, text: str, first: int) -> CompletionOutput:
         seq = self.seq
         return CompletionOutput(
             self.index,
-            self.text,
-            list(self.token_ids),
-            None if self.logprobs is None else list(self.logprobs),
+            text,
+            self.token_ids[first:],
+            None if self.logprobs is None else self.logprobs[first:],
             seq.finish_reason,
             seq.stop_reason,
             self.cumulative_logprob,
@@ -146,6 +165,7 @@ class Request:
     beams: Beams | None = None
     news: dict[Request, None] | None = None
     failure: BaseException | None = None
+    _num_scores_taken: int = 0
 
     def notify(self) -> None:
         """Tells its reader that there is something new."""
@@ -169,15 +189,27 @@ class Request:
         return all(c.seq.finish_reason is not None for c in self.completions)
 
     def output(self) -> RequestOutput:
-        """What there is so far."""
+        """Returns all that there is so far."""
+        return self._output(self.prompt_token_ids.tolist(), [c.output() for c in self.completions], 0)
+
+    def take_delta(self) -> RequestOutput:
+        """Returns what is new since the last call, in time proportional to that; all deltas share the prompt's ids."""
+        first, self._num_scores_taken = self._num_scores_taken, len(self.prompt_logprobs or ())
+        return self._output(self._prompt_ids, [c.take_delta() for c in self.completions], first)
+
+    @functools.cached_property
+    def _prompt_ids(self) -> list[int]:
+        return self.prompt_token_ids.tolist()
+
+    def _output(self, prompt_ids: list[int], completions: list[CompletionOutput], first: int) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.prompt,
-            self.prompt_token_ids.tolist(),
-            [c.output() for c in self.completions],
+            prompt_ids,
+            completions,
             self.finished,
             dataclasses.replace(self.metrics, num_blocks_by_origin=dict(self.metrics.num_blocks_by_origin)),
-            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            None if self.prompt_logprobs is None else self.prompt_logprobs[first:],
             self.metrics.num_cached_tokens,
         )
 

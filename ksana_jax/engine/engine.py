@@ -155,13 +155,16 @@ class Engine:
                 self._close(request)
                 request.notify()
 
-    def serve(self, requests: Seq[Request]) -> Iterator[RequestOutput]:
+    def serve(
+        self, requests: Seq[Request], report: Callable[[Request], RequestOutput] = Request.output
+    ) -> Iterator[RequestOutput]:
         """Takes requests in and computes until they have ended, together with all others that are in the engine.
 
         Several threads may do so at once: each step serves all of them, whichever thread computes it.
 
         Yields:
-          What a request has so far, whenever there is something new to report.
+          `report(request)` whenever a request has something new: all that it has so far, or with Request.take_delta
+          what is new.
 
         Raises:
           RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
@@ -175,7 +178,7 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    outputs = interrupts.defer(self._changes.run, self._advance, news)
+                    outputs = interrupts.defer(self._changes.run, self._advance, news, report)
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self._changes.give_way()
@@ -184,7 +187,7 @@ class Engine:
         finally:  # again: an interrupt may come before the first word of the line above
             self._abort_all(requests)
 
-    def _advance(self, news: dict[Request, None]) -> list[RequestOutput]:
+    def _advance(self, news: dict[Request, None], report: Callable[[Request], RequestOutput]) -> list[RequestOutput]:
         """Computes a step unless there is news without it."""
         if not news:
             self._step()
@@ -193,7 +196,7 @@ class Engine:
                 raise RuntimeError(
                     f"the request was ended by what went wrong in a step of another: {request.completions[0].error}"
                 ) from request.failure
-        outputs = [request.output() for request in news]
+        outputs = [report(request) for request in news]
         news.clear()
         return outputs
 

@@ -270,13 +270,23 @@ class LLM:
         return [outputs[request.request_id] for request in requests]
 
     def stream(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        delta: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Completes prompts, yielding what a request has so far whenever it has more; arguments as in `generate`.
+        """Completes prompts, yielding what a request has so far whenever it has more.
 
         Requests that are unfinished when the reader stops are aborted.
+
+        Args:
+          prompts, sampling_params: as in `generate`.
+          delta: yield only what is new: text, token_ids and log-probabilities since the request's last output. That
+            takes time proportional to what is new; whole outputs, copied at each token, take quadratic time.
         """
-        return self.engine.serve(self._make_requests(prompts, sampling_params, streams=True))
+        requests = self._make_requests(prompts, sampling_params, streams=True)
+        return self.engine.serve(requests, Request.take_delta if delta else Request.output)
 
     def chat(
         self,

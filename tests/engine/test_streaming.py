@@ -57,7 +57,28 @@ def test_every_snapshot_is_a_beginning_of_the_final_output_which_is_that_of_gene
                     assert completion == whole
 
 
-def test_the_test_above_sees_whole_broken_and_unfinished_characters(llm):
+@pytest.mark.parametrize("name", ASKED)
+def test_deltas_join_to_the_output_of_generate_and_repeat_nothing(llm, name):
+    params = ASKED[name]
+    expected = {o.prompt: o for o in llm.generate(PROMPTS, params)}
+    joined, unfinished = {}, set(PROMPTS)
+    for delta in llm.stream(PROMPTS, params, delta=True):
+        assert sum(len(c.token_ids) for c in delta.outputs) <= params.n, "at most one new token for each completion"
+        whole = joined.setdefault(delta.prompt, delta)
+        if whole is not delta:
+            for part, new in zip(whole.outputs, delta.outputs, strict=True):
+                new.text, new.token_ids = part.text + new.text, part.token_ids + new.token_ids
+                new.logprobs = None if new.logprobs is None else part.logprobs + new.logprobs
+            if delta.prompt_logprobs is not None:
+                delta.prompt_logprobs = whole.prompt_logprobs + delta.prompt_logprobs
+            joined[delta.prompt] = delta
+        if delta.finished:
+            unfinished.remove(delta.prompt)
+    assert not unfinished
+    assert {prompt: rest(o) for prompt, o in joined.items()} == {prompt: rest(o) for prompt, o in expected.items()}
+
+
+def test_these_requests_have_whole_broken_and_unfinished_characters(llm):
     texts = [c.text for o in llm.generate(PROMPTS, BYTE_SOUP) for c in o.outputs]
     assert any("\u00e9" in t for t in texts) and any("\ufffd" in t for t in texts)
     assert any(t.endswith("\ufffd") for t in texts)
