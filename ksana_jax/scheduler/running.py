@@ -26,14 +26,14 @@ class Running:
         return bool(self._free)
 
     def enter(self, key: Any) -> int:
-        """Gives a free row its place among the others: the row."""
+        """Takes a free row and inserts it by its key; returns the row."""
         row, where = self._free.pop(), bisect.bisect(self._keys, key)
         self._keys.insert(where, key)
         self.order = np.insert(self.order, where, row)
         return row
 
     def leave(self, rows: np.ndarray) -> None:
-        """Frees some rows."""
+        """Frees rows."""
         left = np.zeros(self.num_rows, bool)
         left[rows] = True
         stays = ~left[self.order]
@@ -42,7 +42,7 @@ class Running:
         self._free += rows.tolist()
 
     def check(self, alive: np.ndarray) -> None:
-        """Holds the order against which rows are alive: boolean [rows].
+        """Checks the order against which rows are alive: boolean [rows].
 
         Raises:
           AssertionError: they differ.

@@ -1,4 +1,4 @@
-"""Iteration-level scheduling (ORCA, OSDI 2022): before every step, which rows compute how many of their tokens.
+"""Iteration-level scheduling (ORCA, OSDI 2022): decides before every step which rows compute how many tokens.
 
 Knows rows and counts, and asks `kv.memory` for blocks; no token values beyond stop ids, no jax, no clock. The work
 left of a row is num_tokens - num_computed: a whole prompt, what a prefix hit leaves of it, a chunk, one token of decode
@@ -72,8 +72,7 @@ class Scheduler:
         self.set_layout(layout, scope)
 
     def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
-        """Forgets all sequences and blocks, after a failure that may have left the books half written; see
-        `KVMemory.reset`."""
+        """Drops all sequences and blocks after a failure that may have left them inconsistent; see `KVMemory.reset`."""
         self.memory.reset(host_data)
         self._make_books(layout, scope)
 
@@ -96,7 +95,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[tuple[Any, int, Sequence]]:
-        """(rank, seq_id, sequence) of those that wait, sorted."""
+        """(rank, seq_id, sequence) of waiting sequences, sorted."""
         return self.queue.entries
 
     @property
@@ -109,23 +108,23 @@ class Scheduler:
         return bool(self.waiting) or len(self.order) > 0
 
     def blocks_to_finish(self, max_len: int) -> int:
-        """Blocks without which a sequence that ends at max_len tokens can never finish."""
+        """Returns how many blocks a sequence that ends at max_len tokens needs to finish."""
         # The last token is sampled and never computed.
         return self.layout.blocks_of(max(max_len - 1, 1))
 
     # ------------------------------------------------------------------ sequences come and go
 
     def add(self, seq: Sequence) -> None:
-        """Lets a sequence wait for its turn; those of `seq.forks` wait until it has computed its prompt."""
+        """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
         assert self.blocks_to_finish(seq.max_len) <= self.blocks.num_blocks, "a request that can never finish"
         self.queue.add(seq)
 
     def rank(self, seq: Sequence) -> None:
-        """Asks the policy for a sequence's place, once; a policy may be a user's own and raise anything."""
+        """Asks the policy for a sequence's rank, once; a policy may be a user's own and raise anything."""
         self.queue.rank(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence in whatever state it is; one that has ended is left alone."""
+        """Ends a sequence, whatever its state; a finished one is left alone."""
         if seq.finish_reason is not None:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -137,7 +136,7 @@ class Scheduler:
             self.queue.add(fork)
 
     def append(self, seq: Sequence, token: int) -> None:
-        """Gives a beam its next token."""
+        """Appends the token that a beam's request has chosen for it."""
         seq.awaits_token = False
         if seq.row is None:
             seq.token_ids = np.append(seq.token_ids, np.int32(token))
@@ -145,11 +144,11 @@ class Scheduler:
             self.rows.append(np.array([seq.row]), np.array([token], np.int32))
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int | None = None) -> None:
-        """Lets a sequence wait that begins with its parent's tokens, and shares the parent's blocks if that one runs.
+        """Queues a sequence that begins with its parent's tokens, sharing the parent's blocks if the parent runs.
 
         Args:
-          child: its tokens, at least one more than are shared; the first of them must equal the parent's.
-          num_computed: tokens to be shared; None takes all that the parent has computed.
+          child: has at least one token more than are shared, and the shared ones equal the parent's.
+          num_computed: tokens to share; None takes all that the parent has computed.
         """
         if parent.row is not None:
             count = int(self.rows.num_computed[parent.row]) if num_computed is None else num_computed
@@ -165,8 +164,8 @@ class Scheduler:
         work, or all of it waits for the disk (`memory.disk_reads`)."""
         self.memory.disk_reads.poll()
         batch = self._schedule()
-        # Rows whose requests wait for others of theirs to get in compute nothing, and may hold all blocks. A read that
-        # is done may be of a sequence that waits behind them.
+        # Beams that wait for the others of their request compute nothing, and may hold all blocks. A finished read may
+        # belong to a sequence that waits behind them.
         while batch is None and len(self.order) and self.waiting and not self.memory.disk_reads.num_reading:
             self._preempt(int(self.order[-1]))
             batch = self._schedule()
@@ -176,17 +175,7 @@ class Scheduler:
         rows, order = self.rows, self.order
         preempted_before = self.num_preemptions
         left = rows.num_tokens[order] - rows.num_computed[order]
-        decodes = order[left == 1][: self.max_num_batched_tokens]
-        short = rows.num_computed[decodes] >= rows.allocated_until[decodes]
-        sharing = self.row_blocks.writes_to_shared(decodes)
-        num_shared = np.count_nonzero(sharing)
-        if np.count_nonzero(short) * rows.num_groups + num_shared <= self.memory.device.num_available:
-            self.row_blocks.take(decodes[short])
-            if num_shared:
-                for row in decodes[sharing.any(axis=0)].tolist():
-                    self.row_blocks.provide(row, 1)
-        else:
-            decodes = self._provide_by_force(decodes, short * rows.num_groups + np.count_nonzero(sharing, axis=0))
+        decodes = self._provide_decodes(order[left == 1][: self.max_num_batched_tokens])
         chunks: list[tuple[int, int]] = []
         budget = StepBudget(self.max_num_batched_tokens - len(decodes), self.tiles)
         if len(decodes) < len(order):
@@ -199,19 +188,36 @@ class Scheduler:
                 chunks += self.admission.admit(budget, [*decodes.tolist(), *(row for row, _ in chunks)])
         else:
             decodes = decodes[rows.alive[decodes]]
-        if not chunks:
-            return ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS) if len(decodes) else None
+        if chunks:
+            return self._with_chunks(decodes, chunks)
+        return ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS) if len(decodes) else None
+
+    def _with_chunks(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> ScheduledBatch:
+        """Returns the batch of decodes and (row, tokens) of others, of which those with one token are decodes too."""
         alone = [row for row, count in chunks if count == 1]
         longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
         batch = ScheduledBatch(np.append(decodes, np.array(alone, np.intp)), longer[:, 0], longer[:, 1])
-        batch.samples = rows.num_computed[batch.rows] + batch.num_per_row == rows.num_tokens[batch.rows]
+        batch.samples = self.rows.num_computed[batch.rows] + batch.num_per_row == self.rows.num_tokens[batch.rows]
         return batch
 
+    def _provide_decodes(self, decodes: np.ndarray) -> np.ndarray:
+        """Provides rows with blocks for one token each, preempting others if need be; returns the rows that run."""
+        short = self.rows.num_computed[decodes] >= self.rows.allocated_until[decodes]
+        sharing = self.row_blocks.writes_to_shared(decodes)
+        num_groups, num_shared = self.rows.num_groups, np.count_nonzero(sharing)
+        if np.count_nonzero(short) * num_groups + num_shared > self.memory.device.num_available:
+            return self._provide_by_force(decodes, short * num_groups + np.count_nonzero(sharing, axis=0))
+        self.row_blocks.take(decodes[short])
+        if num_shared:
+            for row in decodes[sharing.any(axis=0)].tolist():
+                self.row_blocks.provide(row, 1)
+        return decodes
+
     def _provide_by_force(self, decodes: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Gives rows the blocks they need, in order, preempting from the end; returns the decodes that run.
+        """Provides rows with the blocks they need, in order, preempting from the end; returns the rows that run.
 
         Args:
-          needed: [decodes] blocks that each needs for one token.
+          needed: [decodes] blocks that each row needs for one token.
         """
         runs = needed == 0
         for i in np.flatnonzero(needed):
@@ -222,10 +228,10 @@ class Scheduler:
         return decodes[runs & self.rows.alive[decodes]]
 
     def _make_room(self, row: int, count: int) -> bool:
-        """Sees to `count` blocks for a row, preempting rows that come after it. False: the row is last and must wait.
+        """Makes `count` blocks available to a row, preempting rows after it; False if it is the last and must wait.
 
-        The first row of all always gets its blocks, so there is progress: a request that the pool cannot hold was
-        refused on arrival.
+        The first row always gets its blocks, so there is progress: a request that the pool cannot hold was refused on
+        arrival.
         """
         while self.memory.device.num_available < count:
             last = int(self.order[-1])
@@ -236,7 +242,7 @@ class Scheduler:
         return True
 
     def _preempt(self, row: int) -> None:
-        """Takes a row's blocks, to the host or for good; its sequence waits in its old place."""
+        """Swaps a row's blocks to the host or drops them; its sequence waits again, at its old rank."""
         seq = self.rows.seqs[row]
         assert seq is not None
         seq.kv.swapped = self.row_blocks.swap_out(row)
@@ -246,7 +252,7 @@ class Scheduler:
         self.queue.add(seq)
 
     def _extend(self, row: int, budget: StepBudget) -> int:
-        """How many tokens a running row with several left computes now; takes their blocks and their budget."""
+        """Provides a running row that has several tokens left for its next chunk; returns the chunk's tokens."""
         r = self.rows
         most = budget.most(int(r.num_tokens[row] - r.num_computed[row])) if r.alive[row] else 0
         if not most:
@@ -259,7 +265,7 @@ class Scheduler:
     # ------------------------------------------------------------------ after a step
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Books what is known of a step before its tokens are: how much is computed, and which blocks that returns."""
+        """Records what is known of a step before its tokens: how much it computes, and which blocks that frees."""
         rows = batch.rows
         self.rows.num_computed[rows] += batch.num_per_row if len(batch.chunks) else 1
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
@@ -267,7 +273,7 @@ class Scheduler:
             self.row_blocks.return_invisible(rows)
 
     def settle(self, batch: ScheduledBatch, tokens: np.ndarray) -> StepResult:
-        """Books what a step's tokens decide: they are appended, full blocks are cached, ended sequences leave.
+        """Records what a step's tokens decide: appends them, caches full blocks, removes sequences that have ended.
 
         Args:
           tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
@@ -310,14 +316,14 @@ class Scheduler:
         return seqs
 
     def _fork_prompts(self, rows: np.ndarray) -> None:
-        """Shares the blocks of prompts that are computed with the sequences that wait for them."""
+        """Shares the blocks of computed prompts with the sequences that wait for them."""
         for leader in [seq for seq in self.queue.leaders if seq.row in rows]:
             # Each computes the last token again: a first token of its own needs its logits.
             for seq in self.queue.pop_forks(leader):
                 self.fork(leader, seq, leader.num_prompt - 1)
 
     def _leave(self, leaving: np.ndarray) -> None:
-        """Takes rows out, their blocks back."""
+        """Removes rows and releases their blocks."""
         r = self.rows
         self.row_blocks.release(leaving)
         self.running.leave(leaving)
@@ -329,12 +335,12 @@ class Scheduler:
             r.clear(row)
 
     def owners(self) -> Iterator[Owner]:
-        """Sequences as owners of blocks: running ones in order, then those that bring some along."""
+        """Yields sequences as owners of blocks: running ones in order, then waiting ones that hold some."""
         yield from self.row_blocks.owners(self.order.tolist())
         yield from self.queue.owners()
 
     def check(self) -> None:
-        """Holds the books against the rows and what waiting sequences bring along.
+        """Checks that the accounting of blocks agrees with the tables of rows and with what waiting sequences hold.
 
         Raises:
           AssertionError: see `KVMemory.check` and `RowBlocks.check`; or rows and their order differ.
