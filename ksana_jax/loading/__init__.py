@@ -1,6 +1,6 @@
-"""Models in and out: Hugging Face directories, random weights, checkpoints of a training run.
+"""Reads and writes models: Hugging Face directories, random weights, checkpoints of a training run.
 
-Names resolve on first use, so that reading a config does not wait for jax, nor loading weights for orbax.
+Names resolve on first use, so reading a config does not import jax, and loading weights does not import orbax.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Checkpoints of a run, through orbax: one directory for each step, whole or absent. Knows no Hugging Face names.
+"""Checkpoints of a training run, written by orbax: one directory per step. Knows no Hugging Face names.
 
-`step_00000012` is written under a temporary name, renamed, and complete once `files.json` lists the size of every file
-in it. What a killed process or a full disk left behind lacks that list or differs from it, and is skipped.
+`step_00000012` is written under a temporary name and renamed; it is complete once `files.json` lists the size of every
+file in it. What a killed process or a full disk leaves behind lacks or contradicts that list, and is skipped.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ksana_jax.models.params import Params
 
 FILES = "files.json"
 MAX_LISTED = 20
-# What orbax and the store below it raise for lost or damaged files.
+# Raised by orbax and the store below it for lost or damaged files.
 READ_ERRORS = (ValueError, OSError, KeyError, AttributeError, RuntimeError)
 _STEP = re.compile(r"step_(\d{8,})")
 _UNFINISHED = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*")
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = None, keep: int | None = 3) -> int:
-    """Saves a pytree of arrays, such as Params or a training state; done and complete when it returns.
+    """Saves a pytree of arrays, such as Params or a training state; the checkpoint is complete when it returns.
 
     Args:
-      path: directory of the run; made where it does not exist.
-      step: its number, replacing what has that number; None takes the next one.
-      keep: newest steps to keep; None keeps all.
+      path: directory of the run; created if it does not exist.
+      step: number of the step, replacing an existing one; None takes the next number.
+      keep: number of newest steps to keep; None keeps all.
 
     Returns:
       The step.
@@ -57,7 +57,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
     for name in [entry.name for entry in root.iterdir() if _UNFINISHED.fullmatch(entry.name)]:
         shutil.rmtree(root / name, ignore_errors=True)
     if keep is not None:
-        # Later steps were abandoned when a run resumed before them; they stay until they are overtaken.
+        # Later steps were abandoned when a run resumed before them; they stay until training overtakes them.
         for old in [s for s in _steps(root) if s <= step][:-keep]:
             shutil.rmtree(_directory(root, old), ignore_errors=True)
     return step
@@ -66,23 +66,23 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
 def restore_checkpoint(
     path: str | os.PathLike[str], config: ModelConfig, dtype: str = "f32", step: int | None = None
 ) -> Params:
-    """Weights of the latest complete step, or of the one given; as `restore_tree`."""
+    """Restores the weights of the latest complete step, or of a given one; see `restore_tree`."""
     return restore_tree(path, abstract_params(config, dtype), step)[0]
 
 
 def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = None) -> tuple[Any, int]:
-    """Reads what `save_checkpoint` saved, onto the default device.
+    """Restores a pytree saved by `save_checkpoint` to the default device.
 
     Args:
       wanted: the same pytree with jax.ShapeDtypeStruct for arrays; stored values are converted to its dtypes. NumPy
-        arrays in it give NumPy arrays on the host, which have 64 bits where jax has 32.
-      step: None takes the latest that can be read, warning about torn ones that it skips.
+        arrays in it are restored as NumPy arrays on the host, which can have 64 bits where jax has 32.
+      step: None takes the latest readable step, and warns about incomplete ones that it skips.
 
     Returns:
       The tree, and its step.
 
     Raises:
-      LoadError: no complete step, or one whose tree differs; the first 20 differing paths are listed.
+      LoadError: there is no complete step, or its tree differs; the first 20 differing paths are listed.
     """
     root = Path(path).resolve()
     steps = [step] if step is not None else sorted(_steps(root), reverse=True)
@@ -114,7 +114,7 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The newest complete step, or None."""
+    """Returns the newest complete step, or None."""
     root = Path(path).resolve()
     return next((step for step in sorted(_steps(root), reverse=True) if _complete(_directory(root, step))), None)
 
@@ -130,13 +130,13 @@ def _directory(root: Path, step: int) -> Path:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Leaves by path, such as layers.0.w_q."""
+    """Returns leaves by path, such as layers.0.w_q."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every file of a step but the list itself, by relative path."""
+    """Returns the sizes in bytes of a step's files, except the list itself, by relative path."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stem != Path(FILES).stem)
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
 

@@ -1,4 +1,4 @@
-"""Reads the shape of a model from its directory: `config.json` and `generation_config.json`. Knows no arrays."""
+"""Reads a model's configuration from `config.json` and `generation_config.json`. Knows no arrays."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ksana_jax.loading.errors import LoadError
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.shipped import model_path
 
-# Far above any real config or shard index; a file beyond it is not read.
+# Far above any real config or shard index; larger files are not read.
 MAX_JSON_BYTES = 16 * 2**20
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*").fullmatch
 
 
 class Tokenizer(Protocol):
-    """What `check_tokenizer` asks of a tokenizer."""
+    """The part of a tokenizer that `check_tokenizer` uses."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
 def model_directory(model_dir: str | os.PathLike[str]) -> Path:
-    """The directory of a model, given by path or by the name of a shipped one.
+    """Returns the directory of a model, given by path or by the name of a shipped model.
 
     Raises:
       LoadError: there is no such directory.
@@ -38,7 +38,7 @@ def model_directory(model_dir: str | os.PathLike[str]) -> Path:
         name = str(model_dir)
         download = f". A model on the Hugging Face Hub is downloaded first: hf download {name} --local-dir {path.name}"
         hub = download if _HUB_ID(name) else ""
-        raise LoadError(f"{path} is not a directory; supported: a local directory in Hugging Face form{hub}")
+        raise LoadError(f"{path} is not a directory; supported: a local Hugging Face model directory{hub}")
     return path
 
 
@@ -76,11 +76,11 @@ def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def load_config(model_dir: str | os.PathLike[str]) -> ModelConfig:
-    """Reads a model's shape. Ids that begin and end a text come from generation_config.json where it gives them.
+    """Reads a model's configuration. BOS and EOS ids come from generation_config.json if it has them.
 
     Raises:
       LoadError: there is no such directory.
-      ConfigError: one line that names the file and every field that cannot be or is not supported.
+      ConfigError: fields are invalid or unsupported; one line names the file and all of them.
     """
     directory = model_directory(model_dir)
     source = directory / "config.json"
@@ -95,19 +95,19 @@ def load_config(model_dir: str | os.PathLike[str]) -> ModelConfig:
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Checks that a tokenizer's ids are rows of the embedding, which may be larger than the vocabulary (padded).
+    """Checks that a tokenizer's ids are rows of the embedding, which may be padded beyond the vocabulary.
 
     Raises:
-      ConfigError: the tokenizer has more ids than the model, or the model's special ids lie beyond the tokenizer's.
+      ConfigError: the tokenizer has more ids than the model, or special ids of the model are beyond the tokenizer's.
     """
     size = tokenizer.vocab_size
     if size > config.vocab_size:
         raise ConfigError(
-            f"vocab_size is {config.vocab_size:,}, but the tokenizer has {size:,} ids; they are not of the same model"
+            f"vocab_size is {config.vocab_size:,}, but the tokenizer has {size:,} ids; they belong to different models"
         )
     named = [("bos_token_id", config.bos_id), *(("eos_token_id", i) for i in config.eos_ids)]
     beyond = [f"{name} {value:,}" for name, value in named if value is not None and value >= size]
     if beyond:
         raise ConfigError(
-            f"{', '.join(beyond)} lies beyond the tokenizer's {size:,} ids; they are not of the same model"
+            f"{', '.join(beyond)} is beyond the tokenizer's {size:,} ids; they belong to different models"
         )

@@ -1,5 +1,5 @@
-"""What goes wrong when a model is read."""
+"""The error of unusable model files."""
 
 
 class LoadError(ValueError):
-    """Files of a model that cannot be used: one line that names the file, what is wrong and what is supported."""
+    """Files of a model cannot be used; one line names the file, the problem and what is supported."""

@@ -24,11 +24,13 @@ STORED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:
-    """Writes weights in the dtype that they have. Each file appears whole or not at all, the weights last.
+    """Writes a model as a Hugging Face directory, weights in their current dtype.
+
+    Each file is written completely or not at all, the weights last.
 
     Raises:
-      ConfigError: the family's config in Hugging Face form cannot express this model.
-      LoadError: params are not those of the config; every difference is listed.
+      ConfigError: the family's Hugging Face config cannot express this model.
+      LoadError: params do not fit the config; every difference is listed.
     """
     values = config_to_hf(config)
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
@@ -54,12 +56,12 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
         shape = next(iter(names.values()))
         tensors |= dict(zip(names, np.asarray(leaf).reshape(len(names), *shape), strict=True))
     _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})
-    # Its ids go before those of config.json, so one that was there before must not stay.
+    # Its ids take precedence over those of config.json, so an existing one must not remain.
     _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})
     with replacing(directory / SINGLE) as file:
-        # transformers asks for the "format" entry, which says in which framework's layout the tensors are.
+        # transformers requires the "format" entry, the framework in whose layout the tensors are.
         safetensors.numpy.save_file(tensors, file.name, metadata={"format": "pt"})
-        # safetensors lets the owner alone read it; the others follow the user's umask.
+        # safetensors makes the file readable only by its owner; the other files follow the user's umask.
         shutil.copymode(directory / "config.json", file.name)
 
 

@@ -1,7 +1,7 @@
-"""Weights of a model directory, tensor by tensor, into the parameter tree.
+"""Loads the weights of a model directory, tensor by tensor, into the parameter tree.
 
-On the CPU a tensor's final place is the only whole copy of it: a buffer aligned as XLA wants it, filled from the file
-in pieces and handed over without a copy. On an accelerator the buffer is a stage, and one tensor is in flight.
+On the CPU, only one full copy of each tensor exists: a buffer aligned for XLA, filled from the file in pieces and
+handed over without copying. On an accelerator, it is a staging buffer, and one tensor is in flight at a time.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from ksana_jax.models.params import Params, init_params, is_shape, num_params, p
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
-ALIGNMENT = 64  # bytes; what XLA's CPU client asks of a buffer that it takes over
+ALIGNMENT = 64  # bytes; XLA's CPU client requires it of a buffer that it adopts without a copy
 
-# Buffers that older versions of transformers saved with the weights; they follow from the config.
+# Buffers that older versions of transformers saved with the weights; they are derived from the config.
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def array_dtype(name: str) -> Any:
-    """The jax dtype of a name such as "bf16".
+    """Returns the jax dtype of a name such as "bf16".
 
     Raises:
-      ConfigError: not a dtype that weights can have.
+      ConfigError: weights cannot have this dtype.
     """
     kinds = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
     return jnp.dtype(kinds[canonical_dtype(name)])
 
 
 def auto_dtype(model_dir: str | os.PathLike[str]) -> str:
-    """What dtype="auto" means for a checkpoint: what its config.json says, "f32" where it says nothing.
+    """Returns the dtype that "auto" stands for: that of the checkpoint's config.json, or "f32" if it has none.
 
-    On the CPU "f32" also where it says float16, which XLA multiplies 3 to 20 times slower there.
+    On the CPU, float16 becomes "f32", because XLA multiplies float16 3 to 20 times slower there.
 
     Raises:
-      ConfigError: it says a dtype that weights cannot have.
+      ConfigError: weights cannot have the dtype in config.json.
     """
     path = model_directory(model_dir) / "config.json"
     values = read_json(path)
@@ -67,18 +67,18 @@ def load_model(
     seed: int = 0,
     embedding_device: Literal["device", "host"] = "device",
 ) -> tuple[ModelConfig, Params]:
-    """Reads a model, or makes one up.
+    """Loads a model, or draws random weights for its config.
 
     Args:
-      source: a directory in Hugging Face form; with "dummy" its config.json is enough, or a ModelConfig.
-      dtype: of the weights in memory, whatever they are stored in: "f32", "bf16" or "f16".
+      source: a Hugging Face model directory; with "dummy", its config.json or a ModelConfig is enough.
+      dtype: "f32", "bf16" or "f16" for the weights in memory, regardless of their dtype on disk.
       load_format: "auto" reads safetensors; "dummy" draws random weights.
-      seed: of the random weights.
+      seed: seed of the random weights.
       embedding_device: "host" leaves the token embedding in host memory, as a NumPy array.
 
     Raises:
-      ConfigError: a config or argument that cannot be.
-      LoadError: files that cannot be used; one line that lists every tensor concerned.
+      ConfigError: the config or an argument is invalid.
+      LoadError: files cannot be used; one line lists every tensor concerned.
     """
     config, read = open_model(source, dtype, load_format, seed, embedding_device)
     return config, read()
@@ -91,7 +91,8 @@ def open_model(
     seed: int = 0,
     embedding_device: Literal["device", "host"] = "device",
 ) -> tuple[ModelConfig, Callable[[], Params]]:
-    """Checks config and files of a model, and returns a function that reads its weights; see `load_model`."""
+    """Checks a model's config and files, and returns the config and a function that reads the weights; see
+    `load_model`."""
     kind = array_dtype(dtype)
     checks.require(checks.one_of("load_format", load_format, LOAD_FORMATS), error=ConfigError)
     config = source.validate() if isinstance(source, ModelConfig) else load_config(source)
@@ -106,7 +107,7 @@ def open_model(
 
         return config, draw
     if isinstance(source, ModelConfig):
-        raise ConfigError("a ModelConfig brings no weights; give a model directory, or load_format='dummy'")
+        raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
     found = find_tensors(model_directory(source))
     check_tensors(config, found, str(source))
 
@@ -134,7 +135,7 @@ def check_embedding_on_host(config: ModelConfig) -> None:
     """Checks that keeping the token embedding on the host would free device memory.
 
     Raises:
-      ConfigError: the embedding is the output head too, which the device needs.
+      ConfigError: the embedding is also the output head, which the device needs.
     """
     if config.tie_embeddings:
         raise ConfigError(
@@ -144,18 +145,18 @@ def check_embedding_on_host(config: ModelConfig) -> None:
 
 
 def embedding_on_host(params: Params) -> Params:
-    """The same weights with the token embedding in host memory; on the CPU the memory that it already has."""
+    """Returns params with the token embedding in host memory; on the CPU, without copying it."""
     return dataclasses.replace(params, embed=np.asarray(params.embed))
 
 
 def abstract_params(config: ModelConfig, dtype: str = "f32") -> Params:
-    """Shapes and dtypes of the weights, without weights: a Params of jax.ShapeDtypeStruct, to plan and trace with."""
+    """Returns a Params of jax.ShapeDtypeStruct, the shapes and dtypes of the weights, for planning and tracing."""
     kind = array_dtype(dtype)
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
 
 
 def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
-    """Hugging Face names and shapes of the tensors of each weight, in jax.tree.leaves order; several are stacked."""
+    """Returns {Hugging Face name: shape} of the tensors stacked into each weight, in the order of jax.tree.leaves."""
     family, found = FAMILIES[config.family], []
     for path, shape in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape):
         found.append(family.tensors(path[-1].name, shape, path[1].idx if path[0].name == "layers" else None))
@@ -165,13 +166,13 @@ def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
 def read_params(
     config: ModelConfig, found: dict[str, StoredTensor], dtype, source: str, embedding_device: str = "device"
 ) -> Params:
-    """Reads all weights of a config from where they were found; those but the embedding go to the default device.
+    """Reads all weights of a config, and puts them on the default device, except perhaps the embedding.
 
     Args:
       found: tensors that `check_tensors` has accepted.
 
     Raises:
-      LoadError: values that are not finite, or an output head that is not the embedding to which it is tied.
+      LoadError: values are not finite, or the output head differs from the embedding to which it is tied.
     """
     _check_tied_head(config, found, source)
     shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
@@ -187,7 +188,7 @@ def check_tensors(config: ModelConfig, found: dict[str, StoredTensor], source: s
     """Checks names, shapes and dtypes of a checkpoint's tensors; reads none of them.
 
     Raises:
-      LoadError: tensors that are missing, unexpected, of another shape or of a dtype that is not supported; all listed.
+      LoadError: tensors are missing, unexpected, of another shape or of an unsupported dtype; all are listed.
     """
     expected = {name: shape for weight in tensors_of(config) for name, shape in weight.items()}
     head, embed = _head_and_embed(config)
@@ -229,7 +230,7 @@ def _same(a: StoredTensor, b: StoredTensor) -> bool:
 def read_weight(
     tensors: Sequence[StoredTensor], shape: tuple[int, ...], dtype, to_device: bool = True
 ) -> jax.Array | np.ndarray:
-    """A weight, of one tensor or several that are stacked, on the default device or in NumPy; done when it returns."""
+    """Reads a weight, one tensor or a stack of several, to the default device or into NumPy; blocks until done."""
     host = aligned_empty(shape, dtype)
     for stored, part in zip(tensors, host.reshape(len(tensors), *tensors[0].shape), strict=True):
         _fill(part.reshape(part.shape or (1,)), stored)
@@ -238,7 +239,7 @@ def read_weight(
 
 def _fill(out: np.ndarray, stored: StoredTensor) -> None:
     for rows, piece in chunks(stored):
-        with np.errstate(over="ignore"):  # is found below
+        with np.errstate(over="ignore"):  # checked below
             out[rows] = piece
         if not all_finite(out[rows]):
             kind = out.dtype if all_finite(piece) else piece.dtype
@@ -246,7 +247,7 @@ def _fill(out: np.ndarray, stored: StoredTensor) -> None:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no float is NaN or infinite, by the bits of the exponent: NumPy has no fast isfinite of bfloat16."""
+    """Whether all floats are finite, judged by exponent bits, because NumPy has no fast isfinite for bfloat16."""
     kind = {2: np.uint16, 4: np.uint32}[values.dtype.itemsize]
     exponent = kind(np.array(np.inf, values.dtype).view(kind))
     bits, step = values.reshape(-1).view(kind), 2**18  # pieces that stay in the cache
@@ -254,7 +255,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An uninitialised array whose memory XLA's CPU client takes over as it is."""
+    """Returns an uninitialised array whose memory XLA's CPU client can adopt without a copy."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -1,7 +1,7 @@
 """Finds and reads tensors in the safetensors files of a model directory. Knows no names of weights, no jax.
 
-Pickled weights are never opened. Files are mapped into memory a few MiB at a time: pages of a mapping count as memory
-of the process for as long as it lives, so a mapping kept over a whole checkpoint would double what loading takes.
+Pickled weights are never opened. Files are mapped into memory a few MiB at a time: the pages of a mapping count as
+memory of the process while it exists, so mapping a whole checkpoint would double the memory that loading takes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class StoredTensor:
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model directory, by name, from their files' headers.
+    """Returns all tensors of a model directory by name, from the headers of their files.
 
     Raises:
-      LoadError: no safetensors, a shard outside the directory, a file that is not sound, or an index that names
-        tensors which its shards do not hold.
+      LoadError: there are no safetensors, a shard is outside the directory, a file is damaged, or the index names
+        tensors that are not in its shards.
     """
     if (directory / SINGLE).exists() or (directory / SINGLE).is_symlink():
         return read_header(_inside(directory, SINGLE, directory / SINGLE))
@@ -50,10 +50,10 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
         pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(kind))
         if pickled:
             raise LoadError(
-                f"{directory} holds pickled weights ({', '.join(pickled[:5])}), which can run code when they are read; "
+                f"{directory} has pickled weights ({', '.join(pickled[:5])}), which can run code when they are read; "
                 f"supported: {SINGLE} or {INDEX}"
             )
-        raise LoadError(f"{directory} holds no weights; supported: {SINGLE} or {INDEX}")
+        raise LoadError(f"{directory} has no weights; supported: {SINGLE} or {INDEX}")
 
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -72,14 +72,14 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
         if name not in found or found[name].path.name != Path(shard).name
     ]
     if absent:
-        raise LoadError(f"{index}: weight_map names tensors that the files do not hold: {', '.join(absent)}")
+        raise LoadError(f"{index}: weight_map names tensors that are not in the files: {', '.join(absent)}")
     return found
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
-    """The file of that name, which must lie in the directory after links are followed.
+    """Returns the path of a file, which must be in the directory after links are followed.
 
-    A snapshot of the Hugging Face cache links to files next to it in `blobs`; that one place is allowed as well.
+    The Hugging Face cache links its snapshots to files in the neighbouring folder `blobs`, which is allowed as well.
     """
     root = directory.resolve()
     allowed = [root]
@@ -111,10 +111,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of one file. The header's size and number of entries are checked before it is parsed.
+    """Returns the tensors of one file. The header's size and number of entries are checked before it is parsed.
 
     Raises:
-      LoadError: a truncated or malformed file, or a header beyond MAX_HEADER_BYTES or MAX_TENSORS.
+      LoadError: the file is truncated or malformed, or the header exceeds MAX_HEADER_BYTES or MAX_TENSORS.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -136,9 +136,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def chunks(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray]]:
-    """A tensor in pieces of whole rows, about CHUNK_BYTES each, with the rows they are.
+    """Yields a tensor in pieces of whole rows, about CHUNK_BYTES each, together with their row indices.
 
-    Each piece is a copy; the file is mapped again for each, so that pages already read are given back.
+    Each piece is a copy. The file is mapped again for each piece, so that pages already read are released.
     """
     if not stored.shape:
         with _opened(stored.path) as file:

@@ -1,1 +1,1 @@
-"""From scores to tokens and log-probabilities, in compiled functions with per-row settings."""
+"""Samples tokens from scores and computes log-probabilities, in compiled functions with per-row settings."""

@@ -1,7 +1,7 @@
-"""Text to token ids and back. Knows no models, no jax.
+"""Tokenizers: text to token ids and back. Knows no models, no jax.
 
-`load_tokenizer` reads a Hugging Face directory; `IncrementalDetokenizer` turns ids into text as they come, and is also
-what `Tokenizer.decode` is made of; `render_chat` lays messages out as the model's chat template wants them.
+`load_tokenizer` reads a Hugging Face directory; `IncrementalDetokenizer` turns ids into text as they arrive, and also
+implements `Tokenizer.decode`; `render_chat` formats messages with the model's chat template.
 """
 
 from ksana_jax.tokenizers.base import Tokenizer, TokenizerError

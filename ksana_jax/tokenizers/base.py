@@ -1,4 +1,4 @@
-"""What every tokenizer offers. Knows no file formats."""
+"""The interface of all tokenizers. Knows no file formats."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Tokenizer", "TokenizerError", "SpecialTokens"]
 
 
 class SpecialTokens(NamedTuple):
-    """Texts of the tokens that begin and end a text; None where a model has none."""
+    """Texts of the BOS and EOS tokens; None if a model has none."""
 
     bos: str | None = None
     eos: str | None = None
 
 
 class Tokenizer(abc.ABC):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
     Attributes:
       source: the file it was read from, for messages.
       vocab_size: one more than the largest id.
-      bos_id, eos_id: None where the model has none.
-      bos_token, eos_token: their texts, "" where there is none; chat templates use them.
-      chat_template: Jinja source, None where the model has none.
+      bos_id, eos_id: None if the model has none.
+      bos_token, eos_token: their texts, "" if there is none; chat templates use them.
+      chat_template: Jinja source; None if the model has none.
       byte_errors: name of the codec error handler for bytes that are not UTF-8.
     """
 
@@ -43,18 +43,18 @@ class Tokenizer(abc.ABC):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a text by the tokenizer's own files; a model's generation_config.json may name more."""
+        """Ids that end a text according to the tokenizer's files; generation_config.json may name more."""
         return () if self.eos_id is None else (self.eos_id,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text. Special tokens written out in it, as chat templates do, become their ids.
+        """Converts a text to ids. Special tokens written out in the text, as in chat templates, become their ids.
 
         Args:
-          add_special_tokens: begin (and end) the text as the model's files ask for: usually with BOS. False for
-            `render_chat`'s texts, which say it themselves.
+          add_special_tokens: add the special tokens that the model's files specify, usually BOS. Set it to False for
+            texts from `render_chat`, which already contain them.
 
         Raises:
-          ValueError: the text is not a string, or holds half of a surrogate pair.
+          ValueError: the text is not a string, or contains half of a surrogate pair.
           TokenizerError: the vocabulary cannot express the text.
         """
         if not isinstance(text, str):
@@ -66,13 +66,13 @@ class Tokenizer(abc.ABC):
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids outside the vocabulary give none. Bytes that are not UTF-8 become U+FFFD."""
+        """Converts ids to text. Ids outside the vocabulary give no text; bytes that are not UTF-8 become U+FFFD."""
         stream = IncrementalDetokenizer(self, skip_special_tokens)
         return stream.push(ids) + stream.flush()
 
     @abc.abstractmethod
     def piece(self, token_id: int) -> Piece:
-        """What a token stands for in the middle of a text; ids outside the vocabulary stand for nothing."""
+        """Returns the text piece of a token; empty for ids outside the vocabulary."""
 
     @abc.abstractmethod
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...

@@ -1,7 +1,7 @@
-"""Chat templates: messages to the text that a model was trained on, through a Jinja sandbox.
+"""Chat templates: formats messages as the model was trained on, in a Jinja sandbox.
 
-A template is code that comes with a model. `template_sandbox` keeps it from Python's internals and counts its work, so
-that none takes more than about a second or 100 MB, whether by mistake or by plain malice.
+A template is code that comes with a model. `template_sandbox` keeps it from Python's internals and limits its work to
+about a second and 100 MB, whether it is faulty or malicious.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
 from ksana_jax.tokenizers.template_sandbox import counted_range, environment, strftime
 
-# Several times the longest that is published; a longer one would take seconds to compile.
+# Several times the longest published template; a longer one would take seconds to compile.
 MAX_TEMPLATE_CHARS = 2**17
 MAX_OUTPUT_CHARS = 2**20
 
 
 class ChatTemplateError(ValueError):
-    """A chat template that does not take these messages, or that asks for what it may not have."""
+    """A chat template rejected the messages, or did something that the sandbox forbids."""
 
 
 def render_chat(
@@ -36,19 +36,19 @@ def render_chat(
     now: datetime.datetime | None = None,
     **variables: Any,
 ) -> str:
-    """Lays messages out as the model's chat template wants them.
+    """Formats messages with the model's chat template.
 
     Encode the result with `add_special_tokens=False`: the template writes BOS itself.
 
     Args:
-      messages: {"role": ..., "content": ...} in order; other keys go to the template as they are, as strings.
-      add_generation_prompt: end with what precedes the assistant's answer.
-      now: what the template takes for the time; by default the clock's.
-      variables: further names for the template, such as enable_thinking.
+      messages: {"role": ..., "content": ...} in order; other keys must be strings and are passed to the template.
+      add_generation_prompt: end with the text that precedes the assistant's answer.
+      now: current time for the template; None reads the clock.
+      variables: additional names for the template, such as enable_thinking.
 
     Raises:
-      ValueError: messages of another form, or a tokenizer without a chat template.
-      ChatTemplateError: the template refuses the messages, or does what it may not; the message begins with
+      ValueError: messages have another form, or the tokenizer has no chat template.
+      ChatTemplateError: the template rejected the messages or did something forbidden; the error text begins with
         "chat template refused".
     """
     _check_messages(messages)

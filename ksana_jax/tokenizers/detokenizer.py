@@ -1,7 +1,7 @@
-"""Ids to text as they come. Knows bytes and where a text begins, not how a vocabulary is stored.
+"""Converts ids to text incrementally. Knows bytes and where a text begins, not how a vocabulary is stored.
 
-A token stands for bytes, not for characters: a code point may need several tokens. Text is settled as soon as its bytes
-are, so that the work per token is constant however long the text grows, and what was given out is never taken back.
+A token stands for bytes, not characters: one code point may need several tokens. Text is returned as soon as its bytes
+are complete and never revised, so the work per token is constant, regardless of the text's length.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 
 
 class Piece(NamedTuple):
-    """What a token stands for.
+    """The bytes that a token stands for.
 
     data: bytes in the middle of a text.
-    special: left out with skip_special_tokens.
-    at_start: bytes where no text comes before; None for the same.
-    opens: whether what follows is still at the start of the text, after this piece came at it.
+    special: omitted with skip_special_tokens.
+    at_start: bytes at the start of a text; None if they equal data.
+    opens: whether, after this piece at the start of a text, the next piece still counts as at the start.
     """
 
     data: bytes
@@ -27,12 +27,12 @@ class Piece(NamedTuple):
 
 
 NOTHING = Piece(b"", opens=True)
-# Enough tokens to hold every byte of a code point that a prompt leaves open.
+# Enough tokens to hold every byte of a code point that a prompt leaves incomplete.
 _CONTEXT_TOKENS = 8
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    """One U+FFFD for each wrong byte, as SentencePiece does; Python's "replace" gives one for a cut-off sequence."""
+    """Gives one U+FFFD per invalid byte, as SentencePiece does; Python's "replace" gives one per truncated sequence."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -50,15 +50,15 @@ class _Pieces(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Turns ids into text as they come.
+    """Converts ids to text as they arrive.
 
-    All that `push` gave and `flush` at the end make what `Tokenizer.decode` gives for all ids. No code point is split,
-    and U+FFFD appears only where no later byte can help.
+    The results of `push` and a final `flush` add up to `Tokenizer.decode` of all ids. No code point is split, and
+    U+FFFD appears only if no later byte can complete a character.
 
     Args:
-      skip_special_tokens: leave special tokens out.
-      context: ids that come before, such as the prompt's; they give no text, but the first word after them keeps its
-        space and a code point that they leave open is completed.
+      skip_special_tokens: omit special tokens.
+      context: preceding ids, such as the prompt's. They give no text, but the first word after them keeps its space,
+        and a code point that they leave incomplete is completed.
     """
 
     def __init__(self, tokenizer: _Pieces, skip_special_tokens: bool = True, context: Sequence[int] = ()):
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return found[::-1]
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next ids; returns the text that they settle."""
+        """Adds the next ids; returns the text that they complete."""
         data = bytearray()
         for token_id in ids:
             piece = self._piece(int(token_id))
@@ -95,7 +95,7 @@ class IncrementalDetokenizer:
         return self._stripped(self._utf8.decode(bytes(data)))
 
     def flush(self) -> str:
-        """The rest: bytes that wait for more become U+FFFD. What is pushed afterwards goes on in the same text."""
+        """Returns the remaining text: incomplete bytes become U+FFFD. Later ids continue the same text."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

@@ -6,22 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Several times the largest published tokenizer.json (about 35 MB); a file beyond it is not read.
+# Several times the largest published tokenizer.json (about 35 MB); larger files are not read.
 MAX_FILE_BYTES = 64 * 2**20
 
 
 class TokenizerError(ValueError):
-    """A tokenizer's files cannot be used: one line that names the file and what is wrong."""
+    """A tokenizer's files cannot be used; one line names the file and the problem."""
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """The message of an error on one line of at most that many characters."""
+    """Returns an error's message on one line of at most `limit` characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a tokenizer's file whole.
+    """Reads a tokenizer's file completely.
 
     Raises:
       TokenizerError: the file cannot be read, is empty or has more than MAX_FILE_BYTES.
@@ -55,7 +55,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-      TokenizerError: as `read_bytes`, or the file holds anything but a JSON object.
+      TokenizerError: as `read_bytes`, or the file does not contain a JSON object.
     """
     try:
         values = json.loads(read_text(path))
@@ -69,5 +69,5 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; empty where there is no such file."""
+    """Reads a JSON object; returns an empty one if there is no such file."""
     return read_object(path) if path.exists() else {}

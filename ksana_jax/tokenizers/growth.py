@@ -1,7 +1,7 @@
-"""How long a text can become on its way into tokens and back: the steps of a tokenizer.json that lengthen it.
+"""Bounds how much the steps of a tokenizer.json can lengthen a text when encoding or decoding. Knows JSON only.
 
-Five replacements of "a" by a hundred of them make 10 GB of one letter, inside a library that ends the process when
-memory does. So the bound is computed from the file, before any text is given to it. Knows JSON only.
+Five steps that each replace "a" by a hundred "a" turn one letter into 10 GB, in a library that aborts the process when
+memory runs out. The bound is therefore computed from the file, before any text is processed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-# T5's normaliser, the longest-winded of the published ones, reaches 36: NFKC makes 18 characters of U+FDFA, and a
-# regular expression that may match nothing counts twice.
+# T5's normaliser, which lengthens texts more than any other published one, reaches 36: NFKC turns U+FDFA into 18
+# characters, and a regular expression that can match an empty string counts twice.
 MAX_GROWTH = 100
 
 
 def growth(step: Mapping[str, Any] | None, length: float = 1.0) -> float:
-    """The most characters that text of some length can become in a normaliser, pre-tokenizer or decoder.
+    """Returns the maximum length to which a normaliser, pre-tokenizer or decoder can extend a text of some length.
 
-    Steps whose growth is Unicode's and not the file's (NFKC, lower case) count as one character for one: they do not
-    add up, however often they are repeated.
+    Steps whose growth is defined by Unicode (NFKC, lower case), not by the file, count as preserving length, because
+    repeating them does not compound.
     """
     if step is None:
         return length
@@ -35,14 +35,14 @@ def growth(step: Mapping[str, Any] | None, length: float = 1.0) -> float:
     if kind == "Prepend":
         return length + len(step["prepend"])
     if kind == "ByteLevel":
-        return length * 2  # a character beyond ASCII is two or more bytes, each of which may be such a character again
+        return length * 2  # a non-ASCII character is two or more bytes, each of which may map to a non-ASCII character
     if kind == "Precompiled":
         return length * _longest_replacement(step["precompiled_charsmap"])
     return length
 
 
 def _longest_replacement(charsmap: str) -> int:
-    """Characters of the longest replacement in SentencePiece's compiled table: a trie, then strings that end in NUL."""
+    """Length of the longest replacement in SentencePiece's compiled table: a trie, then NUL-terminated strings."""
     table = base64.b64decode(charsmap)
     trie_bytes = int.from_bytes(table[:4], "little")
     strings = table[4 + trie_bytes :].split(b"\0")

@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a Hugging Face directory."""
+"""Loads the tokenizer of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.jso
 
 
 def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
-    """Reads the tokenizer of a model directory, or of a shipped model.
+    """Loads the tokenizer of a model directory, or of a shipped model.
 
-    tokenizer.json where there is one: it is complete by itself (added tokens, what begins a text), and it is what
-    transformers and the serving engines read, while a tokenizer.model next to it is its source and often
-    lacks the tokens of the chat format. A tokenizer.json that is broken is an error, never a reason to take the other.
+    tokenizer.json takes precedence: it is self-contained (added tokens, BOS), and transformers and serving engines
+    read it, while a tokenizer.model next to it often lacks the tokens of the chat format. A broken tokenizer.json is
+    an error, never a reason to use tokenizer.model instead.
 
     Raises:
-      TokenizerError: no tokenizer, or a file that cannot be used.
+      TokenizerError: there is no tokenizer, or a file cannot be used.
     """
     directory = model_path(model_dir)
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory")
     config = read_optional_object(directory / CONFIG)
     specials = _special_tokens(directory, config)
-    # Each library takes a tenth of a second to import, and a directory needs one of them.
+    # Each library takes a tenth of a second to import, and a directory needs only one of them.
     if (directory / JSON).exists():
         from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
 
@@ -45,7 +45,7 @@ def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:
-    """Texts of BOS and EOS: tokenizer_config.json's, else those of the older special_tokens_map.json."""
+    """Reads the texts of BOS and EOS from tokenizer_config.json, or else from the older special_tokens_map.json."""
     older = directory / "special_tokens_map.json"
     sources = [(directory / CONFIG, config), (older, read_optional_object(older))]
     return SpecialTokens(_special_token("bos_token", sources), _special_token("eos_token", sources))
@@ -63,7 +63,7 @@ def _special_token(name: str, sources: list[tuple[Path, Mapping[str, Any]]]) -> 
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Jinja source: chat_template.jinja, else tokenizer_config.json's, of several the one named "default"."""
+    """Reads the chat template from chat_template.jinja, or else tokenizer_config.json (its "default", if several)."""
     if (path := directory / "chat_template.jinja").exists():
         return read_text(path)
     template = config.get("chat_template")

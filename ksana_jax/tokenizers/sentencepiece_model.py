@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers, `tokenizer.model` (arXiv:1808.06226), with the tokens that Hugging Face files add."""
+"""SentencePiece tokenizers (`tokenizer.model`, arXiv:1808.06226), with the tokens that Hugging Face files add."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MARK = "\u2581"  # stands for a space in pieces
 
 
 class AddedToken(NamedTuple):
-    """A token that is found in a text before the rest is split.
+    """A token that is matched in a text before the rest is split.
 
-    lstrip, rstrip: it swallows the white space before it, after it.
+    lstrip, rstrip: whether it also consumes the white space before it, after it.
     """
 
     content: str
@@ -31,14 +31,14 @@ class AddedToken(NamedTuple):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model and what tokenizer_config.json says about it.
+    """A SentencePiece model with the settings of tokenizer_config.json.
 
     BOS comes first unless add_bos_token is false, EOS last if add_eos_token is true. Control pieces (BOS, EOS) and
-    added tokens written out in a text become their ids; the space before a text's first word is added at its very
-    beginning only, or after every such token where the file says "legacy": true.
+    added tokens written out in a text become their ids. The space before a text's first word is added only at the
+    very beginning, or after every such token if the file has "legacy": true.
 
     Raises:
-      TokenizerError: a file that cannot be used.
+      TokenizerError: a file cannot be used.
     """
 
     byte_errors = EACH_BYTE
@@ -100,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def _split(self, text: str) -> Iterator[str | AddedToken]:
-        """Tokens that are written out in a text, and what stands between them."""
+        """Yields the tokens written out in a text, and the text between them."""
         end, swallow = 0, False
         for match in self._written_out.finditer(text) if self._written_out else ():
             token = self._tokens[match[0]]
@@ -112,7 +112,7 @@ class SentencePieceTokenizer(Tokenizer):
         yield text[end:].lstrip() if swallow else text[end:]
 
     def _later_model(self) -> Any:
-        """The model for text that follows a special token: the same without a space before the first word."""
+        """The model for text after a special token, which gets no space before its first word."""
         if not self._strip_one:
             return self._model
         if self._without_prefix is None:
@@ -142,8 +142,8 @@ class SentencePieceTokenizer(Tokenizer):
             return Piece(bytes([int(text[3:5], 16)]))  # <0x0A>
         data = text.replace(MARK, " ").encode()
         if text.startswith(MARK) and (self._strip_one or self._strip_all):
-            # A text's first word brings the space that encoding put before it. Where encoding also drops extra
-            # spaces, all that come before any other text go.
+            # A text's first word carries the space that encoding put before it. If encoding also drops extra spaces,
+            # all leading spaces are removed.
             return Piece(data, at_start=data[1:], opens=self._strip_all and text == MARK)
         return Piece(data)
 
@@ -155,7 +155,7 @@ def _processor(data: bytes) -> Any:
 
 
 def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """By id, the tokens of added_tokens.json, {text: id}, and of tokenizer_config.json's added_tokens_decoder."""
+    """Reads added tokens by id: added_tokens.json, {text: id}, and tokenizer_config.json's added_tokens_decoder."""
     found: dict[int, AddedToken] = {}
     path = directory / "added_tokens.json"
     for content, token_id in read_optional_object(path).items():
@@ -176,6 +176,6 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, Added
 
 
 def _any_of(contents: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds any of the texts, the longest where several begin."""
+    """Returns a pattern that matches any of the texts, the longest if several match."""
     longest_first = sorted(contents, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

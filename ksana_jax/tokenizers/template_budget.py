@@ -1,7 +1,7 @@
-"""The budget of work of a chat template, which bounds its time and its memory. Knows values, not Jinja's syntax.
+"""The work budget of a chat template, which bounds its time and memory. Knows values, not Jinja's syntax.
 
-A unit of work is a character made. A call, a filter or a turn of a loop costs STEP of them, reading text a quarter.
-WORK units take about a second on one core, and make at most 80 MB of text.
+Producing one character costs one unit of work; a call, a filter or an iteration of a loop costs STEP units, reading a
+character a quarter. WORK units take about a second on one core and produce at most 80 MB of text.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ MAX_INTEGER_BITS = 4096
 
 
 class Budget:
-    """The work of one rendering."""
+    """Counts the work of one rendering."""
 
     def __init__(self):
         self._left = WORK
-        self._sizes: dict[int, tuple[Any, int]] = {}  # by id; the value is kept so that its id is not used again
+        self._sizes: dict[int, tuple[Any, int]] = {}  # by id; the value is kept so that its id is not reused
 
     def charge(self, units: int) -> None:
-        """
+        """Deducts units of work.
+
         Raises:
-          SecurityError: there is not so much left.
+          SecurityError: fewer units are left.
         """
         self._left -= units
         if self._left < 0:
             raise SecurityError(f"it takes more than {WORK:,} units of work: characters made, {STEP} for each step")
 
     def size(self, value: Any) -> int:
-        """Characters of a value when written out, roughly. What a value holds several times counts each time.
+        """Returns roughly the number of characters of a value when written out; repeated items count each time.
 
         Raises:
           SecurityError: more than MAX_VALUE, or nested deeper than MAX_DEPTH.
@@ -48,7 +49,7 @@ class Budget:
         return size
 
     def _size(self, value: Any, depth: int) -> tuple[int, bool]:
-        """The size, and whether it is final: that of a namespace is not."""
+        """Returns the size, and whether it is final; the size of a namespace is not."""
         if isinstance(value, str):
             return len(value), True
         if isinstance(value, int):
@@ -77,11 +78,11 @@ class Budget:
         return total, stays
 
     def read(self, value: Any) -> int:
-        """Units of work for going through a value once."""
+        """Returns the units of work for reading a value once."""
         return self.size(value) // 4
 
     def made(self, value: Any) -> Any:
-        """Charges for a new value and returns it. Items count by their lengths: what they hold was charged before."""
+        """Charges for a new value and returns it. Items count by their lengths; their contents were charged before."""
         if isinstance(value, str):
             self.charge(len(value))
         elif isinstance(value, int):
@@ -89,7 +90,7 @@ class Budget:
                 raise SecurityError(f"an integer of more than {MAX_INTEGER_BITS:,} bits")
         elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
             inner = value.values() if isinstance(value, Mapping) else value
-            # The number of items first: going through them is work as well.
+            # The number of items first, because iterating over them is work as well.
             self.charge(ITEM * len(value))
             self.charge(sum(len(part) for part in inner if isinstance(part, (str, list, tuple))))
         return value
@@ -99,7 +100,7 @@ _current: contextvars.ContextVar[Budget] = contextvars.ContextVar("chat_template
 
 
 def start() -> contextvars.Token[Budget]:
-    """Begins a rendering's budget in this thread."""
+    """Starts the budget of a rendering in this thread."""
     return _current.set(Budget())
 
 
@@ -108,5 +109,5 @@ def end(token: contextvars.Token[Budget]) -> None:
 
 
 def current() -> Budget:
-    """The budget of the rendering that runs."""
+    """Returns the budget of the current rendering."""
     return _current.get()

@@ -1,9 +1,9 @@
-"""Jinja for chat templates: its sandbox, in which all work is counted and single operations have limits.
+"""A Jinja sandbox for chat templates that counts all work and limits single operations.
 
-The sandbox keeps a template from Python's internals and from changing what it is given. What a template computes goes
-through here: calls, filters and operators by Jinja's own hooks; loops, macros, `~`, slices, literals and comparisons by
-a rewriting of the parsed template that puts calls to `_Counted` into it. Filters that take far more time than their
-text is long (wordwrap, pprint, urlize, ...) and that no chat format needs are not there.
+The sandbox keeps a template from Python's internals and from changing its inputs. All of a template's computations pass
+through it: calls, filters and operators by Jinja's own hooks; loops, macros, `~`, slices, literals and comparisons by
+rewriting the parsed template with calls to `_Counted`. Filters whose time is out of proportion to the length of their
+text (wordwrap, pprint, urlize, ...), and which no chat format needs, are not available.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ksana_jax.tokenizers.template_budget import ITEM, MAX_INTEGER_BITS, STEP, c
 
 MAX_RESULT_CHARS = 2**20
 MAX_RANGE_STEPS = 100_000
-# Numbers that methods and filters may be given: str.ljust, indent and the like allocate such a width at once.
+# Largest number that methods and filters accept: str.ljust, indent and the like allocate such a width at once.
 MAX_ARGUMENT = 2**20
 MAX_FORMAT_WIDTH = 10_000
-# About ten times what published templates have; compiling this many takes a second.
+# About ten times the size of published templates; compiling this many nodes takes a second.
 MAX_NODES = 20_000
-# Units of work for each of them in a loop's body; the slowest is looking up a name that does not exist.
+# Units of work per node in a loop's body; looking up a name that does not exist is the slowest.
 NODE = 5
 MAX_JSON_INDENT = 8
 _KEPT_GLOBALS = ("namespace", "cycler", "joiner")
-# Filters that look at one item at most, or at a length.
+# Filters that read at most one item, or a length.
 _CONSTANT = frozenset(("attr", "count", "d", "default", "first", "items", "last", "length"))
-# Filters that go through items without reading them; a filter or test that they apply to each is charged by itself.
+# Filters that iterate over items without reading them; a filter or test that they apply to each is charged separately.
 _SHALLOW = frozenset("batch list map reject rejectattr reverse select selectattr slice".split())
 _FILTERS = (_CONSTANT | _SHALLOW).union(
     """
@@ -61,12 +61,12 @@ _PAIRWISE = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rst
 
 
 class _Counted(jinja2.ext.Extension):
-    """What the rewritten template calls. Reached by a node of Jinja's own: a template has no name for it."""
+    """Functions called by rewritten templates, through a Jinja node that templates themselves cannot name."""
 
     tags = {"generation"}  # noqa: RUF012  declared by the base class, which Jinja reads
 
     def parse(self, parser: Any) -> list[nodes.Node]:
-        """Reads {% generation %} ... {% endgeneration %}, which marks what is trained on; here it changes nothing."""
+        """Parses {% generation %} ... {% endgeneration %}, which marks training targets and has no effect here."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -92,7 +92,7 @@ class _Counted(jinja2.ext.Extension):
 
 
 class _Rewriting(NodeTransformer):
-    """Puts calls to `_Counted` into a parsed template."""
+    """Inserts calls to `_Counted` into a parsed template."""
 
     def _call(self, node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Expr:
         target = nodes.ExtensionAttribute(_Counted.identifier, name)
@@ -151,7 +151,7 @@ def _num_nodes(body: list[Any]) -> int:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """The sandbox; see the module."""
+    """The sandboxed environment; see the module's docstring."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -200,7 +200,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return budget.made(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's stand-in for str.format, which looks at the widths before it formats."""
+        """Returns the sandbox's replacement for str.format, which checks widths before it formats."""
         stand_in = super().wrap_str_format(value)
         if stand_in is None:
             return None
@@ -231,7 +231,7 @@ def _check_format(form: str, values: tuple[Any, ...], percent: bool = False) -> 
 
 
 def _check_result(name: str, value: Any, args: tuple[Any, ...]) -> None:
-    """Refuses what would make far more text than it is given, and charges for what takes far more time."""
+    """Rejects calls whose result would be far longer than their input, and charges for those that take far longer."""
     if name in _PAIRWISE and isinstance(value, str):
         current().charge(sum(len(value) * len(arg) // 100 for arg in args if isinstance(arg, str)))
     most = 0
@@ -276,7 +276,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             cost = ITEM * len(value) if hasattr(value, "__len__") else 0  # a generator's items are counted on their way
         else:
             cost = budget.read(value)
-        # The filter, unlike the method, takes a regular expression through each word.
+        # The filter, unlike the method, runs a regular expression over each word.
         cost *= 4 if name == "title" else 1
         budget.charge(STEP + cost + sum(map(budget.read, rest)))
         return budget.made(function(*args, **kwargs))
@@ -295,7 +295,7 @@ def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @jinja2.pass_context
 def _written(context: Any, value: Any) -> Any:
-    """Counts what is written out; with the context for an argument, so that nothing is computed when compiling."""
+    """Counts text that is written out. It takes the context so that Jinja does not evaluate it at compile time."""
     current().charge(current().size(value))
     return value
 
@@ -322,7 +322,7 @@ def strftime(now: Any, form: str) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The environment of all templates."""
+    """Returns the environment of all templates."""
     made = Environment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,4 +1,4 @@
-"""Tokenizers of the library `tokenizers`, `tokenizer.json`: byte-level BPE (GPT-2 and later), BPE like Llama's."""
+"""Tokenizers of the library `tokenizers` (`tokenizer.json`): byte-level BPE (GPT-2 and later), BPE like Llama's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json. Which tokens begin and end a text is for its own post-processor to say.
+    """The tokenizer of a tokenizer.json, whose own post-processor adds BOS and EOS.
 
     Raises:
-      TokenizerError: a file that cannot be used, a decoder that is not among SUPPORTED_DECODERS, or steps that make
-        more than `growth.MAX_GROWTH` characters of one.
+      TokenizerError: a file cannot be used, its decoder is not in SUPPORTED_DECODERS, or its steps can turn one
+        character into more than `growth.MAX_GROWTH`.
     """
 
     def __init__(self, path: Path, specials: SpecialTokens):
         self.source = str(path)
         text = read_text(path)
         self._tokenizer = _call(f"{path} is not a tokenizer.json", tokenizers.Tokenizer.from_str, text)
-        # All belong to how the file's author made training batches: they would cut or fill prompts, and give the same
-        # prompt other tokens each time.
+        # Settings for training batches: they would truncate or pad prompts, and tokenize equal prompts differently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
@@ -50,14 +49,14 @@ class JsonTokenizer(Tokenizer):
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos)
 
     def _check_growth(self, decoder: dict[str, Any] | None) -> None:
-        # As the library understood them, not as another reader of JSON does.
+        # As parsed by the library, which may differ from another JSON parser.
         parts = (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
         normalizer, pre_tokenizer = (part and json.loads(part.__getstate__()) for part in parts)
         encoding = growth(pre_tokenizer, growth(normalizer))
         for what, most in (("encoding", encoding), ("decoding", growth(decoder))):
             if most > MAX_GROWTH:
                 raise TokenizerError(
-                    f"{self.source}: {what} can make {most:,.0f} characters of one; supported: at most {MAX_GROWTH}"
+                    f"{self.source}: {what} can turn one character into {most:,.0f}; supported: at most {MAX_GROWTH}"
                 )
 
     def _special(self, name: str, text: str | None) -> tuple[int | None, str]:
@@ -82,10 +81,10 @@ class JsonTokenizer(Tokenizer):
 
 
 class _PieceDecoder:
-    """A tokenizer.json's decoder, applied to one token: the steps before the tokens are joined, one after the other.
+    """The steps of a tokenizer.json's decoder that apply to single tokens, before tokens are joined.
 
-    What depends on neighbours is left to `IncrementalDetokenizer`: joining bytes to characters, and spaces that are
-    dropped where a text begins.
+    `IncrementalDetokenizer` handles what depends on neighbouring tokens: joining bytes into characters, and dropping
+    spaces at the start of a text.
     """
 
     def __init__(self, decoder: dict[str, Any] | None, path: Path):
@@ -124,7 +123,7 @@ class _PieceDecoder:
         elif kind == "Metaspace":
             mark = step["replacement"]
             self._steps.append(lambda token: token.replace(mark, " ") if isinstance(token, str) else token)
-            # The first token loses all of its marks, unless the encoder puts none before a text.
+            # The first token loses all of its marks, unless the encoder adds none at the start of a text.
             never = step.get("prepend_scheme") == "never" or step.get("add_prefix_space") is False
             self._metaspace = "" if never else mark
         else:
@@ -148,7 +147,10 @@ def _byte_fallback(token: str | bytes) -> str | bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte of each character of a byte-level vocabulary (GPT-2): printable Latin-1 is itself, 256, ... are the rest."""
+    """Returns the byte of each character of a byte-level vocabulary (GPT-2).
+
+    Printable Latin-1 characters stand for themselves, characters from 256 for the other bytes.
+    """
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
@@ -158,14 +160,14 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(token: str | bytes) -> str | bytes:
-    # Added tokens are plain text: one with a character outside the alphabet, such as a space, stands for itself.
+    # Added tokens are plain text: a token with a character outside the alphabet, such as a space, stands for itself.
     if isinstance(token, str) and all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token
 
 
 def _call(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls into the library, whose failures are bare Exceptions, and at worst panics outside of Exception."""
+    """Calls the library and converts its errors: it raises bare Exception, or for panics even a BaseException."""
     try:
         return function(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit):

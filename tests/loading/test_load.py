@@ -126,7 +126,7 @@ def test_shapes_of_7b_are_planned_and_traced_without_weights():
     [
         ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16"),
         ({"load_format": "gguf"}, "load_format is 'gguf', must be one of auto, dummy"),
-        ({}, "a ModelConfig brings no weights"),
+        ({}, "a ModelConfig has no weights"),
         ({"source": dataclasses.replace(TINY, num_heads=0), "load_format": "dummy"}, "num_heads is 0"),
     ],
 )

@@ -124,7 +124,7 @@ def test_pickled_weights(tmp_path, name):
 
 def test_directory_without_weights(tmp_path):
     write_config(tmp_path)
-    assert "holds no weights; supported: model.safetensors or model.safetensors.index.json" in refusal(tmp_path)
+    assert "has no weights; supported: model.safetensors or model.safetensors.index.json" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -309,5 +309,5 @@ def test_tokenizer_of_another_model():
     check_tokenizer(TINY, tokenizer(30))  # embeddings are often padded
     with pytest.raises(ConfigError, match="vocab_size is 32, but the tokenizer has 33 ids"):
         check_tokenizer(TINY, tokenizer(33))
-    with pytest.raises(ConfigError, match="eos_token_id 31 lies beyond the tokenizer's 30 ids"):
+    with pytest.raises(ConfigError, match="eos_token_id 31 is beyond the tokenizer's 30 ids"):
         check_tokenizer(dataclasses.replace(TINY, eos_ids=(2, 31)), tokenizer(30))

@@ -44,7 +44,7 @@ def replaced(times, old="a", new="a" * 100):
     ],
 )
 def test_a_normaliser_that_blows_up_is_refused_with_the_number(saved, normalizer, most):
-    with pytest.raises(TokenizerError, match=rf"encoding can make {most} characters of one; supported: at most 100"):
+    with pytest.raises(TokenizerError, match=rf"encoding can turn one character into {most}; supported: at most 100"):
         load_tokenizer(saved(normalizer=normalizer))
 
 
