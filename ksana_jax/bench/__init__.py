@@ -1,1 +1,1 @@
-"""Times and memory of the engine on this machine: `ksana bench host`, `ksana bench throughput`, `peak_memory`."""
+"""Measures speed and memory on this machine: `ksana bench host`, `ksana bench throughput`, `bench.peak_memory`."""

@@ -1,7 +1,7 @@
-"""CPU time of the host loop per decode step: scheduling, arrays, and what is booked of a step; no model, no jax.
+"""Measures CPU time of the host loop per decode step: scheduling, step arrays and state updates; no model, no jax.
 
-The executor returns random tokens, and its time is not counted. All rows decode, with contexts that are spread over a
-block's length, so that in each step as many rows as on average need a new block.
+The executor returns random tokens, and its time is not counted. All rows decode, with contexts staggered over a block's
+length, so that every step has the average number of rows that need a new block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("schedule", "build", "advance", "settle")
 
 
 class RandomTokens:
-    """An executor that takes no time to speak of: its tokens were drawn beforehand."""
+    """An executor that takes almost no time, because its tokens are drawn beforehand."""
 
     def __init__(self, size: int):
         self.tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
@@ -52,7 +52,7 @@ class RandomTokens:
 
 
 class Stopwatch:
-    """CPU and wall time of calls, in seconds since it was last read."""
+    """Accumulates CPU and wall time of calls, in seconds since it was last read."""
 
     def __init__(self, call: Callable):
         self.call, self.cpu_s, self.wall_s = call, 0.0, 0.0
@@ -65,7 +65,7 @@ class Stopwatch:
         return result
 
     def read(self) -> tuple[float, float]:
-        """CPU and wall seconds; starts again from zero."""
+        """Returns CPU and wall seconds, and resets them to zero."""
         seconds = self.cpu_s, self.wall_s
         self.cpu_s = self.wall_s = 0.0
         return seconds
@@ -77,7 +77,7 @@ class _TimedBuilder:
 
 
 def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK_SIZE) -> Engine:
-    """An engine in which `rows` sequences of about `context` tokens have just been prefilled and decode `steps` steps.
+    """Returns an engine with `rows` sequences of about `context` prefilled tokens that can decode `steps` steps.
 
     Row i begins with context - (i mod block_size) tokens.
     """
@@ -108,10 +108,10 @@ def _all_decode(scheduler: Scheduler) -> bool:
 
 
 def measure(rows: int, steps: int, context: int) -> dict[str, float]:
-    """Medians over steps, in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its
+    """Returns medians over steps in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its
     executor, and CPU time of its parts."""
     warm_up = 20
-    # Rows that were prefilled first have decoded for some steps when the last one joins them.
+    # Rows that were prefilled first have already decoded some steps when the last one joins.
     prefill_steps = rows * context // PREFILL_TOKENS + 2
     engine = decoding_engine(rows, context, prefill_steps + 2 * (warm_up + steps))
     executing = Stopwatch(engine.executor.submit)
@@ -124,7 +124,7 @@ def measure(rows: int, steps: int, context: int) -> dict[str, float]:
         spent = np.subtract(whole.read(), executing.read())
         if at >= 0:
             total_s[at] = spent
-    # Again with a watch on each part, which costs a microsecond or two itself.
+    # A second pass times each part, which itself costs a microsecond or two.
     timed = _TimedBuilder(engine.builder)
     engine.builder = timed  # type: ignore[assignment]
     watches = {"build": timed.build}
@@ -151,8 +151,8 @@ def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool =
     """Measures decode steps and prints a table.
 
     Args:
-      rows: numbers of running sequences to measure with.
-      steps: of which the median is taken.
+      rows: numbers of running sequences to measure.
+      steps: number of steps, of which the median is reported.
       context: tokens of each sequence when it starts to decode.
       as_json: whether the last line is {"results": [{"rows": 256, "step_us": ..., ...}, ...]}.
     """

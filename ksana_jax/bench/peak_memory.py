@@ -1,7 +1,9 @@
-"""Predicted against measured memory: python -m ksana_jax.bench.peak_memory MODEL [--dtype bf16 --max-num-seqs 8 ...].
+"""Compares predicted with measured memory.
 
-The highest resident memory of a process is that of all it has done, so the comparison wants a process of its own.
-MODEL is what `LLM` takes; of a directory without weights random ones are drawn.
+    python -m ksana_jax.bench.peak_memory MODEL [--dtype bf16 --max-num-seqs 8 ...]
+
+Peak resident memory covers everything a process has done, so the comparison needs its own process. MODEL is the
+argument of `LLM`; for a directory without weights, random ones are drawn.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from ksana_jax.shipped import model_path
 
 
 def check(model: str, *, rounds: int = 2, **settings) -> dict:
-    """Loads a model, warms up, and serves more requests than run at once, `rounds` times over.
+    """Loads a model, warms up, and serves more requests than can run at once, `rounds` times.
 
     Args:
-      settings: of `LLM`; among them memory_fraction, without which nothing but weights and pool is predicted.
+      settings: keyword arguments of `LLM`; without memory_fraction, only weights and pool are predicted.
 
     Returns:
-      For weights, pool, step and peak {"predicted", "measured"} in bytes; peak_error, predicted over measured peak less
-      one; peak_after_rounds, the measured peak after warm-up and each round; num_steps compiled.
+      {"predicted", "measured"} in bytes for weights, pool, step and peak; peak_error, predicted / measured peak - 1;
+      peak_after_rounds, the measured peak after warm-up and each round; num_steps, the number of compiled steps.
     """
-    # With programs from the cache the compiler does not run, and its memory is part of what is predicted.
+    # Cached programs would skip the compiler, whose memory is part of the prediction.
     jax.config.update("jax_enable_compilation_cache", False)
     directory = model_path(model)
     load_format = "auto" if any(directory.glob("*.safetensors*")) else "dummy"

@@ -1,4 +1,4 @@
-"""Output tokens per second of the engine on a mixed batch; experiments.peers times transformers on it."""
+"""Measures output tokens per second on a mixed batch; `experiments.peers` times transformers on the same batch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ksana_jax.shipped import model_path
 
 
 def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts of 32 to 256 random tokens, and for each how many of 16 to 128 tokens it must give."""
+    """Returns prompts of 32 to 256 random tokens, and for each its number of output tokens, 16 to 128."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, vocab_size, n).tolist() for n in rng.integers(32, 257, num_requests)]
     return prompts, rng.integers(16, 129, num_requests).tolist()
 
 
 def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeats: int = 3, **settings) -> dict:
-    """Times the workload through the engine, greedy and with ends of sequence ignored, after warm-up.
+    """Times the workload on the engine after warm-up, with greedy sampling and EOS ignored.
 
     Returns:
-      output_tokens_per_s (median over repeats, prompts included in the time), seconds (of that repeat), and what it
-      was measured on. token_ids holds what each request gave.
+      output_tokens_per_s (median over repeats, prompt time included), seconds (of that repeat), and the environment.
+      token_ids holds the output of each request.
     """
     directory = model_path(model)
     if "load_format" not in settings and directory.is_dir() and not any(directory.glob("model.safetensors*")):
@@ -64,7 +64,7 @@ def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeat
 
 
 def main(model: str, dtype: str = "f32", num_requests: int = 32, seed: int = 0, as_json: bool = False) -> None:
-    """Prints the measurement; with as_json its last line is one JSON object."""
+    """Prints the measurement; with as_json, the last line is one JSON object."""
     result = run(model, dtype=dtype, num_requests=num_requests, seed=seed)
     del result["token_ids"]
     print(

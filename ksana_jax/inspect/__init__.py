@@ -1,4 +1,4 @@
-"""Observers of an engine: which block is stored where, who owns it, and how that changes from step to step."""
+"""Observes an engine: where each block is stored, who owns it, and how that changes from step to step."""
 
 from ksana_jax.inspect.pool_trace import PoolTrace
 from ksana_jax.inspect.snapshot import BlockRecord, Snapshot, take_snapshot

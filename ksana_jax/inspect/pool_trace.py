@@ -1,4 +1,4 @@
-"""What the pools looked like after each step: who owned which block. Watches an engine, changes nothing; no jax."""
+"""Traces the pools of an engine: the owners of all blocks after each step. Changes nothing; no jax."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FREE, CACHED, BUSY = -1, -2, -3  # BUSY: of a move or read that belongs to no re
 
 
 class PoolState(NamedTuple):
-    """A tier's blocks after one step.
+    """The blocks of one tier after a step.
 
-    owners: [M] int32, number of the request that owns each block, the first of several; FREE, CACHED or BUSY.
-    shared: [M] bool, whether it has more than one owner.
-    held: blocks that have one. fragmentation: of their slots, the part without a token.
+    owners: [M] int32, number of the request that owns each block, the first of several; or FREE, CACHED or BUSY.
+    shared: [M] bool, whether the block has more than one owner.
+    held: number of owned blocks. fragmentation: fraction of their slots without a token.
     """
 
     owners: np.ndarray
@@ -29,8 +29,8 @@ class PoolState(NamedTuple):
 
 
 class Column(NamedTuple):
-    """What was seen after one step: its number from 1, seconds since the first one ended, the pools by tier, and what
-    has been moved since the trace began, in bytes by way."""
+    """One observation after a step: the step's number from 1, seconds since the first one ended, pools by tier, and
+    bytes moved since the trace began, by direction."""
 
     step: int
     time_s: float
@@ -39,16 +39,17 @@ class Column(NamedTuple):
 
 
 class PoolTrace:
-    """Columns of the steps that an engine takes from now on.
+    """Records the owners of all blocks after each step of an engine, from now on.
 
-    It starts again when the engine's records do (`LLM.clear_records`), so that it shows what they show.
+    The trace restarts whenever the engine's records are cleared (`LLM.clear_records`), so both cover the same steps.
 
     Args:
-      max_columns: kept, at least 2; beyond it every other one goes, again and again. The last step is always there.
+      max_columns: maximum number of columns, at least 2; when exceeded, every other one is dropped. The last step is
+        always kept.
 
     Attributes:
       requests: {id: number}, in the order in which they first owned a block.
-      num_steps: seen.
+      num_steps: number of steps observed.
     """
 
     def __init__(self, engine: Engine, max_columns: int = 500):
@@ -67,12 +68,12 @@ class PoolTrace:
 
     @property
     def columns(self) -> list[Column]:
-        """Those kept, evenly spaced, and the last step's."""
+        """Returns the recorded columns, evenly spaced, and that of the last step."""
         missing = self._last is not None and (not self._kept or self._kept[-1] is not self._last)
         return [*self._kept, *([self._last] if missing and self._last else [])]
 
     def observe(self, engine: Engine) -> None:
-        """Adds the step that an engine has just taken."""
+        """Records the step that an engine has just completed."""
         now = engine.records[-1].ended_s
         if not self.num_steps or len(engine.records) <= self.num_steps:
             self._begin(now)
@@ -110,12 +111,12 @@ class PoolTrace:
 
     @property
     def counters(self) -> dict[str, int]:
-        """See `snapshot.counts`; since the trace began."""
+        """Returns the counters of `snapshot.counts` since the trace began."""
         return {name: value - self._before[0][name] for name, value in self._last_counts[0].items()}
 
     @property
     def num_blocks_by_origin(self) -> dict[str, int]:
-        """`KVMemory.num_blocks_by_origin` since the trace began."""
+        """Returns `KVMemory.num_blocks_by_origin` since the trace began."""
         differences = {k: v - self._before[1].get(k, 0) for k, v in self._last_counts[1].items()}
         return {k: v for k, v in differences.items() if v}
 

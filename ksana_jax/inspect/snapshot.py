@@ -1,4 +1,4 @@
-"""Who owns what: every block of every tier at one moment, as plain values. Reads the books, changes nothing; no jax."""
+"""Snapshots of block ownership: every block of every tier, as plain values. Changes nothing; no jax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = {
 
 
 class Ownership(NamedTuple):
-    """One owner of one block. origin: how it came by the block, see `Origin`; None for a read or a move."""
+    """One owner of one block. origin: how it obtained the block, see `Origin`; None for a read or a move."""
 
     request_id: str
     index: int
@@ -36,14 +36,14 @@ class Ownership(NamedTuple):
 
 
 class BlockRecord(NamedTuple):
-    """One block.
+    """Describes one block.
 
-    tier: of TIERS. block: its id there; on disk its place in the list.
-    state: "free"; "moving", its content is still to come; "held", it has owners; "cached", kept without one.
-    ref_count: owners in the books. owners: the same ones by name.
-    hash: its key in the prefix index, in hex; None where it is not indexed.
-    start: text position of its first slot; None where it is free. num_tokens: slots that are filled.
-    last_use: on the prefix index's clock, which ticks with each hit and insertion; None where it is not indexed.
+    tier: one of TIERS. block: its id there; on disk, its index in the list.
+    state: "free"; "moving", its content has not arrived yet; "held", it has owners; "cached", kept without an owner.
+    ref_count: number of owners. owners: the owners.
+    hash: its key in the prefix index, in hex; None if it is not indexed.
+    start: text position of its first slot; None if it is free. num_tokens: number of filled slots.
+    last_use: counter value of the prefix index, which rises with each hit and insertion; None if it is not indexed.
     """
 
     tier: str
@@ -59,11 +59,11 @@ class BlockRecord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All blocks at one moment; `take_snapshot` takes it.
+    """All blocks at one moment, as returned by `take_snapshot`.
 
     Args:
-      block_size: B, slots of a block. block_bytes: of one block.
-      blocks: those of the device, of the host, of the disk.
+      block_size: B, slots per block. block_bytes: bytes per block.
+      blocks: blocks of the device, the host and the disk.
       counters: see `counts`.
     """
 
@@ -73,23 +73,23 @@ class Snapshot:
     counters: dict[str, int]
 
     def of(self, tier: str) -> list[BlockRecord]:
-        """Blocks of one tier."""
+        """Returns the blocks of one tier."""
         return [b for b in self.blocks if b.tier == tier]
 
     def of_request(self, request_id: str) -> list[BlockRecord]:
-        """Blocks that a request owns, by rising text position; empty once it has ended."""
+        """Returns the blocks that a request owns, by text position; empty once it has ended."""
         mine = [b for b in self.blocks if any(o.request_id == request_id for o in b.owners)]
         return sorted(mine, key=lambda b: (TIERS.index(b.tier), b.start or 0, b.block))
 
     def summary(self) -> dict[str, Any]:
-        """Numbers, as plain values.
+        """Returns statistics as plain values.
 
-        device, host, disk: blocks in each state, and utilisation: of all blocks, the part that is held.
-        fragmentation: of the slots held on the device, the part without a token.
-        unshared_blocks: what the owners of the device's blocks would hold if each had its own; shared_saving: the part
-        of them that sharing saves. blocks_by_origin: theirs too, so they add up to unshared_blocks.
-        hit_rate: tokens found of those asked for, since the engine started. hit_blocks: where they lay.
-        moved_bytes: since the engine started, by way.
+        device, host, disk: number of blocks in each state, and utilisation: the fraction of all blocks that is held.
+        fragmentation: fraction of the slots held on the device without a token.
+        unshared_blocks: device blocks that the owners would hold without sharing; shared_saving: the fraction of them
+        that sharing saves. blocks_by_origin: unshared_blocks by origin.
+        hit_rate: fraction of the looked-up prompt tokens that was found, since the engine started. hit_blocks: by tier.
+        moved_bytes: bytes moved since the engine started, by direction.
         """
         result: dict[str, Any] = {}
         for tier in TIERS:
@@ -125,12 +125,12 @@ class Snapshot:
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
-    """Returns every block of every tier with its owners, content and last use; to be called between steps."""
+    """Returns every block of every tier with its owners, content and last use. Call it between steps."""
     return snapshot_of(engine.memory, owners_of(engine))
 
 
 def owners_of(engine: Engine) -> Iterator[Owner]:
-    """Yields all owners of blocks: sequences, then moves and reads. They are as many as the reference counts say."""
+    """Yields all owners of blocks, first sequences, then moves and reads; they account for all reference counts."""
     yield from engine.scheduler.owners()
     yield from engine.memory.owners()
 
@@ -159,7 +159,7 @@ def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
 
 
 def counts(memory: KVMemory) -> dict[str, int]:
-    """`kv.counters.Counters` as plain values, with the blocks written to disk and read from it."""
+    """Returns `kv.counters.Counters` as plain values, with the blocks written to and read from disk."""
     disk = memory.disk.counters if memory.disk is not None else None
     found = {"disk_written": disk.written if disk else 0, "disk_read": disk.read if disk else 0}
     return dataclasses.asdict(memory.counters) | found
@@ -177,7 +177,7 @@ def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRec
             ownerships.setdefault(block, []).append(Ownership(owner.request_id, owner.index, owner.doing, name))
         if owner.starts is not None:
             starts[owner.ids] = owner.starts
-            # Who shares a block may have computed fewer of its tokens.
+            # An owner of a shared block may have computed fewer of its tokens.
             filled[owner.ids] = np.maximum(filled[owner.ids], np.clip(owner.num_tokens - owner.starts, 0, size))
     moving = memory.moving(tier.level)
     records = []
@@ -206,7 +206,7 @@ def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRec
 
 
 def moved_bytes(counters: dict[str, int], block_bytes: int) -> dict[str, int]:
-    """Bytes moved by way, from `counts`."""
+    """Returns the bytes moved by direction, from `counts`."""
     return {way: counters[name] * block_bytes for way, name in WAYS.items()}
 
 

@@ -1,4 +1,4 @@
-"""The network over whole texts, without a cache: the reference that training and the paged engine are held to."""
+"""Dense attention over whole texts, without a cache: the reference for training and the paged engine."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ksana_jax.models.transformer import Attend, forward, logits
 
 
 def dense_attend(params: Params, length: int, *, config: ModelConfig, max_len: int | None = None) -> Attend:
-    """An `Attend` for `forward`: attention over whole texts [..., length] from position 0, softmax in float32.
+    """Returns an `Attend` for `forward`: attention over texts [..., length] from position 0, softmax in float32.
 
-    Each layer has its own rope, pattern, scale, soft cap and learned sinks.
+    Each layer uses its own rope, pattern, scale, soft cap and learned sinks.
 
     Args:
-      max_len: longest text to be served, for `make_rope`; None is length.
+      max_len: tokens of the longest text to serve, for `make_rope`; None takes `length`.
 
     Raises:
-      ValueError: the model's patterns place sinks at other than their own positions.
+      ValueError: the model's patterns reposition sinks.
     """
     return _attend(params, length, config, max_len, lambda state, weights: state)
 
 
 def dense_logits(params: Params, tokens: jax.Array, *, config: ModelConfig, max_len: int | None = None) -> jax.Array:
-    """Logits [..., T, V] in float32 of whole texts [..., T], without a cache; see `dense_attend`."""
+    """Computes logits [..., T, V] in float32 of whole texts [..., T], without a cache; see `dense_attend`."""
     attend = dense_attend(params, tokens.shape[-1], config=config, max_len=max_len)
     hidden, _ = forward(params, tokens, attend, None, config=config)
     return logits(params, hidden, config=config)
 
 
 def attention_weights(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Attention probabilities [L, ..., N, T, T] (query, key) of whole texts [..., T]; see `dense_attend`."""
+    """Computes attention probabilities [L, ..., N, T, T] (query, key) of whole texts [..., T]; see `dense_attend`."""
     attend = _attend(params, tokens.shape[-1], config, None, lambda state, weights: (*state, weights))
     _, weights = forward(params, tokens, attend, (), config=config)
     return jnp.stack(weights)
@@ -46,9 +46,9 @@ def attention_weights(params: Params, tokens: jax.Array, *, config: ModelConfig)
 def _attend(
     params: Params, length: int, config: ModelConfig, max_len: int | None, keep: Callable[[Any, jax.Array], Any]
 ) -> Attend:
-    """Attention whose state is what `keep` makes of the state and a layer's probabilities [..., N, T, T]."""
+    """Returns an `Attend` that updates its state by `keep(state, probabilities [..., N, T, T])` in each layer."""
     if any(layer.attention.pattern.num_rotated_sinks for layer in config.layers):
-        raise ValueError("dense attention has sinks at their own positions only; the engine serves the others")
+        raise ValueError("dense attention supports sinks only at their own positions; the engine supports the others")
     positions = jnp.arange(length)
     ropes = layer_ropes(config, max_len or length)
     angles = {id(rope): rope.angles(positions) for rope in ropes}
@@ -69,7 +69,7 @@ def _attend(
 
 
 def _softmax(scores: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
-    """Softmax of scores [..., K, G, T, C] over C, whose denominator a learned logit of each head [N] may join."""
+    """Softmax of scores [..., K, G, T, C] over C; learned sink logits [N], if any, are added to the denominator."""
     if sink_logits is None:
         return jax.nn.softmax(scores, axis=-1)
     sinks = sink_logits.astype(jnp.float32).reshape(scores.shape[-4:-2])[..., None, None]

@@ -1,4 +1,4 @@
-"""Small parts of the network. Arrays in, arrays out; matrices are stored [out, in], as in Hugging Face checkpoints."""
+"""Building blocks of the network, as functions of arrays; matrices are [out, in], as in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Normalise = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    """x [..., in] times w [out, in], plus b [out]: [..., out] in dtype (x's by default), accumulated in float32."""
+    """Multiplies x [..., in] by w [out, in], adds b [out]: [..., out] in dtype (x's by default), summed in float32."""
     y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if b is not None:
         y = y + b
@@ -26,7 +26,7 @@ def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap): x between -cap and cap (arXiv:2408.00118, section 2). None caps nothing."""
+    """Limits x to (-cap, cap) by cap * tanh(x / cap) (arXiv:2408.00118, section 2). None leaves x unchanged."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -36,7 +36,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rms_norm_plus_one(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """As `rms_norm` with weight 1 + weight, multiplied before rounding to x's dtype (arXiv:2408.00118)."""
+    """Like `rms_norm` with weight 1 + weight, applied before rounding to x's dtype (arXiv:2408.00118)."""
     return (_normalised(x, eps) * (1 + weight.astype(jnp.float32))).astype(x.dtype)
 
 
@@ -46,18 +46,18 @@ def _normalised(x: jax.Array, eps: float) -> jax.Array:
 
 
 class Norm(NamedTuple):
-    """A kind of norm. apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that changes no scale."""
+    """A kind of norm. apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that leaves x unscaled."""
 
     apply: Callable[[jax.Array, jax.Array, float], jax.Array]
     identity: float
 
 
-# Gemma's weights are what is added to 1.
+# Gemma stores weight - 1.
 NORMS = {"rms": Norm(rms_norm, 1.0), "rms_plus_one": Norm(rms_norm_plus_one, 0.0)}
 
 
 def norm_kind(name: str) -> Norm:
-    """The kind of norm of a name.
+    """Returns the kind of norm with this name.
 
     Raises:
       ConfigError: there is none.
@@ -68,6 +68,6 @@ def norm_kind(name: str) -> Norm:
 
 
 def normaliser(spec: NormSpec) -> Normalise:
-    """The function that a layer's norms share."""
+    """Returns the function that applies a layer's norms."""
     apply = norm_kind(spec.kind).apply
     return lambda x, weight: apply(x, weight, spec.eps)

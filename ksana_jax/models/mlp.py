@@ -1,4 +1,4 @@
-"""Kinds of feed-forward parts: the shapes of their weights, and what they compute. A new kind is a line in MLPS."""
+"""Kinds of MLPs: weight shapes and forward functions. A new kind is an entry in MLPS."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ksana_jax.models.layers import Linear
 
 
 class MLP(NamedTuple):
-    """A kind of feed-forward part.
+    """A kind of MLP.
 
-    shapes: (width D, spec) -> shapes of its weights, by their fields of `params.LayerParams`.
+    shapes: (width D, spec) -> shapes of its weights, by field of `params.LayerParams`.
     apply: (x [..., D], weights with those fields, linear) -> [..., D].
     """
 
@@ -25,7 +25,7 @@ class MLP(NamedTuple):
 
 
 def gated(activation: Callable[[jax.Array], jax.Array]) -> MLP:
-    """down(activation(gate x) * up x) (arXiv:2002.05202)."""
+    """Returns a gated MLP, down(activation(gate x) * up x) (arXiv:2002.05202)."""
 
     def apply(x, p, linear):
         hidden = activation(linear(x, p.w_gate, p.b_gate)) * linear(x, p.w_up, p.b_up)
@@ -35,7 +35,7 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> MLP:
 
 
 def gated_shapes(d_model: int, spec: MLPSpec) -> dict[str, tuple[int, ...]]:
-    """Three matrices, and three biases where the spec has them."""
+    """Shapes of the three matrices, and of the three biases if the spec has them."""
     d, f = d_model, spec.d_ff
     shapes: dict[str, tuple[int, ...]] = {"w_gate": (f, d), "w_up": (f, d), "w_down": (d, f)}
     if spec.bias:
@@ -50,7 +50,7 @@ MLPS = {
 
 
 def mlp_kind(name: str) -> MLP:
-    """The kind of feed-forward part of a name.
+    """Returns the kind of MLP with this name.
 
     Raises:
       ConfigError: there is none.

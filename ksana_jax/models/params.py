@@ -1,4 +1,4 @@
-"""Weights of a model: their shapes, which follow from the layers' specs, their number, and random ones. No forward."""
+"""Parameters of a model: shapes derived from the layer specs, counts, and random initialisation. No forward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ksana_jax.layer_spec import AttentionSpec
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import mlp_kind
 
-# Random weights drawn at a time. Drawing needs six times as much memory besides its result, and is faster where that
-# fits into the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
+# Number of random weights drawn at a time. Drawing needs six times the memory of its result, besides the result, and is
+# faster if that fits the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
 DRAWN_AT_ONCE = 2**16
 
 
 @flax.struct.dataclass
 class LayerParams:
-    """Weights of one layer; matrices [out, in]. None where the family has no such weight."""
+    """Weights of one layer; matrices are [out, in]. A field is None if the family has no such weight."""
 
     attn_norm: jax.Array  # [D]
     w_q: jax.Array  # [N*H, D]
@@ -49,9 +49,9 @@ class LayerParams:
 
 @flax.struct.dataclass
 class Params:
-    """Weights of a model. head is None where the embedding is tied.
+    """Weights of a model. head is None if it is tied to the embedding.
 
-    embed is a NumPy array where it is kept on the host; no compiled program may use it then.
+    embed is a NumPy array if it is kept on the host; compiled programs must then not use it.
     """
 
     embed: jax.Array  # [V, D]
@@ -61,7 +61,7 @@ class Params:
 
 
 def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's projections of queries, keys, values and outputs, by their fields of LayerParams."""
+    """Returns the shapes of a layer's query, key, value and output projections, by field of LayerParams."""
     h, d = spec.head_dim, d_model
     n, k = spec.num_heads * h, spec.num_kv_heads * h
     shapes = {"w_q": (n, d), "w_k": (k, d), "w_v": (k, d), "w_o": (d, n)}
@@ -77,10 +77,10 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
 
 
 def param_shapes(config: ModelConfig) -> Params:
-    """Shape of every weight: a Params whose leaves are tuples of int.
+    """Returns the shape of every weight, as a Params whose leaves are tuples of int.
 
     Raises:
-      ConfigError: there is no such kind of feed-forward part or norm.
+      ConfigError: a layer has an unknown kind of MLP or norm.
     """
     d, vocab = config.d_model, config.vocab_size
     norm_kind(config.norm)
@@ -94,20 +94,20 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Count of weights, tied embeddings counted once."""
+    """Counts the model's parameters; tied embeddings count once."""
     return sum(map(math.prod, jax.tree.leaves(param_shapes(config), is_leaf=is_shape)))
 
 
 def is_shape(x: Any) -> bool:
-    """Whether a leaf of `param_shapes` is meant, for jax.tree.map's is_leaf."""
+    """Whether x is a leaf of `param_shapes`, for jax.tree.map's is_leaf."""
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: float = 0.02) -> Params:
-    """Random weights: matrices normal with the given deviation, norms that change no scale, biases and sink logits 0.
+    """Draws random weights: normal matrices with deviation `std`, identity norms, zero biases and sink logits.
 
-    Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation). One weight is drawn
-    after the other, in place and piece by piece, so that the peak is the weights and little more.
+    Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation). Weights are drawn
+    one after the other, in place and in pieces, so that peak memory is little more than the weights.
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
@@ -127,14 +127,14 @@ def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: floa
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _draw(key: jax.Array, scale: float, *, shape: tuple[int, int], dtype) -> jax.Array:
-    """Normal numbers of deviation `scale`."""
+    """Draws normal numbers with standard deviation `scale`."""
     num_rows = max(DRAWN_AT_ONCE // math.prod(shape[1:]), 1)
     if num_rows >= shape[0]:
         return (jax.random.normal(key, shape) * scale).astype(dtype)
 
     def piece(index, out):
         rows = (jax.random.normal(jax.random.fold_in(key, index), (num_rows, *shape[1:])) * scale).astype(dtype)
-        # The last piece overlaps the one before where they do not divide the rows.
+        # The last piece overlaps the one before if the rows are not a multiple of its size.
         return jax.lax.dynamic_update_slice_in_dim(out, rows, jnp.minimum(index * num_rows, shape[0] - num_rows), 0)
 
     return jax.lax.fori_loop(0, -(-shape[0] // num_rows), piece, jnp.zeros(shape, dtype))

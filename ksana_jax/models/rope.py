@@ -1,4 +1,4 @@
-"""Rotary position embeddings (arXiv:2104.09864) and their stretched kinds. Knows positions, no cache."""
+"""Rotary position embeddings (arXiv:2104.09864) and their scaled variants. Knows positions, no cache."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ksana_jax.layer_spec import RopeConfig
 
 
 class Rope(NamedTuple):
-    """Frequencies [H/2] in radians per token, and the factor that scales rotated vectors (yarn; else 1)."""
+    """Frequencies [H/2] in radians per token, and a factor that scales rotated vectors (YaRN; otherwise 1)."""
 
     inv_freq: jax.Array | np.ndarray
     scale: float
 
     def angles(self, positions) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines [..., H/2] of text positions [...], float32."""
+        """Returns cosines and sines [..., H/2] for text positions [...], in float32."""
         angle = jnp.asarray(positions, jnp.float32)[..., None] * self.inv_freq
         return jnp.cos(angle), jnp.sin(angle)
 
     def rotate(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotates x [..., heads, H] by angles [..., H/2]: halves are pairs, as in Hugging Face checkpoints."""
+        """Rotates x [..., heads, H] by angles [..., H/2]; i pairs with i + H/2, as in Hugging Face checkpoints."""
         return _rotate(x, angles, self.scale)
 
     def rotate_further(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotates what is already rotated and scaled, without scaling it again."""
+        """Rotates vectors that are already rotated and scaled, without scaling them again."""
         return _rotate(x, angles, 1.0)
 
 
@@ -41,7 +41,7 @@ def _rotate(x, angles, scale):
 
 
 def layer_ropes(config: ModelConfig, max_len: int | None = None) -> tuple[Rope, ...]:
-    """The rope of each layer; layers with one `RopeConfig` have one object. max_len: see `make_rope`."""
+    """Returns the rope of each layer; layers with equal `RopeConfig` share one object. max_len: see `make_rope`."""
     ropes = {
         spec.rope: make_rope(spec.rope, spec.head_dim, max_len) for spec in (layer.attention for layer in config.layers)
     }
@@ -49,14 +49,14 @@ def layer_ropes(config: ModelConfig, max_len: int | None = None) -> tuple[Rope, 
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> Rope:
-    """Frequencies of a model.
+    """Computes the frequencies of a rope.
 
     Args:
-      max_len: tokens; the longest text to be served. Only "dynamic" uses it: cached keys cannot change frequency as a
-        text grows, so they have that of the longest text from the start (none beyond original_max_len: the default).
+      max_len: tokens of the longest text to serve. Only "dynamic" uses it: cached keys cannot change frequency as a
+        text grows, so all keys use that of the longest text (up to original_max_len, the default frequencies).
 
     Raises:
-      ValueError: an unknown kind, or numbers that give no finite frequencies in float32.
+      ValueError: the kind is unknown, or its numbers give frequencies that are not finite in float32.
     """
     with np.errstate(all="ignore"):
         rope = _make_rope(config, head_dim, max_len)
@@ -85,7 +85,7 @@ def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:
 
 
 def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
-    """Long wavelengths are stretched, short ones kept, those between are mixed (Llama 3.1's released scaling)."""
+    """Stretches long wavelengths, keeps short ones and interpolates in between (as released with Llama 3.1)."""
     original = float(config.original_max_len or 0)
     turns = original * inv_freq / (2 * math.pi)  # full turns within the original context
     mix = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -94,11 +94,11 @@ def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
 
 
 def _yarn(config: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> Rope:
-    """YaRN, arXiv:2309.00071, section 3.2 (frequencies by parts) and 3.3 (attention factor)."""
+    """Computes YaRN frequencies (arXiv:2309.00071, section 3.2) and attention factor (section 3.3)."""
     original = float(config.original_max_len or 0)
 
     def dimension(num_turns: float) -> float:
-        """Pair of dimensions that makes so many turns within the original context."""
+        """Returns the pair of dimensions that makes num_turns turns within the original context."""
         return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)

@@ -1,20 +1,20 @@
-"""Training of the embedded model, ksana-tiny, on the sources of the Python standard library.
+"""Trains the embedded model, ksana-tiny, on the source code of the Python standard library.
 
-Reading order: `settings` (what a run is), `corpus` (which files, which are held out), `tokenizer`, `batches` (files as
-sequences), `optimizer` (one step), `sinks` (the metric that the model is made for), `checkpoints`, `loop` (a run),
-`export` (the Hugging Face directory).
+Reading order: `settings` (configuration of a run), `corpus` (training and held-out files), `tokenizer`, `batches`
+(files as sequences), `optimizer` (one step), `sinks` (the metric that the model is made for), `checkpoints`, `loop`
+(a run, from corpus to exported model).
 """
 
 
 def train(config_path: str, overrides: list[str] | None = None) -> None:
-    """Trains what the YAML file describes, resuming where an earlier call of the same out_dir stopped, and exports it.
+    """Trains and exports the model that a YAML file describes; resumes an earlier run with the same out_dir.
 
     Args:
       config_path: YAML whose keys are the fields of `settings.TrainConfig`.
-      overrides: "key=value" with dotted keys, such as "model.d_model=64"; they win over the file.
+      overrides: "key=value" with dotted keys, such as "model.d_model=64"; they take precedence over the file.
 
     Raises:
-      ConfigError: an unknown key or a value that cannot be, in one line.
+      ConfigError: a key is unknown or a value is invalid, in one line.
     """
     from ksana_jax.training.loop import run  # jax and optax take seconds to import
     from ksana_jax.training.settings import load_config

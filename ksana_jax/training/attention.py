@@ -1,10 +1,10 @@
-"""Causal attention with a backward pass of its own, for training on a CPU.
+"""Causal attention with a custom backward pass, for training on a CPU.
 
-`models.dense.dense_attend` computes the same. XLA on CPU multiplies bfloat16 fast (AMX) only when the left operand is
-contracted over its last dimension; gradients to keys and values contract over queries, and were 8 to 13 times slower
-(16 x 2 heads, 512 x 256, 2 cores, jax 0.10.2 and 0.12.0). So the backward pass computes the probabilities again with
-keys as rows, from the saved logarithms of their sums (arXiv:2307.08691, algorithm 2). Queries go in blocks that see no
-key of a later block.
+It computes the same as `models.dense.dense_attend`. XLA on CPU multiplies bfloat16 fast (AMX) only if the left operand
+is contracted over its last dimension; gradients of keys and values contract over queries, and were 8 to 13 times slower
+(16 x 2 heads, 512 x 256, 2 cores, jax 0.10.2 and 0.12.0). The backward pass therefore recomputes the probabilities with
+keys as rows, from the saved log-sum-exp (arXiv:2307.08691, algorithm 2). Queries are processed in blocks, and no block
+computes scores for keys of a later block.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ksana_jax.models.transformer import Attend
 
 
 def _dot(a: jax.Array, b: jax.Array, dim_b: int) -> jax.Array:
-    """Contracts the last dimension of a with dim_b of b, both [batch, K, .., ..]; in float32."""
+    """Contracts the last dimension of a with dim_b of b, both [batch, K, .., ..], in float32."""
     dims = (((3,), (dim_b,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def _visible(rows: int, num_keys: int, start: int) -> jax.Array:
-    """[G*Q, C] whether a query sees a key; queries of a head are at positions start .. C-1."""
+    """Returns [G*Q, C] bool, whether a query sees a key; queries of a head are at positions start .. C-1."""
     positions = jnp.tile(jnp.arange(start, num_keys), rows // (num_keys - start))
     return jnp.arange(num_keys) <= positions[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend_block(q, k, v, start: int):
-    """[batch, K, G*Q, H]: queries at positions start .. C-1 attend to keys and values [batch, K, C, H]."""
+    """Attends queries [batch, K, G*Q, H] at positions start .. C-1 to keys and values [batch, K, C, H]."""
     return _block_forward(q, k, v, start)[0]
 
 
@@ -59,7 +59,7 @@ def _block_backward(start, saved, grad):
 
 
 def _transposed(a: jax.Array) -> jax.Array:
-    """The last two dimensions exchanged, in halves: XLA would fold a whole transposition back into the product."""
+    """Transposes the last two dimensions in halves, because XLA would fold a whole transposition into the product."""
     return jnp.concatenate([jnp.swapaxes(half, 2, 3) for half in jnp.array_split(a, 2, axis=2)], axis=3)
 
 
@@ -67,10 +67,10 @@ _attend_block.defvjp(_block_forward, _block_backward)
 
 
 def training_attend(rope: Rope, length: int, block: int = 128) -> Attend:
-    """Dense causal attention over [batch, length] tokens at positions 0, 1, ...; softmax in float32.
+    """Returns dense causal attention over [batch, length] tokens at positions 0, 1, ...; softmax in float32.
 
     Args:
-      block: queries of a block.
+      block: number of queries in a block.
     """
     angles = rope.angles(jnp.arange(length))
 

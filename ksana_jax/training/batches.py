@@ -1,4 +1,4 @@
-"""Files as training sequences: a batch is a pure function of seed and step. NumPy only."""
+"""Cuts files into training sequences; a batch is a pure function of seed and step. NumPy only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ IGNORED = -1  # target of a position that is not scored
 
 
 class TokenFiles:
-    """Encoded files end to end, each closed by the end-of-text token.
+    """Encoded files, concatenated, each followed by the end-of-text token.
 
-    tokens: uint16 ids of all files; starts: [files + 1] where each begins.
+    tokens: uint16 ids of all files; starts: [files + 1] offsets at which they begin.
     """
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray):
@@ -28,9 +28,9 @@ class TokenFiles:
         return cls(np.concatenate(files), starts)
 
     def pieces(self, length: int, shift: int = 0) -> np.ndarray:
-        """[pieces, 2] begin and end in `tokens` of pieces of at most `length` tokens; none crosses a file.
+        """Returns [pieces, 2] begin and end in `tokens` of pieces of at most `length` tokens; none crosses a file.
 
-        shift: length of the first piece of each file, so that other epochs cut elsewhere; 0 for full pieces only.
+        shift: length of the first piece of each file, so that epochs are cut differently; 0 for full pieces only.
         """
         found = []
         for begin, end in zip(self.starts[:-1], self.starts[1:], strict=True):
@@ -40,9 +40,9 @@ class TokenFiles:
         return np.concatenate(found)
 
     def sequences(self, pieces: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets [len(pieces), length] int32: each input begins with the beginning-of-text token.
+        """Returns inputs and targets [len(pieces), length] int32; each input begins with the beginning-of-text token.
 
-        Input i of a sequence is followed by target i; what lies behind the end of a piece is IGNORED.
+        Target i of a sequence follows input i; targets beyond the end of a piece are IGNORED.
         """
         inputs = np.full((len(pieces), length), EOS_ID, np.int32)
         targets = np.full((len(pieces), length), IGNORED, np.int32)
@@ -55,16 +55,16 @@ class TokenFiles:
 
 
 class Batches:
-    """Endless batches; seed and step alone decide them, so that a resumed run sees what it would have seen."""
+    """An endless series of batches that depend only on seed and step, so a resumed run sees the same batches."""
 
     def __init__(self, files: TokenFiles, *, context: int, batch_size: int, seed: int):
         self.files, self.context, self.batch_size, self.seed = files, context, batch_size, seed
-        # No shift gives fewer pieces than 0: all epochs have this many steps, and a step knows its epoch.
+        # Shift 0 gives the fewest pieces, so all epochs have at least this many steps, and a step determines its epoch.
         self.steps_per_epoch = max(1, len(files.pieces(context)) // batch_size)
         self._epoch, self._pieces = -1, np.zeros((0, 2), np.int64)
 
     def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets [batch_size, context] of a step from 0."""
+        """Returns inputs and targets [batch_size, context] of a step, counted from 0."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             rng = np.random.default_rng([self.seed, epoch])

@@ -1,4 +1,4 @@
-"""The model card: what was trained, how, and what was measured on the way. Every number is of the run."""
+"""The model card of a training run: data, settings and measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS = 12
 
 
 def model_card(config: TrainConfig, log: str) -> str:
-    """Markdown from a run's config and the lines of its train_log.jsonl."""
+    """Returns the card as Markdown, from a run's config and the lines of its train_log.jsonl."""
     records = [json.loads(line) for line in log.splitlines()]
     measured = [record for record in records if "heldout_loss" in record]
     shape, model = config.model_config(), config.model

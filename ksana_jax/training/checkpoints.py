@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the training state and how far it is, through `loading.checkpoint` (orbax, whole or absent)."""
+"""Saves and restores the state and progress of a training run, through `loading.checkpoint`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIELDS = "config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is. The batches to come follow from the step.
+    """Progress of a run; the step determines all later batches.
 
-    step: optimiser steps done; tokens: targets scored in them; elapsed_s: seconds of training with its evaluations.
+    step: optimiser steps done. tokens: targets scored in them. elapsed_s: seconds of training, evaluations included.
     """
 
     step: int = 0
@@ -31,7 +31,7 @@ class Progress:
 
 
 def save(directory: Path, state: TrainState, progress: Progress, keep: int, fields: dict[str, Any]) -> None:
-    """Writes a checkpoint, complete when this returns. fields: of the configuration, which a resumed run must share."""
+    """Writes a checkpoint; it is complete on return. fields: configuration fields that a resumed run must share."""
     if read_fields(directory / FIELDS) != fields:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomic(directory / FIELDS, json.dumps(fields, indent=1) + "\n")
@@ -39,11 +39,11 @@ def save(directory: Path, state: TrainState, progress: Progress, keep: int, fiel
 
 
 def restore(directory: Path, like: TrainState, fields: dict[str, Any]) -> tuple[TrainState, Progress] | None:
-    """The newest checkpoint that can be read, torn ones skipped with a warning; None when there is none.
+    """Restores the newest readable checkpoint, skipping incomplete ones with a warning; None if there is none.
 
     Raises:
-      ConfigError: the checkpoints there were made with other fields; each is named.
-      LoadError: the checkpoints there are of another model.
+      ConfigError: the checkpoints were made with other fields; each is named.
+      LoadError: the checkpoints are of another model.
     """
     if latest_step(directory) is None:
         return None
@@ -55,6 +55,6 @@ def restore(directory: Path, like: TrainState, fields: dict[str, Any]) -> tuple[
 
 
 def _tree(state: TrainState, progress: Progress) -> dict[str, Any]:
-    # On the host: a device has no 64-bit integers unless jax is told so, and 2^31 tokens are soon reached.
+    # On the host, because jax arrays have no 64-bit integers by default, and runs exceed 2^31 tokens.
     numbers = {"tokens": np.array(progress.tokens, np.int64), "elapsed_s": np.array(progress.elapsed_s, np.float32)}
     return {"state": state, **numbers}

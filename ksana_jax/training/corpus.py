@@ -1,4 +1,4 @@
-"""The Python standard library as text: which files are trained on and which are held out. Knows no tokens."""
+"""The Python standard library as text, split into training and held-out files. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ HELD_OUT_EVERY = 48  # about 2 % of the files
 
 
 def stdlib_root() -> Path:
-    """Directory of the running interpreter's standard library."""
+    """Returns the directory of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this relative name ("email/message.py") is never trained on, on any Python version."""
+    """Whether the file with this relative name ("email/message.py") is held out; the same on all Python versions."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_EVERY == 0
 
 
 def _is_source(parts: tuple[str, ...]) -> bool:
-    """Leaves out what is installed next to the library, and what records how this interpreter was built."""
+    """Whether a file belongs to the library; installed packages and records of the interpreter's build do not."""
     if any(part in ("site-packages", "dist-packages", "__pycache__") for part in parts):
         return False
     return not parts[0].startswith(("config-", "_sysconfigdata"))
 
 
 def source_texts(root: Path | None = None) -> list[tuple[str, str]]:
-    """Relative name and text of every UTF-8 *.py file below root (the standard library), sorted by name."""
+    """Returns (relative name, text) of every UTF-8 *.py file below root (the standard library), sorted by name."""
     root = root or stdlib_root()
     found = []
     for path in root.rglob("*.py"):
@@ -45,7 +45,7 @@ def source_texts(root: Path | None = None) -> list[tuple[str, str]]:
 
 
 def split_texts(texts: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(training, held out), each without duplicates; a training file with the text of a held-out one is dropped."""
+    """Splits texts into (training, held out) without duplicates; training files equal to a held-out one are dropped."""
     seen: set[str] = set()
     parts: tuple[list, list] = ([], [])
     for part, held_out in ((1, True), (0, False)):
@@ -57,17 +57,17 @@ def split_texts(texts: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], li
 
 
 def heldout_names() -> frozenset[str]:
-    """Relative names that the embedded model's training held out; empty while there is no embedded model."""
+    """Returns the relative names that the embedded model's training held out; empty if there is no embedded model."""
     listed = resources.files("ksana_jax").joinpath("assets/ksana-tiny/heldout.txt")
     return frozenset(listed.read_text(encoding="utf-8").splitlines()) if listed.is_file() else frozenset()
 
 
 def heldout_texts(min_chars: int = 0, root: Path | None = None) -> list[tuple[str, str]]:
-    """Relative name and text of held-out files of at least so many characters, sorted by name.
+    """Returns (relative name, text) of held-out files of at least min_chars characters, sorted by name.
 
-    They are read from the running interpreter. In another Python version than the one of the training, a file of that
-    name has changed text or is missing; and a held-out name that is new there is left out, because its text may have
-    been trained on under another name.
+    Files come from the running interpreter. In a Python version other than that of the training, they may have another
+    text or be missing. Held-out names that are new in it are omitted, because their text may have been trained on under
+    another name.
     """
     names = heldout_names()
     held_out = split_texts(source_texts(root))[1]

@@ -1,4 +1,4 @@
-"""The files by which transformers reads our SentencePiece tokenizer: tokenizer.json and tokenizer_config.json."""
+"""Converts a SentencePiece tokenizer to transformers' files: tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within
 
 
 def tokenizer_files(model: bytes) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json with the same pieces and ids as a SentencePiece BPE model.
+    """Returns a tokenizer.json and tokenizer_config.json with the pieces and ids of a SentencePiece BPE model.
 
-    A text is given bos and no eos. Only the texts "<unk>", "<s>" and "</s>" come out differently: SentencePiece spells
-    them, tokenizer.json takes them for the special tokens.
+    Encoding adds BOS and no EOS. Only the texts "<unk>", "<s>" and "</s>" are encoded differently: SentencePiece spells
+    them out, tokenizer.json treats them as special tokens.
 
     Args:
-      model: serialized, as `tokenizer.train_tokenizer` makes it (no normalisation, byte fallback, no dummy prefix).
+      model: serialized output of `tokenizer.train_tokenizer` (no normalisation, byte fallback, no dummy prefix).
     """
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)  # pyright: ignore[reportCallIssue]
     pieces = [processor.id_to_piece(index) for index in range(processor.vocab_size())]
@@ -28,7 +28,7 @@ def tokenizer_files(model: bytes) -> dict[str, bytes]:
     plain = {
         piece for piece, index in ids.items() if index > EOS_ID and index != newline and not processor.is_byte(index)
     }
-    # SentencePiece joins the two neighbours whose joint piece came first in training, however the piece is split.
+    # SentencePiece merges the neighbours whose merged piece came first in training, regardless of how it was split.
     merges = [
         (piece[:cut], piece[cut:])
         for piece in sorted(plain, key=lambda piece: ids[piece])

@@ -1,7 +1,7 @@
-"""Products with weights whose gradients are fast on a CPU, for `models.transformer.forward`.
+"""Linear layers with gradients that are fast on a CPU, for `models.transformer.forward`.
 
-XLA on CPU multiplies bfloat16 fast only when the left operand is contracted over its last dimension. The gradient of a
-weight contracts over tokens; written plainly it is widened to float32 and was 5 to 8 times slower (4096 tokens, 192 x
+XLA on CPU multiplies bfloat16 fast only if the left operand is contracted over its last dimension. The gradient of a
+weight contracts over tokens; written directly, it is widened to float32 and was 5 to 8 times slower (4096 tokens, 192 x
 512, 2 cores, jax 0.10.2 and 0.12.0).
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    """x [..., in] times w [out, in], plus b [out]: the contract of `models.layers.linear`."""
+    """Multiplies x [..., in] by w [out, in] and adds b [out]; same contract as `models.layers.linear`."""
     y = _product(x, w)
     if b is not None:
         y = y + b
@@ -20,18 +20,18 @@ def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None
 
 
 def _dot(a: jax.Array, b: jax.Array, dim_b: int) -> jax.Array:
-    """Contracts the last dimension of a with dim_b of the matrix b; in float32."""
+    """Contracts the last dimension of a with dim_b of the matrix b, in float32."""
     return jax.lax.dot_general(a, b, (((a.ndim - 1,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _transposed(a: jax.Array, parts: int = 8) -> jax.Array:
-    """a.T of a matrix, in parts: XLA would fold a whole transposition back into the product that reads it."""
+    """Transposes a matrix in parts, because XLA would fold a whole transposition into the product that reads it."""
     return jnp.concatenate([part.T for part in jnp.array_split(a, min(parts, len(a)))], axis=1)
 
 
 @jax.custom_vjp
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., in] times w [out, in]: [..., out] in float32."""
+    """Multiplies x [..., in] by w [out, in]: [..., out] in float32."""
     return _dot(x, w, 1)
 
 

@@ -1,4 +1,4 @@
-"""A training run from corpus to exported model: resumes at its newest checkpoint, logs, evaluates, ends by budget."""
+"""A training run from corpus to exported model: resumes from its newest checkpoint, logs, evaluates, ends by budget."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
-    """Training and held-out files as tokens, made once and kept in out_dir, so that a resumed run sees the same ones.
+    """Encodes training and held-out files once and keeps them in out_dir, so that a resumed run uses the same tokens.
 
-    out_dir then has tokenizer.model, heldout.txt (names of held-out files) and tokens.npz, which keeps what it was made
-    from.
+    Writes tokenizer.model, heldout.txt (names of held-out files), and tokens.npz, which records its sources.
 
     Raises:
-      ConfigError: the corpus lacks training or held-out files, or out_dir's tokens were made from something else.
+      ConfigError: the corpus lacks training or held-out files, or out_dir's tokens have other sources.
     """
     out = Path(config.out_dir)
     path = out / "tokens.npz"
@@ -55,11 +54,11 @@ def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
             arrays = dict(np.load(file))
             files = TokenFiles(arrays["train"], arrays["train_starts"])
             held = TokenFiles(arrays["held"], arrays["held_starts"])
-            # Earlier versions left no source: their tokenizer at least says how many pieces it has.
+            # Earlier versions recorded no sources: at least compare the tokenizer's number of pieces.
             pieces = {"vocab_size": load_tokenizer(out / "tokenizer.model").vocab_size()}
             began = json.loads(str(arrays["source"])) if "source" in arrays else pieces
         except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"{path} cannot be read, and is made again once it is removed: {error}") from None
+            raise ConfigError(f"{path} cannot be read; remove it to have it created again: {error}") from None
     check_same(path, began, source)
     return files, held
 
@@ -87,10 +86,10 @@ def _make_tokens(config: TrainConfig, path: Path, texts: list[tuple[str, str]], 
 
 
 def heldout_sequences(held: TokenFiles, context: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets [count, context] of full held-out pieces, evenly spread over the files.
+    """Returns inputs and targets [count, context] of full held-out pieces, evenly spread over the files.
 
     Raises:
-      ConfigError: no held-out file is long enough for one.
+      ConfigError: no held-out file has `context` tokens.
     """
     pieces = held.pieces(context)
     full = pieces[pieces[:, 1] - pieces[:, 0] == context]
@@ -105,14 +104,14 @@ def run(config: TrainConfig) -> None:
     """Trains, logs to out_dir/train_log.jsonl, checkpoints to out_dir/checkpoints, and exports at the end.
 
     A run that has reached num_steps or budget_s only exports its newest checkpoint: num_steps=1 does that at any time.
-    Ctrl-C ends it after the step that is being computed.
+    Ctrl-C ends it after the current step.
 
     Raises:
-      ConfigError: out_dir holds a run of another configuration; see `resume`.
+      ConfigError: out_dir holds a run with another configuration; see `resume`.
       FloatingPointError: the loss is no longer finite.
     """
     training = _Run(config)
-    if not training.is_over:  # or else the log is left alone: another process may be going on with the run
+    if not training.is_over:  # otherwise the log is left alone, because another process may be continuing the run
         training.open_log()
     while not training.is_over:
         interrupts.defer(training.step)
@@ -120,7 +119,7 @@ def run(config: TrainConfig) -> None:
 
 
 class _Run:
-    """The state of a training run between two steps; restored from the newest checkpoint in out_dir."""
+    """The state of a training run between steps, restored from the newest checkpoint in out_dir."""
 
     def __init__(self, config: TrainConfig):
         train_files, held_files = prepare(config)
@@ -137,24 +136,24 @@ class _Run:
         self.state, self._saved = init_state(config), Progress()
         if restored := checkpoints.restore(self._out / "checkpoints", self.state, fixed_fields(config)):
             self.state, self._saved = restored
-            logger.info("resumes at step %d, %.0f s", self._saved.step, self._saved.elapsed_s)
+            logger.info("resuming at step %d, %.0f s", self._saved.step, self._saved.elapsed_s)
         self._train_step = make_train_step(config)
         self._num_steps, self._num_tokens = self._saved.step, self._saved.tokens
         self._start = time.monotonic() - self._saved.elapsed_s
         self._logged_s, self._logged_tokens = self._saved.elapsed_s, self._num_tokens
-        self._losses: list[Any] = []  # of the steps since the last line of the log
+        self._losses: list[Any] = []  # of steps since the last line of the log
         self.is_over = self._reached_end()
 
     def open_log(self) -> None:
         self._log = TrainLog(self._out / "train_log.jsonl", self._saved.step)
 
     def step(self) -> None:
-        """Computes one step; logs, evaluates and checkpoints when it is time to."""
+        """Computes one step; logs, evaluates and checkpoints when due."""
         config = self._config
         rate = config.learning_rate * learning_rate_scale(config, self._num_steps, self._elapsed_s())
         inputs, targets = self._batches[self._num_steps]
         if len(self._losses) > 1:
-            self._losses[-2].block_until_ready()  # the device is one step ahead of the host, not more
+            self._losses[-2].block_until_ready()  # at most one step runs ahead on the device
         self.state, loss = self._train_step(self.state, inputs, targets, np.float32(rate))
         self._losses.append(loss)
         self._num_steps, self._num_tokens = self._num_steps + 1, self._num_tokens + int(np.sum(targets != IGNORED))
@@ -207,9 +206,9 @@ class _Run:
 
 
 def export(config: TrainConfig, state: TrainState) -> Path:
-    """Writes the model as it is to the export directory, with tokenizer, log, held-out list and card.
+    """Exports the current model with tokenizer, log, held-out list and model card.
 
-    Each file is replaced in one step and the weights last, so that others may read the directory meanwhile.
+    Each file is replaced atomically, the weights last, so other processes may read the directory in the meantime.
     """
     out = Path(config.out_dir)
     directory = Path(config.export_dir) if config.export_dir else out / "export"

@@ -22,14 +22,14 @@ COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 class TrainState(NamedTuple):
-    """What a step replaces. Weights are float32 whatever the products are computed in."""
+    """The state that a training step replaces. Weights are float32, regardless of the dtype of products."""
 
     params: Params
     opt_state: Any
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW without the learning rate, which each step brings: it may depend on the clock (`learning_rate_scale`)."""
+    """Returns AdamW without a learning rate, which is an argument of each step because it may depend on the clock."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
@@ -38,15 +38,16 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def init_state(config: TrainConfig) -> TrainState:
-    """Random weights and an empty optimiser."""
+    """Returns random weights and a new optimiser state."""
     params = init_params(config.model_config(), config.seed)
     return TrainState(params, make_optimizer(config).init(params))  # pyright: ignore[reportArgumentType]
 
 
 def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> float:
-    """Share of the peak rate at a step from 0: warm-up, plateau, linear decay to 0 (arXiv:2404.06395, section 4).
+    """Returns the fraction of the peak learning rate at a step, counted from 0.
 
-    The decay follows whichever of num_steps and budget_s is further along, so that a run limited by time ends decayed.
+    Warm-up, plateau, linear decay to 0 (arXiv:2404.06395, section 4). The decay follows whichever of num_steps and
+    budget_s is further along, so that a run limited by time also ends fully decayed.
     """
     warmup = min(1.0, (step + 1) / max(config.warmup_steps, 1))
     done = max(
@@ -59,7 +60,7 @@ def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> flo
 
 
 def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Scores [batch, T, V] in float32 of whole texts [batch, T] under full attention, computed in the weights' type."""
+    """Computes logits [batch, T, V] in float32 of texts [batch, T] under full attention, in the weights' dtype."""
     length, spec = tokens.shape[-1], config.layers[0].attention
     attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length)
     hidden, _ = forward(params, tokens, attend, None, config=config, linear=linear)
@@ -67,7 +68,7 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
 
 
 def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:
-    """Mean cross-entropy in nats of the targets [batch, T] that are not IGNORED."""
+    """Computes the mean cross-entropy in nats over the targets [batch, T] that are not IGNORED."""
     params = jax.tree.map(lambda w: w.astype(dtype), params)
     scored = targets != IGNORED
     scores = training_logits(params, inputs, config=config)
@@ -76,7 +77,7 @@ def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> j
 
 
 def make_train_step(config: TrainConfig):
-    """Compiled step(state, inputs, targets, learning_rate) -> (state, loss); the state is donated."""
+    """Returns a compiled step(state, inputs, targets, learning_rate) -> (state, loss), which donates the state."""
     optimizer, model, dtype = make_optimizer(config), config.model_config(), COMPUTE_DTYPES[config.compute_dtype]
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -1,8 +1,8 @@
-"""A run goes on only as the run that it began as. Knows configurations and files of JSON, no arrays.
+"""Checks that a run resumes with its original configuration. Knows configurations and JSON files, no arrays.
 
-A run's folder keeps what its parts were made from: tokens.npz the corpus and the tokenizer's settings, the checkpoints
-the fields of the configuration. A resumed run with other values is refused, except for those in MAY_CHANGE: they say
-where a run writes, when it ends and how often it reports, not what a step learns.
+A run's folder records the sources of its parts: tokens.npz the corpus and the tokenizer's settings, the checkpoints the
+fields of the configuration. A resumed run with other values is rejected, except for the fields in MAY_CHANGE, which
+determine where a run writes, when it ends and how often it reports, but not what a step learns.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MAY_CHANGE = frozenset(
 
 
 def fixed_fields(config: TrainConfig) -> dict[str, Any]:
-    """The fields that must stay as they are while a run goes on, with dotted names."""
+    """Returns the fields that must not change when a run resumes, with dotted names."""
     fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in MAY_CHANGE}
     return fields | {f"model.{k}": v for k, v in fields.pop("model").items()}
 
 
 def tokens_source(config: TrainConfig, texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """What tokens.npz and tokenizer.model follow from. texts: (name, text) of every file of the corpus."""
+    """Returns the sources of tokens.npz and tokenizer.model. texts: (name, text) of every file of the corpus."""
     digest = hashlib.sha256()
     for name, text in texts:
         content = text.encode()
@@ -59,23 +59,23 @@ def tokens_source(config: TrainConfig, texts: Iterable[tuple[str, str]]) -> dict
 
 
 def check_same(what: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses to go on with something that was made from other values; keys that either lacks are not compared.
+    """Checks that `what` was created with the current values; keys missing on either side are not compared.
 
     Raises:
-      ConfigError: naming every value that differs.
+      ConfigError: values differ; each of them is named.
     """
     different = [f"{k} {began[k]!r} (now {now[k]!r})" for k in now if k in began and began[k] != now[k]]
     if different:
         raise ConfigError(
-            f"{what} was made with {', '.join(different)}: go on with those values, or take another out_dir"
+            f"{what} was made with {', '.join(different)}: resume with those values, or use another out_dir"
         )
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Fields that `write_atomic` wrote as JSON; none where there is no such file, as earlier versions left it.
+    """Reads the recorded fields from a JSON file; empty if there is none, as with earlier versions.
 
     Raises:
-      ConfigError: the file is no JSON object.
+      ConfigError: the file does not contain a JSON object.
     """
     if not path.exists():
         return {}

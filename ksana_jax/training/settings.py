@@ -1,4 +1,4 @@
-"""What a training run is: its YAML file as dataclasses. Knows no arrays."""
+"""The configuration of a training run: its YAML file as dataclasses. Knows no arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ksana_jax.shipped import training_path
 
 @dataclasses.dataclass
 class ModelShape:
-    """Shape of the Llama model to be trained; names as in `ksana_jax.config.ModelConfig`."""
+    """Shape of the Llama model to train; names as in `ksana_jax.config.ModelConfig`."""
 
     d_model: int = 192
     num_layers: int = 4
@@ -30,26 +30,26 @@ class ModelShape:
 
 @dataclasses.dataclass
 class TrainConfig:
-    """A training run; the YAML file mirrors these fields.
+    """Configures a training run; the YAML file mirrors these fields.
 
     Args:
-      out_dir: checkpoints, encoded corpus, tokenizer and log; the same directory resumes.
+      out_dir: folder of checkpoints, encoded corpus, tokenizer and log; a run with an existing out_dir resumes.
       export_dir: Hugging Face directory written at the end; None takes out_dir/export.
-      first_export_s: training seconds after which the unfinished model is exported too, or None.
+      first_export_s: training seconds after which the unfinished model is exported as well, or None.
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
-      context: tokens of a training sequence, the beginning-of-text token included.
-      batch_size: sequences of a step.
+      context: tokens per training sequence, including the beginning-of-text token.
+      batch_size: sequences per step.
       learning_rate: peak; linear warm-up over warmup_steps, constant, linear decay to 0 in the last decay_fraction.
       num_steps: optimiser steps of the whole run, or None; budget_s: its training seconds, or None. Whichever ends
         first ends the run, and the decay follows the one that is further along.
       weight_decay: on matrices. Large values make attention sinks strong (arXiv:2410.10781, section 5).
       compute_dtype: of matrix products, "f32" or "bf16"; master weights, sums and softmax are float32.
-      log_every, eval_every: steps; a multiple of log_every is also where checkpoints may fall.
-      eval_sequences: held-out sequences of `context` tokens that held-out loss and Sink_1 are measured on.
+      log_every, eval_every: steps; checkpoints are written only at multiples of log_every.
+      eval_sequences: held-out sequences of `context` tokens for measuring held-out loss and Sink_1.
       checkpoint_every_s: seconds between checkpoints; checkpoint_every: steps, or None.
-      keep_checkpoints: newest checkpoints kept.
+      keep_checkpoints: number of newest checkpoints to keep.
     """
 
     out_dir: str = "runs/ksana-tiny"
@@ -80,7 +80,7 @@ class TrainConfig:
     keep_checkpoints: int = 3
 
     def model_config(self) -> ModelConfig:
-        """The model as the engine knows it."""
+        """Returns the engine's configuration of the model."""
         shape = dataclasses.asdict(self.model)
         theta = shape.pop("rope_theta")
         return ModelConfig(
@@ -95,10 +95,10 @@ class TrainConfig:
         )
 
     def validate(self) -> TrainConfig:
-        """Returns itself.
+        """Checks the fields; returns itself.
 
         Raises:
-          ConfigError: listing everything that cannot be.
+          ConfigError: fields are invalid; one line lists all of them.
         """
         problems: list[str | None] = []
         for name in (
@@ -144,12 +144,12 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     """Reads a YAML file and dotted "key=value" overrides.
 
-    They must say where the run writes (out_dir) and when it ends (num_steps or budget_s): what is left out has a
-    default, and an empty file would be two hours of work.
+    out_dir and an end of the run (num_steps or budget_s) must be set: with defaults for them, an empty file would start
+    two hours of work.
 
     Raises:
-      ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), a value cannot be, or
-        what must be set is not.
+      ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), a value is invalid, or
+        a required field is not set.
     """
     path, schema = training_path(path), OmegaConf.structured(TrainConfig)
     try:

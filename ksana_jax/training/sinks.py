@@ -1,4 +1,4 @@
-"""What a run is watched by: held-out loss, and how much attention rests on the first token."""
+"""Metrics of a training run: held-out loss, and the attention paid to the first token."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EPSILON, SPAN = 0.3, 64
 
 
 def first_token_attention(params: Params, inputs, *, config: ModelConfig) -> jax.Array:
-    """Mean attention [L, batch, N] that queries 0 .. T-1 of inputs [batch, T] pay to position 0 (alpha_1 of the paper).
+    """Computes the mean attention [L, batch, N] of queries 0 .. T-1 of inputs [batch, T] to position 0 (alpha_1).
 
-    Query 0 counts: it pays 1. Uniform causal attention gives 0.074 at T = 64.
+    Query 0 counts as well, with attention 1. Uniform causal attention gives 0.074 at T = 64.
 
     Source: arXiv:2410.10781, section 3.1.
     """
@@ -37,12 +37,12 @@ def _batch_metrics(params, inputs, targets, *, config: ModelConfig):
 
 
 def evaluate(params: Params, inputs: np.ndarray, targets: np.ndarray, *, config: ModelConfig, batch_size: int) -> dict:
-    """Measures held-out sequences [sequences, T] in float32.
+    """Evaluates held-out sequences [sequences, T] in float32.
 
     Returns:
-      heldout_loss: nats per token. sink_1: share of (layer, head, sequence) whose first token receives more than
-      EPSILON of the attention, on average over the first SPAN tokens (Sink_1 of arXiv:2410.10781, with a
-      beginning-of-text token). first_token_attention: [L] its mean per layer.
+      heldout_loss: nats per token. sink_1: fraction of (layer, head, sequence) whose first token receives more than
+      EPSILON of the attention, averaged over the first SPAN tokens (Sink_1 of arXiv:2410.10781, with a
+      beginning-of-text token). first_token_attention: [L], mean per layer.
     """
     total, count, first = 0.0, 0, []
     for begin in range(0, len(inputs), batch_size):

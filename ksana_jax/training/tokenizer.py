@@ -14,17 +14,17 @@ UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int, seed: int) -> bytes:
-    """Byte-pair encoding that gives every text back exactly, as a serialized SentencePiece model.
+    """Trains a lossless byte-pair encoding; returns a serialized SentencePiece model.
 
-    Source code must survive a round trip, so nothing is normalised, no space is added or removed, newline is a piece of
-    its own, indentation may be one piece, and bytes stand in for rare characters.
+    Source code must survive a round trip: nothing is normalised, no space is added or removed, newline is its own
+    piece, indentation may be one piece, and bytes encode rare characters.
 
     Args:
       texts: one string per file.
-      sample_bytes: about how much of them to train on, whole files in random order.
+      sample_bytes: approximate bytes to train on, as whole files in random order.
 
     Raises:
-      ConfigError: the texts do not give so many pieces.
+      ConfigError: the texts do not give vocab_size pieces.
     """
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
@@ -66,5 +66,5 @@ def train_tokenizer(texts: list[str], vocab_size: int, sample_bytes: int, seed: 
 
 
 def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """The tokenizer of a .model file."""
+    """Loads the tokenizer of a .model file."""
     return sentencepiece.SentencePieceProcessor(model_file=str(path))  # pyright: ignore[reportCallIssue]

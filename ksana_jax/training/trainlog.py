@@ -1,4 +1,4 @@
-"""train_log.jsonl: one line per measurement, flushed, without lines of steps that a resumed run takes again."""
+"""Writes train_log.jsonl, one line per measurement, and drops lines of steps that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ksana_jax.files import open_to_update, read_bytes, write_atomic
 
 
 class TrainLog:
-    """Appends records to a file whose lines of later steps than `step` are dropped first, as is a half-written line."""
+    """Appends records to a file, after dropping its lines of steps beyond `step` and any incomplete line."""
 
     def __init__(self, path: Path, step: int):
         kept = []

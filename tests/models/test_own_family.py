@@ -104,5 +104,5 @@ def test_a_missing_or_ill_shaped_expert_is_named(model_dir):
 
 def test_what_a_family_cannot_write_is_refused(model_dir):
     config, params = load_model(model_dir)
-    with pytest.raises(ValueError, match=r"committee config of Hugging Face cannot express .*mlp swiglu"):
+    with pytest.raises(ValueError, match=r"a Hugging Face config of family committee cannot express .*mlp swiglu"):
         export_hf(model_dir, dataclasses.replace(config, mlp="swiglu"), params)

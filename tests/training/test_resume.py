@@ -35,7 +35,7 @@ def refusal(tiny_config, out, *overrides):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("learning_rate=0.1", "checkpoints was made with learning_rate 0.003 (now 0.1): go on with those values"),
+        ("learning_rate=0.1", "checkpoints was made with learning_rate 0.003 (now 0.1): resume with those values"),
         ("batch_size=2", "batch_size 4 (now 2)"),
         ("model.d_ff=96", "model.d_ff 64 (now 96)"),
         ("compute_dtype=f32", "compute_dtype 'bf16' (now 'f32')"),
@@ -93,7 +93,7 @@ def test_tokens_that_cannot_be_read_are_one_line(tiny_config, out):
     content = (out / "tokens.npz").read_bytes()
     for damaged in (content[:-100], b"PK\x03\x04 no archive", b"", b"text"):
         (out / "tokens.npz").write_bytes(damaged)
-        assert "tokens.npz cannot be read, and is made again once it is removed" in refusal(tiny_config, out)
+        assert "tokens.npz cannot be read; remove it to have it created again" in refusal(tiny_config, out)
     (out / "tokens.npz").write_bytes(content)
 
 

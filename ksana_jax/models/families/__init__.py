@@ -1,4 +1,4 @@
-"""Model families by Hugging Face `model_type`: how a config is read and what the weights are called.
+"""Model families by Hugging Face `model_type`: how to read a config, and the names of the weights.
 
 A new family is one file with a `Family` and one entry in FAMILIES. Nothing here touches arrays or files.
 """
@@ -21,10 +21,10 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, M
 
 
 def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
-    """The family of a Hugging Face config, by `model_type` and `architectures`.
+    """Returns the family of a Hugging Face config, by `model_type` and `architectures`.
 
     Raises:
-      ConfigError: neither names a family, or they name something else than a causal language model of one.
+      ConfigError: neither names a known family, or they name something other than a causal language model.
     """
     supported = "; ".join(f"{f.model_type} ({', '.join(f.architectures)})" for f in FAMILIES.values())
     by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
@@ -50,19 +50,19 @@ def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> Mo
     """Reads a parsed Hugging Face config.
 
     Args:
-      source: where it comes from, for error messages.
+      source: origin of the config, for error messages.
 
     Raises:
-      ConfigError: one line that names the source and every field that cannot be or is not supported.
+      ConfigError: fields are invalid or unsupported; one line names the source and all of them.
     """
     return read_config(family_of(values, source), values, source)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The same model as a Hugging Face config, in fields that every version of transformers reads.
+    """Converts a model's config to a Hugging Face config, in fields that every version of transformers reads.
 
     Raises:
-      ConfigError: the family's config cannot express this model, naming the fields that would be lost.
+      ConfigError: the family's config cannot express this model; the error names the fields that would be lost.
     """
     if config.family not in FAMILIES:
         raise ConfigError(f"family is {config.family!r}, must be one of {', '.join(FAMILIES)}")
@@ -76,5 +76,5 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         lost += [name] * (before != after)
     if lost:
         shown = ", ".join(f"{name} {getattr(config, name)}" for name in lost)
-        raise ConfigError(f"a {config.family} config of Hugging Face cannot express {shown}")
+        raise ConfigError(f"a Hugging Face config of family {config.family} cannot express {shown}")
     return values

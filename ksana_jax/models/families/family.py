@@ -1,4 +1,4 @@
-"""What the families share: the fields of a config and the names of the weights. Knows no arrays, no files."""
+"""The description of a model family, and the config fields that families share. Knows no arrays, no files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ksana_jax.patterns import AttentionPattern
 
 T = TypeVar("T")
 
-# Hugging Face names by the fields of Params and LayerParams. Where a name has {}, a weight is stacked from several
-# tensors, for instance one for each expert: {} counts along the first axis.
+# Hugging Face names by field of Params and LayerParams. If a name has {}, a weight is stacked from several tensors, for
+# instance one per expert: {} counts along the first axis.
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -42,19 +42,19 @@ LAYER_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One kind of checkpoint.
+    """Describes the configs and checkpoints of one model family.
 
     Args:
       model_type: its name in Hugging Face configs.
-      architectures: the class names that stand for its causal language model; the first is written on export.
-      defaults: what its config class in transformers assumes for absent fields.
-      read: the ModelConfig fields in which it differs from a plain Llama.
-      write: those fields as config fields.
-      top_names, layer_names: Hugging Face names of the weights, by the field of Params and of LayerParams.
-      activation: config field that names the activation of the feed-forward part.
-      mlps: kind of feed-forward part (`models.mlp.MLPS`) by the activation's name; the first is written on export.
-      read_rope: rotary settings of a config, given its max_position_embeddings: one for all layers, or one for each.
-      write_rope: those settings as config fields.
+      architectures: class names of its causal language model; the first is written on export.
+      defaults: values that its config class in transformers assumes for absent fields.
+      read: returns the ModelConfig fields in which it differs from a plain Llama.
+      write: returns those fields as config fields.
+      top_names, layer_names: Hugging Face names of the weights, by field of Params and of LayerParams.
+      activation: config field that names the activation of the MLP.
+      mlps: kind of MLP (`models.mlp.MLPS`) by the activation's name; the first is written on export.
+      read_rope: returns a config's rope, given its max_position_embeddings: one for all layers, or one per layer.
+      write_rope: returns the ropes as config fields.
     """
 
     model_type: str
@@ -70,10 +70,10 @@ class Family:
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
 
     def tensors(self, field: str, shape: tuple[int, ...], layer: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Hugging Face names and shapes of the tensors that a weight is made of, stacked where its name has {}.
+        """Returns Hugging Face names and shapes of the tensors of a weight; several are stacked if its name has {}.
 
         Args:
-          field: of LayerParams where a layer is given, else of Params. shape: of the weight.
+          field: field of LayerParams if a layer is given, else of Params. shape: shape of the weight.
         """
         name = self.top_names[field] if layer is None else f"model.layers.{layer}.{self.layer_names[field]}"
         return {name.format(i): shape[1:] for i in range(shape[0])} if "{}" in name else {name: shape}
@@ -83,7 +83,7 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     """Reads a parsed config of a known family.
 
     Raises:
-      ConfigError: one line with every field that cannot be or is not supported.
+      ConfigError: fields are invalid or unsupported; one line names all of them.
     """
     activation = next(iter(family.mlps))
     fields = Fields(values, source, {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults})
@@ -112,7 +112,7 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     ropes = family.read_rope(fields, max_position)
     for rope in dict.fromkeys(ropes if isinstance(ropes, tuple) else (ropes,)):
         if rope.kind == "yarn":
-            # Some configs keep the length from before the stretch here, others that after it.
+            # In some configs, this is the length before rope scaling, in others the length after it.
             max_position = max(max_position, int(min(rope.factor * (rope.original_max_len or 0), MAX_INTEGER)))
     bos_id, eos_ids = read_special_ids(fields)
     shape = {
@@ -141,7 +141,7 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
 
 
 def read_special_ids(fields: Fields) -> tuple[int | None, tuple[int, ...]]:
-    """The id that begins a text, and those that end one; a config gives one id, a list or null."""
+    """Returns the BOS id and the EOS ids; a config has one id, a list or null."""
     vocab_size = fields.get("vocab_size")
 
     def ids(name: str) -> tuple[int, ...]:
@@ -157,9 +157,9 @@ def read_special_ids(fields: Fields) -> tuple[int | None, tuple[int, ...]]:
 
 
 def layer_windows(fields: Fields) -> dict[str, Any]:
-    """The pattern of families in which some layers slide, where `use_sliding_window` is true.
+    """Returns the patterns of families in which some layers slide, if `use_sliding_window` is true.
 
-    `layer_types` names the kind of each layer; without it the layers from index `max_window_layers` on slide.
+    `layer_types` names the kind of each layer; without it, layers from index `max_window_layers` on slide.
     """
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     window = fields.get("sliding_window") if fields.flag("use_sliding_window") else None
@@ -180,7 +180,7 @@ def layer_windows(fields: Fields) -> dict[str, Any]:
 
 
 def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
-    """Kinds that `layer_types` lists, "full_attention" or "sliding_attention", one for each layer; else `otherwise`."""
+    """Returns the kind of each layer from `layer_types`, "full_attention" or "sliding_attention", or `otherwise`."""
     kinds = otherwise if fields.get("layer_types") is None else fields.get("layer_types")
     allowed = ("full_attention", "sliding_attention")
     if isinstance(kinds, list) and len(kinds) == len(otherwise) and all(kind in allowed for kind in kinds):
@@ -192,12 +192,12 @@ def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
 
 
 def one_or_each(values: Sequence[T]) -> T | tuple[T, ...]:
-    """One value where all layers agree, else a tuple with one for each."""
+    """Returns a single value if all layers agree, else a tuple with one value per layer."""
     return values[0] if len(set(values)) == 1 else tuple(values)
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Config fields of a model; the caller checks that they read back as the same model."""
+    """Returns the config fields of a model; the caller checks that they read back as an equal model."""
     eos: Any = list(config.eos_ids) if len(config.eos_ids) > 1 else next(iter(config.eos_ids), None)
     return {
         "architectures": [family.architectures[0]],

@@ -1,4 +1,4 @@
-"""Gemma-2: sliding and full layers in turn, capped scores and logits, norms before and after each part
+"""Gemma-2: alternating sliding and full layers, soft caps on scores and logits, norms before and after each part
 (arXiv:2408.00118)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULTS = {
 
 
 def kinds_in_turn(fields: Fields) -> list[str]:
-    """The kind of each layer: `layer_types`, else every `sliding_window_pattern`-th layer is full."""
+    """Returns the kind of each layer: `layer_types`, or else every `sliding_window_pattern`-th layer is full."""
     every = fields.integer("sliding_window_pattern")
     count = fields.integer("num_hidden_layers", most=10_000)
     return layer_kinds(

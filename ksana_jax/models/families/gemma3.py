@@ -1,5 +1,5 @@
-"""Gemma-3, the text models: a Gemma-2 with a norm of queries and keys in place of caps, and two ropes, one for sliding
-and one for full layers (arXiv:2503.19786)."""
+"""Gemma-3 text models: Gemma-2 with query and key norms instead of soft caps, and separate ropes for sliding and full
+layers (arXiv:2503.19786)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ksana_jax.models.families.rope import RANGES, read_form, read_rope, rope_fi
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    # transformers ignores it on a Gemma-3; whoever gave it expects a cap.
+    # transformers ignores it in a Gemma-3 config, but whoever set it expects a cap.
     fields.must_be("attn_logit_softcapping", (), "supported by gemma2")
     return {**gemma2.read(fields), "qk_norm": True}
 
 
 def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConfig, ...]:
-    """The rope of each layer, by its kind.
+    """Returns the rope of each layer, by its kind.
 
-    Older form: `rope_theta` and `rope_scaling` for full layers, `rope_local_base_freq` for sliding ones. Newer: both in
-    `rope_parameters`, by kind.
+    Older configs have `rope_theta` and `rope_scaling` for full layers and `rope_local_base_freq` for sliding layers;
+    newer ones have both in `rope_parameters`, by kind.
     """
     local, forms = fields.get("rope_local_base_freq"), fields.get("rope_parameters")
     if isinstance(forms, Mapping) and forms.keys() & {"full_attention", "sliding_attention"}:
@@ -47,7 +47,7 @@ def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConf
 
 
 def write_ropes(config: ModelConfig) -> dict[str, Any]:
-    """Both ropes as config fields, in the older form."""
+    """Returns both ropes as config fields, in the older form."""
     ropes = {spec.pattern.window is None: spec.rope for spec in (layer.attention for layer in config.layers)}
     full, sliding = ropes.get(True, RopeConfig(theta=1e6)), ropes.get(False, RopeConfig())
     return {**rope_fields(full), "rope_local_base_freq": sliding.theta}

@@ -1,4 +1,4 @@
-"""Llama 1, 2 and 3.x, and the many checkpoints in their form (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783)."""
+"""Llama 1, 2 and 3.x, and the many checkpoints in their format (arXiv:2302.13971, 2307.09288, 2407.21783)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ksana_jax.models.families.fields import Fields
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    # transformers ignores these on a Llama; whoever gave them expects a window.
+    # transformers ignores these in a Llama config, but whoever set them expects a window.
     if fields.get("sliding_window") is not None:
         fields.problem(
             "sliding_window", fields.get("sliding_window"), "supported by mistral, qwen2, qwen3, gemma2, gemma3_text"

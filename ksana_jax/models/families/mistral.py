@@ -1,4 +1,4 @@
-"""Mistral: a Llama whose layers may all slide (arXiv:2310.06825)."""
+"""Mistral: a Llama whose layers may all have a sliding window (arXiv:2310.06825)."""
 
 from __future__ import annotations
 

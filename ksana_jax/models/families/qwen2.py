@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; later layers may slide (arXiv:2407.10671, 2412.15115)."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; later layers may have a sliding window (arXiv:2407.10671, 2412.15115)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    # attention_bias is not read: whatever it says, this family has biases on q, k and v and none on the output.
+    # attention_bias is not read: regardless of it, this family has biases on q, k and v and none on the output.
     fields.must_be("mlp_bias", (False,), "supported: false")
     return {"qkv_bias": True, **layer_windows(fields)}
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """The layers' windows as config fields; of several window sizes the first is written."""
+    """Returns the layers' windows as config fields; of several window sizes, the first is written."""
     windows = [pattern.window for pattern in per_layer(config.pattern, config.num_layers)]
     sizes = [window for window in windows if window is not None]
     return {

@@ -1,4 +1,4 @@
-"""Qwen3, dense: queries and keys are normalised per head; later layers may slide (arXiv:2505.09388)."""
+"""Dense Qwen3: queries and keys are normalised per head; later layers may have a sliding window (arXiv:2505.09388)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding settings in Hugging Face configs, in the older and the newer form.
+"""Reads and writes rotary embedding settings of Hugging Face configs, in their older and newer forms.
 
 Older: `rope_theta` next to `rope_scaling: {"type" or "rope_type": ...}`. Newer: all of it in `rope_parameters`.
 """
@@ -14,7 +14,7 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-# Far beyond what any model uses, and within what float32 can multiply with positions and vectors.
+# Far beyond any model's values, yet small enough to multiply with positions and vectors in float32.
 RANGES = {
     "rope_theta": (1, 1e15),
     "factor": (1e-3, 1e6),
@@ -41,12 +41,12 @@ KNOWN = {
     "mscale_all_dim",
     "truncate",
     "partial_rotary_factor",
-    "finetuned",  # only says that the stretched model was trained further
+    "finetuned",  # only states that the scaled model was trained further
 }
 
 
 def read_rope(fields: Fields, max_position: int) -> RopeConfig:
-    """Rotary settings of a config.
+    """Reads the rope of a config.
 
     Args:
       max_position: the config's max_position_embeddings, in tokens.
@@ -65,7 +65,7 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
 
 
 def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """One rope: the entries of a form, and what is next to it. where: the form's name in the config."""
+    """Reads one rope from the entries of `form` and the fields next to it. where: the form's name in the config."""
 
     def number(name: str) -> float:
         return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
@@ -89,7 +89,7 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
     if kind == "linear":
         return RopeConfig("linear", theta, number("factor"))
     if kind == "dynamic":
-        # transformers stretches from max_position_embeddings on, whatever original_max_position_embeddings says.
+        # transformers scales from max_position_embeddings on, and ignores original_max_position_embeddings.
         return RopeConfig("dynamic", theta, number("factor"), original_max_len=max_position)
 
     original = fields.get("original_max_position_embeddings")
@@ -122,7 +122,7 @@ def _read_yarn(
         return fields.number(f"{where}.{name}", form.get(name), *RANGES[name])
 
     def optional(name: str) -> float | None:
-        return number(name) if form.get(name) else None  # transformers takes 0 for "not given" here
+        return number(name) if form.get(name) else None  # transformers treats 0 as "not given" here
 
     truncate = form.get("truncate", True)
     if not isinstance(truncate, bool):
@@ -148,12 +148,12 @@ def _read_yarn(
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """The first layer's rope as config fields, in the older form, which every version of transformers reads."""
+    """Returns the first layer's rope as config fields, in the older form, which every version of transformers reads."""
     return rope_fields(config.layers[0].attention.rope)
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, Any]:
-    """A rope as config fields, in the older form."""
+    """Returns a rope as config fields, in the older form."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
