@@ -1,18 +1,19 @@
-"""The contract of attention kernels: one typed call, its options, its result. Knows shapes and types, no algorithm.
+"""The contract of kernels: typed calls, their options, their results. Knows shapes and types, no algorithm.
 
     kernel = KERNELS["hopper_decode"]
     out = kernel(Call(q, Pool(kv), tables, starts, positions, layer=3, pattern=Pattern(window=1024))).out
 
-`reference.attend` says in 40 lines what a call means. A kernel raises NotImplementedError for what it does not support;
-of options that it does not read, `check_options` does so. All types are pytrees, so that jax.jit takes a call and
-jax.eval_shape asks, without running anything, whether a kernel supports one.
+A `Call` is attention and gives a `Result`, `reference.attend` says in 40 lines what it means; a `Write` stores keys and
+values and gives a `Written`, see `kv_write_reference.write`. A kernel raises NotImplementedError for what it does not
+support; of options that it does not read, `check_options` does so. All types are pytrees, so that jax.jit takes a call
+and jax.eval_shape asks, without running anything, whether a kernel supports one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -140,30 +141,78 @@ class Result(NamedTuple):
     mass: jax.Array | None = None
 
 
-class Kernel(NamedTuple):
-    """An implementation of the contract.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Write:
+    """One layer's keys and values of a step, to be stored in the pool; its queries, to be made ready for attention.
 
-    attend: (call, work, *, tuning) -> Result. `work` is what `schedule` made, or None.
-    tuning: a frozen dataclass: how the kernel runs, never what it computes.
-    schedule: (call, *, tuning) -> what calls that differ in q, q_sink and layer alone can share, such as the layers of
-      a model with one pattern. Of the two queries it reads the shapes only. None where there is nothing to share.
+    Queries and keys are normed where there are weights, queries are scaled, both are rotated: all in float32, rounded
+    once. Rope turns pairs of halves, element i with i + H / 2, as Hugging Face checkpoints do.
+
+    q, k, v: [T, N, H], [T, K, H], [T, K, H], as the projections give them.
+    pool: of numbers, or of codes in int8 or float8_e4m3fn: then each key and value is stored as codes with one scale.
+    slots: [T] int32, block * B + offset, each at most once; those outside of [0, M * B) are not written.
+    rope: cosines and sines [T, H / 2] float32 of the tokens' positions, with the model's factor (yarn) in them.
+    layer: index in [0, L); may be traced.
+    q_norm, k_norm: [H] weights of an RMS norm before the rotation, with eps.
+    sink_rope: tables [T, J, H / 2] by which the queries are rotated a second time, for repositioned sinks.
+    q_scale: factor of the returned queries, such as H**-0.5.
     """
 
-    attend: Callable[..., Result]
+    q: Array
+    k: Array
+    v: Array
+    pool: Pool
+    slots: Array
+    rope: tuple[Array, Array]
+    layer: int | Array = 0
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    sink_rope: tuple[Array, Array] | None = None
+    eps: float = dataclasses.field(default=1e-6, metadata=STATIC)
+    q_scale: float = dataclasses.field(default=1.0, metadata=STATIC)
+
+
+class Written(NamedTuple):
+    """What a write gives.
+
+    q: [T, N, H] in q's dtype. pool: the one of the call, updated; slots that were not written keep their bits.
+    q_sink: [T, J, N, H], the queries rotated by `Write.sink_rope` instead; None without.
+    """
+
+    q: jax.Array
+    pool: Pool
+    q_sink: jax.Array | None = None
+
+
+AnyResult = TypeVar("AnyResult", Result, Written)
+
+
+class Kernel(NamedTuple, Generic[AnyResult]):
+    """An implementation of the contract: a Kernel[Result] takes a `Call`, a Kernel[Written] a `Write`.
+
+    run: (call, work, *, tuning) -> result. `work` is what `schedule` made, or None.
+    tuning: a frozen dataclass: how the kernel runs, never what it computes.
+    schedule: (call, *, tuning) -> what calls that differ in q, q_sink, learned sink logits and layer alone can share,
+      such as the layers of a model with one pattern. Of the queries it reads the shapes only. None where there is
+      nothing to share.
+    """
+
+    run: Callable[..., AnyResult]
     tuning: Any
     schedule: Callable[..., Any] | None = None
 
-    def __call__(self, call: Call, work: Any = None) -> Result:
-        return self.attend(call, work, tuning=self.tuning)
+    def __call__(self, call: Call | Write, work: Any = None) -> AnyResult:
+        return self.run(call, work, tuning=self.tuning)
 
-    def tuned(self, **changes: Any) -> Kernel:
+    def tuned(self, **changes: Any) -> Kernel[AnyResult]:
         return self._replace(tuning=dataclasses.replace(self.tuning, **changes))
 
-    def work(self, call: Call) -> Any:
+    def work(self, call: Call | Write) -> Any:
         """What this call can share with others; None where there is nothing."""
         return None if self.schedule is None else self.schedule(call, tuning=self.tuning)
 
-    def unsupported(self, call: Call) -> str | None:
+    def unsupported(self, call: Call | Write) -> str | None:
         """Why the kernel does not take a call, or None. Runs nothing; arrays may be jax.ShapeDtypeStruct."""
         try:
             jax.eval_shape(lambda call: self(call), call)

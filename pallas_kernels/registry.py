@@ -1,16 +1,22 @@
-"""All kernels of attention by name; each keeps the contract of `contract` and is held to `reference`."""
+"""All kernels by name; each keeps the contract of `contract` and is held to a reference."""
 
 from __future__ import annotations
 
-from pallas_kernels.contract import Kernel
+from pallas_kernels.contract import Kernel, Result, Written
 from pallas_kernels.hopper import decode as hopper_decode
+from pallas_kernels.hopper import kv_write as hopper_kv_write
 from pallas_kernels.hopper import prefill as hopper_prefill
 from pallas_kernels.triton import decode as triton_decode
 from pallas_kernels.triton import ragged as triton_ragged
 
-KERNELS: dict[str, Kernel] = {
+# Attention, held to `reference`.
+KERNELS: dict[str, Kernel[Result]] = {
     "hopper_decode": hopper_decode.KERNEL,
     "hopper_prefill": hopper_prefill.KERNEL,
     "triton_decode": triton_decode.KERNEL,
     "triton_ragged": triton_ragged.KERNEL,
+}
+# Writes of keys and values, held to `kv_write_reference`.
+KV_WRITES: dict[str, Kernel[Written]] = {
+    "hopper_kv_write": hopper_kv_write.KERNEL,
 }

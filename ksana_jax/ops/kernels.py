@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,9 @@ from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
 from pallas_kernels import contract
-from pallas_kernels.contract import Kernel
-from pallas_kernels.hopper import kv_write as hopper_kv_write
+from pallas_kernels.contract import Kernel, Result, Written
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.registry import KERNELS
+from pallas_kernels.registry import KERNELS, KV_WRITES
 
 PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
@@ -31,13 +29,13 @@ class Kernels(NamedTuple):
 
     decode, ragged: for tiles of one query and of more.
     prefill: for tiles of PREFILL_ROWS and more rows, queries x query heads of a group, where it takes them.
-    kv_write: that of `pallas_kernels.kv_write_reference`; None writes with XLA.
+    kv_write: of keys and values; None writes with XLA.
     """
 
-    decode: Kernel
-    ragged: Kernel
-    prefill: Kernel | None = None
-    kv_write: Callable[..., Any] | None = None
+    decode: Kernel[Result]
+    ragged: Kernel[Result]
+    prefill: Kernel[Result] | None = None
+    kv_write: Kernel[Written] | None = None
 
     def serving(self, call: Call, context: AttentionContext, cache: KVCache, num_heads: int) -> Kernel:
         """The kernel for one call."""
@@ -76,21 +74,23 @@ class Kernels(NamedTuple):
                 again = jnp.broadcast_to((q * scale)[:, None], (q.shape[0], context.num_rotated_sinks, *q.shape[1:]))
                 queries = queries._replace(q_sink=rope.rotate(again, sink_angles))
             return queries, cache
-        tables, sink_tables = (
-            None if pair is None else tuple(x * rope.scale for x in pair) for pair in (angles, sink_angles)
-        )
-        written = self.kv_write(
+
+        def scaled(angles):
+            return angles[0] * rope.scale, angles[1] * rope.scale
+
+        call = contract.Write(
             q,
             k,
             v,
-            cache.kv,
+            _pool(cache),
             context.batch.slots,
-            tables,
-            layer=jnp.int32(context.layer),
+            scaled(angles),
+            jnp.int32(context.layer),
+            sink_rope=None if sink_angles is None else scaled(sink_angles),
             q_scale=scale,
-            sink_rope=sink_tables,
         )
-        return Queries(written.q, written.q_sink), cache.with_kv(written.pool)
+        written = self.kv_write(call)
+        return Queries(written.q, written.q_sink), _with_pool(cache, written.pool)
 
     def attend(
         self, queries: Queries, cache: KVCache, context: AttentionContext, plan: tuple[Any, ...] | None
@@ -157,8 +157,18 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
 def _call(call: Call, layer, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
     """One call of a kernel in its contract's form."""
     tables, starts, positions = call.arrays
-    pool, options = contract.Pool(cache.kv, cache.leaves.get("scale")), contract.Options(q_sink)
-    return contract.Call(q, pool, tables, starts, positions, jnp.int32(layer), pattern, options)
+    return contract.Call(
+        q, _pool(cache), tables, starts, positions, jnp.int32(layer), pattern, contract.Options(q_sink)
+    )
+
+
+def _pool(cache: KVCache) -> contract.Pool:
+    return contract.Pool(cache.kv, cache.leaves.get("scale"))
+
+
+def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
+    scales = {} if pool.scales is None else {"scale": pool.scales}
+    return KVCache(cache.leaves | {"kv": pool.kv} | scales)
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
@@ -232,22 +242,16 @@ def _unsupported(
     return kernel.unsupported(contract.Call(q, pool, table, table, ints((1, tile)), options=options))
 
 
-def _unsupported_write(kv_write, needs: Requirements) -> str | None:
+def _unsupported_write(kernel: Kernel[Written], needs: Requirements) -> str | None:
     array = jax.ShapeDtypeStruct
-    pool = array((2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim), needs.dtype)
+    pool = contract.Pool(array((2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim), needs.dtype))
     q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
     half = array((2, needs.head_dim // 2), jnp.float32)
-    try:
-        jax.eval_shape(
-            jax.jit(functools.partial(kv_write, layer=0)), q, k, k, pool, array((2,), jnp.int32), (half, half)
-        )
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return kernel.unsupported(contract.Write(q, k, k, pool, array((2,), jnp.int32), (half, half)))
 
 
 HOPPER = Kernels(
-    KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], hopper_kv_write.kv_write
+    KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], KV_WRITES["hopper_kv_write"]
 )
 # Make their work list in each layer.
 TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import aot, int4
 from pallas_kernels.aot.check import Case
-from pallas_kernels.contract import Call, Kernel, Options, Pool
+from pallas_kernels.contract import Call, Kernel, Options, Pool, Write
 from pallas_kernels.patterns import Pattern
 
 # Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
@@ -74,17 +75,17 @@ WRITES: tuple[dict[str, Any], ...] = (
 def cases(target: aot.Target) -> list[Case]:
     """All of them for one target."""
     from pallas_kernels.hopper import mass
-    from pallas_kernels.hopper.kv_write import kv_write
     from pallas_kernels.hopper.schedule import Tuning
-    from pallas_kernels.registry import KERNELS
+    from pallas_kernels.registry import KERNELS, KV_WRITES
 
     found = []
     if target.hopper:
         found += attention("hopper attention", KERNELS["hopper_decode"], (*DECODE, {"q": 16}, *QUANTISED))
         found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL)
         found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS)
+        write = KV_WRITES["hopper_kv_write"]
         found += [
-            Case("hopper kv write", shape, functools.partial(kv_write_program, kv_write=kv_write, **shape))
+            Case("hopper kv write", shape, functools.partial(kv_write_program, kernel=write, **shape))
             for shape in WRITES
         ]
     found += attention("triton decode", KERNELS["triton_decode"], DECODE)
@@ -150,8 +151,10 @@ def attention_program(
     return aot.lower(target, lambda call: tuned(call), call)
 
 
-def kv_write_program(target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None):
-    """One write to a pool that is taken over from the caller, and its scales where it is quantised.
+def kv_write_program(
+    target: aot.Target, *, kernel: Kernel, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None
+):
+    """One write to a pool that is taken over from the caller.
 
     Args:
       t, n, k, h, b: tokens, query heads, kv heads, head dim, tokens of a block.
@@ -159,40 +162,23 @@ def kv_write_program(target: aot.Target, *, kv_write, t=64, n=32, k=8, h=128, b=
       norms: queries and keys are normed. codes: 8-bit type of a quantised pool.
     """
     array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
-    pool = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or bf16))
-    scales = array(pool.shape[:-1], f32) if codes else None
-
+    kv = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or bf16))
     norm = array((h,), bf16) if norms else None
-    sink_rope = (array((t, sinks, h // 2), f32),) * 2 if sinks else None
-
-    def run(pool, scales, q, k, v, slots, rope, layer, norm, sink_rope):
-        return kv_write(
-            q,
-            k,
-            v,
-            pool,
-            slots,
-            rope,
-            layer=layer,
-            scales=scales,
-            q_norm=norm,
-            k_norm=norm,
-            sink_rope=sink_rope,
-            q_scale=h**-0.5,
-        )
-
-    return aot.lower(
-        target,
-        run,
-        pool,
-        scales,
+    call = Write(
         array((t, n, h), bf16),
         array((t, k, h), bf16),
         array((t, k, h), bf16),
+        Pool(kv, array(kv.shape[:-1], f32) if codes else None),
         array((t,), jnp.int32),
         (array((t, h // 2), f32),) * 2,
-        array((), jnp.int32),
-        norm,
-        sink_rope,
-        donate_argnums=(0, 1),
+        layer=array((), jnp.int32),
+        q_norm=norm,
+        k_norm=norm,
+        sink_rope=(array((t, sinks, h // 2), f32),) * 2 if sinks else None,
+        q_scale=h**-0.5,
     )
+
+    def run(pool: Pool, call: Write):
+        return kernel(dataclasses.replace(call, pool=pool))
+
+    return aot.lower(target, run, call.pool, dataclasses.replace(call, pool=Pool(None)), donate_argnums=0)

@@ -26,13 +26,26 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.contract import Kernel, Pool, Write, Written
 from pallas_kernels.hopper import interpreter
-from pallas_kernels.kv_write_reference import LARGEST, SMALLEST, Written, check
+from pallas_kernels.kv_write_reference import LARGEST, SMALLEST, check
 
 HEAD_DIMS = (64, 96, 128, 256)
 POOL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.float8_e4m3fn)
 MAX_HELD = 256  # numbers of a token in a thread, in 16 bits; 384 spill (128 heads of 128 and as many of keys, jax 0.12)
 JAX_0_10 = jax.__version_info__ < (0, 11)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the kernel runs.
+
+    tokens_per_block: how many tokens a block of threads writes; the largest divisor of T that divides it is taken.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+    """
+
+    tokens_per_block: int = 1
+    interpret: Any = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +156,7 @@ def _quantised(halves, dtype):
     return tuple(x.astype(dtype) for x in codes), top * (1 / largest)
 
 
-def _write(*refs, names: tuple[str, ...], config: Config):
+def _write_tokens(*refs, names: tuple[str, ...], config: Config):
     """The kernel. names: of the refs; those of what is optional are absent."""
     g = dict(zip(names, refs))
     (_, num_heads, head_dim), num_kv_heads, block_size = g["q"].shape, g["k"].shape[1], g["pool"].shape[4]
@@ -182,13 +195,13 @@ def _write(*refs, names: tuple[str, ...], config: Config):
                 _store(g["pool"], block, layer, which, slice(None), offset, halves=halves)
 
 
-def _check_supported(q, k, pool, plain_loads: bool) -> None:
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k.shape[1]
+def _check_supported(call: Write, plain_loads: bool) -> None:
+    num_heads, head_dim = call.q.shape[1:]
+    num_kv_heads, dtype = call.k.shape[1], call.pool.kv.dtype
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
-    if pool.dtype not in POOL_DTYPES:
-        raise NotImplementedError(f"pool of {pool.dtype} is not of {', '.join(str(jnp.dtype(d)) for d in POOL_DTYPES)}")
+    if dtype not in POOL_DTYPES:
+        raise NotImplementedError(f"pool of {dtype} is not of {', '.join(str(jnp.dtype(d)) for d in POOL_DTYPES)}")
     if JAX_0_10 and not plain_loads and 1 in (num_heads, num_kv_heads):
         raise NotImplementedError("one head cannot be loaded on jax 0.10: jax 0.11 can")
     held = 0
@@ -202,72 +215,73 @@ def _check_supported(q, k, pool, plain_loads: bool) -> None:
         )
 
 
-def kv_write(
-    q,
-    k,
-    v,
-    pool,
-    slots,
-    rope,
-    *,
-    layer,
-    scales=None,
-    q_norm=None,
-    k_norm=None,
-    eps=1e-6,
-    q_scale=1.0,
-    sink_rope=None,
-    tokens_per_block=1,
-    interpret: Any = False,
-) -> Written:
-    """Writes this step's keys and values to the pool, in place; `kv_write_reference.kv_write` states the contract.
+def _inputs(call: Write) -> dict[str, jax.Array]:
+    """What the kernel only reads, by name; what is optional may be absent."""
+    found = {"q": call.q, "k": call.k, "v": call.v, "slots": call.slots}
+    found |= {
+        "layer": jnp.asarray(call.layer, jnp.int32).reshape(1),
+        "rope_cos": call.rope[0],
+        "rope_sin": call.rope[1],
+    }
+    if call.q_norm is not None:
+        found["q_norm"] = call.q_norm
+    if call.k_norm is not None:
+        found["k_norm"] = call.k_norm
+    if call.sink_rope is not None:
+        found |= {"sink_cos": call.sink_rope[0], "sink_sin": call.sink_rope[1]}
+    return found
 
-    To be called under jax.jit, with pool and scales donated.
 
-    Args:
-      tokens_per_block: how many tokens a block of threads writes; the largest divisor of T that divides it is taken.
-      interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+def _outputs(call: Write) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the kernel makes, by name."""
+    found = {"q_out": jax.ShapeDtypeStruct(call.q.shape, call.q.dtype)}
+    if call.sink_rope is not None:
+        num_tokens, *heads = call.q.shape
+        found["q_sink"] = jax.ShapeDtypeStruct((num_tokens, call.sink_rope[0].shape[1], *heads), call.q.dtype)
+    return found
+
+
+def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
+    """Writes this step's keys and values to the pool, in place; `pallas_kernels.contract` has the arguments.
+
+    To be called under jax.jit, with the pool donated.
 
     Raises:
       NotImplementedError: another head dim or type of pool, more heads than registers hold, one head on jax 0.10.
     """
-    check(q, k, v, pool, slots, rope, scales, q_norm, k_norm, sink_rope)
-    plain_loads = JAX_0_10 and bool(interpret)
-    _check_supported(q, k, pool, plain_loads)
-    num_tokens, num_heads, head_dim = q.shape
-    outputs = {"q_out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    arrays = {"q": q, "k": k, "v": v, "slots": slots, "layer": jnp.asarray(layer, jnp.int32).reshape(1)}
-    arrays |= {"rope_cos": rope[0], "rope_sin": rope[1]}
-    arrays |= {n: w for n, w in (("q_norm", q_norm), ("k_norm", k_norm)) if w is not None}
-    if sink_rope is not None:
-        arrays |= {"sink_cos": sink_rope[0], "sink_sin": sink_rope[1]}
-        shape = (num_tokens, sink_rope[0].shape[1], num_heads, head_dim)
-        outputs["q_sink"] = jax.ShapeDtypeStruct(shape, q.dtype)
+    check(call)
+    plain_loads = JAX_0_10 and bool(tuning.interpret)
+    _check_supported(call, plain_loads)
+    num_tokens, inputs, outputs = len(call.slots), _inputs(call), _outputs(call)
     if num_tokens == 0:
-        empty = {n: jnp.zeros(o.shape, o.dtype) for n, o in outputs.items()}
-        return Written(empty["q_out"], pool, scales, empty.get("q_sink"))
+        empty = {name: jnp.zeros(out.shape, out.dtype) for name, out in outputs.items()}
+        return Written(empty["q_out"], call.pool, empty.get("q_sink"))
 
-    updated = {"pool": pool} | ({} if scales is None else {"scales": scales})
-    refs = {n: jax.new_ref(x, memory_space=plgpu.GMEM) for n, x in updated.items()}
+    kv, scales = call.pool
+    updated = {"pool": kv} | ({} if scales is None else {"scales": scales})
+    refs = {name: jax.new_ref(x, memory_space=plgpu.GMEM) for name, x in updated.items()}
     config = Config(
-        num_slots=pool.shape[0] * pool.shape[4],
-        tokens=math.gcd(num_tokens, tokens_per_block),
-        q_scale=q_scale,
-        eps=eps,
+        num_slots=kv.shape[0] * kv.shape[4],
+        tokens=math.gcd(num_tokens, tuning.tokens_per_block),
+        q_scale=call.q_scale,
+        eps=call.eps,
         plain_loads=plain_loads,
     )
     # pl.kernel, not plgpu.kernel: the latter's rule for vmap does not let refs through on jax 0.10.
     kernel: Any = pl.kernel(
-        functools.partial(_write, names=(*arrays, *refs, *outputs), config=config),
+        functools.partial(_write_tokens, names=(*inputs, *refs, *outputs), config=config),
         out_type=tuple(outputs.values()),
         mesh=plgpu.Mesh(grid=(num_tokens // config.tokens,), grid_names=("block",), kernel_name="kv_write"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             unsafe_no_auto_barriers=True,  # safe here: threads exchange nothing but shuffles within a warp
         ),
-        interpret=interpreter.parameters(interpret),
+        interpret=interpreter.parameters(tuning.interpret),
         name="kv_write",
     )
-    results = dict(zip(outputs, kernel(*arrays.values(), *refs.values())))
-    after = {n: jax.freeze(ref) for n, ref in refs.items()}
-    return Written(results["q_out"], after["pool"], after.get("scales"), results.get("q_sink"))
+    results = dict(zip(outputs, kernel(*inputs.values(), *refs.values())))
+    after = {name: jax.freeze(ref) for name, ref in refs.items()}
+    return Written(results["q_out"], Pool(after["pool"], after.get("scales")), results.get("q_sink"))
+
+
+KERNEL = Kernel(write, Tuning())

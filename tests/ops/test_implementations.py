@@ -1,6 +1,5 @@
 """Which implementation of paged attention is chosen and why; the kernels' adapters against the XLA reference."""
 
-import functools
 import subprocess
 import sys
 
@@ -21,8 +20,7 @@ from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import Part, StepArrays, StepShape
 from pallas_kernels.contract import Kernel, Result, check_options
-from pallas_kernels.hopper import kv_write as hopper_kv_write
-from pallas_kernels.registry import KERNELS
+from pallas_kernels.registry import KERNELS, KV_WRITES
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.soak import soak_unless
@@ -32,7 +30,7 @@ B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
 FEW = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
 MANY = KERNELS["hopper_prefill"].tuned(interpret=PARAMS)
-HOPPER = Kernels(FEW, FEW, MANY, functools.partial(hopper_kv_write.kv_write, interpret=PARAMS))
+HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS))
 
 
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():

@@ -23,10 +23,10 @@ LSE = 1e-4
 
 
 @functools.cache
-def _jitted(attend, tuning):
+def _jitted(run, tuning):
     """One for each kernel: specs of the same shapes share its compilation, which counts for more than its speed."""
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    return jax.jit(lambda call: attend(call, None, tuning=tuning), compiler_options=options)
+    return jax.jit(lambda call: run(call, None, tuning=tuning), compiler_options=options)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def expected(spec: Spec):
 
 def check(kernel: Kernel, spec: Spec) -> None:
     """Asserts that a kernel gives the reference's result and log-sum-exp."""
-    compare(_jitted(kernel.attend, kernel.tuning)(make(spec)), spec)
+    compare(_jitted(kernel.run, kernel.tuning)(make(spec)), spec)
 
 
 def compare(result: Result, spec: Spec) -> None:

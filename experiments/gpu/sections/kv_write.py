@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,41 +15,54 @@ from experiments.gpu.context import Context
 from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, measured
 from ksana_jax.ops.pool import KVCache
 from pallas_kernels import kv_write_reference
+from pallas_kernels.contract import Kernel, Pool, Write, Written
+
+TOLERANCE = 4e-3  # rounded once to 8 bits, perhaps to the other side
 
 
-def xla_flat(q, k, v, pool, slots, rope, *, layer):
+def xla_flat(call: Write, work: None = None, *, tuning: None = None) -> Written:
     """What the engine does without a kernel: rotates, then scatters rows of a flat view of the pool."""
-    q, k = (kv_write_reference._rotated(x.astype(jnp.float32), rope).astype(x.dtype) for x in (q, k))
-    return kv_write_reference.Written(q, KVCache({"kv": pool}).write(layer, slots, k, v).kv, None, None)
+    q, k = (kv_write_reference.rotated(x.astype(jnp.float32), call.rope).astype(x.dtype) for x in (call.q, call.k))
+    return Written(q, Pool(KVCache({"kv": call.pool.kv}).write(call.layer, call.slots, k, call.v).kv))
 
 
-def writers() -> dict[str, tuple[Callable[..., Any], bool]]:
-    """(function, whether it is ours) by name."""
-    found: dict[str, tuple[Callable[..., Any], bool]] = {
-        "XLA scatter, flat": (xla_flat, False),
-        "XLA scatter": (kv_write_reference.kv_write, False),
+def writers() -> dict[str, tuple[Kernel[Written], bool]]:
+    """(kernel, whether it is ours) by name."""
+    found: dict[str, tuple[Kernel[Written], bool]] = {
+        "XLA scatter, flat": (Kernel(xla_flat, None), False),
+        "XLA scatter": (kv_write_reference.KERNEL, False),
     }
     if jax.default_backend() == "gpu":
-        from pallas_kernels.hopper.kv_write import kv_write
+        from pallas_kernels.registry import KV_WRITES
 
         for tokens in (1, 4):
-
-            def ours(*args, tokens=tokens, **kwargs):
-                return kv_write(*args, **kwargs, tokens_per_block=tokens)
-
-            found[f"hopper, {tokens} tokens a block"] = (ours, True)
+            kernel = KV_WRITES["hopper_kv_write"].tuned(tokens_per_block=tokens)
+            found[f"hopper, {tokens} tokens a block"] = (kernel, True)
     return found
 
 
 def run(context: Context) -> None:
     for num_tokens in (16,) if context.tiny else (8192, 64):
-        context.attempt(f"{num_tokens} tokens", lambda n=num_tokens: _time(context, n))
+        context.attempt(f"{num_tokens} tokens", lambda n=num_tokens: _time(context, _case(context, n)))
 
 
-def _time(context: Context, num_tokens: int) -> None:
+class _Case(NamedTuple):
+    """A write. carry: queries and pool, which each call hands to the next one; shared: its other arrays.
+
+    owns: the layers that calls write in turn. calls: of a chain. nbytes: read and written at least.
+    """
+
+    name: str
+    carry: Any
+    shared: Any
+    owns: tuple[jax.Array, ...]
+    calls: int
+    nbytes: int
+
+
+def _case(context: Context, num_tokens: int) -> _Case:
     heads, kv_heads, width, layers, size = (4, 2, 64, 2, 16) if context.tiny else (32, 8, 128, 8, 64)
-    case, num_blocks = f"{num_tokens} tokens", max(2 * num_tokens // size, 4)
-    calls = 3 if context.tiny else CHAIN
+    num_blocks = max(2 * num_tokens // size, 4)
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape: int) -> jax.Array:
@@ -59,87 +72,99 @@ def _time(context: Context, num_tokens: int) -> None:
     pool = normal(num_blocks, layers, 2, kv_heads, size, width)
     slots = jnp.asarray(np.random.default_rng(0).permutation(num_blocks * size)[:num_tokens].astype(np.int32))
     angles = jax.random.uniform(next(keys), (num_tokens, width // 2)) * 100
-    shared = (k, v, slots, (jnp.cos(angles), jnp.sin(angles)))
-    owns = tuple(jnp.int32(layer) for layer in range(layers))
-    # Least bytes: queries read and written, keys and values read and written.
-    work = {"bytes": 2 * (q.nbytes + k.nbytes + v.nbytes)}
+    return _Case(
+        f"{num_tokens} tokens",
+        (q, pool),
+        (k, v, slots, (jnp.cos(angles), jnp.sin(angles))),
+        tuple(jnp.int32(layer) for layer in range(layers)),
+        calls=3 if context.tiny else CHAIN,
+        # Queries, keys and values, each read and written.
+        nbytes=2 * (q.nbytes + k.nbytes + v.nbytes),
+    )
 
-    def step_of(write: Callable[..., Any]):
-        def step(carry, shared, layer):
-            (q, pool), (k, v, slots, rope) = carry, shared
-            out = write(q, k, v, pool, slots, rope, layer=layer)
-            return out.q, out.pool
 
-        return step
+def _step_of(kernel: Kernel[Written]) -> Callable[..., Any]:
+    def step(carry, shared, layer):
+        (q, pool), (k, v, slots, rope) = carry, shared
+        out = kernel(Write(q, k, v, Pool(pool), slots, rope, layer=layer))
+        return out.q, out.pool.kv
 
+    return step
+
+
+def _compile(context: Context, case: _Case) -> dict[tuple[str, int], Any]:
+    """Programs of one call and of a chain of calls, or why there is none, by (name, calls)."""
     lowered = []
-    for name, (write, _) in writers().items():
-        if context.excluded(name, case):
+    for name, (kernel, _) in writers().items():
+        if context.excluded(name, case.name):
             continue
         try:
-            step = step_of(write)
-            with context.guard(name, case, seconds=60):
-                lowered.append(((name, 1), jax.jit(step, donate_argnums=0).lower((q, pool), shared, owns[0])))
-                lowered.append(((name, calls), chain(step, calls).lower((q, pool), shared, owns)))
+            step = _step_of(kernel)
+            with context.guard(name, case.name, seconds=60):
+                one = jax.jit(step, donate_argnums=0).lower(case.carry, case.shared, case.owns[0])
+                lowered.append(((name, 1), one))
+                lowered.append(((name, case.calls), chain(step, case.calls).lower(case.carry, case.shared, case.owns)))
         except Exception as error:
-            context.failed(f"{name} on {case}", error, who=name, case=case)
-    programs = compile_in_parallel(
-        context, lowered, timeout_s=max(context.left() - 8, 1), case=case, who=lambda key: key[0]
-    )
-    right = jax.block_until_ready(jax.jit(step_of(kv_write_reference.kv_write))((q, pool), shared, owns[0]))
+            context.failed(f"{name} on {case.name}", error, who=name, case=case.name)
+    timeout_s = max(context.left() - 8, 1)
+    return compile_in_parallel(context, lowered, timeout_s=timeout_s, case=case.name, who=lambda key: key[0])
+
+
+def _check(context: Context, case: _Case, name: str, is_ours: bool, program: Any, right: Any) -> bool:
+    """Whether one call of a program gives the reference's queries and pool; also records its memory."""
+    with context.guard(name, case.name):
+        out = jax.block_until_ready(program(jax.tree.map(jnp.copy, case.carry), case.shared, case.owns[0]))
+    # All of the pool: what was not to be written must be as it was.
+    error = max(relative_error(x, y) for x, y in zip(out, right))
+    verdict = {"error": error, "tolerance": TOLERANCE, "right": error <= TOLERANCE}
+    context.record("check", metric="kv write", case=case.name, who=name, ours=is_ours, **verdict)
+    memory = program.memory_analysis()
+    if memory is not None:
+        context.record(
+            "fact",
+            name="memory of a write",
+            who=name,
+            aliased=memory.alias_size_in_bytes,
+            temporary=memory.temp_size_in_bytes,
+            pool=case.carry[1].nbytes,
+        )
+    return error <= TOLERANCE
+
+
+def _time(context: Context, case: _Case) -> None:
+    programs = _compile(context, case)
+    reference = jax.jit(_step_of(kv_write_reference.KERNEL))
+    right = jax.block_until_ready(reference(case.carry, case.shared, case.owns[0]))
     samplers: dict[str, Sampler] = {}
     verdicts: dict[str, bool] = {}
     for name, (_, is_ours) in writers().items():
-        if (name, calls) not in programs:
+        if (name, case.calls) not in programs:
             continue
         try:
-            for program in (programs[name, 1], programs[name, calls]):
+            one, chained = programs[name, 1], programs[name, case.calls]
+            for program in (one, chained):
                 if isinstance(program, Exception):
                     raise program
-            with context.guard(name, case):
-                out = jax.block_until_ready(programs[name, 1]((jnp.copy(q), jnp.copy(pool)), shared, owns[0]))
-            # All of the pool: what was not to be written must be as it was.
-            error = max(relative_error(x, y) for x, y in zip(out, right))
-            verdicts[name] = error <= 4e-3  # rounded once to 8 bits, perhaps to the other side
-            context.record(
-                "check",
-                metric="kv write",
-                case=case,
-                who=name,
-                ours=is_ours,
-                error=error,
-                tolerance=4e-3,
-                right=verdicts[name],
-            )
-            memory = programs[name, 1].memory_analysis()
-            if memory is not None:
-                context.record(
-                    "fact",
-                    name="memory of a write",
-                    who=name,
-                    aliased=memory.alias_size_in_bytes,
-                    temporary=memory.temp_size_in_bytes,
-                    pool=pool.nbytes,
-                )
-            with context.guard(name, case):
-                carry = (jnp.copy(q), jnp.copy(pool))
-                samplers[name] = Chained(programs[name, calls], carry, shared, owns, calls)
+            verdicts[name] = _check(context, case, name, is_ours, one, right)
+            with context.guard(name, case.name):
+                carry = jax.tree.map(jnp.copy, case.carry)
+                samplers[name] = Chained(chained, carry, case.shared, case.owns, case.calls)
         except Exception as error:
-            context.failed(f"{name} on {case}", error, who=name, case=case)
+            context.failed(f"{name} on {case.name}", error, who=name, case=case.name)
     times, failed, readings = measured(context, samplers, count=3 if context.tiny else 6)
     for name, error in failed.items():
-        context.failed(f"{name} on {case}", error, who=name, case=case)
+        context.failed(f"{name} on {case.name}", error, who=name, case=case.name)
     for name, t in times.items():
         context.record(
             "time",
             metric="kv write",
-            case=case,
+            case=case.name,
             who=name,
             ours=writers()[name][1],
             mode="chained",
             right=verdicts.get(name),
             **t.fields(),
             **readings,
-            **work,
+            bytes=case.nbytes,
         )
-        context.say(f"{name} on {case}: {t.median * 1e6:.1f} us, {work['bytes'] / t.median / 1e12:.2f} TB/s")
+        context.say(f"{name} on {case.name}: {t.median * 1e6:.1f} us, {case.nbytes / t.median / 1e12:.2f} TB/s")

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from ksana_jax.models.layers import rms_norm
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.pool import KVCache
 from pallas_kernels import kv_write_reference
-from pallas_kernels.hopper import kv_write as hopper_kv_write
+from pallas_kernels.contract import Pool, Write, Written
 from pallas_kernels.hopper.kv_write import row_layouts
+from pallas_kernels.registry import KV_WRITES
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 
 NUM_BLOCKS, NUM_LAYERS, BLOCK_SIZE = 3, 2, 16
@@ -28,7 +29,7 @@ SLOTS = (0, NUM_SLOTS, 15, 47, -1, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """heads: query heads, kv heads, head dim. given: further keyword arguments by name."""
+    """heads: query heads, kv heads, head dim."""
 
     heads: tuple[int, int, int]
     pool: str = "bfloat16"
@@ -57,8 +58,8 @@ CASES = (
 )
 
 
-def make(case: Case, rng: np.random.Generator):
-    """Arguments by position and by name; whatever rests in the pool is NaN, or an odd number."""
+def make(case: Case, rng: np.random.Generator) -> Write:
+    """A write to layer 1; whatever rests in the pool is NaN, or an odd number."""
     (n, k, h), t = case.heads, len(case.slots)
     dtype = jnp.float16 if case.pool == "float16" else jnp.bfloat16
 
@@ -70,16 +71,21 @@ def make(case: Case, rng: np.random.Generator):
         return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
 
     shape = (NUM_BLOCKS, NUM_LAYERS, 2, k, BLOCK_SIZE, h)
-    pool = jnp.full(shape, 77 if case.pool == "int8" else jnp.nan, case.pool)
-    args = (draw(t, n, h), draw(t, k, h), 3 * draw(t, k, h), pool, jnp.asarray(case.slots, jnp.int32), tables(t))
-    given: dict[str, Any] = {"layer": jnp.int32(1)}
-    if case.quantised:
-        given["scales"] = jnp.full(shape[:-1], jnp.nan, jnp.float32)
-    if case.norms:
-        given |= {"q_norm": 1 + draw(h) / 4, "k_norm": 1 + draw(h) / 4}
-    if case.num_sinks:
-        given["sink_rope"] = tables(t, case.num_sinks)
-    return args, given
+    kv = jnp.full(shape, 77 if case.pool == "int8" else jnp.nan, case.pool)
+    scales = jnp.full(shape[:-1], jnp.nan, jnp.float32) if case.quantised else None
+    return Write(
+        draw(t, n, h),
+        draw(t, k, h),
+        3 * draw(t, k, h),
+        Pool(kv, scales),
+        jnp.asarray(case.slots, jnp.int32),
+        tables(t),
+        layer=jnp.int32(1),
+        q_norm=1 + draw(h) / 4 if case.norms else None,
+        k_norm=1 + draw(h) / 4 if case.norms else None,
+        sink_rope=tables(t, case.num_sinks) if case.num_sinks else None,
+        q_scale=h**-0.5,
+    )
 
 
 def bits(x) -> np.ndarray:
@@ -103,61 +109,55 @@ def within(actual, wanted, dtype) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(wanted, np.float32), rtol=eps, atol=eps)
 
 
-def options(case: Case) -> dict[str, Any]:
-    return {"tokens_per_block": case.tokens_per_block, "q_scale": case.heads[2] ** -0.5}
+def write_of(case: Case, interpret: Any = False) -> Callable[[Write], Written]:
+    kernel = KV_WRITES["hopper_kv_write"].tuned(tokens_per_block=case.tokens_per_block, interpret=interpret)
+    return lambda call: kernel(call)
 
 
-def compare(actual: kv_write_reference.Written, case: Case, args, given) -> None:
+def compare(actual: Written, case: Case, call: Write) -> None:
     """Asserts that a write gave what the reference gives and touched nothing else."""
-    wanted = kv_write_reference.kv_write(*args, **given, q_scale=case.heads[2] ** -0.5)
-    before = args[3]
+    wanted = kv_write_reference.write(call)
+    (before, scales_before), (kv, scales), (wanted_kv, wanted_scales) = call.pool, actual.pool, wanted.pool
     within(actual.q, wanted.q, wanted.q.dtype)
     if case.num_sinks:
         within(actual.q_sink, wanted.q_sink, wanted.q.dtype)
     touched = written(before, case.slots)
-    assert (bits(actual.pool)[~touched] == bits(before)[~touched]).all()
+    assert (bits(kv)[~touched] == bits(before)[~touched]).all()
     if case.pool == "int8":
-        steps = np.asarray(actual.pool, int) - np.asarray(wanted.pool, int)
+        steps = np.asarray(kv, int) - np.asarray(wanted_kv, int)
         assert abs(steps).max() <= 1 and (steps != 0).mean() < 1e-2  # where a sum's last bit decides a rounding
     else:
-        within(np.asarray(actual.pool)[touched], np.asarray(wanted.pool)[touched], case.pool)
+        within(np.asarray(kv)[touched], np.asarray(wanted_kv)[touched], case.pool)
     if case.quantised:
-        touched = written(given["scales"], case.slots)
-        assert (bits(actual.scales)[~touched] == bits(given["scales"])[~touched]).all()
-        within(np.asarray(actual.scales)[touched], np.asarray(wanted.scales)[touched], jnp.float32)
+        touched = written(scales_before, case.slots)
+        assert (bits(scales)[~touched] == bits(scales_before)[~touched]).all()
+        within(np.asarray(scales)[touched], np.asarray(wanted_scales)[touched], jnp.float32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_writes_what_the_reference_writes_and_nothing_else(case):
-    @jax.jit
-    def write(args, given):
-        return hopper_kv_write.kv_write(*args, **given, **options(case), interpret=PARAMS)
-
-    args, given = make(case, np.random.default_rng(CASES.index(case)))
+    call = make(case, np.random.default_rng(CASES.index(case)))
     with interpreting():
-        compare(jax.block_until_ready(write(args, given)), case, args, given)
+        compare(jax.block_until_ready(jax.jit(write_of(case, PARAMS))(call)), case, call)
 
 
 def test_interpret_true_is_all_that_a_machine_without_a_gpu_needs():
-    args, given = make(CASES[0], np.random.default_rng(0))
-    write = functools.partial(hopper_kv_write.kv_write, **options(CASES[0]), interpret=True)
-    compare(jax.jit(lambda args, given: write(*args, **given))(args, given), CASES[0], args, given)
+    call = make(CASES[0], np.random.default_rng(0))
+    compare(jax.jit(write_of(CASES[0], True))(call), CASES[0], call)
 
 
 def test_the_reference_is_what_the_engine_does_in_five_operations():
     rng = np.random.default_rng(1)
     case = Case((4, 2, 64), "float32", norms=True)
-    (q, k, v, pool, slots, _), given = make(case, rng)
-    q, k, v, q_norm, k_norm = (x.astype(jnp.float32) for x in (q, k, v, given["q_norm"], given["k_norm"]))
+    call = make(case, rng)
+    q, k, v, q_norm, k_norm = (x.astype(jnp.float32) for x in (call.q, call.k, call.v, call.q_norm, call.k_norm))
     rope, positions = make_rope(RopeConfig(), 64), jnp.asarray([0, 5, 900, 3, 0, 77])
-    slots = jnp.where(slots < 0, NUM_SLOTS, slots)
+    slots = jnp.where(call.slots < 0, NUM_SLOTS, call.slots)
     angles = rope.angles(positions)
-    cache = KVCache({"kv": pool}).write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
-    own = kv_write_reference.kv_write(
-        q, k, v, pool, slots, angles, layer=1, q_norm=q_norm, k_norm=k_norm, q_scale=0.125
-    )
+    cache = KVCache({"kv": call.pool.kv}).write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
+    own = kv_write_reference.write(Write(q, k, v, call.pool, slots, angles, 1, q_norm, k_norm, q_scale=0.125))
     np.testing.assert_allclose(own.q, rope.rotate(rms_norm(q, q_norm, 1e-6) * 0.125, angles), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(own.pool, cache.kv, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(own.pool.kv, cache.kv, rtol=1e-5, atol=1e-6)
 
 
 def test_e4m3_is_wrong_by_a_sixteenth_at_most_and_uses_its_whole_range():
@@ -180,21 +180,19 @@ def test_int8_is_wrong_by_half_a_step_at_most_and_zeros_stay_zeros():
     assert (np.asarray(numbers)[7:9] == 0).all() and np.isfinite(scales).all()
 
 
-def lowered(case: Case, num_tokens: int, **more):
+def lowered(case: Case, num_tokens: int):
     """The program of a write for a Hopper GPU, without one."""
-    case = dataclasses.replace(case, slots=tuple(range(num_tokens)))
-    args, given = make(case, np.random.default_rng(0))
+    call = make(dataclasses.replace(case, slots=tuple(range(num_tokens))), np.random.default_rng(0))
     mesh = contextlib.nullcontext()
     if hasattr(jax.sharding, "AbstractDevice") and jax.__version_info__ >= (0, 11):
         device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
         mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
-    def write(pool, scales):
-        rest = {**given, "scales": scales} if scales is not None else given
-        return hopper_kv_write.kv_write(*args[:3], pool, *args[4:], **rest, **more)
+    def write(pool: Pool):
+        return write_of(case)(dataclasses.replace(call, pool=pool))
 
     with mesh:
-        traced = jax.jit(write, donate_argnums=(0, 1)).trace(args[3], given.get("scales"))
+        traced = jax.jit(write, donate_argnums=0).trace(call.pool)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -210,7 +208,7 @@ def lowered(case: Case, num_tokens: int, **more):
     ids=str,
 )
 def test_the_kernel_lowers_for_hopper_with_the_pool_aliased(case):
-    text = lowered(case, 4, tokens_per_block=case.tokens_per_block)
+    text = lowered(case, 4)
     call = next(line for line in text.splitlines() if "mosaic_gpu" in line and "custom_call" in line)
     aliases = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\], operand_index = (\d+)", call)
     assert len(aliases) == (2 if case.quantised else 1)
@@ -230,22 +228,29 @@ def test_many_shapes_of_heads_have_layouts_that_divide_them_and_share_a_row():
 
 def test_what_does_not_fit_or_is_lacking_is_named():
     def attempt(case, error, match, **changes):
-        args, given = make(case, np.random.default_rng(0))
-        named: dict[str, Any] = dict(zip(("q", "k", "v", "pool", "slots", "rope"), args)) | given | changes
+        call = dataclasses.replace(make(case, np.random.default_rng(0)), **changes)
         with pytest.raises(error, match=match):
-            hopper_kv_write.kv_write(**named, interpret=PARAMS)
+            write_of(case, PARAMS)(call)
 
     attempt(Case((4, 2, 80)), NotImplementedError, "head dim 80 is not one of 64, 96, 128, 256")
     attempt(Case((4, 2, 64), "uint16"), NotImplementedError, "pool of uint16")
     attempt(Case((128, 128, 128)), NotImplementedError, "128 query and 128 kv heads of 128.* 384 numbers")
-    attempt(Case((4, 2, 64), "int8"), ValueError, "a pool of int8 without scales", scales=None)
+    codes = jnp.zeros((NUM_BLOCKS, NUM_LAYERS, 2, 2, BLOCK_SIZE, 64), jnp.int8)
+    attempt(Case((4, 2, 64)), ValueError, "a pool of int8 without scales", pool=Pool(codes))
     attempt(Case((4, 2, 64)), ValueError, r"slots \(5,\)", slots=jnp.zeros(5, jnp.int32))
     attempt(Case((4, 2, 64)), ValueError, r"q_norm has shape \(32,\), not \(64,\)", q_norm=jnp.zeros(32))
     attempt(Case((4, 2, 64)), ValueError, r"rope has tables \(6, 16\), not \[6, 32\]", rope=(jnp.zeros((6, 16)),) * 2)
 
 
+def test_a_write_that_is_not_supported_is_known_without_running_it():
+    call = make(Case((4, 2, 80)), np.random.default_rng(0))
+    kernel = KV_WRITES["hopper_kv_write"]
+    assert kernel.unsupported(jax.eval_shape(lambda: call)) == "head dim 80 is not one of 64, 96, 128, 256"
+    assert kernel.unsupported(jax.eval_shape(lambda: make(CASES[0], np.random.default_rng(0)))) is None
+
+
 def test_no_tokens_write_nothing():
-    args, given = make(Case((4, 2, 64), slots=(), num_sinks=3), np.random.default_rng(0))
-    result = hopper_kv_write.kv_write(*args, **given)
+    call = make(Case((4, 2, 64), slots=(), num_sinks=3), np.random.default_rng(0))
+    result = KV_WRITES["hopper_kv_write"](call)
     assert result.q_sink is not None and result.q_sink.shape == (0, 3, 4, 64)
-    assert result.q.shape == (0, 4, 64) and result.pool is args[3]
+    assert result.q.shape == (0, 4, 64) and result.pool is call.pool

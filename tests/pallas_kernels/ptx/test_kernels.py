@@ -13,7 +13,6 @@ import pytest
 from pallas_kernels import ptx, reference
 from pallas_kernels.arguments import SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Kernel
-from pallas_kernels.hopper import kv_write as hopper_kv_write
 from pallas_kernels.hopper.mass import probability_mass
 from pallas_kernels.hopper.schedule import Tuning
 from pallas_kernels.registry import KERNELS
@@ -76,10 +75,8 @@ def test_probability_mass(spec):
 
 @pytest.mark.parametrize("case", WRITES, ids=str)
 def test_write_of_keys_and_values(case):
-    args, given = test_kv_write.make(case, np.random.default_rng(1))
-    options = test_kv_write.options(case)
-    actual = ptx.run(lambda args, given: hopper_kv_write.kv_write(*args, **given, **options), args, given)
-    test_kv_write.compare(actual, case, args, given)
+    call = test_kv_write.make(case, np.random.default_rng(1))
+    test_kv_write.compare(ptx.run(test_kv_write.write_of(case), call), case, call)
 
 
 def test_float32_results_of_few_rows():
