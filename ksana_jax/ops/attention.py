@@ -71,13 +71,13 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
     return Queries(rope.rotate(q, angles), q_sink), cache
 
 
-def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionContext, plan: None = None) -> jax.Array:
+def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionContext, work: None = None) -> jax.Array:
     """Attends each packed token to the cached slots of its own row. XLA reference.
 
     Args:
       queries: of T packed tokens; N is a multiple of the cache's K.
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
-      plan: what `Implementation.plan` made of the step and the pattern; the reference needs nothing.
+      work: what `Implementation.schedule` made of the step and the pattern; the reference needs nothing.
 
     Returns:
       [T, N, H] in float32. Padding tokens (position -1) give zeros. Slots that no query sees may hold anything.

@@ -17,16 +17,16 @@ from ksana_jax.ops.requirements import Requirements
 class Implementation(NamedTuple):
     """One that keeps the contracts of `attention.write` and `attention.ragged_paged_attention`.
 
-    plan: (context, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None
-      where there is nothing to share.
-    missing: why it cannot serve some needs, or None.
+    schedule: (context, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None where there
+      is nothing to share.
+    unsupported: why it cannot serve some needs, or None.
     """
 
     name: str
     write: Callable[..., tuple[Any, KVCache]]
     attend: Callable[..., jax.Array]
-    plan: Callable[..., Any] | None
-    missing: Callable[[Requirements], str | None]
+    schedule: Callable[..., Any] | None
+    unsupported: Callable[[Requirements], str | None]
 
 
 def _not_hopper(needs: Requirements) -> str | None:
@@ -64,7 +64,7 @@ def _of(family: str, method: str) -> Callable[..., Any]:
 
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", _of("HOPPER", "write"), _of("HOPPER", "attend"), _of("HOPPER", "plan"), _not_hopper),
+    Implementation("hopper", _of("HOPPER", "write"), _of("HOPPER", "attend"), _of("HOPPER", "schedule"), _not_hopper),
     Implementation("triton", _of("TRITON", "write"), _of("TRITON", "attend"), None, _not_triton),
     Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
 )
@@ -77,10 +77,10 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
       ValueError: there is none of that name, or it does not serve.
     """
     if name == "auto":
-        return next(i for i in IMPLEMENTATIONS if i.missing(needs) is None)
+        return next(i for i in IMPLEMENTATIONS if i.unsupported(needs) is None)
     for i in IMPLEMENTATIONS:
         if i.name == name:
-            if reason := i.missing(needs):
+            if reason := i.unsupported(needs):
                 raise ValueError(f"attention_implementation {name!r}: {reason}")
             return i
     names = ", ".join(i.name for i in IMPLEMENTATIONS)
@@ -100,6 +100,6 @@ def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
     chosen = choose(needs)
     rows = []
     for i in IMPLEMENTATIONS:
-        reason = i.missing(needs) or ("preferred here" if i is chosen else f"{chosen.name} is preferred")
+        reason = i.unsupported(needs) or ("preferred here" if i is chosen else f"{chosen.name} is preferred")
         rows.append((i.name, i is chosen, reason))
     return rows

@@ -37,28 +37,24 @@ class Kernels(NamedTuple):
     prefill: Kernel[Result] | None = None
     kv_write: Kernel[Written] | None = None
 
-    def serving(self, call: Call, context: AttentionContext, cache: KVCache, num_heads: int) -> Kernel:
+    def serving(self, call: Call, asked: contract.Call) -> Kernel[Result]:
         """The kernel for one call."""
         if call.tile == 1:
             return self.decode
         # What is shared is few tiles over many keys: they are split among all workers by the other one alone.
-        if self.prefill is None or call.shared or call.tile * num_heads < PREFILL_ROWS * cache.kv.shape[3]:
+        if self.prefill is None or call.shared or call.tile * asked.group < PREFILL_ROWS:
             return self.ragged
-        *_, num_kv_heads, block_size, head_dim = cache.kv.shape
-        needs = num_heads, num_kv_heads, head_dim, block_size, cache.kv.dtype, context.num_rotated_sinks
-        needs += context.soft_cap is not None, context.sink_logits is not None
-        return self.ragged if _unsupported(self.prefill, call.tile, *needs) else self.prefill
+        return self.ragged if self.prefill.unsupported(asked) else self.prefill
 
-    def plan(self, context: AttentionContext, cache: KVCache, num_heads: int):
+    def schedule(self, context: AttentionContext, cache: KVCache, num_heads: int) -> tuple[Any, ...]:
         """What layers with one pattern share in a step: one for each call of a kernel."""
         pattern, found = kernel_pattern(context.pattern), []
-        num_sinks = context.num_rotated_sinks
         for call in calls(context.batch, context.shape):
             tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
             q = jax.ShapeDtypeStruct((*tiles, *shape), cache.kv.dtype)
-            q_sink = jax.ShapeDtypeStruct((*tiles, num_sinks, *shape), cache.kv.dtype)
-            asked = _call(call, context.layer, pattern, cache, q, q_sink if num_sinks and not call.shared else None)
-            found.append(self.serving(call, context, cache, num_heads).work(asked))
+            q_sink = jax.ShapeDtypeStruct((*tiles, context.num_rotated_sinks, *shape), cache.kv.dtype)
+            asked = _ask(call, context, pattern, cache, q, q_sink if context.num_rotated_sinks else None)
+            found.append(self.serving(call, asked).work(asked))
         return tuple(found)
 
     def write(
@@ -93,26 +89,19 @@ class Kernels(NamedTuple):
         return Queries(written.q, written.q_sink), _with_pool(cache, written.pool)
 
     def attend(
-        self, queries: Queries, cache: KVCache, context: AttentionContext, plan: tuple[Any, ...] | None
+        self, queries: Queries, cache: KVCache, context: AttentionContext, work: tuple[Any, ...] | None
     ) -> jax.Array:
         """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16; gives the dtype of queries."""
-        found, dtype = [], queries.q.dtype
-        pattern, merges = kernel_pattern(context.pattern), context.shape.shared_rows > 0
+        pattern, found = kernel_pattern(context.pattern), []
         for i, call in enumerate(calls(context.batch, context.shape)):
-            kernel = self.serving(call, context, cache, queries.q.shape[1])
-            q_sink = None if queries.q_sink is None or call.shared else call.take(queries.q_sink, 0)
-            asked = _call(call, context.layer, pattern, cache, call.take(queries.q, 0), q_sink)
-            asked = asked.replace(
-                soft_cap=context.soft_cap,
-                sinks=None if call.shared else context.sink_logits,
-                return_lse=merges,
-                out_dtype=jnp.float32 if merges else dtype,
-            )
-            found.append(jax.tree.map(call.give, kernel(asked, None if plan is None else plan[i])))
-        if merges:
+            q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
+            asked = _ask(call, context, pattern, cache, q, q_sink)
+            result = self.serving(call, asked)(asked, None if work is None else work[i])
+            found.append(jax.tree.map(call.give, result))
+        if context.shape.shared_rows:
             shared = found.pop()
             found[0] = found[0]._replace(out=normalised(merge(_seen(found[0]), _seen(shared))))
-        parts = [result.out.astype(dtype) for result in found]
+        parts = [result.out.astype(queries.q.dtype) for result in found]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -154,12 +143,18 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
     return made
 
 
-def _call(call: Call, layer, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
-    """One call of a kernel in its contract's form."""
-    tables, starts, positions = call.arrays
-    return contract.Call(
-        q, _pool(cache), tables, starts, positions, jnp.int32(layer), pattern, contract.Options(q_sink)
+def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
+    """One call of a kernel in its contract's form. Shared blocks hold neither repositioned sinks nor learned ones."""
+    merges = context.shape.shared_rows > 0
+    options = contract.Options(
+        q_sink=None if call.shared else q_sink,
+        sinks=None if call.shared else context.sink_logits,
+        soft_cap=context.soft_cap,
+        return_lse=merges,
+        out_dtype=jnp.float32 if merges else q.dtype,
     )
+    tables, starts, positions = call.arrays
+    return contract.Call(q, _pool(cache), tables, starts, positions, jnp.int32(context.layer), pattern, options)
 
 
 def _pool(cache: KVCache) -> contract.Pool:
@@ -207,47 +202,42 @@ def _seen(result: contract.Result) -> PartialAttention:
 
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
-    """What kernels lack of some needs, in their own words, or None."""
+    """What kernels do not support of some needs, in their own words, or None."""
     if reason := _unread(needs.pattern_fields):
         return reason
-    more = needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.block_size, needs.dtype, needs.num_rotated_sinks
-    more += needs.soft_cap, needs.sinks
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
-        if found := _unsupported(kernel, tile, *more):
-            return found
-    return None if kernels.kv_write is None else _unsupported_write(kernels.kv_write, needs)
+        if reason := kernel.unsupported(_example(needs, tile)):
+            return reason
+    return None if kernels.kv_write is None else kernels.kv_write.unsupported(_example_write(needs))
 
 
-@functools.cache
-def _unsupported(
-    kernel: Kernel,
-    tile: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype,
-    num_rotated_sinks: int,
-    soft_cap: bool,
-    sinks: bool,
-) -> str | None:
-    """Why a kernel does not take calls of some shapes, or None."""
+def _example(needs: Requirements, tile: int) -> contract.Call:
+    """A call of one tile, by its shapes."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    floats = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
-    pool = contract.Pool(floats((2, 1, 2, num_kv_heads, block_size, head_dim)))
-    q_sink = floats((1, tile, num_rotated_sinks, num_heads, head_dim)) if num_rotated_sinks else None
-    q, table = floats((1, tile, num_heads, head_dim)), ints((1, 1))
-    logits = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if sinks else None
-    options = contract.Options(q_sink, logits, 1.0 if soft_cap else None)
-    return kernel.unsupported(contract.Call(q, pool, table, table, ints((1, tile)), options=options))
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.dtype)
+    queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_rotated_sinks
+    options = contract.Options(
+        q_sink=floats((1, tile, num_sinks, *queries)) if num_sinks else None,
+        sinks=jax.ShapeDtypeStruct((needs.num_heads,), jnp.float32) if needs.sinks else None,
+        soft_cap=1.0 if needs.soft_cap else None,
+    )
+    table = ints((1, 1))
+    return contract.Call(
+        floats((1, tile, *queries)), _example_pool(needs), table, table, ints((1, tile)), options=options
+    )
 
 
-def _unsupported_write(kernel: Kernel[Written], needs: Requirements) -> str | None:
+def _example_write(needs: Requirements) -> contract.Write:
+    """A write of two tokens, by its shapes."""
     array = jax.ShapeDtypeStruct
-    pool = contract.Pool(array((2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim), needs.dtype))
     q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
     half = array((2, needs.head_dim // 2), jnp.float32)
-    return kernel.unsupported(contract.Write(q, k, k, pool, array((2,), jnp.int32), (half, half)))
+    return contract.Write(q, k, k, _example_pool(needs), array((2,), jnp.int32), (half, half))
+
+
+def _example_pool(needs: Requirements) -> contract.Pool:
+    shape = (2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim)
+    return contract.Pool(jax.ShapeDtypeStruct(shape, needs.dtype))
 
 
 HOPPER = Kernels(

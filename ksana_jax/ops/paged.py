@@ -39,7 +39,7 @@ def paged_attend(
       num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
       sink_logits: learned logits [N] of each layer's heads, or None.
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
-        plans.
+        schedules.
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     """
     distinct = {id(rope): rope for rope in ropes}
@@ -53,8 +53,8 @@ def paged_attend(
         context = AttentionContext(
             at, groups[group], shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
         )
-        if implementation.plan and alike[layer] not in plans:
-            plans[alike[layer]] = implementation.plan(context, cache, spec.num_heads)
+        if implementation.schedule and alike[layer] not in plans:
+            plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)
         queries, cache = implementation.write(q, k, v, cache, context, angles[id(rope)], spec.scale)
         out = implementation.attend(queries, cache, context, plans.get(alike[layer]))
         return out.astype(q.dtype), cache

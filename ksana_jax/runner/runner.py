@@ -157,7 +157,7 @@ class Runner:
         self.check_patterns(patterns)
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
-        if self.implementation.plan and alike != self._seen.alike:
+        if self.implementation.schedule and alike != self._seen.alike:
             self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
         self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
 

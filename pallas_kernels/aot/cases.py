@@ -164,17 +164,18 @@ def kv_write_program(
     array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
     kv = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or bf16))
     norm = array((h,), bf16) if norms else None
+    half, sink = array((t, h // 2), f32), array((t, sinks, h // 2), f32)
     call = Write(
         array((t, n, h), bf16),
         array((t, k, h), bf16),
         array((t, k, h), bf16),
         Pool(kv, array(kv.shape[:-1], f32) if codes else None),
         array((t,), jnp.int32),
-        (array((t, h // 2), f32),) * 2,
+        (half, half),
         layer=array((), jnp.int32),
         q_norm=norm,
         k_norm=norm,
-        sink_rope=(array((t, sinks, h // 2), f32),) * 2 if sinks else None,
+        sink_rope=(sink, sink) if sinks else None,
         q_scale=h**-0.5,
     )
 

@@ -14,7 +14,7 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import AttentionContext, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
-from ksana_jax.ops.kernels import Kernels, calls, unsupported
+from ksana_jax.ops.kernels import Kernels, unsupported
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FAR
@@ -137,9 +137,9 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
     queries, exact = write(q, nothing, nothing, exact, context, angles, 1.0)
     expected = np.asarray(ragged_paged_attention(queries, exact, context))
     with interpreting():
-        plan = kernels.plan(context, cache, N) if kernels.decode.schedule else None
+        work = kernels.schedule(context, cache, N) if kernels.decode.schedule else None
         queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, context, angles, 1.0))(cache)
-        got = np.asarray(kernels.attend(queries, cache, context, plan))
+        got = np.asarray(kernels.attend(queries, cache, context, work))
     assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
     largest = np.nanmax(np.abs(np.asarray(exact.kv[:, 1, 1])))
@@ -155,17 +155,28 @@ def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name):
 
 
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
-    def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER) -> list[str]:
+    def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER, **asked) -> tuple[str, ...]:
         _, _, batch, shape = make_step(0, shared=True, tile=tile)
         cache = KVCache({"kv": jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)})
         context = AttentionContext(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
-        names = {kernels.decode: "decode", kernels.ragged: "ragged", kernels.prefill: "prefill", FEW: "few"}
-        return [names[kernels.serving(call, context, cache, N)] for call in calls(batch, shape)]
+        named = {
+            name: kernel and kernel._replace(schedule=lambda call, tuning, name=name: name)
+            for name, kernel in kernels._asdict().items()
+        }
+        return Kernels(**named).schedule(context._replace(**asked), cache, N)
 
     # Decodes, tiles, what decodes share: 64 queries of a group of 2 are 128 rows.
-    assert served(64) == served(64, head_dim=256) == ["few", "prefill", "few"]
-    assert served(32) == ["few", "few", "few"]
-    assert served(64, kernels=TRITON) == ["decode", "ragged", "ragged"]
+    assert served(64) == served(64, head_dim=256) == ("decode", "prefill", "ragged")
+    assert served(32) == ("decode", "ragged", "ragged")
+    assert served(64, kernels=TRITON) == ("decode", "ragged", "ragged")
+
+    def uncapped(call, work, *, tuning):
+        check_options(call, "return_lse", "out_dtype", "sinks")
+        return Result(call.q)
+
+    capless = HOPPER._replace(prefill=Kernel(uncapped, None))
+    assert served(64, kernels=capless)[1] == "prefill"
+    assert served(64, kernels=capless, soft_cap=30.0)[1] == "ragged"
 
 
 def test_the_fused_write_stores_and_rotates_as_the_reference_does():

@@ -119,7 +119,7 @@ def test_a_kernel_that_is_called_all_the_same_refuses(one_more_field):
         kernel_pattern(layer)
     where = types.SimpleNamespace(pattern=layer)
     with pytest.raises(NotImplementedError, match=REASON):
-        HOPPER.plan(where, None, 4)
+        HOPPER.schedule(where, None, 4)
     assert TRITON.decode.schedule is None  # `attend` asks for the pattern in each call
 
 

@@ -31,7 +31,7 @@ def run(context: Context) -> None:
     typical = ModelConfig(num_heads=16, num_kv_heads=4, head_dim=128)
     size, platform = _settings(context)["block_size"], jax.devices()[0].platform
     needs = Requirements.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, platform=platform))
-    able = [i for i in IMPLEMENTATIONS if i.missing(needs) is None]
+    able = [i for i in IMPLEMENTATIONS if i.unsupported(needs) is None]
     reference = next(i for i in able if i.name == "xla")
     for label, make in (("ksana-tiny", _tiny), ("random Llama, 4 layers, head dim 128", _random)):
         if context.left() < 5:
