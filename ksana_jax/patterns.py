@@ -14,12 +14,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ksana_jax import checks
+from pallas_kernels import mask
+from pallas_kernels.mask import FAR
 
 SinkPosition = Literal["absolute", "cache", "ceiling"]
 SINK_POSITIONS: tuple[SinkPosition, ...] = ("absolute", "cache", "ceiling")
-
-# Stands for "no limit" in integer arrays; twice it still fits in int32.
-FAR = 2**30
 
 
 class PatternArrays(NamedTuple):
@@ -42,11 +41,11 @@ class PatternArrays(NamedTuple):
 
     def visible(self, q_pos, kv_pos):
         """Whether each key is seen by each query: boolean, shapes broadcast. Keys at or beyond FAR are never seen."""
-        distance = q_pos - kv_pos
-        near = (distance < self.window) & (distance % self.stride == 0)
-        is_sink = kv_pos < self.num_sinks
-        is_global = (self.has_global != 0) & (kv_pos % self.global_every == 0)
-        return (distance >= 0) & (near | is_sink | is_global)
+        return mask.visible(self, q_pos, kv_pos)
+
+    def repositioned(self, q_pos, kv_pos):
+        """Whether each key is a sink that a query looks at from elsewhere than its own position; shapes broadcast."""
+        return mask.repositioned(self, q_pos, kv_pos)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Stands for "no limit" in integer arrays; twice it still fits in int32.
-FAR = 2**30
+from pallas_kernels import mask
+from pallas_kernels.mask import FAR
 
 
 def _rem(x, divisor) -> jax.Array:
@@ -39,16 +39,11 @@ class Pattern(NamedTuple):
 
     def visible(self, q_pos, kv_pos):
         """Whether each key is seen by each query; shapes broadcast. Keys at FAR are never seen."""
-        distance = q_pos - kv_pos
-        near = (distance < self.window) & (_rem(distance, self.stride) == 0)
-        is_global = (self.has_global != 0) & (_rem(kv_pos, self.global_every) == 0)
-        return (distance >= 0) & (near | (kv_pos < self.num_sinks) | is_global)
+        return mask.visible(self, q_pos, kv_pos, _rem)
 
     def repositioned(self, q_pos, kv_pos):
         """Whether a key is a repositioned sink, which a sink query scores; shapes broadcast."""
-        distance = q_pos - kv_pos
-        beyond = (distance >= self.window) & (distance > self.sink_ceiling)
-        return (kv_pos < self.num_sinks) & ((self.sink_position == 1) | ((self.sink_position == 2) & beyond))
+        return mask.repositioned(self, q_pos, kv_pos)
 
     def sees_some(self, first_query, last_query, starts, size: int) -> jax.Array:
         """Whether any query at first_query..last_query sees any of `size` positions from `starts`; shapes broadcast."""

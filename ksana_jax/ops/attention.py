@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ksana_jax.step.contract import StepArrays, StepShape
 PIECE_TOKENS = 96
 GROUP_QUERIES = 2
 
-CACHE, CEILING = SINK_POSITIONS.index("cache"), SINK_POSITIONS.index("ceiling")
+CEILING = SINK_POSITIONS.index("ceiling")
 
 
 class AttentionContext(NamedTuple):
@@ -60,14 +60,14 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
       angles: of the batch's positions, from `Rope.angles`. scale: factor of the queries.
 
     Returns:
-      The queries, those for sinks [T, N, H] rotated at `sink_query_positions`; and the cache.
+      The queries, those for sinks [T, N, H] rotated at `sink_query_position` of sink 0; and the cache.
     """
     rope = context.rope
     cache = cache.write(context.layer, context.batch.slots, rope.rotate(k, angles), v)
     q = q * scale
     q_sink = None
     if context.num_rotated_sinks:
-        q_sink = rope.rotate(q, rope.angles(sink_query_positions(context.pattern, context.batch.positions)))
+        q_sink = rope.rotate(q, rope.angles(sink_query_position(context.pattern, context.batch.positions, 0)))
     return Queries(rope.rotate(q, angles), q_sink), cache
 
 
@@ -88,13 +88,12 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     """
     batch, shape = context.batch, context.shape
     q, q_sink = queries
-    sink_width = -(-context.num_rotated_sinks // cache.block_size)
     parts = []
     for part, tokens, tiles in shape.places():
         q_SQNH, positions_SQ = (x[tokens].reshape(*part, *x.shape[1:]) for x in (q, batch.positions))
         q_sink_SQNH = None if q_sink is None else q_sink[tokens].reshape(q_SQNH.shape)
-        tables, starts = batch.block_tables[tiles], batch.block_starts[tiles]
-        seen = _attend_tiles(q_SQNH, q_sink_SQNH, positions_SQ, cache, context, tables, starts, sink_width)
+        asked = _Tiles(q_SQNH, q_sink_SQNH, positions_SQ, batch.block_tables[tiles], batch.block_starts[tiles])
+        seen = _attend_tiles(asked, cache, context)
         if shape.shared_rows and not parts:
             seen = merge(seen, _attend_shared(q[tokens], cache, context))
         if context.sink_logits is not None:
@@ -131,6 +130,22 @@ def normalised(seen: PartialAttention) -> jax.Array:
     return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
 
 
+class _Tiles(NamedTuple):
+    """Tiles of Q queries, each with a block table of its own; or one value for each of these arrays.
+
+    q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q]. tables, starts: [S, P].
+    """
+
+    q: Any
+    q_sink: Any
+    positions: Any
+    tables: Any
+    starts: Any
+
+
+PADDING = _Tiles(q=0, q_sink=0, positions=-1, tables=0, starts=FAR)
+
+
 def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
     """Attention of single tokens to the blocks that their groups share: a group is a tile of queries with one table."""
     batch, shape = context.batch, context.shape
@@ -140,36 +155,25 @@ def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialA
         pad = ((0, groups * rows - len(x)), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x, pad, constant_values=fill).reshape(groups, rows, *x.shape[1:])
 
-    positions = tiled(batch.positions[:count], -1)
-    tables, starts = batch.shared_tables, batch.shared_starts
-    seen = _attend_tiles(tiled(q_TNH, 0), None, positions, cache, context, tables, starts, 0)
-    return PartialAttention(*(x[:count] for x in seen))
+    positions = tiled(batch.positions[:count], PADDING.positions)
+    tiles = _Tiles(tiled(q_TNH, PADDING.q), None, positions, batch.shared_tables, batch.shared_starts)
+    return PartialAttention(*(x[:count] for x in _attend_tiles(tiles, cache, context)))
 
 
-def _attend_tiles(
-    q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, context: AttentionContext, tables_SP, starts_SP, sink_width
-) -> PartialAttention:
-    """Attention of tiles of Q tokens, in small groups of tiles whose tables are alike in length; of S*Q tokens."""
-    s, width = positions_SQ.shape
+def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> PartialAttention:
+    """Attention of S*Q tokens, in small groups of tiles whose tables are alike in length."""
+    s, width = tiles.positions.shape
     group = max(GROUP_QUERIES // width, 1)
-
-    def attend(tiles):
-        q, q_sink, positions, tables, starts = tiles
-        return _attend_group(q, q_sink, positions, cache, context, tables, starts, sink_width)
-
-    tiles = (q_SQNH, q_sink_SQNH, positions_SQ, tables_SP, starts_SP)
     if s <= group:
-        return attend(tiles)
-    order = jnp.argsort(jnp.sum(starts_SP < FAR, axis=1))
+        return _attend_group(tiles, cache, context)
+    order = jnp.argsort(jnp.sum(tiles.starts < FAR, axis=1))
 
     def grouped(x, fill):
         x = jnp.pad(x[order], ((0, -s % group), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
         return x.reshape(-1, group, *x.shape[1:])
 
-    fills = (0, 0, -1, 0, FAR)
-    seen = jax.lax.map(
-        attend, tuple(None if x is None else grouped(x, fill) for x, fill in zip(tiles, fills, strict=True))
-    )
+    groups = _Tiles(*(None if x is None else grouped(x, fill) for x, fill in zip(tiles, PADDING, strict=True)))
+    seen = jax.lax.map(lambda tiles: _attend_group(tiles, cache, context), groups)
     back = jnp.argsort(order)
 
     def in_order(x):
@@ -178,102 +182,100 @@ def _attend_tiles(
     return PartialAttention(*(in_order(x) for x in seen))
 
 
-def _attend_group(
-    q_SQNH, q_sink_SQNH, positions_SQ, cache: KVCache, context: AttentionContext, tables_SP, starts_SP, sink_width
-) -> PartialAttention:
-    """Attention of tiles of Q tokens, a piece of their block tables at a time, with an online softmax; of S*Q tokens.
+def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> PartialAttention:
+    """Attention of S*Q tokens, a piece of their block tables at a time, with an online softmax.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
     width P that the step was compiled for.
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
-    pattern, rope, layer = context.pattern, context.rope, context.layer
-    s, width, n, h = q_SQNH.shape
-    kv_heads, block_size = cache.kv.shape[3], cache.block_size
-    piece = max(PIECE_TOKENS // block_size, 1)
-    pad = ((0, 0), (0, -tables_SP.shape[1] % piece))
-    tables_SP = jnp.pad(tables_SP, pad)
-    starts_SP = jnp.pad(starts_SP, pad, constant_values=FAR)
-    newest_S = positions_SQ.max(axis=1)
+    s, width, n, h = tiles.q.shape
+    kv_heads = cache.kv.shape[3]
+    piece = max(PIECE_TOKENS // cache.block_size, 1)
+    pad = ((0, 0), (0, -tiles.tables.shape[1] % piece))
+    tiles = tiles._replace(
+        tables=jnp.pad(tiles.tables, pad), starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts)
+    )
 
-    def grouped(x):  # heads that share keys become rows of one matrix: [S, K, G*Q, H]
+    def by_kv_head(x):  # heads that share keys become rows of one matrix: [S, K, G*Q, H]
         x = x.reshape(s, width, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
         return x.reshape(s, kv_heads, -1, h)
-
-    def absorb(state, queries, k, v, kv_pos_SC, chosen_SQC):
-        # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
-        v = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v, 0)
-        return _absorb(state, queries, k, v, jnp.tile(chosen_SQC, (1, n // kv_heads, 1)), context.soft_cap)
-
-    def chosen(kv_pos_SC):
-        return _chosen(pattern, positions_SQ, kv_pos_SC, sink_width > 0)
-
-    def slot_positions(starts):
-        return (starts[:, :, None] + jnp.arange(block_size)).reshape(s, -1)
-
-    q_SKRH = grouped(q_SQNH)
-    state = (
-        jnp.full(q_SKRH.shape[:3], -jnp.inf, jnp.float32),
-        jnp.zeros(q_SKRH.shape[:3], jnp.float32),
-        jnp.zeros(q_SKRH.shape, jnp.float32),
-    )
-    if sink_width:
-        kv_pos_SC = slot_positions(starts_SP[:, :sink_width])
-        k, v = cache.read(layer, tables_SP[:, :sink_width])
-        # "ceiling" wants one distance for all sinks: their keys are turned back to position 0.
-        back = jnp.where(pattern.sink_position == CEILING, -kv_pos_SC, 0)
-        k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
-        state = absorb(state, grouped(q_sink_SQNH), k, v, kv_pos_SC, chosen(kv_pos_SC)[1])
-
-    def body(i, state):
-        here = [jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tables_SP, starts_SP)]
-        kv_pos_SC = slot_positions(here[1])
-        k, v = cache.read(layer, here[0])
-        return absorb(state, q_SKRH, k, v, kv_pos_SC, chosen(kv_pos_SC)[0])
-
-    longest = jnp.max(jnp.sum(starts_SP < FAR, axis=1))
-    state = jax.lax.fori_loop(0, -(-longest // piece), body, state)
 
     def by_token(x):  # [S, K, G*Q, ...] -> [S*Q, N, ...]
         x = x.reshape(s, kv_heads, n // kv_heads, width, *x.shape[3:])
         return jnp.moveaxis(x, 3, 1).reshape(s * width, n, *x.shape[4:])
 
+    q_SKRH = by_kv_head(tiles.q)
+    state = PartialAttention(
+        jnp.full(q_SKRH.shape[:3], -jnp.inf, jnp.float32),
+        jnp.zeros(q_SKRH.shape[:3], jnp.float32),
+        jnp.zeros(q_SKRH.shape, jnp.float32),
+    )
+    if tiles.q_sink is not None:
+        state = _absorb_sinks(state, by_kv_head(tiles.q_sink), tiles, cache, context)
+
+    def body(i, state):
+        tables, starts = (
+            jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
+        )
+        k, v = cache.read(context.layer, tables)
+        return _absorb(state, q_SKRH, k, v, _slot_positions(starts, cache.block_size), tiles, context)
+
+    longest = jnp.max(jnp.sum(tiles.starts < FAR, axis=1))
+    state = jax.lax.fori_loop(0, -(-longest // piece), body, state)
     return PartialAttention(*(by_token(x) for x in state))
 
 
-def _absorb(state, q_SKQH, k_SKCH, v_SKCH, chosen_SQC, soft_cap: float | None):
-    """One step of the online softmax, over keys and values of which some are chosen: the next (top, total, out)."""
+def _slot_positions(starts_SP, block_size: int):
+    """Text positions [S, P*B] of the slots of blocks."""
+    return (starts_SP[:, :, None] + jnp.arange(block_size)).reshape(len(starts_SP), -1)
+
+
+def _absorb_sinks(
+    state: PartialAttention, q_sink_SKRH, tiles: _Tiles, cache: KVCache, context: AttentionContext
+) -> PartialAttention:
+    """Adds the repositioned sinks, which are in the first blocks of a table."""
+    first, rope = slice(-(-context.num_rotated_sinks // cache.block_size)), context.rope
+    kv_pos_SC = _slot_positions(tiles.starts[:, first], cache.block_size)
+    k, v = cache.read(context.layer, tiles.tables[:, first])
+    # "ceiling" wants one distance for all sinks: their keys are turned back to position 0.
+    back = jnp.where(context.pattern.sink_position == CEILING, -kv_pos_SC, 0)
+    k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
+    return _absorb(state, q_sink_SKRH, k, v, kv_pos_SC, tiles, context, sinks=True)
+
+
+def _absorb(
+    state: PartialAttention, q_SKRH, k_SKCH, v_SKCH, kv_pos_SC, tiles: _Tiles, context: AttentionContext, sinks=False
+) -> PartialAttention:
+    """One step of the online softmax: adds the keys that these queries see, or of them those that are repositioned."""
+    q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
+    chosen_SQC = context.pattern.visible(q_pos, kv_pos)
+    if tiles.q_sink is not None:
+        repositioned = context.pattern.repositioned(q_pos, kv_pos)
+        chosen_SQC &= repositioned if sinks else ~repositioned
+    group = q_SKRH.shape[2] // chosen_SQC.shape[1]
+    chosen_SRC = jnp.tile(chosen_SQC, (1, group, 1))
+    # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
+    newest_S = tiles.positions.max(axis=1)
+    v_SKCH = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v_SKCH, 0)
     top, total, out = state
-    scores = jnp.einsum("SKQH,SKCH->SKQC", q_SKQH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
-    scores = jnp.where(chosen_SQC[:, None], soft_capped(scores, soft_cap), -jnp.inf)
+    scores = jnp.einsum("SKRH,SKCH->SKRC", q_SKRH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
+    scores = jnp.where(chosen_SRC[:, None], soft_capped(scores, context.soft_cap), -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # exp(-inf - 0) is 0 for queries that have seen nothing yet.
     base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
     weights = jnp.exp(scores - base[..., None])
     fade = jnp.exp(top - base)
-    more = jnp.einsum("SKQC,SKCH->SKQH", weights.astype(v_SKCH.dtype), v_SKCH, preferred_element_type=jnp.float32)
-    return new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more
+    more = jnp.einsum("SKRC,SKCH->SKRH", weights.astype(v_SKCH.dtype), v_SKCH, preferred_element_type=jnp.float32)
+    return PartialAttention(new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more)
 
 
-def _chosen(pattern: PatternArrays, positions_SQ, kv_pos_SC, moves_sinks: bool):
-    """Which keys are seen from the query's own position, and which are repositioned sinks: [S, Q, C] each."""
-    q_pos, kv_pos = positions_SQ[:, :, None], kv_pos_SC[:, None, :]
-    seen = pattern.visible(q_pos, kv_pos)
-    if not moves_sinks:
-        return seen, None
-    moved = repositioned_sinks(pattern, q_pos - kv_pos, kv_pos)
-    return seen & ~moved, seen & moved
+def sink_query_position(pattern: PatternArrays, positions, sink):
+    """Where queries at some positions stand when they look at a repositioned sink; shapes broadcast.
 
-
-def sink_query_positions(pattern: PatternArrays, positions: jax.Array) -> jax.Array:
-    """Where queries at positions [...] stand when they look at repositioned sinks."""
+    StreamingLLM's stand at one place for all sinks, LM-Infinite's at `sink_ceiling` from each. Where the keys of all
+    sinks are turned back to position 0, that is sink 0.
+    """
     in_cache = jnp.minimum(positions, pattern.num_sinks + pattern.window - 1)
-    return jnp.where(pattern.sink_position == CEILING, pattern.sink_ceiling, in_cache)
-
-
-def repositioned_sinks(pattern: PatternArrays, distance: jax.Array, kv_pos: jax.Array) -> jax.Array:
-    """Which keys are sinks that the query does not see from its own position: boolean, shapes broadcast."""
-    beyond = (distance >= pattern.window) & (distance > pattern.sink_ceiling)
-    moved = (pattern.sink_position == CACHE) | ((pattern.sink_position == CEILING) & beyond)
-    return (kv_pos < pattern.num_sinks) & moved
+    return jnp.where(pattern.sink_position == CEILING, pattern.sink_ceiling + sink, in_cache)

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.ops.attention import CEILING, AttentionContext, PartialAttention, Queries, merge, normalised, write
+from ksana_jax.ops.attention import (
+    AttentionContext,
+    PartialAttention,
+    Queries,
+    merge,
+    normalised,
+    sink_query_position,
+    write,
+)
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
@@ -63,7 +71,8 @@ class Kernels(NamedTuple):
         """As `attention.write`, with queries for sinks [T, J, N, H], one for each of the J rotated sinks."""
         rope, sink_angles = context.rope, None
         if context.num_rotated_sinks:
-            sink_angles = rope.angles(sink_query_positions(context))
+            sinks = jnp.arange(context.num_rotated_sinks)
+            sink_angles = rope.angles(sink_query_position(context.pattern, context.batch.positions[:, None], sinks))
         if self.kv_write is None:
             queries, cache = write(q, k, v, cache, context._replace(num_rotated_sinks=0), angles, scale)
             if sink_angles is not None:
@@ -181,18 +190,6 @@ def _unread(pattern_fields: tuple[str, ...]) -> str | None:
     """Why kernels cannot serve patterns of some fields, or None. The numbers are data: no value of them is exempt."""
     unread = [name for name in pattern_fields if name not in Pattern._fields]
     return f"attention patterns have {', '.join(unread)}, which the kernels do not read" if unread else None
-
-
-def sink_query_positions(context: AttentionContext) -> jax.Array:
-    """Where queries stand when they look at repositioned sinks: [T, J].
-
-    StreamingLLM's are all the same; LM-Infinite's stand at `sink_ceiling` from each sink: query j is for the sink at j,
-    whose key stays rotated where it is.
-    """
-    pattern = context.pattern
-    in_cache = jnp.minimum(context.batch.positions, pattern.num_sinks + pattern.window - 1)[:, None]
-    at_ceiling = pattern.sink_ceiling + jnp.arange(context.num_rotated_sinks)
-    return jnp.where(pattern.sink_position == CEILING, at_ceiling, in_cache)
 
 
 def _seen(result: contract.Result) -> PartialAttention:
