@@ -1,0 +1,33 @@
+"""Hugging Face configs of each family, for the tests that read, refuse and write them."""
+
+from ksana_jax.layer_spec import RopeConfig
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3 = (
+    SIZES | {"model_type": kind} for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+)
+ROPES = {
+    "default": ({}, RopeConfig(theta=5e5)),
+    "linear": ({"factor": 4}, RopeConfig("linear", 5e5, 4.0)),
+    "dynamic": ({"factor": 4.0, "original_max_position_embeddings": 7}, RopeConfig("dynamic", 5e5, 4.0, 4096)),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024},
+        RopeConfig("llama3", 5e5, 8.0, 1024),
+    ),
+    "yarn": (
+        {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 16, "mscale": 1.2, "truncate": False},
+        RopeConfig("yarn", 5e5, 4.0, 1024, beta_fast=16.0, mscale=1.2, truncate=False),
+    ),
+}
+
+
+def without(values, *names):
+    return {key: value for key, value in values.items() if key not in names}

@@ -1,0 +1,143 @@
+"""Configs that cannot be are refused with file, field and what is supported."""
+
+import math
+
+import pytest
+
+from ksana_jax.config import ConfigError
+from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.models.families import config_from_hf
+from ksana_jax.models.rope import make_rope
+from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, without
+
+# What is changed in a config, and what the message must name.
+REFUSED = [
+    (LLAMA, {"model_type": "gpt2"}, ["'gpt2'", "llama", "mistral", "qwen2", "qwen3"]),
+    (LLAMA, {"model_type": None}, ["model_type is None", "LlamaForCausalLM"]),
+    (LLAMA, {"model_type": ["llama"]}, ["model_type"]),
+    (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "supported"]),
+    (LLAMA, {"architectures": ["MistralForCausalLM"]}, ["'llama'", "'MistralForCausalLM'"]),
+    (LLAMA, {"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
+    (LLAMA, {"num_attention_heads": 0}, ["num_attention_heads is 0", "integer from 1"]),
+    (LLAMA, {"num_key_value_heads": 0}, ["num_key_value_heads is 0"]),
+    (LLAMA, {"num_key_value_heads": 3}, ["num_attention_heads is 8", "multiple of num_key_value_heads 3"]),
+    (LLAMA, {"num_key_value_heads": 16}, ["num_attention_heads is 8", "multiple of num_key_value_heads 16"]),
+    (LLAMA, {"hidden_size": 60}, ["hidden_size is 60", "multiple of num_attention_heads 8"]),
+    (LLAMA, {"hidden_size": "64"}, ["hidden_size is '64'"]),
+    (LLAMA, {"hidden_size": 64.0}, ["hidden_size is 64.0"]),
+    (LLAMA, {"vocab_size": True}, ["vocab_size is True"]),
+    (LLAMA, {"num_hidden_layers": -1}, ["num_hidden_layers is -1"]),
+    (LLAMA, {"num_hidden_layers": 10**9}, ["num_hidden_layers is 1,000,000,000", "10,000"]),
+    (LLAMA, {"intermediate_size": 2**40}, ["intermediate_size", "2,147,483,647"]),
+    (LLAMA, {"head_dim": 7}, ["head_dim is 7", "even"]),
+    (LLAMA, {"head_dim": 0}, ["head_dim is 0"]),
+    (LLAMA, {"max_position_embeddings": None}, ["max_position_embeddings is None"]),
+    (LLAMA, {"rms_norm_eps": 0.0}, ["rms_norm_eps is 0.0", "a finite number above 0"]),
+    (LLAMA, {"rms_norm_eps": math.nan}, ["rms_norm_eps is nan"]),
+    (LLAMA, {"rope_theta": math.nan}, ["rope_theta is nan", "a finite number above 0"]),
+    (LLAMA, {"rope_theta": math.inf}, ["rope_theta is inf"]),
+    (LLAMA, {"rope_theta": -1}, ["rope_theta is -1"]),
+    (LLAMA, {"rope_theta": 5e-324}, ["rope_theta is 5e-324", "from 1 to 1e+15"]),
+    (LLAMA, {"rope_theta": 1e300}, ["rope_theta is 1e+300"]),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1e-300}}, ["rope_scaling.factor is 1e-300", "from 0.001"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
+        ["rope_scaling.attention_factor is 1e+300"],
+    ),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1e-300, "high_freq_factor": 4}},
+        ["rope_parameters.low_freq_factor is 1e-300"],
+    ),
+    (LLAMA, {"rope_theta": None}, ["rope_theta is None"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        ["rope_scaling type is 'longrope'", "default, linear, dynamic, llama3, yarn"],
+    ),
+    (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, ["rope_parameters type is 'mrope'"]),
+    (LLAMA, {"rope_scaling": {"type": ["yarn"]}}, ["rope_scaling type is ['yarn']"]),
+    (LLAMA, {"rope_scaling": "linear"}, ["rope_scaling is 'linear'", "object"]),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor is None"]),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor is 0"]),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}}, ["'alpha'", "supported"]),
+    (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.type"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        ["rope_scaling and rope_parameters disagree"],
+    ),
+    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.low_freq_factor is None"]),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+        ["rope_scaling.high_freq_factor is 4.0", "low_freq_factor 4.0"],
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
+        ["rope_scaling.original_max_position_embeddings is 0"],
+    ),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": -1.0}}, ["attention_factor is -1.0"]),
+    (LLAMA, {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_theta is 1.0"]),
+    (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["'full_attention'", "supported"]),
+    (LLAMA, {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
+    (LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5", "1.0"]),
+    (LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "BF16"]),
+    (LLAMA, {"sliding_window": 64}, ["sliding_window is 64", "mistral"]),
+    (LLAMA, {"layer_types": ["sliding_attention"] * 4}, ["layer_types"]),
+    (LLAMA, {"attention_bias": "yes"}, ["attention_bias is 'yes'", "true or false"]),
+    (LLAMA, {"tie_word_embeddings": 1}, ["tie_word_embeddings is 1"]),
+    (LLAMA, {"eos_token_id": 1000}, ["eos_token_id is 1,000", "vocab_size 1000"]),
+    (LLAMA, {"eos_token_id": [2, -1]}, ["eos_token_id is [2, -1]"]),
+    (LLAMA, {"bos_token_id": "<s>"}, ["bos_token_id is '<s>'"]),
+    (MISTRAL, {"sliding_window": 0}, ["sliding_window is 0"]),
+    (MISTRAL, {"attention_bias": True}, ["attention_bias is True", "false"]),
+    (MISTRAL, {"sliding_window": 64, "layer_types": ["full_attention"] * 4}, ["layer_types", "sliding_window 64"]),
+    (QWEN2, {"mlp_bias": True}, ["mlp_bias is True"]),
+    (QWEN2, {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers is -1"]),
+    (QWEN2, {"use_sliding_window": True, "sliding_window": -5}, ["sliding_window is -5"]),
+    (QWEN3, {"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
+    (QWEN3, {"layer_types": ["chunked_attention"] * 4}, ["chunked_attention", "sliding_attention"]),
+    (QWEN3, {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
+    (GEMMA2, {"hidden_activation": "silu"}, ["hidden_activation is 'silu'", "gelu_pytorch_tanh"]),
+    (GEMMA2, {"attn_logit_softcapping": 0.0}, ["attn_logit_softcapping is 0.0"]),
+    (GEMMA2, {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "false"]),
+    (GEMMA2, {"sliding_window": None}, ["sliding_window is None"]),
+    (GEMMA2, {"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0", "gemma2"]),
+    (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "mrope"}}}, ["rope_parameters.full_attention type"]),
+    (GEMMA3, {"rope_parameters": {"full_attention": 3}}, ["rope_parameters.full_attention is 3", "object"]),
+    (GEMMA3, {"rope_parameters": {"full_attention": {}, "linear_attention": {}}}, ["linear_attention"]),
+    (GEMMA3, {"rope_local_base_freq": -1}, ["rope_local_base_freq is -1"]),
+]
+
+
+@pytest.mark.parametrize(("values", "change", "named"), REFUSED, ids=[str(change)[:70] for _, change, _ in REFUSED])
+def test_config_that_cannot_be_is_refused_with_file_field_and_what_is_supported(values, change, named):
+    config_from_hf(values)
+    with pytest.raises(ConfigError) as refusal:
+        config_from_hf(values | change, "some/config.json")
+    message = str(refusal.value)
+    assert message.startswith("some/config.json: ") and "\n" not in message
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "num_key_value_heads"])
+def test_config_without_a_size_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} is missing"):
+        config_from_hf(without(LLAMA, name))
+
+
+def test_all_problems_of_a_config_are_in_one_message():
+    with pytest.raises(ConfigError) as refusal:
+        config_from_hf(LLAMA | {"vocab_size": 0, "hidden_act": "relu", "rope_theta": math.nan})
+    assert all(part in str(refusal.value) for part in ("vocab_size is 0", "hidden_act is 'relu'", "rope_theta is nan"))
+
+
+def test_rope_of_numbers_without_finite_frequencies_is_refused():
+    with pytest.raises(ValueError, match="rope has frequencies or a scale that are not finite"):
+        make_rope(RopeConfig("linear", factor=1e-300), 8)

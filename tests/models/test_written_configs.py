@@ -1,0 +1,80 @@
+"""A model is written as the config of its family, or refused if the family cannot express it."""
+
+import dataclasses
+
+import pytest
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
+from ksana_jax.patterns import FULL, AttentionPattern
+from tests.models.hf_configs import ROPES
+
+SLIDING = (FULL, AttentionPattern(window=9))
+GEMMA_SHAPE = {
+    "d_model": 64,
+    "head_dim": 256,
+    "norm": "rms_plus_one",
+    "mlp": "geglu",
+    "sandwich_norms": True,
+    "embed_scale": 8.0,
+    "attention_scale": 144**-0.5,
+    "tie_embeddings": True,
+}
+WRITABLE = [
+    ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
+    ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
+    ModelConfig(family="mistral", num_layers=2, pattern=AttentionPattern(window=9), rope=ROPES["linear"][1]),
+    ModelConfig(family="mistral", num_layers=2, rope=ROPES["llama3"][1], max_position=8192),
+    ModelConfig(family="qwen2", num_layers=2, qkv_bias=True, pattern=SLIDING),
+    ModelConfig(family="qwen3", num_layers=2, qk_norm=True, pattern=SLIDING[::-1]),
+    ModelConfig(family="qwen3", num_layers=2, qk_norm=True, qkv_bias=True, out_bias=True, eos_ids=(7,)),
+    ModelConfig(
+        **GEMMA_SHAPE, family="gemma2", num_layers=2, pattern=SLIDING[::-1], soft_cap=50.0, logit_soft_cap=30.0
+    ),
+    ModelConfig(**GEMMA_SHAPE, family="gemma2", num_layers=2, qkv_bias=True, out_bias=True),
+    ModelConfig(
+        **GEMMA_SHAPE,
+        family="gemma3_text",
+        num_layers=2,
+        pattern=SLIDING,
+        qk_norm=True,
+        rope=(RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=1e4)),
+    ),
+    ModelConfig(**GEMMA_SHAPE, family="gemma3_text", num_layers=2, pattern=SLIDING[1], qk_norm=True),
+]
+
+
+@pytest.mark.parametrize("config", WRITABLE, ids=[f"{c.family}-{i}" for i, c in enumerate(WRITABLE)])
+def test_written_config_reads_back_as_the_same_model(config):
+    if config.layers[0].attention.rope.kind == "yarn":
+        config = dataclasses.replace(config, max_position=4096)
+    assert config_from_hf(config_to_hf(config)) == config
+    assert {case.family for case in WRITABLE} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({"pattern": AttentionPattern(window=9)}, "pattern window=9"),
+        ({"qk_norm": True}, "qk_norm True"),
+        ({"qkv_bias": True}, "out_bias False"),
+        ({"family": "mistral", "pattern": AttentionPattern(window=9, num_sinks=1)}, "pattern"),
+        ({"family": "mistral", "mlp_bias": True}, "mlp_bias True"),
+        ({"family": "qwen2"}, "qkv_bias False"),
+        (
+            {"family": "qwen2", "qkv_bias": True, "pattern": (AttentionPattern(window=8), AttentionPattern(window=9))},
+            "pattern",
+        ),
+        ({"rope": RopeConfig("dynamic", factor=2.0, original_max_len=9)}, "rope"),
+        ({"family": "gemma"}, "'gemma'"),
+        ({"mlp": "geglu"}, "mlp geglu"),
+        ({"soft_cap": 5.0}, "soft_cap 5.0"),
+        ({"attention_scale": 0.3}, "attention_scale 0.3"),
+        ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
+    ],
+)
+def test_model_that_its_family_cannot_express_is_not_written(change, lost):
+    with pytest.raises(ConfigError) as refusal:
+        config_to_hf(dataclasses.replace(ModelConfig(num_layers=2), **change))
+    assert lost in str(refusal.value)
