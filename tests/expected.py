@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from ksana_jax.patterns import FULL, AttentionPattern
-from tests.fakes import FULLY, VOCAB, reference_hidden, reference_tokens, score, until_stop
+from tests.fakes import FULLY, VOCAB, Patterns, reference_hidden, reference_tokens, score, until_stop
 from tests.reference import literal
 
 PATTERNS = {
@@ -38,30 +38,41 @@ def _tokens(prompt: bytes, count: int, pattern: str, seed: int | None) -> list[i
     return reference_tokens(np.frombuffer(prompt, np.int32), count, PATTERNS[pattern], seed=seed)
 
 
+def searched(continuations, width: int, penalty: float, stops, max_tokens: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Beam search without blocks, sharing or batches: (sum of log-probabilities, tokens) of the best hypotheses, the
+    best first.
+
+    Args:
+      continuations: tokens so far -> [(token, log-probability)], all of them or the best `kept`.
+    """
+    kept = max(2, 1 + len(stops)) * width
+    running, done = [(0.0, ())], []
+    for length in range(1, max_tokens + 1):
+        options = [(total + p, text + (t,)) for total, text in running for t, p in continuations(text)]
+        options = sorted(options, key=lambda option: -option[0])[:kept]
+        done += [option for option in options[:width] if option[1][-1] in stops]
+        running = [option for option in options if option[1][-1] not in stops][:width]
+        if length == max_tokens:
+            done += running
+        done = sorted(done, key=lambda option: -option[0] / len(option[1]) ** penalty)[:width]
+        if len(done) == width and running:
+            worst = done[-1][0] / len(done[-1][1]) ** penalty
+            if running[0][0] / length**penalty <= worst:
+                break
+    return done
+
+
 @functools.lru_cache(maxsize=2**16)
-def expected_beams(prompt: bytes, width: int, length_penalty: float, pattern: str, stop_ids, max_len: int):
-    """(tokens, sum of log-probabilities) of the beams that a search ends with, the best first; every beam computed
-    from its text alone."""
-    count = max(2, 1 + len(stop_ids)) * width
-    begin, alive, ended = np.frombuffer(prompt, np.int32), [([], 0.0)], []
+def expected_beams(prompt: bytes, width: int, penalty: float, patterns: Patterns, stops, max_tokens: int):
+    """What `searched` finds after a prompt; every log-probability computed from its text alone."""
+    begin = np.frombuffer(prompt, np.int32)
 
-    def rank(found):
-        return sorted(found, key=lambda e: -e[1] / len(e[0]) ** length_penalty)
+    def continuations(text):
+        hidden = reference_hidden(np.concatenate([begin, np.array(text, np.int32)]), patterns)[-1:]
+        top = score(hidden, [0], max(2, 1 + len(stops)) * width, VOCAB)
+        return list(zip(top.top_ids[0].tolist(), top.top_logprobs[0].tolist(), strict=True))
 
-    while True:
-        found = []
-        for tokens, total in alive:
-            hidden = reference_hidden(np.concatenate([begin, np.array(tokens, np.int32)]), PATTERNS[pattern])[-1:]
-            scores = score(hidden, [0], count, VOCAB)
-            tops = zip(scores.top_ids[0].tolist(), scores.top_logprobs[0].tolist(), strict=True)
-            found += [([*tokens, token], total + logprob) for token, logprob in tops]
-        best = sorted(found, key=lambda e: -e[1])[:count]
-        ended = rank(ended + [e for e in best[:width] if e[0][-1] in stop_ids])[:width]
-        alive = [e for e in best if e[0][-1] not in stop_ids][:width]
-        if len(begin) + len(found[0][0]) >= max_len:
-            return rank(ended + alive)[:width]
-        if len(ended) == width and (not alive or rank([alive[0], ended[-1]])[0] is ended[-1]):
-            return ended
+    return searched(continuations, width, penalty, stops, max_tokens)
 
 
 @functools.lru_cache(maxsize=2**16)

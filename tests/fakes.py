@@ -42,6 +42,7 @@ def two_layers(pattern: AttentionPattern) -> Patterns:
 
 
 FULLY = two_layers(FULL)
+SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
 
 
 def _u64(x) -> np.ndarray:

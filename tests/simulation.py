@@ -196,9 +196,10 @@ class Simulation:
         prompt, params = request.prompt_token_ids, request.params
         stop_ids = request.completions[0].seq.stop_ids
         if params.beam_width:
-            width, penalty = params.beam_width, params.length_penalty
-            found = expected_beams(prompt.tobytes(), width, penalty, self.pattern, stop_ids, max_len)[: params.n]
-            return Expected([tokens for tokens, _ in found], [logprob for _, logprob in found], salt)
+            width, penalty, patterns = params.beam_width, params.length_penalty, PATTERNS[self.pattern]
+            found = expected_beams(prompt.tobytes(), width, penalty, patterns, stop_ids, max_len - len(prompt))
+            found = found[: params.n]
+            return Expected([list(tokens) for _, tokens in found], [logprob for logprob, _ in found], salt)
         seeds = [c.seq.seed if params.temperature else None for c in request.completions]
         count, least = max_len - len(prompt), params.min_tokens
         return Expected(
