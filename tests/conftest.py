@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from ksana_jax.compilation_cache import keep_compiled_steps
+from ksana_jax.kv.disk import failpoints
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -34,6 +35,13 @@ def ctrl_c():
     """Gives each test Python's own handling of Ctrl-C: a shell starts background jobs with SIGINT ignored."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_failpoints():
+    """Disarms what a test has armed."""
+    yield
+    failpoints.disarm()
 
 
 @pytest.fixture(scope="module")

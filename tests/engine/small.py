@@ -114,6 +114,13 @@ def complete(llm: LLM, prompt="x.y", **given) -> CompletionOutput:
     return output.outputs[0]
 
 
+def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
+    """Token ids of all completions of prompts (token ids, or dicts), in order; nothing is left running."""
+    outputs = llm.generate([p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts], params)
+    assert_idle(llm)
+    return [c.token_ids for o in outputs for c in o.outputs]
+
+
 def assert_idle(llm: LLM) -> None:
     """Nothing runs or waits, and every block is back in the pool."""
     scheduler = llm.engine.scheduler

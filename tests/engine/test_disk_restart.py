@@ -15,7 +15,7 @@ from ksana_jax import SamplingParams
 from ksana_jax.config import ConfigError
 from ksana_jax.kv.disk import failpoints
 from ksana_jax.kv.disk.tier import DiskTier
-from tests.engine.small import VOCAB, make_llm
+from tests.engine.small import VOCAB, make_llm, tokens_of
 
 ROOT = Path(__file__).parents[2]
 RNG = np.random.default_rng(5)
@@ -37,12 +37,6 @@ def engine(folder, write="through", dtype="f32", **settings):
     llm.close()
 
 
-def tokens_of(llm) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, GREEDY)
-    llm.engine.scheduler.check()
-    return [o.outputs[0].token_ids for o in outputs]
-
-
 @functools.cache
 def cold(dtype: str = "f32") -> list[list[int]]:
     """What each prompt gives alone in an engine without any cache."""
@@ -53,7 +47,7 @@ def cold(dtype: str = "f32") -> list[list[int]]:
 def fill(folder, **settings) -> list[Path]:
     """Runs all prompts once; the files this leaves."""
     with engine(folder, **settings) as llm:
-        assert tokens_of(llm) == cold(settings.get("dtype", "f32"))
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold(settings.get("dtype", "f32"))
     return sorted(folder.rglob("*.kv"))
 
 
@@ -61,12 +55,6 @@ def disk_of(llm) -> DiskTier:
     disk = llm.engine.memory.disk
     assert disk is not None
     return disk
-
-
-@pytest.fixture(autouse=True)
-def no_failpoints():
-    yield
-    failpoints.disarm()
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -83,17 +71,17 @@ def test_a_new_engine_continues_from_the_disk_with_the_same_tokens(tmp_path, wri
 
 def test_write_through_needs_no_orderly_end(tmp_path):
     with engine(tmp_path, "through") as llm:
-        assert tokens_of(llm) == cold()
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold()
         disk_of(llm).close()  # without LLM.close, which brings the rest to the disk
         before = len(list(tmp_path.rglob("*.kv")))
     assert before > 0
     with engine(tmp_path) as llm:
-        assert tokens_of(llm) == cold() and llm.engine.memory.counters.hits_disk > 0
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold() and llm.engine.memory.counters.hits_disk > 0
 
 
 def test_written_back_blocks_reach_the_disk_when_the_host_is_full(tmp_path):
     with engine(tmp_path, "back", host_cache_bytes=12 * 2**10) as llm:
-        assert tokens_of(llm) == cold() == tokens_of(llm)
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold() == tokens_of(llm, PROMPTS, GREEDY)
         disk_of(llm).flush()
         assert llm.engine.memory.counters.replaced_host > 0 and disk_of(llm).counters.written > 0
         assert llm.engine.memory.counters.hits_disk > 0
@@ -117,12 +105,12 @@ def test_damaged_files_are_computed_again_with_the_same_tokens(tmp_path, write):
         path.write_bytes(content)
     with engine(tmp_path, write) as llm:
         with pytest.warns(UserWarning, match="is not a block of this cache and was removed: it"):
-            assert tokens_of(llm) == cold()
+            assert tokens_of(llm, PROMPTS, GREEDY) == cold()
         assert llm.engine.memory.counters.hits_disk == 0
         assert disk_of(llm).enabled
         num_found = disk_of(llm).counters.misses_corrupt
     with engine(tmp_path, write) as llm:  # what it came upon has been replaced
-        assert tokens_of(llm) == cold()
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold()
         assert llm.engine.memory.counters.hits_disk > 0 and disk_of(llm).counters.misses_corrupt < num_found
 
 
@@ -133,7 +121,7 @@ def test_swapped_files_are_never_taken_for_each_other(tmp_path):
         path.write_bytes(content)
     with engine(tmp_path) as llm:
         with pytest.warns(UserWarning, match="it holds block"):
-            assert tokens_of(llm) == cold()
+            assert tokens_of(llm, PROMPTS, GREEDY) == cold()
         assert llm.engine.memory.counters.hits_disk == 0
 
 
@@ -142,10 +130,10 @@ def test_an_engine_of_another_dtype_finds_nothing_and_harms_nothing(tmp_path, dt
     written = fill(tmp_path)
     for hits in (False, True):
         with engine(tmp_path, dtype=dtype) as llm:
-            assert tokens_of(llm) == cold(dtype)
+            assert tokens_of(llm, PROMPTS, GREEDY) == cold(dtype)
             assert (llm.engine.memory.counters.hits_disk > 0) is hits
     with engine(tmp_path) as llm:
-        assert tokens_of(llm) == cold() and llm.engine.memory.counters.hits_disk > 0
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold() and llm.engine.memory.counters.hits_disk > 0
     assert set(written) < set(tmp_path.rglob("*.kv"))
 
 
@@ -157,7 +145,7 @@ def test_a_disk_that_fails_is_turned_off_and_requests_go_on(tmp_path, point):
     failpoints.arm(point, "oserror", nth=2)
     with pytest.warns(UserWarning) as told, engine(tmp_path) as llm:
         for _ in range(2):
-            assert tokens_of(llm) == cold()
+            assert tokens_of(llm, PROMPTS, GREEDY) == cold()
         disk_of(llm).flush()
         assert not disk_of(llm).enabled
     assert sum("requests go on without it" in str(w.message) for w in told) == 1
@@ -173,9 +161,9 @@ def test_two_engines_do_not_share_a_folder(tmp_path):
 CHILD = """
 import sys
 sys.path.insert(0, ".")
-from tests.engine.test_disk_restart import cold, engine, tokens_of
+from tests.engine.test_disk_restart import GREEDY, PROMPTS, engine, tokens_of
 with engine(sys.argv[1]) as llm:
-    print(tokens_of(llm), flush=True)
+    print(tokens_of(llm, PROMPTS, GREEDY), flush=True)
 """
 
 
@@ -188,4 +176,4 @@ def test_an_engine_killed_in_the_middle_of_a_write_is_succeeded_by_one_with_the_
     assert len(list(tmp_path.rglob("*.kv"))) == 11 and len(list(tmp_path.rglob("*.tmp"))) == 1
     with engine(tmp_path) as llm:
         assert not list(tmp_path.rglob("*.tmp"))
-        assert tokens_of(llm) == cold() and llm.engine.memory.counters.hits_disk > 0
+        assert tokens_of(llm, PROMPTS, GREEDY) == cold() and llm.engine.memory.counters.hits_disk > 0

@@ -10,7 +10,7 @@ import pytest
 from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.engine import recompute
 from ksana_jax.models.dense import dense_logits
-from tests.engine.small import VOCAB, assert_idle, make_llm, model
+from tests.engine.small import VOCAB, assert_idle, make_llm, model, tokens_of
 from tests.reference import reference_logprobs
 
 RNG = np.random.default_rng(2)
@@ -43,12 +43,6 @@ SAMPLED = [
 ]
 
 
-def tokens_of(llm, prompts=PROMPTS, params=GREEDY) -> list[list[int]]:
-    out = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
-    assert_idle(llm)
-    return out
-
-
 @functools.cache
 def engine(variant: str):
     return make_llm(**VARIANTS[variant])
@@ -59,7 +53,7 @@ def greedy_alone(pattern: str) -> list[list[int]]:
     """Each request by itself, and what the dense model says to that."""
     llm = engine("as it is")
     llm.set_pattern(PATTERNS[pattern])
-    alone = [tokens_of(llm, [p])[0] for p in PROMPTS]
+    alone = [tokens_of(llm, [p], GREEDY)[0] for p in PROMPTS]
     config, params = model()
     for prompt, tokens in zip(PROMPTS, alone, strict=True):
         ids = prompt["prompt_token_ids"]
@@ -82,7 +76,7 @@ def test_greedy_tokens_do_not_depend_on_the_batch_or_how_it_is_cut(variant, patt
     llm = engine(variant)
     llm.set_pattern(PATTERNS[pattern])
     llm.clear_records()
-    assert tokens_of(llm) == expected
+    assert tokens_of(llm, PROMPTS, GREEDY) == expected
     # A budget of one token a step is all taken by the first request.
     assert max(r.num_running for r in llm.records) > 1 or variant == "one token a step", "requests did share steps"
 
@@ -94,7 +88,7 @@ def test_greedy_tokens_do_not_depend_on_the_order_of_arrival(pattern):
     llm.set_pattern(PATTERNS[pattern])
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(len(PROMPTS))
-        assert tokens_of(llm, [PROMPTS[i] for i in order]) == [expected[i] for i in order]
+        assert tokens_of(llm, [PROMPTS[i] for i in order], GREEDY) == [expected[i] for i in order]
 
 
 def test_greedy_tokens_do_not_depend_on_when_others_arrive_and_leave():
@@ -120,7 +114,7 @@ def test_greedy_tokens_do_not_depend_on_the_pool_down_to_one_request_at_a_time(b
     # The longest text, 33 + 20 - 1 tokens, needs 4 blocks of 16, or 13 of 4.
     expected = greedy_alone("full")
     llm = make_llm(block_size=block_size, num_blocks=num_blocks, policy=policy)
-    assert tokens_of(llm) == expected
+    assert tokens_of(llm, PROMPTS, GREEDY) == expected
     assert llm.engine.scheduler.num_preemptions > 0
     asked = SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
@@ -198,5 +192,5 @@ def test_recomputed_tokens_are_those_of_the_dense_model_on_the_last_window():
     whole = text + got
     windows = np.array([whole[t - WINDOW : t] for t in range(20, 28)])
     assert got == np.asarray(dense_windows()(model()[1], windows)).argmax(-1).tolist()
-    cached = tokens_of(llm, [{"prompt_token_ids": text}])[0][:8]
+    cached = tokens_of(llm, [text], GREEDY)[0][:8]
     assert got != cached, "forgetting what is beyond the window changes this text"

@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.runner import movers
-from tests.engine.small import VOCAB, assert_idle, make_llm, model
+from tests.engine.small import VOCAB, make_llm, model, tokens_of
 from tests.reference import reference_logprobs
 
 # The longest text just fits: 13 blocks of 4.
@@ -42,12 +42,6 @@ def engine(**settings):
     return make_llm(**POOL | settings)
 
 
-def tokens_of(llm, prompts=PROMPTS, params=None) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params or asked())
-    assert_idle(llm)
-    return [c.token_ids for o in outputs for c in o.outputs]
-
-
 @functools.cache
 def plain():
     return engine()
@@ -58,7 +52,7 @@ def cold_solo(pattern: str) -> list[list[int]]:
     """Each prompt by itself on an engine that keeps nothing, and what the dense model says to that."""
     llm = plain()
     llm.set_pattern(PATTERNS[pattern])
-    alone = [tokens_of(llm, [p])[0] for p in PROMPTS]
+    alone = [tokens_of(llm, [p], asked())[0] for p in PROMPTS]
     config, params = model()
     for prompt, tokens in zip(PROMPTS, alone, strict=True):
         expected = reference_logprobs(params, config, np.array(prompt + tokens), PATTERNS[pattern])
@@ -75,9 +69,9 @@ def test_prefixes_found_on_the_device(pattern):
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         for _ in range(2):
             before = counters.hits_device
-            assert tokens_of(llm, [prompt]) == [tokens]
+            assert tokens_of(llm, [prompt], asked()) == [tokens]
         assert counters.hits_device > before
-    assert tokens_of(llm) == expected
+    assert tokens_of(llm, PROMPTS, asked()) == expected
     # The next turn of a chat finds what was generated.
     [output] = llm.generate({"prompt_token_ids": PROMPTS[4] + expected[4][:-1]}, asked(max_tokens=1))
     assert output.outputs[0].token_ids == expected[4][-1:] and output.num_cached_tokens >= 20
@@ -89,7 +83,7 @@ def test_prefixes_found_within_chunks_of_any_size(pattern):
     llm = engine(enable_prefix_caching=True, max_num_batched_tokens=5)
     llm.set_pattern(PATTERNS[pattern])
     for _ in range(2):
-        assert tokens_of(llm) == expected
+        assert tokens_of(llm, PROMPTS, asked()) == expected
     assert llm.engine.memory.counters.hit_tokens > 0
 
 
@@ -105,7 +99,7 @@ def staging(request, monkeypatch) -> str:
 @pytest.mark.parametrize("preempt", ["swap", "recompute", "auto"])
 def test_preempted_rows_swapped_or_computed_again(preempt, caching):
     llm = engine(preempt=preempt, enable_prefix_caching=caching, **HOST)
-    assert tokens_of(llm) == cold_solo("full")
+    assert tokens_of(llm, PROMPTS, asked()) == cold_solo("full")
     counters = llm.engine.memory.counters
     assert llm.engine.scheduler.num_preemptions > 0
     assert preempt == "auto" or (counters.swapped_in > 0) == (preempt == "swap")
@@ -120,7 +114,7 @@ def test_prefixes_that_have_been_on_the_host(write, pattern):
     llm.set_pattern(PATTERNS[pattern])
     for turn in range(3):
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
-            assert tokens_of(llm, [prompt]) == [tokens], turn
+            assert tokens_of(llm, [prompt], asked()) == [tokens], turn
     counters = llm.engine.memory.counters
     assert counters.replaced > 0 and counters.saved > 0 and counters.hits_host > 0
 
@@ -129,7 +123,7 @@ def test_prefixes_that_have_been_on_the_host(write, pattern):
 def test_any_block_may_be_evicted(eviction):
     llm = engine(enable_prefix_caching=True, prefix_replacement=eviction, host_cache_bytes=2**14)
     for order in ([0, 1, 2, 3, 4], [2, 0, 3, 1, 4], [1, 4, 0, 2, 3]):
-        assert tokens_of(llm, [PROMPTS[i] for i in order]) == [cold_solo("full")[i] for i in order]
+        assert tokens_of(llm, [PROMPTS[i] for i in order], asked()) == [cold_solo("full")[i] for i in order]
     assert llm.engine.memory.counters.replaced > 0 and llm.engine.memory.counters.hit_tokens > 0
 
 
@@ -172,7 +166,7 @@ def test_attention_over_a_shared_prefix_in_groups(pattern):
 
     object.__setattr__(llm.engine.builder, "build", watched)
     for _ in range(2):
-        assert tokens_of(llm) == cold_solo(pattern)
+        assert tokens_of(llm, PROMPTS, asked()) == cold_solo(pattern)
     assert tokens_of(llm, PROMPTS[:1], asked(n=4)) == [cold_solo(pattern)[0]] * 4
     assert shared > 0 or pattern == "sliding"  # whose rows share nothing that is still seen
 
@@ -182,7 +176,7 @@ def test_patterns_that_change_on_one_engine_share_only_what_is_the_same_under_bo
     for pattern in ("full", "sinks", "sliding", "full", "sinks"):
         llm.set_pattern(PATTERNS[pattern])
         for _ in range(2):
-            assert tokens_of(llm) == cold_solo(pattern)
+            assert tokens_of(llm, PROMPTS, asked()) == cold_solo(pattern)
     assert llm.engine.memory.counters.hit_tokens > 0
 
 

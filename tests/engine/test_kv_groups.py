@@ -12,7 +12,7 @@ from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.models.params import init_params
 from ksana_jax.patterns import FULL
-from tests.engine.small import VOCAB, assert_idle, model
+from tests.engine.small import VOCAB, assert_idle, model, tokens_of
 from tests.reference import reference_logprobs
 
 WINDOW = 12
@@ -32,6 +32,7 @@ RNG = np.random.default_rng(2)
 TEXT = RNG.integers(2, VOCAB, LONGEST)
 # Two texts with 40 tokens in common.
 PROMPTS = [TEXT[:60].tolist(), TEXT[:40].tolist() + RNG.integers(2, VOCAB, 12).tolist()]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
 
 @functools.cache
@@ -50,13 +51,6 @@ def make(**settings) -> LLM:
     key = settings.get("num_blocks"), settings.get("shared_prefix_attention")
     llm.runner._compiled = _programs.setdefault(key, llm.runner._compiled)
     return llm
-
-
-def tokens_of(llm: LLM, count: int = 16, prompts=PROMPTS, **asked) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **asked)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-    assert_idle(llm)
-    return [c.token_ids for o in outputs for c in o.outputs]
 
 
 @functools.cache
@@ -99,18 +93,18 @@ def test_log_probabilities_are_those_of_the_dense_model_and_the_pool_holds_half_
 @pytest.mark.parametrize("shared_prefix_attention", [False, True])
 def test_prefixes_are_found_where_every_group_has_what_later_queries_see(shared_prefix_attention):
     llm = make(num_blocks=60, enable_prefix_caching=True, shared_prefix_attention=shared_prefix_attention)
-    assert [tokens_of(llm, prompts=[p])[0] for p in PROMPTS] == expected()
+    assert [tokens_of(llm, [p], GREEDY)[0] for p in PROMPTS] == expected()
     counters = llm.engine.memory.counters
     # The second prompt takes 40 tokens over: all blocks of the full layers, and the window's of the sliding ones.
     assert (counters.hit_tokens, counters.hits_device) == (40, 10 + WINDOW // BLOCK)
-    assert tokens_of(llm) == expected()
+    assert tokens_of(llm, PROMPTS, GREEDY) == expected()
     assert counters.hit_tokens == 40 + 56 + 48
 
 
 def test_preempted_rows_are_swapped_and_come_back():
     # Together the two need 36 + 8 blocks.
     llm = make(num_blocks=34, host_cache_bytes=2**18, preempt="swap")
-    assert tokens_of(llm) == expected()
+    assert tokens_of(llm, PROMPTS, GREEDY) == expected()
     counters = llm.engine.memory.counters
     assert counters.swapped_out == counters.swapped_in > 0
 
@@ -124,10 +118,10 @@ def test_prefixes_of_all_groups_survive_a_restart_on_disk(tmp_path):
         "cache_write": "through",
     }
     with make(**settings) as llm:
-        assert tokens_of(llm) == expected()
+        assert tokens_of(llm, PROMPTS, GREEDY) == expected()
     with make(**settings) as llm:
         llm.engine.memory.disk_reads._timeout_s = 60.0
-        assert tokens_of(llm) == expected()
+        assert tokens_of(llm, PROMPTS, GREEDY) == expected()
         # Each takes all full blocks of its prompt over: 14 and 12 of the full layers, three each of the sliding ones,
         # and the 10 blocks that both begin with are read once.
         assert llm.engine.memory.disk.counters.read == 14 + 2 + 3 + 3
@@ -136,7 +130,7 @@ def test_prefixes_of_all_groups_survive_a_restart_on_disk(tmp_path):
 
 def test_completions_of_one_prompt_and_beams_share_blocks_of_each_group_and_copy_what_they_write_to():
     llm, (config, params) = make(num_blocks=60), alternating()
-    assert tokens_of(llm, n=2, prompts=PROMPTS[:1]) == [expected()[0]] * 2
+    assert tokens_of(llm, PROMPTS[:1], dataclasses.replace(GREEDY, n=2)) == [expected()[0]] * 2
     assert llm.engine.memory.counters.copied == 2, "the last block of each group, for one of the two"
     asked = SamplingParams(temperature=0, beam_width=2, max_tokens=6, ignore_eos=True, detokenize=False)
     [output] = llm.generate({"prompt_token_ids": PROMPTS[0][:58]}, asked)
@@ -152,7 +146,7 @@ def test_another_pattern_keeps_the_groups_and_stays_right():
     llm, (config, params) = make(num_blocks=60), alternating()
     for pattern in (FULL, (SLIDING, SLIDING, FULL, AttentionPattern(window=5, num_sinks=1, sink_position="absolute"))):
         llm.set_pattern(pattern)
-        [tokens] = tokens_of(llm, prompts=PROMPTS[:1])
+        [tokens] = tokens_of(llm, PROMPTS[:1], GREEDY)
         dense = reference_logprobs(params, config, np.array(PROMPTS[0] + tokens), pattern)
         assert tokens == dense[59:-1].argmax(-1).tolist()
     assert [group.live.window for group in llm.engine.scheduler.layout.groups] == [None, WINDOW]

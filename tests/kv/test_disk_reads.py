@@ -9,10 +9,9 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
-from ksana_jax.sequence import Sequence
-from tests.fakes import asking, prompt_of
+from tests.fakes import prompt_of
 from tests.kv.disk.double import DiskDouble
-from tests.kv.prefixes import claim, pin
+from tests.kv.prefixes import claim, pin, sequence
 
 SIZE = 4
 
@@ -79,10 +78,6 @@ class Setup:
             node = self.memory.index.nodes.get(link.key)
             found.append(-1 if node is None or node.at[HOST] < 0 else int(self.memory.host.data[node.at[HOST], 0]))
         return found
-
-
-def sequence(text) -> Sequence:
-    return Sequence(0, np.asarray(text, np.int32), asking(4), (), max_len=len(text) + 4)
 
 
 def test_a_sequence_awaits_its_reads_and_then_finds_them():

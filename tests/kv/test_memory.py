@@ -6,11 +6,9 @@ import pytest
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.kv.state import KVState
-from ksana_jax.sequence import Sequence
-from tests.fakes import asking, prompt_of
+from tests.fakes import prompt_of
 from tests.kv.disk.double import DiskDouble
-from tests.kv.prefixes import claim, pin
+from tests.kv.prefixes import cache, claim, pin, sequence
 
 SIZE = 4
 
@@ -18,19 +16,6 @@ SIZE = 4
 def memory_of(num_blocks: int = 6, slots: int = 4, **settings) -> KVMemory:
     settings = {"caching": True, "host_data": np.zeros((slots, 1), np.int32)} | settings
     return KVMemory(num_blocks, PrefixIndex(SIZE), **settings)
-
-
-def sequence(text, salt: str = "") -> Sequence:
-    return Sequence(0, np.asarray(text, np.int32), asking(4), (), max_len=len(text) + 4, kv=KVState(salt))
-
-
-def cache(memory: KVMemory, text) -> list[int]:
-    """Has the full blocks of a text computed and let go; their ids."""
-    seq = sequence(text)
-    ids = memory.device.allocate(len(text) // SIZE)
-    memory.prefixes.insert(seq.kv, seq.token_ids, [ids.tolist()])
-    memory.device.release(ids)
-    return ids.tolist()
 
 
 def moves(memory: KVMemory) -> dict[str, list]:

@@ -8,12 +8,10 @@ import pytest
 from ksana_jax.kv.layout import KVGroup, KVLayout, group_layers
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.kv.state import KVState
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
-from ksana_jax.sequence import Sequence
 from tests.fakes import asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
-from tests.kv.prefixes import claim, pin
+from tests.kv.prefixes import cache, claim, pin, sequence
 from tests.reference import literal
 
 SIZE = 4
@@ -42,21 +40,6 @@ def memory_of(
     scope = scope or Scope("m", repr(patterns), min(p.full_until for p in patterns))
     memory.set_layout(layout or one_group(patterns), scope)
     return memory
-
-
-def sequence(text, salt: str = "", **settings) -> Sequence:
-    text = np.asarray(text, np.int32)
-    return Sequence(0, text, asking(4, **settings), (), max_len=len(text) + 4, kv=KVState(salt))
-
-
-def cache(memory: KVMemory, text, salt: str = "") -> list[int]:
-    """Has the full blocks of a text computed and let go; their ids."""
-    seq, count = sequence(text, salt), len(text) // SIZE
-    ids = memory.device.allocate(count)
-    [kept] = memory.prefixes.insert(seq.kv, seq.token_ids, [ids.tolist()])
-    memory.device.release(ids[ids != kept])
-    memory.device.release(np.array(kept, np.int32))
-    return kept
 
 
 @functools.cache

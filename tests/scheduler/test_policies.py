@@ -9,15 +9,10 @@ import pytest
 from ksana_jax import EngineConfig
 from ksana_jax.config import ConfigError
 from ksana_jax.engine.settings import check_policies
-from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES, LongestPrefix, make_policy
 from ksana_jax.sequence import Sequence
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
-
-
-def sequence(seq_id: int, text, salt: str = "", max_tokens: int = 4) -> Sequence:
-    text = np.asarray(text, np.int32)
-    return Sequence(seq_id, text, asking(max_tokens), (), max_len=len(text) + max_tokens, kv=KVState(salt))
+from tests.kv.prefixes import sequence
 
 
 def order(policy, seqs) -> list[int]:
@@ -27,15 +22,15 @@ def order(policy, seqs) -> list[int]:
 
 def test_first_come_first_served_is_the_default():
     assert EngineConfig().policy == "fcfs" == next(iter(SCHEDULING_POLICIES))
-    seqs = [sequence(i, prompt_of(9 - i)) for i in range(4)]
+    seqs = [sequence(prompt_of(9 - i), seq_id=i) for i in range(4)]
     assert order(make_policy("fcfs", 4), seqs) == [0, 1, 2, 3]
 
 
 def test_simple_policies_rank_by_what_they_say():
     seqs = [
-        sequence(0, prompt_of(5), max_tokens=9),
-        sequence(1, prompt_of(3), max_tokens=20),
-        sequence(2, prompt_of(8), max_tokens=1),
+        sequence(prompt_of(5), max_tokens=9, seq_id=0),
+        sequence(prompt_of(3), max_tokens=20, seq_id=1),
+        sequence(prompt_of(8), max_tokens=1, seq_id=2),
     ]
     assert order(make_policy("shortest_first", 4), seqs) == [1, 0, 2]
     assert order(make_policy("fewest_tokens_left", 4), seqs) == [2, 0, 1]
@@ -73,7 +68,7 @@ def test_a_policy_of_the_users_own_decides_who_is_served_first(policy):
 def test_a_policy_that_is_a_class_is_made_for_each_scheduler_with_its_number_of_rows():
     one, other = make_policy(EveryOther, 7), make_policy("tests.scheduler.test_policies:EveryOther", 7)
     assert isinstance(one, EveryOther) and one is not other and one.max_num_seqs == 7
-    assert order(one, [sequence(i, prompt_of(3)) for i in range(4)]) == [1, 3, 0, 2]
+    assert order(one, [sequence(prompt_of(3), seq_id=i) for i in range(4)]) == [1, 3, 0, 2]
 
 
 def test_settings_with_a_policy_of_the_users_own_are_checked_at_once_and_recorded_by_name():
@@ -97,7 +92,7 @@ def texts_of(groups: int, length: int = 40) -> list[np.ndarray]:
 def test_requests_of_a_group_stand_together_in_order_of_the_first_request():
     a, b = texts_of(2)
     seqs = [
-        sequence(i, np.append(text, tail))
+        sequence(np.append(text, tail), seq_id=i)
         for i, (text, tail) in enumerate([(b, 5), (a, 9), (b, 3), (a, 1), (b, 4), (a, 5)])
     ]
     assert order(LongestPrefix(4, patience=100), seqs) == [2, 4, 0, 3, 5, 1]
@@ -107,21 +102,21 @@ def test_within_a_group_the_longest_common_prefixes_are_neighbours():
     base = prompt_of(40)
     rng = np.random.default_rng(0)
     branches = [np.concatenate([base, prompt_of(8, seed=s)]) for s in range(4)]
-    seqs = [sequence(i, np.concatenate([branches[i % 4], rng.integers(0, 300, 3)])) for i in range(20)]
+    seqs = [sequence(np.concatenate([branches[i % 4], rng.integers(0, 300, 3)]), seq_id=i) for i in range(20)]
     served = order(LongestPrefix(4, patience=100), seqs)
     changes = sum(a % 4 != b % 4 for a, b in itertools.pairwise(served))
     assert changes == 3
     # In the order of the numbers, not of their bytes: 256 comes after 3.
-    pair = [sequence(0, [*base, 256]), sequence(1, [*base, 3])]
+    pair = [sequence([*base, 256], seq_id=0), sequence([*base, 3], seq_id=1)]
     assert order(LongestPrefix(4, patience=100), pair) == [1, 0]
 
 
 def test_salts_do_not_share_a_group():
     [text] = texts_of(1)
     seqs = [
-        sequence(0, np.append(text, 9), "a"),
-        sequence(1, np.append(text, 1), "b"),
-        sequence(2, np.append(text, 2), "a"),
+        sequence(np.append(text, 9), "a", seq_id=0),
+        sequence(np.append(text, 1), "b", seq_id=1),
+        sequence(np.append(text, 2), "a", seq_id=2),
     ]
     assert order(LongestPrefix(4, patience=100), seqs) == [2, 0, 1]
 
@@ -130,7 +125,7 @@ def test_nobody_is_overtaken_by_more_than_patience_requests():
     patience, lonely = 8, 3
     popular, other = texts_of(2)
     policy = LongestPrefix(4, patience=patience)
-    seqs = [sequence(i, np.append(popular, 100 - i) if i != lonely else other) for i in range(60)]
+    seqs = [sequence(np.append(popular, 100 - i) if i != lonely else other, seq_id=i) for i in range(60)]
     served = order(policy, seqs)
     before = served.index(lonely) - sum(i < lonely for i in served[: served.index(lonely)])
     assert 0 < before <= patience
@@ -141,15 +136,15 @@ def test_nobody_is_overtaken_by_more_than_patience_requests():
 def test_groups_that_take_in_nobody_any_more_are_forgotten():
     policy = LongestPrefix(4, patience=4)
     for i in range(10_000):
-        policy.rank(sequence(i, [i // 100, i % 100]))
+        policy.rank(sequence([i // 100, i % 100], seq_id=i))
     assert len(policy._first) <= 4098
 
 
 def test_two_schedulers_do_not_share_groups():
     one, other = make_policy("longest_prefix", 4), make_policy("longest_prefix", 4)
     text = prompt_of(40)
-    one.rank(sequence(0, text))
-    assert other.rank(sequence(7, text))[0] == 7
+    one.rank(sequence(text, seq_id=0))
+    assert other.rank(sequence(text, seq_id=7))[0] == 7
 
 
 @pytest.mark.parametrize(("policy", "num_computed"), [("longest_prefix", 2), ("fcfs", 6)])

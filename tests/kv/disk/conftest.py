@@ -2,16 +2,9 @@
 
 import pytest
 
-from ksana_jax.kv.disk import failpoints
 from ksana_jax.kv.disk.tier import DiskTier
 from tests.kv.disk.blocks import FORMAT, AtOnce, Later
 from tests.kv.disk.tiers import PLENTY
-
-
-@pytest.fixture(autouse=True)
-def no_failpoints():
-    yield
-    failpoints.disarm()
 
 
 @pytest.fixture
