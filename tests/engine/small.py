@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import operator
 
+import numpy as np
+
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.engine.build import build_engine
@@ -18,6 +20,7 @@ from ksana_jax.request import CompletionOutput
 from ksana_jax.step.builder import Buckets
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import Piece
+from tests.reference import reference_logprobs
 
 BOS, EOS = 0, 1
 # Letters, pairs of letters, and bytes that make characters only together: é is C3 A9, ü C3 BC, 😀 F0 9F 98 80.
@@ -119,6 +122,22 @@ def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
     outputs = llm.generate([p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts], params)
     assert_idle(llm)
     return [c.token_ids for o in outputs for c in o.outputs]
+
+
+def expect_dense(llm: LLM, config: ModelConfig, params, texts, pattern=None) -> None:
+    """Log-probabilities of texts and of what is generated after them are those of the float64 model; so are tokens."""
+    llm.set_pattern(pattern)
+    asked = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)
+    for text, output in zip(texts, outputs, strict=True):
+        whole = np.concatenate([text, output.outputs[0].token_ids])
+        expected = reference_logprobs(params, config, whole, pattern)
+        entries = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+        assert len(entries) == len(whole) and entries[0] is None
+        got = np.array([entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry])
+        # float32 against float64 through two layers: about 1e-5; 1e-4 is the contract.
+        np.testing.assert_allclose(got, [expected[t - 1, whole[t]] for t in range(1, len(whole))], atol=1e-4)
+        assert output.outputs[0].token_ids == expected[len(text) - 1 : -1].argmax(-1).tolist()
 
 
 def assert_idle(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import init_params
 from ksana_jax.step.contract import StepShape
+from tests.engine.small import expect_dense
 from tests.reference import reference_logprobs
 
 CONFIG = ModelConfig(
@@ -57,25 +58,13 @@ def make_llm(params, **settings) -> LLM:
     )
 
 
-def check(llm: LLM, params, texts, pattern=None) -> None:
-    asked = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)
-    for text, output in zip(texts, outputs, strict=True):
-        whole = np.concatenate([text, output.outputs[0].token_ids])
-        expected = reference_logprobs(params, CONFIG, whole, pattern)
-        entries = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
-        got = np.array([entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry])
-        np.testing.assert_allclose(got, [expected[t - 1, whole[t]] for t in range(1, len(whole))], atol=TOLERANCE)
-
-
 def test_each_layer_has_its_own_rope_and_window_and_all_are_capped_scaled_and_have_sinks(params):
     rng = np.random.default_rng(7)
     llm = make_llm(params)
-    check(llm, params, [rng.integers(0, 61, n) for n in (1, 17, 40)])
+    expect_dense(llm, CONFIG, params, [rng.integers(0, 61, n) for n in (1, 17, 40)])
     # A user's pattern takes the place of the model's, and repositioned sinks turn by each layer's own rope.
     streaming = AttentionPattern(window=6, num_sinks=3)
-    llm.set_pattern(streaming)
-    check(llm, params, [rng.integers(0, 61, 40)], streaming)
+    expect_dense(llm, CONFIG, params, [rng.integers(0, 61, 40)], streaming)
 
 
 def test_learned_sinks_join_a_softmax_once_where_rows_share_their_prefix(params):

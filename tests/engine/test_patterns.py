@@ -10,6 +10,7 @@ from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.params import init_params
 from ksana_jax.ops import attention
+from tests.engine.small import expect_dense
 from tests.patterns import PATTERNS, WINDOW
 from tests.reference import reference_logprobs
 from tests.soak import soak_unless
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.usefixtures("few_shapes")
 
 TEXT = 6 * WINDOW
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
-# float32 against float64 through two layers: about 1e-5 here; 1e-4 is the contract.
-TOLERANCE = 1e-4
 
 
 def make_model(heads: str = "GQA"):
@@ -74,21 +73,6 @@ def engines():
     return make
 
 
-def check(llm: LLM, params, config, texts, pattern) -> None:
-    llm.set_pattern(pattern)
-    llm.clear_records()
-    asked = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)
-    for text, output in zip(texts, outputs, strict=True):
-        whole = np.concatenate([text, output.outputs[0].token_ids])
-        expected = reference_logprobs(params, config, whole, pattern)
-        entries = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
-        assert len(entries) == len(whole) and entries[0] is None
-        got = np.array([entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry])
-        np.testing.assert_allclose(got, [expected[t - 1, whole[t]] for t in range(1, len(whole))], atol=TOLERANCE)
-        assert output.outputs[0].token_ids == expected[len(text) - 1 : -1].argmax(-1).tolist()
-
-
 @pytest.mark.parametrize(
     ("chunk", "block_size"),
     soak_unless(
@@ -99,32 +83,32 @@ def test_every_pattern_equals_its_dense_definition_for_every_chunk_and_block_siz
     config, params = make_model("GQA")
     llm = engines("GQA", chunk, block_size)
     for pattern in PATTERNS.values():
-        check(llm, params, config, texts, pattern)
+        expect_dense(llm, config, params, texts, pattern)
 
 
 @pytest.mark.parametrize("heads", ["MHA", "MQA"])
 def test_every_pattern_equals_its_dense_definition_for_other_head_counts(engines, texts, heads):
     config, params = make_model(heads)
     for pattern in PATTERNS.values():
-        check(engines(heads, 16, 8), params, config, texts, pattern)
+        expect_dense(engines(heads, 16, 8), config, params, texts, pattern)
 
 
 def test_layers_can_have_different_patterns(engines, texts):
     config, params = make_model("GQA")
     mixed = [PATTERNS["StreamingLLM"], PATTERNS["dilated"]]
-    check(engines("GQA", 16, 8), params, config, texts, mixed)
+    expect_dense(engines("GQA", 16, 8), config, params, texts, mixed)
 
 
 def test_a_sweep_over_patterns_compiles_nothing_new(engines, texts):
     llm = engines("GQA", 16, 8)
     config, params = make_model("GQA")
-    check(llm, params, config, texts, AttentionPattern(window=WINDOW, num_sinks=2, sink_position="cache"))
+    expect_dense(llm, config, params, texts, AttentionPattern(window=WINDOW, num_sinks=2, sink_position="cache"))
     before = llm.num_compilations
     for window in (WINDOW - 3, WINDOW - 1):
         for sinks in (0, 1, 5):
             for position in ("absolute", "cache", "ceiling"):
-                check(
-                    llm, params, config, texts, AttentionPattern(window=window, num_sinks=sinks, sink_position=position)
+                expect_dense(
+                    llm, config, params, texts, AttentionPattern(window=window, num_sinks=sinks, sink_position=position)
                 )
     assert llm.num_compilations == before
 
