@@ -3,10 +3,9 @@
 import pytest
 
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.report import report
-from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.base import ResultRow
 from ksana_jax.experiments.tasks.generate import Generate
+from tests.experiments.runs import reported
 
 
 @pytest.fixture
@@ -15,9 +14,7 @@ def measured(model, text, make_llm, tmp_path):
     engine = {"block_size": 4, "max_num_batched_tokens": 8}
     variants = [{"name": "full"}, {"name": "sliding", "pattern.window": 8}]
     given = {"task": "generate", "model": model, "engine": engine, "settings": settings, "variants": variants}
-    outcome = run(plan(given), tmp_path / "out", make_llm=make_llm)
-    assert not outcome.failed
-    return tmp_path / "out", report(tmp_path / "out")
+    return tmp_path / "out", reported(plan(given), tmp_path / "out", make_llm=make_llm)
 
 
 def test_speed_and_blocks_stand_in_one_row(measured):

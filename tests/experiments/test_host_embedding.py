@@ -1,31 +1,21 @@
 """The host_embedding task on the real engine, with a model of two narrow layers."""
 
+import dataclasses
+
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.config import ConfigError
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.report import report
-from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks import host_embedding
 from ksana_jax.models.params import num_params
-from tests.loading.models_on_disk import write_config
+from tests.experiments.runs import reported
+from tests.loading.models_on_disk import TINY, write_config
 from tests.planner.models import STEP
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
 
 # The embedding takes 256 * 32 * 4 = 32 KiB, as much as four blocks of 16 * 2 * 2 * 4 * 8 * 4 = 8 KiB.
-MODEL = ModelConfig(
-    vocab_size=256,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=8,
-    d_ff=48,
-    max_position=64,
-    bos_id=1,
-    eos_ids=(2,),
-)
+MODEL = dataclasses.replace(TINY, vocab_size=256, d_model=32, num_kv_heads=4, d_ff=48)
 
 
 def given(tmp_path, **changes):
@@ -47,9 +37,7 @@ def given(tmp_path, **changes):
 
 def test_the_embeddings_bytes_become_blocks_and_more_rows_run_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(host_embedding, "_step", lambda *_: STEP)  # nothing is compiled for the plan
-    outcome = run(plan(given(tmp_path)), tmp_path / "out")
-    assert not outcome.failed
-    made = report(tmp_path / "out")
+    made = reported(plan(given(tmp_path)), tmp_path / "out")
     (row,) = made.rows
     assert (row.mean("measured_blocks_without"), row.mean("measured_blocks_with")) == (4, 8)
     # Two rows of two blocks each fit beforehand, four afterwards.

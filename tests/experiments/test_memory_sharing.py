@@ -7,9 +7,8 @@ import pytest
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.report import report
-from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.memory_sharing import SharingSettings, make_prompts
+from tests.experiments.runs import reported
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
 
@@ -33,9 +32,7 @@ def measured(tmp_path_factory, one_layer):
         ],
     }
     folder = tmp_path_factory.mktemp("out")
-    outcome = run(plan(given), folder)
-    assert not outcome.failed
-    made = report(folder)
+    made = reported(plan(given), folder)
     return folder, made, {row.label: row for row in made.rows}
 
 

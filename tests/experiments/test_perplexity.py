@@ -15,6 +15,7 @@ from ksana_jax.experiments.tasks.base import ResultRow
 from ksana_jax.experiments.tasks.perplexity import Perplexity, sample_positions
 from ksana_jax.experiments.tasks.perplexity_figure import _from_sample
 from ksana_jax.experiments.tasks.perplexity_report import span
+from tests.experiments.runs import reported
 
 VARIANTS = [
     {"name": "full"},
@@ -40,9 +41,8 @@ def measured(experiment, make_llm, tmp_path, monkeypatch):
     from ksana_jax.engine import recompute
 
     monkeypatch.setattr(recompute, "score", fake_recompute_score)
-    outcome = run(experiment(variants=VARIANTS), tmp_path / "out", make_llm=make_llm)
-    assert not outcome.failed
-    return tmp_path / "out", report(tmp_path / "out"), make_llm.instances
+    made = reported(experiment(variants=VARIANTS), tmp_path / "out", make_llm=make_llm)
+    return tmp_path / "out", made, make_llm.instances
 
 
 def row(made, label):
@@ -95,9 +95,7 @@ def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experimen
     from matplotlib.figure import Figure
 
     settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
-    outcome = run(experiment(settings=settings, **given), tmp_path / "out", make_llm=make_llm)
-    assert not outcome.failed
-    made = report(tmp_path / "out")
+    made = reported(experiment(settings=settings, **given), tmp_path / "out", make_llm=make_llm)
     # 15 tokens in blocks of 4.
     assert {r.mean("live_kv_bytes") for r in made.rows} == {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
     assert any("Texts that fit one step are held whole" in note for note in made.notes)
@@ -111,9 +109,7 @@ def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experimen
 
 
 def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):
-    outcome = run(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm)
-    assert not outcome.failed
-    (row,) = report(tmp_path / "out").rows
+    (row,) = reported(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm).rows
     assert row.mean("live_kv_bytes") == 0
 
 
@@ -155,8 +151,7 @@ def test_seeds_give_mean_and_standard_deviation(experiment, make_llm, tmp_path, 
     shorter = tmp_path / "other.txt"
     shorter.write_text("abc" * 100)
     made = experiment(seeds=[0, 1, 2], settings={"texts": [text, str(shorter)], "num_texts": 1, "num_tokens": 64})
-    run(made, tmp_path / "out", make_llm=make_llm)
-    (only,) = report(tmp_path / "out").rows
+    (only,) = reported(made, tmp_path / "out", make_llm=make_llm).rows
     assert len(only.trials) == 3
     assert only.sd("ppl") == 0  # the fake's log-probabilities do not depend on the text
     assert " ± 0.00" in (tmp_path / "out/table.md").read_text()
@@ -169,8 +164,7 @@ def test_seeds_that_scored_the_same_text_are_one_measurement(experiment, make_ll
         settings={"texts": [text], "num_texts": 1, "num_tokens": 256},
         variants=[{"name": "full"}, {"name": "sliding", "pattern.window": 8}],
     )
-    run(made, tmp_path / "out", make_llm=make_llm)
-    made = report(tmp_path / "out")
+    made = reported(made, tmp_path / "out", make_llm=make_llm)
     assert [len(r.trials) for r in made.rows] == [3, 3]
     assert [len(r.values["ppl_64_128"]) for r in made.rows] == [1, 1]
     # Repeats of a speed are measurements.
@@ -186,8 +180,7 @@ def test_seeds_draw_disjoint_excerpts_of_one_text_while_it_holds_any(experiment,
     numbers = tmp_path / "numbers.txt"
     numbers.write_text("".join(f"{n:04d}" for n in range(1000)))
     made = experiment(seeds=[0, 1, 2, 3], settings={"texts": [str(numbers)], "num_texts": 2, "num_tokens": 401})
-    run(made, tmp_path / "out", make_llm=make_llm)
-    (row,) = report(tmp_path / "out").rows
+    (row,) = reported(made, tmp_path / "out", make_llm=make_llm).rows
     names = [m["text"] for trial in row.trials for m in trial if m["metric"] == "speed"]
     assert len(set(names)) == 8 and names[0] == "numbers.txt" and "numbers.txt from token " in names[1]
     assert len(row.values["ppl"]) == 4
@@ -210,8 +203,9 @@ def test_rows_that_saw_the_same_texts_are_told_apart_by_their_differences(experi
     monkeypatch.setattr(make_llm, "_scores", of_text)
     settings = {"texts": [str(numbers)], "num_texts": 1, "num_tokens": 256}
     variants = [{"name": "full"}, {"name": "sliding", "pattern.window": 8}]
-    run(experiment(seeds=[0, 1, 2, 3], settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm)
-    made = report(tmp_path / "out")
+    made = reported(
+        experiment(seeds=[0, 1, 2, 3], settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm
+    )
     full, sliding = made.rows
     assert full.samples["ppl"] == sliding.samples["ppl"] and len(full.values["ppl"]) == 4
     assert full.sd("ppl") > 5 * (sliding.mean("ppl") - full.mean("ppl")) > 0

@@ -5,9 +5,8 @@ import pytest
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.report import report
-from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.prefix_cache import PrefixSettings, make_prompts
+from tests.experiments.runs import Engines, reported
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
 
@@ -18,14 +17,6 @@ SETTINGS = {"num_requests": 8, "prompt_tokens": 40, "output_tokens": 4, "num_pai
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, one_layer):
     """Folder and report of two seeds of a run with nothing and with 80 % shared, and the engines built for it."""
-    from ksana_jax import LLM
-
-    engines = []
-
-    def make_llm(*args, **settings):
-        engines.append(LLM(*args, **settings))
-        return engines[-1]
-
     given = {
         "task": "prefix_cache",
         "model": one_layer,
@@ -35,10 +26,9 @@ def measured(tmp_path_factory, one_layer):
         "grid": {"settings.shared_percent": [0, 80]},
         "seeds": [0, 1],
     }
+    engines = Engines()
     folder = tmp_path_factory.mktemp("out")
-    outcome = run(plan(given), folder, make_llm=make_llm)
-    assert not outcome.failed
-    return folder, report(folder), engines
+    return folder, reported(plan(given), folder, make_llm=engines), engines
 
 
 def runs_of(row, side):

@@ -7,9 +7,8 @@ import pytest
 
 from ksana_jax.experiments import texts
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.report import report
-from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.perplexity import sample_positions
+from tests.experiments.runs import Engines, reported
 
 # Texts beyond the training context are what these experiments are for.
 pytestmark = [pytest.mark.filterwarnings("ignore:max_model_len"), pytest.mark.usefixtures("few_shapes")]
@@ -19,14 +18,6 @@ ENGINE = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 1}
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, one_layer):
     """Rows by label of a perplexity run over 256 tokens, and the engines that it built."""
-    from ksana_jax import LLM
-
-    engines = []
-
-    def make_llm(*args, **settings):
-        engines.append(LLM(*args, **settings))
-        return engines[-1]
-
     variants = [
         {"name": "full"},
         {"name": "sliding", "pattern.window": 32},
@@ -36,10 +27,10 @@ def measured(tmp_path_factory, one_layer):
     ]
     settings = {"num_texts": 1, "num_tokens": 256, "bucket_tokens": 64, "sampled_per_bucket": 2}
     given = {"model": one_layer, "load_format": "dummy", "engine": ENGINE, "settings": settings, "variants": variants}
+    engines = Engines()
     folder = tmp_path_factory.mktemp("out")
-    outcome = run(plan(given), folder, make_llm=make_llm)
-    assert not outcome.failed
-    return {row.label: row for row in report(folder).rows}, engines
+    made = reported(plan(given), folder, make_llm=engines)
+    return {row.label: row for row in made.rows}, engines
 
 
 def test_one_engine_serves_all_patterns_and_compiles_each_shape_once(measured):
@@ -80,9 +71,7 @@ def test_generation_reports_time_and_blocks(tmp_path, one_layer):
     settings = {"num_prompts": 3, "prompt_tokens": 40, "output_tokens": 8}
     engine = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     given = {"task": "generate", "model": one_layer, "load_format": "dummy", "engine": engine, "settings": settings}
-    outcome = run(plan(given), tmp_path)
-    assert not outcome.failed
-    (row,) = report(tmp_path).rows
+    (row,) = reported(plan(given), tmp_path).rows
     assert row.mean("tokens_per_s") > 0 and row.mean("ttft_s") > 0 and row.mean("tpot_s") > 0
     kv = next(m for m in row.trials[0] if m["metric"] == "kv")
     # 47 tokens are computed of each of three requests: three blocks.
