@@ -205,6 +205,12 @@ class LiveRange:
             globals_every=tuple(sorted({p.global_every for p in patterns if p.global_every is not None})),
         )
 
+    def seen_from(self, next_position):
+        """First text position that queries at next_position or later see, besides sinks and global positions; shapes
+        are kept. Only where there is a window."""
+        # Window 4, next query 10: it sees 7, 8, 9 and itself.
+        return next_position - self.window + 1
+
     def dead_blocks(self, block_start, block_size: int, next_position):
         """Whether no query at next_position or later sees a block's positions.
 
@@ -214,8 +220,7 @@ class LiveRange:
         """
         if self.window is None:
             return np.zeros(np.broadcast_shapes(np.shape(block_start), np.shape(next_position)), bool)
-        # window 4, next query 10: it sees 7, 8, 9 and itself, so a block that ends at 6 is dead.
-        dead = block_start + (block_size - 1) <= next_position - self.window
+        dead = block_start + block_size <= self.seen_from(next_position)
         dead &= block_start >= self.num_sinks
         for every in self.globals_every:
             dead &= (-block_start) % every >= block_size

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, LiveRange
+from tests.patterns import PATTERNS
 from tests.reference import literal
 
 LENGTH = 48
@@ -53,6 +54,21 @@ def test_blocks_held_never_exceed_the_bound(layers, block_size, chunk, max_token
         end = min(position + chunk, max_tokens)
         held = ~live.dead_blocks(starts, block_size, position) & (starts < end)
         assert held.sum() <= bound
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_pattern_keeps_what_is_seen_within_its_bound_and_is_full_as_long_as_it_says(name, block_size):
+    pattern = PATTERNS[name]
+    live, starts = LiveRange.of([pattern]), np.arange(0, LENGTH, block_size)
+    for position in range(1, LENGTH):
+        dead = live.dead_blocks(starts, block_size, position)
+        seen = seen_later([pattern], position).reshape(-1, block_size).any(axis=1)
+        assert not (dead & seen).any()
+        assert (~dead & (starts <= position)).sum() <= live.max_live_blocks(block_size, LENGTH)
+    i, j = np.ogrid[: min(pattern.full_until, LENGTH), :LENGTH]
+    for ours, full in zip(literal(pattern, i, j), literal(FULL, i, j), strict=True):
+        np.testing.assert_array_equal(np.where(j <= i, ours, 0), np.where(j <= i, full, 0))
 
 
 @pytest.mark.parametrize("window", range(1, 18))

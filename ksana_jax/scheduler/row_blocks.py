@@ -172,12 +172,12 @@ class RowBlocks:
         """Returns blocks of which no later query of their row sees a token."""
         for group, live in enumerate(self._lives):
             if live.window is not None:
-                self._return_invisible(group, live, live.window, rows)
+                self._return_invisible(group, live, rows)
 
-    def _return_invisible(self, group: int, live: LiveRange, window: int, rows: np.ndarray) -> None:
+    def _return_invisible(self, group: int, live: LiveRange, rows: np.ndarray) -> None:
         r, size = self.rows, self._size
         # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
-        seen_from = r.num_computed[rows] - window + 1
+        seen_from = live.seen_from(r.num_computed[rows])
         due = seen_from >= r.return_at[group, rows]
         if not due.any():
             return
