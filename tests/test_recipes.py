@@ -49,7 +49,7 @@ def most_tokens_left(seq) -> float:
 
 
 def test_a_scheduling_policy(monkeypatch):
-    monkeypatch.setitem(policies.POLICIES, "most_tokens_left", most_tokens_left)
+    monkeypatch.setitem(policies.SCHEDULING_POLICIES, "most_tokens_left", most_tokens_left)
     engine = make_engine(policy="most_tokens_left", max_num_seqs=1)
     requests = [engine.add_request(prompt_of(5), asking(count)) for count in (2, 9, 4)]
     run(engine)
@@ -66,7 +66,7 @@ def most_recent(block, age):
 
 
 def test_a_replacement_policy(monkeypatch):
-    monkeypatch.setitem(replacement.POLICIES, "most_recent", most_recent)
+    monkeypatch.setitem(replacement.REPLACEMENT_POLICIES, "most_recent", most_recent)
 
     def hit_tokens(policy: str) -> int:
         engine = make_engine(replacement=policy, caching=True, num_blocks=10, max_num_seqs=1)
@@ -170,8 +170,8 @@ def test_an_attention_pattern(chunked):
 
 
 def test_simulated_lives_draw_what_is_added(monkeypatch, chunked):
-    only(monkeypatch, policies.POLICIES, "most_tokens_left", most_tokens_left)
-    only(monkeypatch, replacement.POLICIES, "most_recent", most_recent)
+    only(monkeypatch, policies.SCHEDULING_POLICIES, "most_tokens_left", most_tokens_left)
+    only(monkeypatch, replacement.REPLACEMENT_POLICIES, "most_recent", most_recent)
     only(monkeypatch, expected.PATTERNS, "chunked", two_layers(Chunked(span=6)))
     lives = [live_a_life(random.Random(seed)) for seed in range(12)]
     seen = sum((life.seen for life in lives[1:]), start=lives[0].seen)
