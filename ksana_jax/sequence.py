@@ -89,7 +89,8 @@ class Rows:
     num_blocks: [Gk, R] live blocks.
     allocated_until: [R] text position up to which blocks of all groups have been taken.
     prefix_end: [R] `allocated_until` when the sequence was placed: the end of what it shared, found or had swapped.
-    return_at: [Gk, R] oldest visible position at which the next block may have become invisible.
+    return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
+      groups with one live range.
     forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
     index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
     is_beam: [R] see `Sequence`.

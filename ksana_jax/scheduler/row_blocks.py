@@ -27,6 +27,12 @@ class RowBlocks:
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
         self.rows, self.memory = rows, memory
         self._lives = [group.live for group in layout.groups]
+        # Groups with one live range hold blocks of the same positions, which are looked at once for all of them.
+        self._windowed = [
+            (live, np.array([group for group, other in enumerate(self._lives) if other == live]))
+            for live in dict.fromkeys(self._lives)
+            if live.window is not None
+        ]
         self._size = memory.block_size
         self._groups = np.arange(rows.num_groups)[:, None]
 
@@ -58,11 +64,10 @@ class RowBlocks:
         ids = self.memory.device.allocate(r.num_groups * len(rows) * count).reshape(r.num_groups, len(rows), count)
         steps = np.arange(count, dtype=np.int32)
         starts = r.allocated_until[rows][:, None] + size * steps
-        for group, num_blocks in enumerate(r.num_blocks):
-            held = num_blocks[rows]
-            at = rows[:, None], held[:, None] + steps
-            r.block_tables[group][at], r.block_starts[group][at] = ids[group], starts
-            num_blocks[rows] = held + count
+        held = r.num_blocks.take(rows, axis=1)
+        at = self._groups[:, None], rows[:, None], held[:, :, None] + steps
+        r.block_tables[at], r.block_starts[at] = ids, starts
+        r.num_blocks[:, rows] = held + count
         r.allocated_until[rows] += size * count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
@@ -170,34 +175,37 @@ class RowBlocks:
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Returns blocks of which no later query of their row sees a token."""
-        for group, live in enumerate(self._lives):
-            if live.window is not None:
-                self._return_invisible(group, live, rows)
+        for live, groups in self._windowed:
+            self._return_invisible(live, groups, rows)
 
-    def _return_invisible(self, group: int, live: LiveRange, rows: np.ndarray) -> None:
-        r, size = self.rows, self._size
+    def _return_invisible(self, live: LiveRange, groups: np.ndarray, rows: np.ndarray) -> None:
+        r, size, first = self.rows, self._size, groups[0]
         # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
         seen_from = live.seen_from(r.num_computed[rows])
-        due = seen_from >= r.return_at[group, rows]
+        due = seen_from >= r.return_at[first, rows]
         if not due.any():
             return
         rows = rows[due]
-        r.return_at[group, rows] = (seen_from[due] // size + 1) * size
-        width = int(r.num_blocks[group, rows].max())
-        starts = r.block_starts[group, rows, :width]
+        r.return_at[first, rows] = (seen_from[due] // size + 1) * size
+        width = int(r.num_blocks[first, rows].max())
+        starts = r.block_starts[first, rows, :width]
         dead = live.dead_blocks(starts, size, r.num_computed[rows][:, None])
-        some = dead.any(axis=1)
-        if not some.any():
+        count = dead.sum(axis=1, dtype=np.int32)
+        if not count.any():
             return
-        rows, dead = rows[some], dead[some]
-        tables = r.block_tables[group, rows, :width]
-        self.memory.device.release(tables[dead])
-        order = np.argsort(dead, axis=1, kind="stable")  # the living move up
-        r.block_tables[group, rows, :width] = np.take_along_axis(tables, order, axis=1)
-        r.block_starts[group, rows, :width] = np.take_along_axis(np.where(dead, FAR, starts[some]), order, axis=1)
-        origins = np.where(dead, np.uint8(Origin.COMPUTED), r.block_origins[group, rows, :width])
-        r.block_origins[group, rows, :width] = np.take_along_axis(origins, order, axis=1)
-        r.num_blocks[group, rows] -= dead.sum(axis=1, dtype=np.int32)
+        order = np.argsort(dead, axis=1, kind="stable")  # the living move up, the dead are at the end
+        tail = slice(width - int(count.max()), width)
+        is_dead = np.arange(tail.start, width) >= (width - count)[:, None]
+        at = rows[:, None] * r.block_tables.shape[2] + order
+        of_groups = r.block_tables.reshape(r.num_groups, -1), r.block_origins.reshape(r.num_groups, -1)
+        tables, origins = (values.take(at, axis=1)[groups] for values in of_groups)
+        starts = starts[np.arange(len(rows))[:, None], order]
+        self.memory.device.release(tables[:, :, tail][:, is_dead].ravel())
+        starts[:, tail][is_dead], origins[:, :, tail][:, is_dead] = FAR, Origin.COMPUTED
+        here = groups[:, None], rows
+        r.num_blocks[here] -= count
+        for column, values in ((r.block_tables, tables), (r.block_starts, starts), (r.block_origins, origins)):
+            column[*here, :width] = values
 
     def owners(self, rows: list[int]) -> Iterator[Owner]:
         """Rows as owners of blocks."""
@@ -209,12 +217,14 @@ class RowBlocks:
             yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, int(r.num_computed[row]), origins)
 
     def check(self, rows: list[int]) -> None:
-        """Holds tables against what their rows have computed and what they will see.
+        """Checks tables against what their rows have computed and what they will see.
 
         Raises:
           AssertionError: a block that is needed is missing, or one that is about to be written to is shared.
         """
         r, size, pool = self.rows, self._size, self.memory.blocks
+        for _, groups in self._windowed:
+            assert (r.block_starts[groups] == r.block_starts[groups[0]]).all(), "groups of one live range differ"
         for row, (group, live) in itertools.product(rows, enumerate(self._lives)):
             starts = r.block_starts[group, row, : r.num_blocks[group, row]]
             assert (np.diff(starts) > 0).all(), "blocks are out of order"
