@@ -52,8 +52,8 @@ def few_shapes():
 
     original = Buckets.of_engine
 
-    def coarsest(config, max_model_len):
-        buckets = original(config, max_model_len)
+    def coarsest(*settings):
+        buckets = original(*settings)
         return dataclasses.replace(
             buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
         )

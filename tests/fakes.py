@@ -338,7 +338,7 @@ def make_engine(
         cache_write=write,
     )
     model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), eos_ids=eos_ids)
-    buckets = dataclasses.replace(Buckets.of_engine(config, max_model_len), shared_rows=shared_rows)
+    buckets = dataclasses.replace(Buckets.of_engine(config, max_model_len, "cpu"), shared_rows=shared_rows)
     engine = build_engine(
         model,
         None,

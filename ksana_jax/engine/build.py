@@ -70,8 +70,8 @@ def build_engine(
         built = _on_device(model, params, config, seen, programs)
     else:
         layout = KVLayout.of(model, seen, dtype=config.dtype, block_size=config.block_size, platform="cpu")
-        built = _Built(config, layout, executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
-    config, layout, executor, index, plan = built
+        built = _Built(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
+    config, layout, platform, executor, index, plan = built
     assert config.num_blocks is not None and config.max_model_len is not None and config.max_rotated_sinks is not None
     settings = _memory_settings(config, layout, index, executor.host_blocks, clock)
     scheduler = Scheduler(
@@ -84,7 +84,7 @@ def build_engine(
         policy=config.policy,
     )
     builder = BatchBuilder(
-        buckets or Buckets.of_engine(config, config.max_model_len),
+        buckets or Buckets.of_engine(config, config.max_model_len, platform),
         config.block_size,
         config.num_blocks,
         model.vocab_size,
@@ -109,6 +109,7 @@ class _Built(NamedTuple):
 
     config: EngineConfig
     layout: KVLayout
+    platform: str
     executor: Executor
     index: PrefixIndex
     plan: PoolPlan | None = None
@@ -164,7 +165,7 @@ def _on_device(
         digest = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
-    return _Built(dataclasses.replace(config, num_blocks=plan.num_blocks), layout, runner, index, plan)
+    return _Built(dataclasses.replace(config, num_blocks=plan.num_blocks), layout, platform, runner, index, plan)
 
 
 def _memory_settings(

@@ -59,7 +59,7 @@ def pool_size(
         if affordable < 1:
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
-        largest = Buckets.of_engine(config, max_model_len).largest()
+        largest = Buckets.of_engine(config, max_model_len, jax.devices()[0].platform).largest()
         measured = step_bytes(
             model,
             largest,

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -136,14 +137,15 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         max_num_batched_tokens=asked.max_num_batched_tokens,
         query_tile=asked.query_tile,
     )
-    shapes = Buckets.of_engine(engine, found.context).all_shapes()
+    target = compile_target(find_device(found.device))
+    shapes = Buckets.of_engine(engine, found.context, "gpu" if target else jax.devices()[0].platform).all_shapes()
     measured = step_bytes(
         config,
         shapes,
         dtype=asked.dtype,
         block_size=asked.block_size,
         embedding_device=asked.embedding_device,
-        target=compile_target(find_device(found.device)),
+        target=target,
     )
     return [
         {

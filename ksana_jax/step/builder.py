@@ -26,13 +26,10 @@ def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def least_rows(dtype: str) -> int:
-    """Least rows that the tokens of a step are padded to: matrix units multiply eight as fast as one.
-
-    XLA:CPU is slower with one row of bfloat16, 21 ms against 1.2 ms with eight (2048 x 8192), since it makes all
-    weights float32 first.
-    """
-    return 8 if dtype == "bf16" else 1
+# Least rows of a matrix product by platform and dtype, where it is not one. XLA:CPU makes all weights float32 for one
+# row of bfloat16: a step of one row (8 layers, d_model 512) takes 27 ms against 7 with eight rows on a CPU with AMX, 71
+# against 15 on a busy one without (10 with two rows). Matrix units multiply eight rows as fast as one.
+LEAST_ROWS = {("cpu", "bf16"): 8, ("gpu", "bf16"): 8, ("tpu", "bf16"): 8}
 
 
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[Part, ...]:
@@ -84,7 +81,7 @@ class Buckets:
         compile half as many steps again.
 
         Args:
-          min_rows: least rows of a matrix product, see `least_rows`.
+          min_rows: least rows of a matrix product, to which the tokens of a step are padded.
         """
         return cls(
             decodes=ladder(min_rows, max(max_num_seqs, min_rows)),
@@ -94,15 +91,17 @@ class Buckets:
         )
 
     @classmethod
-    def of_engine(cls, config: EngineConfig, max_model_len: int) -> Buckets:
-        """Those of an engine's steps. Widths are those of a full table, so that every pattern finds its bucket among
-        the same shapes."""
+    def of_engine(cls, config: EngineConfig, max_model_len: int, platform: str) -> Buckets:
+        """Buckets for an engine's steps on a device of a platform: "cpu", "gpu", "tpu", ...
+
+        Widths are those of a full table, so that every pattern finds its bucket among the same shapes.
+        """
         return cls.of(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             -(-max_model_len // config.block_size),
             config.query_tile,
-            least_rows(config.dtype),
+            LEAST_ROWS.get((platform, config.dtype), 1),
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
         )
 

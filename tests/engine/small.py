@@ -93,7 +93,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
-    buckets = Buckets.of_engine(config, config.max_model_len or 0)
+    buckets = Buckets.of_engine(config, config.max_model_len or 0, "cpu")
     few = dataclasses.replace(
         buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
     )

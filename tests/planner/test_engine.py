@@ -103,7 +103,7 @@ def test_no_step_takes_more_than_the_largest_though_one_sequence_runs():
     """With one row XLA:CPU would make a bfloat16 output head float32."""
     wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)
     asked = EngineConfig(dtype="bf16", max_num_seqs=1, max_num_batched_tokens=16, query_tile=16, max_model_len=16)
-    buckets = Buckets.of_engine(asked, 16)
+    buckets = Buckets.of_engine(asked, 16, "cpu")
     largest, every = (
         max(found.peak for found in step_bytes(wide, shapes, dtype="bf16", block_size=16))
         for shapes in (buckets.largest(), buckets.all_shapes())

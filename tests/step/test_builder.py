@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.builder import BatchBuilder, Buckets, ladder
@@ -202,3 +203,9 @@ def test_mixed_work_meets_no_shape_that_was_not_compiled(pattern, num_blocks, bu
         engine.step()
     run(engine)  # the executor refuses a shape that is not in all_shapes
     assert len({s.shape for s in engine.executor.steps}) >= 3
+
+
+@pytest.mark.parametrize(("platform", "dtype", "least"), [("cpu", "f32", 1), ("cpu", "bf16", 8), ("gpu", "bf16", 8)])
+def test_least_rows_follow_device_and_dtype_though_one_sequence_runs(platform, dtype, least):
+    buckets = Buckets.of_engine(EngineConfig(dtype=dtype, max_num_seqs=1), 64, platform)
+    assert buckets.decodes == (least,)
