@@ -1,4 +1,4 @@
-"""`ksana run`: plan, run, report, and what is printed of it."""
+"""`ksana run` and `ksana report`: runs an experiment, writes its report and prints it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WIDEST = 1000  # characters
 def run_and_report(
     file: Path, overrides: Sequence[str], out: Path | None, shard: str = "1/1", debug: bool = False
 ) -> int:
-    """Runs what is left of an experiment and shows the report of all that is done.
+    """Runs the remaining trials of an experiment and shows the report of all finished trials.
 
     Args:
       out: output folder; None takes runs/NAME.
 
     Returns:
-      Exit code: 0, or 1 when trials failed.
+      Exit code: 0, or 1 if trials failed.
     """
     part = Shard.parse(shard)
     plan = load(file, overrides)
@@ -37,24 +37,24 @@ def run_and_report(
         outcome = run(plan, folder, part, debug=debug, **callbacks)
     report_and_show([folder])
     if outcome.num_skipped:
-        errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were done already")
+        errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were already done")
     for label, error in outcome.failed.items():
         errors.print(f"failed: {escape(label)}: {escape(error)}")
     return 1 if outcome.failed else 0
 
 
 def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
-    """Makes the report of a folder, or of several side by side, and prints it.
+    """Prints the report of a folder, or of several side by side, and writes tables and figure.
 
     Args:
-      out: where tables and figure go; None takes the folder, of several writes nothing.
+      out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
     """
     one = len(folders) == 1
     made = read_report(folders[0]) if one else compare(folders)
     out = folders[0] if one and out is None else out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    # The table is on disk and on the terminal before a figure is tried.
+    # The table is on disk and on the terminal before the figure is drawn.
     files = write_tables(made, out) if out is not None else []
     _show(made)
     if out is not None:
@@ -66,7 +66,7 @@ def _show(made: Report) -> None:
     """Prints table, reading and notes."""
     Console(highlight=False).print(f"[italic]{escape(made.title)}[/italic]")
     table = tables.terminal(made.rows, made.columns)
-    # Squeezed numbers cannot be read: a narrow terminal wraps the table's lines instead.
+    # A narrow terminal wraps the table's lines, because squeezed numbers are unreadable.
     console = Console(highlight=False)
     console.width = max(console.width, _WIDEST)
     width = console.measure(table).maximum

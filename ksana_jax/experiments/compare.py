@@ -1,4 +1,4 @@
-"""Several runs side by side in one table, if they measured the same. Knows records and reports, no engine."""
+"""Combines several runs in one table, if they measured the same samples. Knows records and reports, no engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ksana_jax.experiments.tasks.results import ResultRow
 
 
 def compare(folders: Sequence[Path]) -> Report:
-    """The report of the rows of several folders, each row labelled with its run.
+    """Returns a report of the rows of several folders, each row labelled with its run.
 
     Raises:
       FileNotFoundError: a folder has no records.
-      ConfigError: their tasks differ, or they scored different texts or positions, told apart by content.
+      ConfigError: their tasks differ, or they scored different texts or positions, judged by content.
     """
     names = _names(folders)
     reports = {name: read_report(folder) for name, folder in zip(names, folders, strict=True)}
@@ -40,7 +40,7 @@ def compare(folders: Sequence[Path]) -> Report:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of the folders, or their paths where two have the same name."""
+    """Returns the names of the folders, or their paths if two have the same name."""
     whole = [folder.resolve() for folder in folders]
     if len(set(whole)) < len(whole):
         raise ConfigError(f"a folder is named twice: {', '.join(map(str, folders))}")
@@ -49,19 +49,19 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _check_samples(a: str, a_rows: Sequence[ResultRow], b: str, b_rows: Sequence[ResultRow]) -> None:
-    """Refuses runs whose values of the same key come from different samples."""
+    """Rejects runs whose values of the same key come from different samples."""
     mine, theirs = _samples(a_rows), _samples(b_rows)
     for key in mine.keys() & theirs.keys():
         if mine[key] != theirs[key]:
             raise ConfigError(
                 f"{a} and {b} scored different texts or positions ({len(mine[key])} and {len(theirs[key])} draws, "
-                f"{len(mine[key] & theirs[key])} in common): numbers compare only on the same content, tokenizer, "
-                "num_texts, num_tokens, bucket_tokens and seeds"
+                f"{len(mine[key] & theirs[key])} in common): numbers are comparable only with the same content, "
+                "tokenizer, num_texts, num_tokens, bucket_tokens and seeds"
             )
 
 
 def _samples(rows: Sequence[ResultRow]) -> dict[str, set[Hashable]]:
-    """{summary key: all that the rows measured it on}."""
+    """Returns {summary key: all samples on which the rows measured it}."""
     found: dict[str, set[Hashable]] = {}
     for row in rows:
         for key, samples in row.samples.items():

@@ -1,10 +1,10 @@
-"""What an experiment is: a YAML file, dotted overrides, and the list of trials they stand for. Knows no engine, no jax.
+"""Turns an experiment, a YAML file and dotted overrides, into a list of trials. Knows no engine, no jax.
 
-A trial is one point: model, engine settings, attention pattern, task settings and a seed, all resolved. Its id is a
-hash of those that are not defaults and of its inputs (weights, texts): a changed value is another trial, a changed
-label or a setting added by a later version is not.
+A trial is one point of the experiment: model, engine settings, attention pattern, task settings and a seed, all
+resolved. Its id is a hash of its non-default values and its inputs (weights, texts): changing a value makes another
+trial; changing a label, or adding a setting in a later version, does not.
 
-Numbers may be given in multiples of the model's training context: `window: ${context:1/4}`.
+Numbers may be given as multiples of the model's training context: `window: ${context:1/4}`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from ksana_jax.shipped import experiment_names, experiment_path
 class Experiment:
     """The fields of an experiment's YAML file.
 
-    name: of the default output folder in runs/; the file's name when empty. One path component; --out takes any path.
+    name: name of the default output folder in runs/; empty takes the file's name. One path component; --out takes any
+      path.
     title: one line above the table.
     task: name of a task (`ksana tasks` lists them), or "package.module:Class" of your own.
     model: a Hugging Face directory, or the name of a shipped model.
-    load_format: "auto" reads the weights, "dummy" draws them.
-    engine: fields of `EngineConfig`; max_model_len null takes what the task needs.
-    pattern: fields of `AttentionPattern`, a preset's name (`kv.presets`), or {preset: name} and fields that replace
-      those of the preset; null takes the model's own.
-    layer_patterns: one pattern for each layer, instead of `pattern`.
-    settings: the task's own fields.
-    variants: named rows, each {name: ..., dotted.key: value}; empty for one row.
+    load_format: "auto" reads the weights, "dummy" draws random ones.
+    engine: fields of `EngineConfig`; max_model_len null takes the length that the task needs.
+    pattern: fields of `AttentionPattern`, a preset's name, or {preset: name} with fields that override those of the
+      preset; null takes the model's own.
+    layer_patterns: one pattern per layer, instead of `pattern`.
+    settings: fields of the task's settings.
+    variants: named rows, each {name: ..., dotted.key: value}; empty for a single row.
     grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most 10,000.
-    seeds: each row runs once for each; tables then give mean and standard deviation.
+    seeds: each row runs once per seed; tables then give mean and standard deviation.
     """
 
     name: str = ""
@@ -66,16 +67,16 @@ class Experiment:
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
 
 
-# Resolving one takes about a millisecond, running it seconds at least.
+# Resolving a trial takes about a millisecond, running it at least seconds.
 MAX_TRIALS = 10_000
 
-# What makes a trial what it is; the rest names, orders and multiplies trials.
+# The keys that define a trial; the other keys name, order and multiply trials.
 TRIAL_KEYS = ("task", "model", "load_format", "engine", "pattern", "layer_patterns", "settings")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One point of an experiment. config: resolved, plain values, keys TRIAL_KEYS, `seed` and `inputs`."""
+    """One point of an experiment. config: resolved plain values with the keys TRIAL_KEYS, `seed` and `inputs`."""
 
     id: str
     label: str
@@ -84,13 +85,13 @@ class Trial:
 
     @property
     def engine_key(self) -> str:
-        """Equal for trials that can share a loaded engine; the pattern is set without reloading."""
+        """Key that is equal for trials that can share a loaded engine; patterns are set without reloading."""
         return canonical([self.config[k] for k in ("model", "load_format", "engine")])
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table: its trials differ in seed only. point: the grid's keys and this row's values."""
+    """A row of the table, whose trials differ only in seed. point: the grid's keys with this row's values."""
 
     label: str
     point: dict[str, Any]
@@ -99,7 +100,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An experiment, resolved. source: the experiment's fields as plain values, for run.json."""
+    """A resolved experiment. source: the experiment's fields as plain values, for run.json."""
 
     name: str
     title: str
@@ -109,17 +110,17 @@ class Plan:
 
     @property
     def trials(self) -> list[Trial]:
-        """Each trial once, in order of the rows."""
+        """Returns each trial once, in the order of the rows."""
         return list({t.id: t for row in self.rows for t in row.trials}.values())
 
     def max_rotated_sinks(self, trial: Trial) -> int:
-        """Most sinks at moved positions in any trial that shares this trial's engine."""
+        """Maximum number of repositioned sinks in any trial that shares this trial's engine."""
         patterns = [p for t in self.trials if t.engine_key == trial.engine_key for p in patterns_of(t.config)]
         return max((p.num_rotated_sinks for p in patterns), default=0)
 
 
 def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
-    """The patterns that a trial's config names: none (the model's own), one for all layers, or one for each."""
+    """Returns the patterns in a trial's config: none (the model's own), one for all layers, or one per layer."""
     given = config["layer_patterns"] or ([config["pattern"]] if config["pattern"] is not None else [])
     return [read_pattern(pattern) for pattern in given]
 
@@ -129,7 +130,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
 
     Raises:
       FileNotFoundError: there is no such file, model or text.
-      ConfigError: an unknown key (with the nearest name), a value of the wrong type or out of range.
+      ConfigError: a key is unknown (the nearest one is named), or a value has the wrong type or is out of range.
     """
     path = experiment_path(path)
     if not path.is_file():
@@ -158,10 +159,10 @@ def plan(
     default_name: str = "experiment",
     folder: Path | None = None,
 ) -> Plan:
-    """The trials of an experiment given as plain values; see `load`.
+    """Resolves an experiment given as plain values; see `load`.
 
     Args:
-      folder: where relative input files of `given` start; those of overrides start at the working directory.
+      folder: base of relative input files in `given`; relative files in overrides start at the working directory.
     """
     pinned = dotted.dotlist(overrides)
     if folder is not None:
@@ -179,7 +180,7 @@ def plan(
     rows = []
     for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
         config = _resolved(_merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True)))))
-        # A preset is shown by its name, other values as they are resolved.
+        # A preset is shown by its name, other values as resolved.
         point = {
             k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)
             for k, v in zip(grid, values, strict=True)
@@ -191,7 +192,7 @@ def plan(
 
 
 def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, Any]:
-    """An experiment's values with the paths of its settings' input files, in rows and grid too, put behind a folder."""
+    """Makes the input files in an experiment's settings, rows and grid relative to a folder."""
     fields = dataclasses.fields(task_named(task).Settings)
     keys = {f"settings.{field.name}" for field in fields if field.metadata.get("files")}
 
@@ -210,7 +211,7 @@ def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, An
 def _folder_name(name: str) -> str:
     if name.startswith(".") or any(char in "/\\" or not char.isprintable() for char in name):
         raise ConfigError(
-            f"name is {name!r:.80}, must be one path component that begins with no dot; --out takes any folder"
+            f"name is {name!r:.80}, must be one path component that does not begin with a dot; --out takes any folder"
         )
     if (size := len(name.encode())) > 200:
         raise ConfigError(f"name has {size:,} bytes, must have at most 200: it names a folder")
@@ -224,7 +225,7 @@ def _check_seeds(seeds: Sequence[int]) -> None:
         if not 0 <= seed < 2**63:
             raise ConfigError(f"seeds has {seed}, must be integers from 0 and below 2^63")
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds is {seeds!r:.80}: the same seed twice is one measurement, not two")
+        raise ConfigError(f"seeds is {seeds!r:.80}, must be distinct: a repeated seed repeats the same measurement")
 
 
 def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds: int) -> None:
@@ -235,7 +236,7 @@ def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds:
 
 
 def _merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Later values over earlier ones; a pattern that is a preset's name merges as {preset: name}."""
+    """Merges values, later ones over earlier ones; a preset's name as pattern merges as {preset: name}."""
     return dotted.merge(
         *(
             {**part, "pattern": {"preset": part["pattern"]}} if isinstance(part.get("pattern"), str) else part
@@ -250,7 +251,7 @@ def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
 
 
 def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's config as plain values, checked, with the digests of what it reads; the seed comes later."""
+    """Returns a trial's checked config as plain values, with digests of its inputs; the seed is added later."""
     try:
         config = dotted.plain(_typed(raw), resolve=True)
     except OmegaConfBaseException as error:
@@ -258,18 +259,18 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     config = {k: config[k] for k in TRIAL_KEYS}
     task = task_named(config["task"])
     if config["settings"] is None:
-        raise ConfigError("settings is null, must be a mapping; leave it out for the defaults")
+        raise ConfigError("settings is null, must be a mapping; omit it for the defaults")
     try:
         settings = task.Settings(**config["settings"])
         patterns = [dataclasses.asdict(pattern) for pattern in patterns_of(config)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # All fields, whatever form they were given in: equal patterns make equal trials.
+    # All fields, in whatever form they were given, so that equal patterns make equal trials.
     if config["layer_patterns"]:
         config["layer_patterns"] = patterns
     elif patterns:
         [config["pattern"]] = patterns
-    task.check(config)  # before a length that follows from its settings is somebody else's error
+    task.check(config)  # before EngineConfig rejects a length that follows from the settings
     if config["engine"]["max_model_len"] is None:
         config["engine"]["max_model_len"] = task.max_model_len(settings)
     config["engine"] = check_policies(EngineConfig(**config["engine"])).plain()  # one spelling of each value
@@ -281,10 +282,10 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(given: Mapping[str, Any]):
-    """An experiment's fields with their types, the task's settings included.
+    """Returns an experiment's fields with their types, including the task's settings.
 
     Raises:
-      ConfigError: an unknown key or a value of the wrong type.
+      ConfigError: a key is unknown or a value has the wrong type.
     """
     OmegaConf.register_resolver("context", _context, replace=True)
     schema = OmegaConf.structured(Experiment)
@@ -298,12 +299,12 @@ def _typed(given: Mapping[str, Any]):
 
 
 def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuses a mapping in place of a list, which an override such as `seeds[0]=1` makes, and the reverse."""
+    """Rejects a mapping in place of a list, as from an override such as `seeds[0]=1`, and the reverse."""
     for key, value in given.items():
         default, name = defaults.get(key), f"{prefix}{key}"
         if isinstance(default, list) and isinstance(value, Mapping):
             raise ConfigError(
-                f"{name} is a list, of which an item cannot be set by itself: give all of it, {name}=[...]"
+                f"{name} is a list whose items cannot be set separately: set the whole list, {name}=[...]"
             )
         if isinstance(default, Mapping) and isinstance(value, list):
             raise ConfigError(f"{name} is {value!r:.60}, must be a mapping of keys to values")
@@ -312,7 +313,7 @@ def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], pre
 
 
 def _context(multiple: int | float | str, *, _root_) -> int:
-    """`${context:1/4}` in a YAML file: so many times the model's training context, in tokens."""
+    """Resolves `${context:1/4}` in a YAML file: a multiple of the model's training context, in tokens."""
     try:
         tokens = Fraction(str(multiple)) * training_context(_root_.model)
     except ValueError as error:
@@ -373,4 +374,4 @@ def _refuse_pinned(pinned: Mapping[str, Any], variants: Sequence[tuple[str, dict
     for key in dotted.flat({k: v for k, v in pinned.items() if k in TRIAL_KEYS}):
         rows = [name for name, changes in variants if key in dotted.flat(changes)] + ["the grid"] * (key in grid)
         if rows:
-            raise ConfigError(f"{key} is set by {', '.join(rows)}, so overriding it for all rows would change nothing")
+            raise ConfigError(f"{key} is set by {', '.join(rows)}, so an override for all rows would have no effect")

@@ -1,4 +1,4 @@
-"""Nested mappings and dotted keys: {"a": {"b": 1}} and "a.b=1" say the same."""
+"""Converts between nested mappings and dotted keys: {"a": {"b": 1}} and "a.b=1" are equivalent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ksana_jax.config import ConfigError
 
 
 def plain(config: Any, resolve: bool = False) -> dict[str, Any]:
-    """An omegaconf mapping as dicts, lists and values; resolve replaces its `${...}`.
+    """Converts an omegaconf mapping to dicts, lists and values; resolve replaces its `${...}`.
 
     Raises:
       ConfigError: it is not a mapping.
@@ -25,10 +25,10 @@ def plain(config: Any, resolve: bool = False) -> dict[str, Any]:
 
 
 def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
-    """["a.b=1"] as {"a": {"b": 1}}, values read as YAML.
+    """Converts ["a.b=1"] to {"a": {"b": 1}}; values are read as YAML.
 
     Raises:
-      ConfigError: one is not key=value.
+      ConfigError: an override is not key=value.
     """
     for item in overrides:
         if "=" not in item or item.startswith("="):
@@ -42,7 +42,7 @@ def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} as {"a": {"b": 1}}; mappings that are nested already stay so."""
+    """Converts {"a.b": 1} to {"a": {"b": 1}}; nested mappings stay nested."""
     result: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, last = str(key).split(".")
@@ -54,7 +54,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """Converts {"a": {"b": 1}} to {"a.b": 1}."""
     result = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
@@ -63,7 +63,7 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Later mappings over earlier ones, key by key; other values, lists included, are replaced."""
+    """Merges mappings key by key, later ones over earlier ones; other values, including lists, are replaced."""
     result: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -74,7 +74,7 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where a mapping on the way is missing."""
+    """Returns the value at a dotted key; None if a mapping on the way is missing."""
     value: Any = config
     for part in key.split("."):
         value = value[part] if isinstance(value, Mapping) else None

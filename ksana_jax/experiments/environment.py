@@ -1,4 +1,4 @@
-"""Where and with what a run was made: commit, versions, device."""
+"""Describes the environment of a run: commit, versions, device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = (
 
 @functools.cache
 def environment() -> dict[str, Any]:
-    """Commit and dirty flag (None outside a git checkout), versions, device, cores and XLA flags, as plain values."""
+    """Returns commit and dirty flag (None outside a git checkout), versions, device, cores and XLA flags."""
     import jax
 
     device = jax.devices()[0]
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
         "backend": device.platform,
         "device": device.device_kind,
         "num_devices": jax.device_count(),
-        # Tells shards of one machine from those of others, without its name.
+        # Identifies shards that run on the same machine, without revealing its name.
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -63,7 +63,7 @@ def _git(folder: Path) -> dict[str, Any]:
         return done.stdout.strip()
 
     commit = git("rev-parse", "HEAD")
-    # An installed copy inside somebody else's checkout is not that checkout.
+    # A copy installed inside another project's checkout does not belong to that checkout.
     tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     if commit is None or not tracked:
         return {"commit": None, "dirty": None}

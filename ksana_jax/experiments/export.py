@@ -1,4 +1,4 @@
-"""A run as one table with a row for each trial, for programs: pandas, R, a spreadsheet."""
+"""Exports a run as one table with a row per trial, for programs such as pandas, R or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ksana_jax.experiments.tasks import task_named
 
 
 def export(folder: Path) -> str:
-    """CSV text: row label, the grid's columns, seed, trial id and every summary number, in full precision.
+    """Returns CSV text: row label, the grid's columns, seed, trial id and every summary number, in full precision.
 
-    Finished trials only, in the plan's order; a number that a trial lacks is empty.
+    Only finished trials, in the plan's order; numbers that a trial lacks are empty.
 
     Raises:
       FileNotFoundError: the folder has no records.
-      ConfigError: the records name no plan, or are not records.
+      ConfigError: the records contain no plan, or are not valid records.
     """
     records = read(folder)
     if records.plan is None:

@@ -1,4 +1,4 @@
-"""How figures look: one column of a paper wide, colour-blind cycle, fonts that print, no LaTeX; bytes that repeat."""
+"""The style of figures: one paper column wide, colour-blind safe, printable fonts, no LaTeX, reproducible bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 COLUMN_INCHES = 3.25
 
-# Okabe and Ito's palette, "Color Universal Design" (2008), its yellow left out: too pale for a line on white.
+# Okabe and Ito's palette, "Color Universal Design" (2008), without its yellow, which is too pale for lines on white.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 KINDS = ("png", "pdf")
 DASHES = ("-", "--", ":", "-.")
@@ -35,19 +35,19 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "pdf.fonttype": 42,
     "text.usetex": False,
-    # Labels are text of the user's, in which $ begins no formula.
+    # Labels are user text, in which $ does not start a formula.
     "text.parse_math": False,
     "savefig.dpi": 200,
 }
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and dashes of the index-th line: both turn, so that lines on top of each other show, and 28 differ."""
+    """Returns colour and dashes of the index-th line; both vary, so overlapping lines show and 28 lines differ."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
 
 
 def integer_ticks(axes: Axes, values: Iterable[Any]) -> None:
-    """Has the x axis tick at whole numbers if all values on it are."""
+    """Puts the x axis ticks at whole numbers if all values are whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     if all(isinstance(value, int) for value in values):

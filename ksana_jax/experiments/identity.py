@@ -1,7 +1,7 @@
-"""Ids of trials: a hash of what differs from the defaults, so that a setting added later changes none. No jax.
+"""Ids of trials: hashes of the values that differ from the defaults, so adding a setting changes no id. No jax.
 
-Ids are computed from configs, also from those in the records of earlier versions: the id that a record carries only
-links its lines. A default that changes later therefore separates old trials from new ones, as it should.
+Ids are computed from configs, including those in records of earlier versions; the id in a record only links its lines.
+If a default changes, old trials therefore differ from new ones, as they should.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ksana_jax.patterns import AttentionPattern
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text."""
+    """Returns JSON with sorted keys and no spaces, so equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def trial_id(config: Mapping[str, Any]) -> str:
-    """The id of a resolved config: 12 hex digits.
+    """Returns the id of a resolved config, 12 hex digits.
 
     Raises:
       ConfigError: its task is unknown.
@@ -34,13 +34,13 @@ def trial_id(config: Mapping[str, Any]) -> str:
     if config["pattern"] is not None:
         parts["pattern"] = _pattern(config["pattern"])
     parts["layer_patterns"] = [_pattern(p) for p in config["layer_patterns"]]
-    # An empty pattern is full attention; none, or no list of them, is what a key says that an older config lacks.
+    # An empty pattern is full attention; None, or an empty list, equals a key that an older config does not have.
     parts = {name: value for name, value in parts.items() if value is not None and value != []}
     return hashlib.sha256(canonical(parts).encode()).hexdigest()[:12]
 
 
 def recorded_id(start: Mapping[str, Any]) -> str:
-    """Today's id of a recorded trial, whichever version wrote it; the id it carries where its config does not say."""
+    """Returns the current id of a recorded trial of any version; its recorded id if its config has no known task."""
     try:
         return trial_id(start["config"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -48,7 +48,7 @@ def recorded_id(start: Mapping[str, Any]) -> str:
 
 
 def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The values that are not the defaults of a dataclass, mappings of nested dataclasses included."""
+    """Returns the values that differ from a dataclass's defaults, including those of nested dataclasses."""
     found = dict(values)
     for field in dataclasses.fields(kind):
         if field.name not in found:
@@ -59,7 +59,7 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
         elif default is dataclasses.MISSING:
             continue
         if field.metadata.get("files"):
-            # Where they lie does not matter: the config's inputs have a digest of what they hold.
+            # Their location does not matter: the config's inputs have a digest of their contents.
             del found[field.name]
             continue
         value = found[field.name]
@@ -74,6 +74,6 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
 def _pattern(fields: Mapping[str, Any]) -> dict[str, Any]:
     found = differing(fields, AttentionPattern)
     if not fields.get("num_sinks"):
-        # How sinks are seen changes nothing where there are none, whatever the default of the day.
+        # Without sinks, their position has no effect, whatever the current default.
         found = {k: v for k, v in found.items() if k not in ("sink_position", "sink_ceiling")}
     return found

@@ -1,4 +1,4 @@
-"""`ksana inspect`: one trial of an experiment with its memory watched, as numbers, pictures and a list of blocks."""
+"""`ksana inspect`: runs one trial and shows its memory as numbers, pictures and a list of blocks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ FILES = "pool.png, pool.pdf, pool.json, pool.npz, blocks.txt"
 
 
 class Moment:
-    """Keeps the snapshot of one step: of a given one, or of a step whose pool was as good as fullest.
+    """Keeps the snapshot of one step: a given one, or one at which the pool was nearly fullest.
 
     Args:
-      step: counted from 1; None looks for the fullest, to within a tenth: a snapshot of each fuller step would take
-        longer than the steps.
+      step: counted from 1; None takes the fullest to within a tenth, because a snapshot of every fuller step would take
+        longer than the steps themselves.
     """
 
     def __init__(self, trace: PoolTrace, step: int | None = None):
@@ -46,7 +46,7 @@ class Moment:
     snapshot: Snapshot | None
 
     def observe(self, engine: Engine) -> None:
-        """Looks at the step that the trace has just seen."""
+        """Takes a snapshot of the step that the trace has just recorded, if it is the one to keep."""
         now, held = self._trace.num_steps, engine.memory.blocks.num_used
         if now == 1:
             self.step, self.snapshot, self._most = 0, None, 0
@@ -56,7 +56,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Inspected:
-    """What was seen. numbers: plain values, see `numbers_of`."""
+    """The result of an inspection. numbers: plain values, see `numbers_of`."""
 
     trial: Trial
     numbers: dict[str, Any]
@@ -67,13 +67,13 @@ class Inspected:
 def inspect(plan: Plan, row: int = 1, step: int | None = None, make_llm: Callable[..., LLM] | None = None) -> Inspected:
     """Runs the first trial of one row of a plan.
 
-    A task that times several runs clears the engine's records before each: what is seen is the last one.
+    A task that times several runs clears the engine's records before each, so the result shows the last run.
 
     Args:
       row: counted from 1. step: see `Moment`. make_llm: see `run.run`.
 
     Raises:
-      ConfigError: there is no such row or step, or the trial took no step.
+      ConfigError: there is no such row or step, or the engine took no step.
     """
     if not 1 <= row <= len(plan.rows):
         raise ConfigError(f"row is {row}, {plan.name} has rows 1 to {len(plan.rows)}")
@@ -87,21 +87,22 @@ def inspect(plan: Plan, row: int = 1, step: int | None = None, make_llm: Callabl
     task = task_named(trial.config["task"])
     measurements = list(task.run(Context(trial, pool, lambda fraction: None)))
     if not trace.num_steps:
-        raise ConfigError(f"{trial.label}: the engine took no step, so there is nothing to see")
+        raise ConfigError(f"{trial.label}: the engine took no step, so there is nothing to show")
     if moment.snapshot is None and step is not None:
         raise ConfigError(f"step is {step}, {trial.label} took steps 1 to {trace.num_steps}")
     return Inspected(trial, numbers_of(llm, trace) | {"task": task.summarise(measurements)}, trace, moment)
 
 
 def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
-    """What a trace says, as plain values; parts are of 1, means are over steps.
+    """Summarises a trace as plain values; means are over steps.
 
-    utilisation: of the device's blocks, the part held; its mean after steps, its most during one. host_utilisation.
-    fragmentation: of the slots held, the part without a token (waste in last blocks).
-    peak_blocks, peak_unshared_blocks: most held, and most that would be if each sequence had its own.
-    shared_saving: the part of the latter that sharing saves, over all steps.
-    hit_rate: of the prompts' tokens, the part that was cached; hit_blocks: where.
-    blocks_by_origin: blocks that rows have come by, see `kv.state.Origin`.
+    utilisation, peak_utilisation: fraction of the device's blocks held, mean after steps and maximum during a step.
+    host_utilisation: fraction of the host's slots held.
+    fragmentation: fraction of the held slots without a token (unused space in last blocks).
+    peak_blocks, peak_unshared_blocks: maximum held, and maximum that sequences would hold without sharing.
+    shared_saving: fraction of the unshared blocks that sharing saves, over all steps.
+    hit_rate: fraction of the prompts' tokens found in the cache. hit_blocks: hits by tier.
+    blocks_by_origin: blocks that rows obtained, see `kv.state.Origin`.
     """
     records, columns, counters = llm.records, trace.columns, trace.counters
     device = [c.pools["device"] for c in columns]
@@ -133,7 +134,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
 
 
 def write(seen: Inspected, folder: Path) -> None:
-    """Writes FILES."""
+    """Writes the files named in FILES."""
     folder.mkdir(parents=True, exist_ok=True)
     columns, moment = seen.trace.columns, seen.moment
     drawn = figures.render(lambda figure: pool_figure.draw(figure, columns), FIGURE_INCHES)
@@ -170,7 +171,7 @@ def write(seen: Inspected, folder: Path) -> None:
 def inspect_and_show(
     file: Path, overrides: Sequence[str], out: Path | None, row: int, step: int | None, as_json: bool
 ) -> None:
-    """Inspects one trial of an experiment file, writes FILES and prints the numbers."""
+    """Inspects one trial of an experiment file, writes the files named in FILES and prints the numbers."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -195,7 +196,7 @@ def inspect_and_show(
 
 
 def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
-    """Numbers with names and units, in lines."""
+    """Returns (name, value with unit) lines for the terminal."""
     n = numbers
 
     def parts(found: dict[str, int], write: Callable[[int], str] = "{:,}".format) -> str:

@@ -1,4 +1,4 @@
-"""What an experiment needs to know of a model before it is loaded: where it is, its context, its digest. No jax."""
+"""Looks up a model's directory, training context, tokenizer and digest without loading it. No jax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLE_BYTES = 2**20
 
 
 def model_dir(model: str) -> Path:
-    """The directory of a model given by path or by the name of a shipped one.
+    """Returns the directory of a model, given by path or by the name of a shipped model.
 
     Raises:
       FileNotFoundError: there is neither.
@@ -31,7 +31,7 @@ def model_dir(model: str) -> Path:
 
 @functools.cache
 def training_context(model: str) -> int:
-    """Tokens of the context that the model was trained for, from its config.json."""
+    """Returns the context length in tokens that the model was trained for, from its config.json."""
     path, config = _config(model)
     context: Any = config.get("max_position_embeddings")
     if problem := checks.integer("max_position_embeddings", context):
@@ -41,14 +41,14 @@ def training_context(model: str) -> int:
 
 @functools.cache
 def num_layers(model: str) -> int | None:
-    """Layers of the model, from its config.json; None where that does not say."""
+    """Returns the model's number of layers from its config.json; None if it has none."""
     count = _config(model)[1].get("num_hidden_layers")
     return count if isinstance(count, int) else None
 
 
 @functools.cache
 def tokenizer_of(model: str) -> Any:
-    """The tokenizer in a model's directory; None where there is none."""
+    """Loads the tokenizer in a model's directory; None if there is none."""
     from ksana_jax.tokenizers import load_tokenizer
 
     path = model_dir(model)
@@ -70,9 +70,9 @@ def _config(model: str) -> tuple[Path, dict[str, Any]]:
 
 @functools.cache
 def fingerprint(model: str, load_format: str = "auto") -> dict[str, str]:
-    """{"model": digest} of a model's files: config and tokenizer whole, weights by size, first and last MiB.
+    """Returns {"model": digest} of a model's files: config and tokenizer in full, weights by size, first and last MiB.
 
-    A model that was trained further is another model: its trials run again.
+    After further training, the digest differs, so the model's trials run again.
     """
     digest = hashlib.sha256()
     weights = (".safetensors",)

@@ -1,8 +1,8 @@
-"""Which differences between rows are beyond the noise. Knows values and what they were measured on, no tasks.
+"""Decides which differences between rows exceed the noise. Knows values and their samples, no tasks.
 
-The rule, in tables and sentences alike: two rows differ when their means are more than two standard deviations apart.
-Where both measured the same samples (texts), the deviation is that of their differences on them, which leaves out what
-the samples have in common; otherwise it is pooled over both rows. One value has no deviation: nothing is resolved then.
+The rule for tables and sentences: two rows differ if their means are more than two standard deviations apart. If both
+measured the same samples (texts), the deviation is that of their differences on each sample, which removes variation
+between samples; otherwise it is pooled over both rows. A single value has no deviation, so nothing is resolved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_DEVIATIONS = 2
 
 
 def differ(a: ResultRow, b: ResultRow, key: str) -> bool:
-    """Whether the means of two rows are further apart than the noise."""
+    """Whether the means of two rows differ by more than the noise."""
     if differences := paired_differences(a, b, key):
         return abs(statistics.fmean(differences)) > NUM_DEVIATIONS * statistics.stdev(differences)
     deviations, means = (a.sd(key), b.sd(key)), (a.mean(key), b.mean(key))
@@ -28,7 +28,7 @@ def differ(a: ResultRow, b: ResultRow, key: str) -> bool:
 
 
 def paired_differences(a: ResultRow, b: ResultRow, key: str) -> list[float]:
-    """a's values less b's on the same samples; empty unless both have the same ones, two or more."""
+    """Returns a's values minus b's on the same samples; empty unless both have the same two or more samples."""
     mine, theirs = (dict(zip(r.samples.get(key, ()), r.values.get(key, ()), strict=False)) for r in (a, b))
     if len(mine) < 2 or None in mine or mine.keys() != theirs.keys():
         return []
@@ -36,9 +36,9 @@ def paired_differences(a: ResultRow, b: ResultRow, key: str) -> list[float]:
 
 
 def leaders(rows: Sequence[ResultRow], column: Column) -> list[ResultRow]:
-    """The rows whose value is set in bold: the best, and any that reads the same, if all others differ from it.
+    """Returns the rows whose value is set in bold: the best and any displayed equally, if all others differ from it.
 
-    Of counts that repeat exactly any difference that can be read counts.
+    For exact counts, any displayed difference suffices.
     """
     measured = [r for r in rows if r.mean(column.key) is not None]
     if column.best is None or not measured:
@@ -55,7 +55,7 @@ def leaders(rows: Sequence[ResultRow], column: Column) -> list[ResultRow]:
 
 
 def notes(rows: Sequence[ResultRow], columns: Iterable[Column]) -> list[str]:
-    """How the table's bold numbers are to be read, in a sentence."""
+    """Explains the table's bold numbers."""
     compared = [c for c in columns if c.best and not c.exact]
     measured = {c.key: [r for r in rows if r.mean(c.key) is not None] for c in compared}
     several = [key for key, found in measured.items() if len(found) > 1]
@@ -63,17 +63,17 @@ def notes(rows: Sequence[ResultRow], columns: Iterable[Column]) -> list[str]:
         return []
     single = [key for key in several if all(len(r.values[key]) == 1 for r in measured[key])]
     if len(single) == len(several):
-        return ["Not resolved: one run each. What is bold are exact counts."]
+        return ["Not resolved: one run each. Only exact counts are bold."]
     said = f"Bold: best by more than {NUM_DEVIATIONS} standard deviations"
     pairs = ((a, b, key) for key in several for a in measured[key] for b in measured[key] if a is not b)
     if any(paired_differences(*pair) for pair in pairs):
-        said += "; where rows saw the same texts, those of their differences on each"
+        said += "; if rows scored the same texts, of their differences on each text"
     titles = [c.title for c in compared if c.key in single]
-    return [said + ".", *[f"Not resolved, of one run each: {'; '.join(titles)}."] * bool(titles)]
+    return [said + ".", *[f"Not resolved, one run each: {'; '.join(titles)}."] * bool(titles)]
 
 
 def doubt(a: ResultRow, b: ResultRow, key: str) -> str:
-    """What a sentence that compares two rows has to add: nothing where they differ beyond the noise."""
+    """Returns the caveat for a sentence that compares two rows; empty if they differ beyond the noise."""
     if differ(a, b, key):
         return ""
     if min(len(r.values.get(key, ())) for r in (a, b)) < 2:

@@ -1,4 +1,4 @@
-"""A pool over time: who owns which block after each step, how full it is, and what was moved. Knows no engine."""
+"""Draws a pool over time: owners of blocks after each step, utilisation, and bytes moved. Knows no engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDEST = 1200  # steps that a picture resolves
+_WIDEST = 1200  # maximum number of steps in a picture
 _STATES = {FREE: "#FFFFFF", CACHED: "#C8C8C8", BUSY: "#7F7F7F"}
 _SHARED = 0.5  # of a colour's brightness
 
 
 def palette() -> np.ndarray:
-    """[colours, 3] of requests, in turn: six hues, then the same ones pale."""
+    """Returns the colours [colours, 3] that requests take in turn: six hues, then their pale versions."""
     from matplotlib.colors import to_rgb
 
     hues = np.array([to_rgb(c) for c in COLOURS[1:]])
@@ -28,10 +28,10 @@ def palette() -> np.ndarray:
 
 
 def image(columns: Sequence[Column], tier: str, by_owner: bool = False) -> np.ndarray:
-    """[blocks, steps, 3]: block ids upwards, as far as any was ever in use; at most _WIDEST steps, evenly spaced.
+    """Returns an image [blocks, steps, 3], block ids upwards to the highest ever used, at most _WIDEST steps.
 
     Args:
-      by_owner: blocks of a step in the order of requests, then cached ones, instead of ids.
+      by_owner: order the blocks of a step by request, then cached ones, instead of by id.
     """
     from matplotlib.colors import to_rgb
 
@@ -102,7 +102,7 @@ def _moves(axes: Axes, steps: list[int], moved: dict[str, np.ndarray]) -> None:
 
 
 def _legend_above(axes: Axes) -> None:
-    # Over the lines it would hide them, wherever it stood.
+    # Placed over the lines, it would hide them.
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 0.95), ncols=3, handlelength=1.8, columnspacing=1.0)
 
 

@@ -1,4 +1,4 @@
-"""What a user sees of a run while it goes on: a bar on a terminal, elsewhere a line for each trial that has ended."""
+"""Shows the progress of a run: a bar on a terminal, elsewhere one line per finished trial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ksana_jax.experiments.tasks.results import ResultRow
 
 
 class Callbacks(TypedDict, total=False):
-    """Arguments of `run.run`."""
+    """Callback arguments of `run.run`."""
 
     on_progress: Callable[[int, int, str, float], None]
     on_end: Callable[[Ended], None]
@@ -26,7 +26,7 @@ class Callbacks(TypedDict, total=False):
 
 @contextlib.contextmanager
 def shown(console: Console) -> Iterator[Callbacks]:
-    """Shows a run on a console while the context lasts. Gives the callbacks of `run.run`."""
+    """Shows a run on a console while the context is open; yields the callbacks for `run.run`."""
     if not console.is_terminal:
         yield {"on_end": Lines(console)}
         return
@@ -45,7 +45,7 @@ def shown(console: Console) -> Iterator[Callbacks]:
         def on_progress(done: int, total: int, label: str, fraction: float) -> None:
             nonlocal started
             if not started:
-                # Trials that were found done took no time, and say nothing of how long the others take.
+                # Trials skipped as done took no time, and say nothing about the duration of the others.
                 progress.reset(bar, completed=done, total=total)
                 started = True
             progress.update(bar, completed=done + fraction, description=escape(label))
@@ -76,8 +76,8 @@ class Lines:
 
 
 def _headline(ended: Ended) -> str:
-    """Title and value of the column that says most of a trial."""
-    # A line of a log is no reason to end a run: the report says what is wrong with a summary.
+    """Returns title and value of the task's headline column."""
+    # A log line must not end a run; the report shows what is wrong with a summary.
     with contextlib.suppress(Exception):
         task = task_named(ended.trial.config["task"])
         numbers: dict[str, Any] = {k: [v] for k, v in task.summarise(ended.measurements).items() if math.isfinite(v)}
@@ -89,7 +89,7 @@ def _headline(ended: Ended) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with one digit below a minute, whole minutes below an hour, hours and minutes beyond."""
+    """Formats a duration: seconds with one decimal below a minute, minutes below an hour, else hours and minutes."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes = max(round(seconds / 60), 1)

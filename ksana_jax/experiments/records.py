@@ -1,17 +1,18 @@
-"""What a run writes: append-only JSON lines, one a measurement, flushed at once; and how they are read back. No jax.
+"""Writes and reads the records of a run: append-only JSON lines, one per measurement, flushed at once. No jax.
 
 Kinds of line, each with "schema_version" and "kind":
 
-  plan         name, title, task and rows of the experiment, whenever it differs from the last one written
+  plan         name, title, task and rows of the experiment; written whenever it differs from the last one
   start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
   measurement  one number or curve of the trial that began last
-  done         the trial is complete, with num_measurements lines; lines of a trial without it count for nothing
-  failed       the trial raised: "error" says what
+  done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored
+  failed       the trial raised an exception; "error" holds its text
 
-Reading tolerates what leaves no doubt about the results: a `start` without an end (a run was killed), a second `done`
-or `failed` (the first `done` of a trial counts), a `failed` without a `start`. All else is refused with its line: a
-measurement or a first `done` outside a `start` (of which attempt?), a count that differs (lines were lost or doubled),
-a field that is missing or of another type. Deleting the `done` line of such a trial has `ksana run` measure it again.
+Reading tolerates irregularities that leave the results unambiguous: a `start` without an end (a run was killed), a
+second `done` or `failed` (the first `done` of a trial counts), a `failed` without a `start`. Anything else is rejected
+with its line: a measurement or a first `done` outside a `start` (of which attempt?), a count that differs (lines were
+lost or duplicated), a field that is missing or of another type. To have `ksana run` measure such a trial again, delete
+its `done` line.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SCHEMA_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count`, counted from 1: the trials whose place in the plan is index - 1 modulo count."""
+    """Part `index` of `count`, counted from 1: the trials whose index in the plan is index - 1 modulo count."""
 
     index: int = 1
     count: int = 1
@@ -55,7 +56,7 @@ class Shard:
 
     @property
     def suffix(self) -> str:
-        """Of this shard's file names; the whole has none."""
+        """Suffix of this shard's file names; empty if there is only one shard."""
         return "" if self.count == 1 else f".{self.index}-of-{self.count}"
 
 
@@ -64,12 +65,11 @@ WHOLE = Shard()
 
 @dataclasses.dataclass
 class Records:
-    """What an output folder holds, by today's trial ids; see `identity`.
+    """The records of an output folder, by current trial ids; see `identity`.
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
-    record of that measurement}. failed: {trial id: error} of
-    trials whose last attempt raised. num_at_once: most shards that measured on one machine at the same time, as far as
-    the records tell.
+    record of those measurements}. failed: {trial id: error} of trials whose last attempt failed.
+    num_at_once: maximum number of shards that measured on one machine at the same time, according to the records.
     """
 
     plan: dict[str, Any] | None = None
@@ -80,11 +80,11 @@ class Records:
 
 
 def read(folder: Path) -> Records:
-    """All records of a folder, of all its shards.
+    """Reads all records of a folder, from all its shards.
 
     Raises:
       FileNotFoundError: the folder has none.
-      ConfigError: a line is not a record, or is out of place; with file and line number. See the module.
+      ConfigError: a line is not a record, or is out of place; names file and line. See the module's docstring.
     """
     files = sorted(folder.glob("records*.jsonl"))
     if not files:
@@ -102,10 +102,10 @@ _Span = tuple[str, float, float]  # machine, and when a trial began and ended on
 
 
 def _most_at_once(spans: list[_Span]) -> int:
-    """Most spans of one machine that overlap."""
+    """Returns the maximum number of overlapping spans on one machine."""
     most = 1
     for machine in {span[0] for span in spans}:
-        # Where one ends as another begins they do not overlap: -1 sorts first.
+        # Spans that touch do not overlap, because -1 sorts first.
         events = [(t, step) for m, begin, end in spans if m == machine for t, step in ((begin, 1), (end, -1))]
         most = max([most, *itertools.accumulate(step for _, step in sorted(events))])
     return most
@@ -121,7 +121,7 @@ def _span(start: dict[str, Any], done: dict[str, Any]) -> list[_Span]:
 
 
 def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]:
-    """Adds what a file holds to the records, and to ids the trials it starts: {id in the file: today's id}."""
+    """Adds a file's records, and adds the trials that it starts to ids: {id in the file: current id}."""
     opened: dict[str, list[dict[str, Any]]] = {}
     starts: dict[str, dict[str, Any]] = {}
     spans: list[_Span] = []
@@ -176,12 +176,12 @@ _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, 
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE line N", record) of each line, its kind known and its fields of the right types."""
+    """Yields ("FILE line N", record) for each line, with kind and field types checked."""
     for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
         where = f"{path} line {number}"
         if not line.endswith(b"\n"):
             # A run was killed within this line, or is writing it now.
-            warnings.warn(f"{path}: the last line is torn and left out ({len(line)} bytes)", stacklevel=4)
+            warnings.warn(f"{path}: the last line is incomplete and ignored ({len(line)} bytes)", stacklevel=4)
             return
         try:
             record = json.loads(line)
@@ -219,10 +219,10 @@ def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ..
 
 
 class RecordFile:
-    """Appends records to one file. Opening it cuts off a torn last line, with a warning.
+    """Appends records to one file. Opening it removes an incomplete last line, with a warning.
 
     Raises:
-      ConfigError: there is a link, a FIFO or the like of that name.
+      ConfigError: a link, a FIFO or the like has this name.
     """
 
     def __init__(self, path: Path):
@@ -231,11 +231,11 @@ class RecordFile:
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            warnings.warn(f"{path}: dropped a torn last line ({len(content) - whole} bytes)", stacklevel=2)
+            warnings.warn(f"{path}: removed an incomplete last line ({len(content) - whole} bytes)", stacklevel=2)
             self._file.truncate(whole)
 
     def append(self, kind: str, **fields: Any) -> None:
-        """Writes one record and hands it to the operating system, so that killing this process cannot lose it."""
+        """Writes and flushes one record, so that killing this process cannot lose it."""
         line = json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
@@ -248,10 +248,10 @@ class RecordFile:
 
 @contextlib.contextmanager
 def locked(folder: Path, shard: Shard) -> Iterator[None]:
-    """Holds a folder for one run; different shards share it. The kernel lets go when the process ends, however it ends.
+    """Locks a folder for one run; different shards share it. The kernel releases the lock when the process ends.
 
     Raises:
-      ConfigError: another run holds it, with its pid, or a lock file is no plain file.
+      ConfigError: another run holds the lock (with its pid), or a lock file is not a plain file.
     """
     with contextlib.ExitStack() as held:
         held.callback(_lock(folder / ".lock", shared=shard.count > 1).release)

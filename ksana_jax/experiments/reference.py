@@ -1,4 +1,4 @@
-"""The reference of experiment files, made from the dataclasses that read them: `ksana tasks` and `docs/yaml.md`."""
+"""Generates the reference of experiment files from their dataclasses, for `ksana tasks` and `docs/yaml.md`."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class Field(NamedTuple):
 
 
 def fields_of(cls: type) -> list[Field]:
-    """The fields of a dataclass with what its docstring says of each."""
+    """Returns the fields of a dataclass with their descriptions from its docstring."""
     fields = dataclasses.fields(cls)
     meanings = _meanings(inspect.getdoc(cls) or "", [f.name for f in fields])
     return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in fields]
 
 
 def summary(name: str) -> str:
-    """The first sentence about a task: of its module, or of its class where that says more than "See the module"."""
+    """Returns the first paragraph of a task's docstring: its class's, or its module's if the class refers to that."""
     task = type(task_named(name))
     docs = [inspect.getdoc(task) or "", inspect.getdoc(sys.modules[task.__module__]) or ""]
     return next((d.partition("\n\n")[0].replace("\n", " ") for d in docs if d and "See the module" not in d), "")
 
 
 def markdown() -> str:
-    """The whole of docs/yaml.md."""
+    """Returns docs/yaml.md."""
     presets = "\n".join(f"- `{name}`: `{json.dumps(fields)}`" for name, fields in PRESETS.items())
     parts = [
         INTRODUCTION,
@@ -100,7 +100,7 @@ def _cell(text: str) -> str:
 
 
 def _meanings(docstring: str, names: list[str]) -> dict[str, str]:
-    """{field: text} from lines "name: text" or "name, name: text", which go on until the next such line or a blank."""
+    """Parses {field: text} from lines "name: text" or "name, name: text", continued to the next such or blank line."""
     found: dict[str, str] = {}
     current: tuple[str, ...] = ()
     for line in docstring.splitlines():

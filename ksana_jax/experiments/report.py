@@ -1,4 +1,4 @@
-"""Tables, a figure and one sentence, made from the records of a folder and nothing else."""
+"""Generates tables, a figure and a summary sentence from the records of a folder alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIGURE_INCHES = 3.9
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a folder's records say. failed: {trial id: error}."""
+    """The report of one or more folders. failed: {trial id: error}."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ def report(folder: Path) -> Report:
 
     Raises:
       FileNotFoundError: the folder has no records.
-      ConfigError: the records name no plan, are not records, or are not those of the plan's task.
+      ConfigError: the records contain no plan, are not valid records, or are not those of the plan's task.
     """
     made = read_report(folder)
     write_tables(made, folder)
@@ -48,7 +48,7 @@ def report(folder: Path) -> Report:
 
 
 def read_report(folder: Path) -> Report:
-    """What a folder's records say, before anything is written."""
+    """Returns the report of a folder's records; writes nothing."""
     records = read(folder)
     if records.plan is None:
         raise ConfigError(f"{folder}: the records name no experiment")
@@ -61,14 +61,14 @@ def read_report(folder: Path) -> Report:
 def of_rows(
     name: str, title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
 ) -> Report:
-    """The report of rows with notes of how they came about; those of their numbers follow."""
+    """Returns the report of rows, with the given notes followed by those on the numbers."""
     columns = task.columns(rows)
     said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
     return Report(name, title or name, task, rows, columns, said, task.reading(rows), failed)
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
-    """Writes table.md, table.csv and table.tex and returns these names."""
+    """Writes table.md, table.csv and table.tex; returns these names."""
     notes = [made.reading, *made.notes] if made.reading else made.notes
     files = {
         "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
@@ -81,11 +81,11 @@ def write_tables(made: Report, folder: Path) -> list[str]:
 
 
 def draw(made: Report, folder: Path) -> list[str]:
-    """Draws figure.png and figure.pdf, returns these names. A failure is a warning, and an older figure is removed."""
+    """Draws figure.png and figure.pdf; returns these names. A failure gives a warning and removes an older figure."""
     try:
         files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
     except Exception as error:
-        # A figure of other numbers would stand next to the new table.
+        # An old figure with other numbers must not remain next to the new table.
         for kind in figures.KINDS:
             (folder / f"figure.{kind}").unlink(missing_ok=True)
         warnings.warn(f"figure not drawn: {type(error).__name__}: {' '.join(str(error).split())}", stacklevel=2)
@@ -96,7 +96,7 @@ def draw(made: Report, folder: Path) -> list[str]:
 
 
 def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
-    """The plan's rows with what has been measured so far."""
+    """Returns the plan's rows with the measurements so far."""
     assert records.plan is not None
     rows = []
     for row in records.plan["rows"]:
@@ -113,7 +113,7 @@ def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
 
 @dataclasses.dataclass(frozen=True)
 class _Own:
-    """The sample of a trial that shares it with no other."""
+    """The sample of a trial that shares its sample with no other trial."""
 
     trial: str
 
@@ -121,15 +121,15 @@ class _Own:
 def summary(
     task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]
 ) -> list[tuple[str, float, Hashable | None]]:
-    """(key, value, what it was measured on) of each finite number of a trial."""
+    """Returns (key, value, sample) of each finite number of a trial."""
     try:
         found = {k: v for k, v in task.summarise(measurements).items() if math.isfinite(v)}
         return [(key, value, task.sample(key, measurements)) for key, value in found.items()]
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        # Measurements are what a file holds: what a task cannot read of them, it did not write.
+        # Measurements come from a file; if a task cannot read them, it did not write them.
         raise ConfigError(
-            f"the measurements of trial {trial} are not what task {name!r} writes: {type(error).__name__}: {error}; "
-            "without its `done` line in the records `ksana run` measures it again"
+            f"the measurements of trial {trial} are not those of task {name!r}: {type(error).__name__}: {error}; "
+            "delete its `done` line in the records, and `ksana run` measures it again"
         ) from error
 
 
@@ -142,6 +142,4 @@ def _shared_note(records: Records, rows: list[ResultRow]) -> list[str]:
     is_time = any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values)
     if records.num_at_once < 2 or not is_time:
         return []
-    return [
-        f"Up to {records.num_at_once} shards ran on one machine at the same time: times and speeds are of a part of it."
-    ]
+    return [f"Up to {records.num_at_once} shards shared one machine at the same time, which affects times and speeds."]

@@ -1,4 +1,4 @@
-"""Runs the trials of a plan, one after another, skipping those that are done. Safe to kill at any moment."""
+"""Runs the trials of a plan one after another, skipping finished ones. Safe to kill at any time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call of `run` did, in trials. failed: {label and seed: error}."""
+    """Counts the trials that a call of `run` skipped, finished and failed. failed: {label and seed: error}."""
 
     num_done: int
     num_skipped: int
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A trial that has just been done, or has failed with an error. num_ended: of num_trials, with those found done."""
+    """A trial that has just finished, or failed with an error. num_ended: of num_trials, including skipped ones."""
 
     trial: Trial
     seconds: float
@@ -47,7 +47,7 @@ class Ended:
 
 
 class EnginePool:
-    """Keeps the engine used last: trials that differ in nothing but the pattern take it over."""
+    """Keeps the last engine, for reuse by trials that differ only in the attention pattern."""
 
     def __init__(self, plan: Plan, make_llm: Callable[..., LLM] | None = None):
         self._plan = plan
@@ -56,12 +56,12 @@ class EnginePool:
         self._llm: LLM | None = None
 
     def drop(self) -> None:
-        """Lets the engine go: a trial failed on it, and what that left behind is nothing for the next one."""
+        """Drops the engine after a trial failed on it, so that the next trial gets a clean one."""
         self._llm, self._key = None, None
-        gc.collect()  # the old pool of blocks goes before a new one comes
+        gc.collect()  # frees the old pool before a new one is allocated
 
     def get(self, trial: Trial) -> LLM:
-        """The trial's engine, idle, its pattern set and its step records empty."""
+        """Returns the trial's engine, idle, with its pattern set and its step records cleared."""
         patterns = patterns_of(trial.config)
         if self._llm is None or self._key != trial.engine_key:
             self.drop()
@@ -86,12 +86,12 @@ class EnginePool:
 
 @dataclasses.dataclass
 class Context:
-    """See `tasks.base.TrialContext`."""
+    """Implements `tasks.base.TrialContext` for a trial of a run."""
 
     trial: Trial
     pool: EnginePool
     report_progress: Callable[[float], None]
-    folder: Path | None = None  # of the records; None keeps no arrays
+    folder: Path | None = None  # the records' folder; None saves no arrays
 
     def progress(self, fraction: float) -> None:
         self.report_progress(fraction)
@@ -128,14 +128,14 @@ def run(
     """Runs this shard's trials of a plan into a folder and returns what happened.
 
     Args:
-      folder: made if need be; trials found done in it are skipped, whichever shard did them.
-      make_llm: called as `LLM`; tests hand in a fake.
-      on_progress: called with trials done, trials in all, the current label and how much of it is done.
+      folder: created if necessary; trials finished in it are skipped, whichever shard ran them.
+      make_llm: called like `LLM`; tests pass a fake.
+      on_progress: called with (trials done, trials in total, current label, fraction of the current trial done).
       on_end: called after each trial that ran.
-      debug: let a trial's error through; otherwise it is recorded, and the other trials go on.
+      debug: re-raise a trial's error; otherwise the error is recorded, and the other trials continue.
 
     Raises:
-      ConfigError: another run uses the folder, or a link or a FIFO stands there in place of a file.
+      ConfigError: another run uses the folder, or it has a link or FIFO in place of a file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, shard):
@@ -179,7 +179,7 @@ class _Progress:
 
 
 def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: list[dict[str, Any]]) -> None:
-    """Writes a trial's records, and adds its measurements to the list."""
+    """Runs a trial, writes its records, and adds its measurements to the list."""
     file.append(
         "start",
         trial=trial.id,
@@ -198,7 +198,7 @@ def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: l
 
 
 def _by_engine(trials: list[Trial]) -> Iterator[Trial]:
-    """Trials of one engine together, in the plan's order otherwise, so that no engine is built twice."""
+    """Groups trials by engine, otherwise in the plan's order, so that no engine is built twice."""
     order = {key: i for i, key in enumerate(dict.fromkeys(t.engine_key for t in trials))}
     yield from sorted(trials, key=lambda t: order[t.engine_key])
 

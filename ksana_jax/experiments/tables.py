@@ -1,6 +1,6 @@
-"""Result rows as Markdown, CSV, LaTeX (booktabs) and terminal tables. Knows columns and numbers, not what they mean.
+"""Formats result rows as Markdown, CSV, LaTeX (booktabs) and terminal tables. Knows numbers, not their meaning.
 
-Labels are text of the user's: each format escapes what it would take for markup, and a line break becomes a space.
+Labels are user text: each format escapes markup in them, and a line break becomes a space.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MISSING = "—"
 
 
 def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
-    """The table as text: heads, cells, and which cells are best beyond the noise; see `noise.leaders`."""
+    """Returns the table as text: heads, cells, and which cells are best beyond the noise; see `noise.leaders`."""
     labelled = any(r.label for r in rows)
     keys = list(rows[0].point) if rows else []
     heads = ["row"] * labelled + [k.rpartition(".")[2] for k in keys] + [c.title for c in columns]
@@ -58,10 +58,10 @@ def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], n
 def latex(
     title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str], name: str = ""
 ) -> str:
-    """A table environment; needs the booktabs package and nothing else.
+    """Returns a LaTeX table environment, which needs only the booktabs package.
 
     Args:
-      name: of the run; \\ref{tab:NAME} refers to the table.
+      name: name of the run; \\ref{tab:NAME} refers to the table.
     """
     heads, cells, bold = grid(rows, columns)
     num_left = len(heads) - len(columns)
@@ -73,7 +73,7 @@ def latex(
         lines.append(" & ".join(marked) + r" \\")
     caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
-    # What \label cannot hold, such as # and spaces, becomes a hyphen.
+    # Characters that \label cannot contain, such as # and spaces, become hyphens.
     lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
     return "\n".join(lines) + "\n"
 
@@ -112,7 +112,7 @@ def _tex(text: str) -> str:
 
 
 def csv_text(value: Any) -> Any:
-    """Returns a value for a CSV file: text on one line, with an apostrophe before what a spreadsheet would run.
+    """Returns a value for a CSV file: text on one line, with an apostrophe before text that is like a formula.
 
     That is text that begins with = + - or @ (OWASP, "CSV Injection"). Numbers stay numbers.
     """
@@ -123,9 +123,9 @@ def csv_text(value: Any) -> Any:
 
 
 def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str:
-    """Full precision: label, grid, then mean, standard deviation and count of every summary key, shown or not.
+    """Returns CSV in full precision: label, grid, then mean and standard deviation of every summary key, shown or not.
 
-    Labels and values of the grid that look like formulas are quoted; see `csv_text`.
+    Labels and grid values that look like formulas are quoted; see `csv_text`.
     """
     shown = [c.key for c in columns]
     keys = shown + sorted({k for r in rows for k in r.values} - set(shown))
@@ -141,7 +141,7 @@ def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str
 
 
 def terminal(rows: Sequence[ResultRow], columns: Sequence[Column]):
-    """The table for a rich console; heads take two lines where they can."""
+    """Returns the table for a rich console; heads are split over two lines if possible."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

@@ -1,14 +1,14 @@
-"""The texts that a setting names: files, folders, glob patterns and fields of JSON lines. Knows no tokens.
+"""Reads the texts that a setting names: files, folders, glob patterns and fields of JSON lines. Knows no tokens.
 
 An entry of `texts` is
 
   notes.txt            a UTF-8 file
-  corpus               a folder: all files below it but hidden ones
+  corpus               a folder: all files below it, except hidden ones
   corpus/**/*.txt      a pattern: * and ? and [...] within a name, ** for folders
-  data.jsonl#content   of every line, a JSON object, the text in that field; the file may be a pattern too
+  data.jsonl#content   the text in that field of every line, a JSON object; the file may be a pattern too
 
-and none at all stands for the held-out files of the embedded model's corpus. Relative entries of a YAML file start at
-that file's folder, those of an override on the command line at the working directory.
+An empty list stands for the held-out files of the embedded model's corpus. Entries of a YAML file are relative to that
+file's folder, entries of an override on the command line to the working directory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MAGIC = frozenset("*?[")
 
 
 def candidates(entries: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, text) of all that the entries name, in their order, files of a folder or pattern sorted.
+    """Returns (name, text) for all entries, in their order; files of a folder or pattern are sorted.
 
     Raises:
       FileNotFoundError: an entry names no file.
-      ConfigError: a file is not UTF-8 text, or a line of JSON lines has no text in the field.
+      ConfigError: a file is not UTF-8 text, or a line of JSON has no text in the field.
     """
     return list(_candidates(tuple(entries)))
 
 
 def digest(entries: Sequence[str]) -> str:
-    """Of the names and contents of all candidates."""
+    """Returns a digest of the names and contents of all candidates."""
     return _digest(tuple(entries))
 
 
@@ -67,19 +67,19 @@ def _texts(entry: str) -> Iterator[tuple[str, str]]:
         if field is not None:
             yield from _fields(path, name, text, field)
         elif path.suffix == ".jsonl":
-            raise ConfigError(f"settings.texts: of {path} a field is read: write {entry}#FIELD")
+            raise ConfigError(f"settings.texts: {path} needs the name of a field: write {entry}#FIELD")
         else:
             yield name, text
 
 
 def _split(entry: str) -> tuple[str, str | None]:
-    """The file or pattern of an entry, and its field if it has one."""
+    """Splits an entry into its file or pattern, and its field if it has one."""
     path, _, field = entry.rpartition("#")
     return (path, field) if path.endswith(".jsonl") else (entry, None)
 
 
 def _files(entry: str, pattern: str) -> list[tuple[str, Path]]:
-    """Files by name: that of the file, or its path below the folder or below the pattern's fixed part."""
+    """Returns files with their names: the file's name, or its path below the folder or the pattern's fixed part."""
     path = Path(pattern)
     if path.is_file():
         return [(path.name, path)]
@@ -92,8 +92,8 @@ def _files(entry: str, pattern: str) -> list[tuple[str, Path]]:
     if not named:
         kind = "pattern matches no" if fixed < len(parts) else "folder holds no" if path.is_dir() else "no such"
         raise FileNotFoundError(
-            f"settings.texts: {entry}: {kind} text file. Relative entries of a YAML file start at its folder, those of "
-            "an override at the working directory"
+            f"settings.texts: {entry}: {kind} text file. Entries of a YAML file are relative to its folder, those of "
+            "an override to the working directory"
         )
     return named
 
@@ -106,7 +106,7 @@ def _fields(path: Path, name: str, content: str, field: str) -> Iterator[tuple[s
             text = json.loads(line)[field]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"settings.texts: {path} line {number} is no JSON object with a field {field!r}: {line[:60]!r}"
+                f"settings.texts: {path} line {number} is not a JSON object with a field {field!r}: {line[:60]!r}"
             ) from error
         if not isinstance(text, str):
             raise ConfigError(f"settings.texts: {path} line {number}: {field!r} is {text!r:.60}, must be text")

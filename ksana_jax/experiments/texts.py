@@ -1,4 +1,4 @@
-"""Excerpts and prompts of exact length, cut from texts. Knows tokens, not where texts come from."""
+"""Cuts excerpts and prompts of exact length from texts. Knows tokens, not where texts come from."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ksana_jax.experiments.text_files import candidates
 
 @dataclasses.dataclass(frozen=True)
 class Excerpt:
-    """A part of a text. name: of the text and, behind its beginning, of the place; ids: as many as were asked for."""
+    """A part of a text. name: the text's name, with the offset unless it is the beginning. ids: its token ids."""
 
     name: str
     ids: list[int]
 
     @property
     def digest(self) -> str:
-        """Of the tokens: equal for equal excerpts, whatever their texts are called."""
+        """Digest of the tokens, equal for equal excerpts regardless of the names of their texts."""
         return hashlib.sha256(np.array(self.ids, "<i8").tobytes()).hexdigest()[:12]
 
 
 def choose(files: Sequence[str], tokenizer: Any, num_texts: int, num_tokens: int, seed: int) -> list[Excerpt]:
     """Draws excerpts, each of exactly num_tokens tokens with BOS at position 0.
 
-    All excerpts that the texts hold stand in one shuffled list, disjoint from each other: first the beginning of every
-    text, then a random place behind it in each, and so on. Seed s takes the s-th num_texts of them, from the list's
-    start again at its end: seeds 0, 1, 2, ... share nothing for as long as there are texts.
+    All disjoint excerpts of the texts form one shuffled list: first the beginning of every text, then a random later
+    place in each, and so on. Seed s takes the s-th num_texts of them, starting over at the end of the list, so seeds
+    0, 1, 2, ... share nothing until the list is exhausted.
 
     Raises:
-      ConfigError: the texts hold fewer than num_texts, with the numbers.
+      ConfigError: the texts have fewer than num_texts excerpts; gives the numbers.
     """
     texts = candidates(files)
     order = np.random.default_rng(0).permutation(len(texts)).tolist()
@@ -55,10 +55,10 @@ def choose(files: Sequence[str], tokenizer: Any, num_texts: int, num_tokens: int
 
 
 def check_number(files: Sequence[str], tokenizer: Any, number: int, num_tokens: int, setting: str) -> None:
-    """Refuses texts that hold fewer disjoint excerpts than a setting asks for.
+    """Checks that the texts have as many disjoint excerpts as a setting requires.
 
     Raises:
-      ConfigError: with the setting, the tokens that there are, and what they are enough for.
+      ConfigError: they have fewer; gives the setting, the available tokens, and the excerpts that they allow.
     """
     texts, held, sizes = candidates(files), 0, []
     for _, text in texts:
@@ -68,31 +68,31 @@ def check_number(files: Sequence[str], tokenizer: Any, number: int, num_tokens: 
         if held >= number:
             return
     raise ConfigError(
-        f"{setting} is {number}, but the texts hold {held} excerpts of {num_tokens:,} tokens: they have "
-        f"{sum(sizes):,} tokens, the longest {max(sizes, default=0):,}; files: {len(texts)}"
+        f"{setting} is {number}, but the texts have {held} excerpts of {num_tokens:,} tokens: "
+        f"{sum(sizes):,} tokens in total, the longest {max(sizes, default=0):,}; files: {len(texts)}"
     )
 
 
 def check_model(model: str, files: Sequence[str], number: int, num_tokens: int, setting: str) -> None:
-    """As `check_number`, before the model is loaded; says nothing of a model without a tokenizer."""
+    """Does `check_number` before the model is loaded; accepts a model without a tokenizer."""
     if (tokenizer := tokenizer_of(model)) is not None:
         check_number(files, tokenizer, number, num_tokens, setting)
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """What an excerpt begins with: BOS, if the tokenizer has one."""
+    """Returns the ids with which an excerpt begins: BOS, if the tokenizer has one."""
     if tokenizer is None:
-        raise ConfigError("the model has no tokenizer, which texts need")
+        raise ConfigError("texts need a tokenizer, which the model does not have")
     return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
 def _room(tokenizer: Any, num_tokens: int) -> int:
-    """Tokens of a text in an excerpt, what it begins with left out; at least 1."""
+    """Returns the number of text tokens in an excerpt, BOS excluded; at least 1."""
     return max(num_tokens - len(_bos(tokenizer)), 1)
 
 
 def _places(index: int, texts: Sequence[tuple[str, str]], tokenizer: Any, num_tokens: int) -> list[int]:
-    """Where the disjoint excerpts of a text begin, in tokens: its beginning, then random places in random order."""
+    """Returns the token offsets of a text's disjoint excerpts: 0, then random places in random order."""
     size, length = _room(tokenizer, num_tokens), len(_body(tokenizer, texts[index][1]))
     count = length // size
     if count < 2:
@@ -113,13 +113,13 @@ def _body(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def pieces(files: Sequence[str], tokenizer: Any, num_pieces: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Cuts texts, in the order that the seed draws, one after another into prompts.
+    """Cuts texts into prompts, one after another, in an order drawn by the seed.
 
     Returns:
       num_pieces lists of exactly num_tokens token ids, each starting with BOS.
 
     Raises:
-      ConfigError: the texts give fewer, with the numbers.
+      ConfigError: the texts are too short; gives the numbers.
     """
     texts, head = candidates(files), _bos(tokenizer)
     size, step = num_tokens - len(head), _room(tokenizer, num_tokens)

@@ -55,9 +55,9 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants have the same name: a"),
         ({"seeds": []}, "seeds is empty"),
         ({"seeds": [0, -1]}, "seeds has -1, must be integers from 0"),
-        ({"seeds": [3, 3]}, "seeds is [3, 3]: the same seed twice is one measurement"),
+        ({"seeds": [3, 3]}, "seeds is [3, 3], must be distinct"),
         ({"settings": None}, "settings is null, must be a mapping"),
-        ({"seeds": {"0": 1}}, "seeds is a list, of which an item cannot be set by itself"),
+        ({"seeds": {"0": 1}}, "seeds is a list whose items cannot be set separately"),
         ({"grid": [1]}, "grid is [1], must be a mapping"),
         ({"engine": {"policy": "zzz"}}, "policy is 'zzz', must be one of fcfs"),
         ({"engine": {"prefix_replacement": "zzz"}}, "prefix_replacement is 'zzz', must be one of lru"),
@@ -98,7 +98,7 @@ def test_a_name_is_one_path_component(model, name):
 @pytest.mark.parametrize("override", ["seeds[0]=1", "seeds.0=1", "variants[0].name=x"])
 def test_an_item_of_a_list_cannot_be_overridden(model, override):
     given = small(model, seeds=[0, 1], variants=[{"name": "a"}])
-    with pytest.raises(ConfigError, match="is a list, of which an item cannot be set by itself: give all of it"):
+    with pytest.raises(ConfigError, match="is a list whose items cannot be set separately: set the whole list"):
         plan(given, [override])
 
 

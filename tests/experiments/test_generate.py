@@ -50,7 +50,7 @@ def test_prompts_start_with_bos_and_have_the_length_asked_for(measured):
 def test_the_sentence_names_the_smallest_and_of_one_run_no_fastest(measured):
     _, made = measured
     assert "output tokens/s (not resolved: one run each)" in made.reading
-    assert "'sliding' needs least KV" in made.reading
+    assert "'sliding' needs the least KV" in made.reading
     assert "**" not in next(cell for cell in (measured[0] / "table.md").read_text().splitlines() if "| full |" in cell)
 
 

@@ -92,7 +92,7 @@ def test_a_model_without_a_tokenizer_gets_random_tokens():
     [
         ({"method": "greedy"}, "settings.method is 'greedy', must be one of sample, beam"),
         ({"method": "beam", "width": 11}, "settings.width of method beam is 11, must be an integer from 1 to 10"),
-        ({"num_rows": 6}, "settings.num_rows is 6, no multiple of width 4"),
+        ({"num_rows": 6}, "settings.num_rows is 6, must be a multiple of width 4"),
         ({"output_tokens": 0}, "settings.output_tokens is 0, must be an integer from 1"),
     ],
 )

@@ -74,8 +74,8 @@ def test_columns_of_one_run_are_named_where_others_have_more():
     rows = [row("a", speed=[1.0, 2.0], ppl=[3.0]), row("b", speed=[1.0, 2.0], ppl=[4.0])]
     assert noise.notes(rows, [SPEED, PPL]) == [
         "Bold: best by more than 2 standard deviations.",
-        "Not resolved, of one run each: ppl.",
+        "Not resolved, one run each: ppl.",
     ]
     rows = [row("a", speed=[1.0, 2.0], ppl=[3.0], late=[3.0]), row("b", speed=[1.0, 2.0], ppl=[4.0], late=[2.0])]
     late = Column("late", "ppl late", number(2), "min")
-    assert noise.notes(rows, [PPL, SPEED, late])[1:] == ["Not resolved, of one run each: ppl; ppl late."]
+    assert noise.notes(rows, [PPL, SPEED, late])[1:] == ["Not resolved, one run each: ppl; ppl late."]

@@ -98,7 +98,7 @@ def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experimen
     made = reported(experiment(settings=settings, **given), tmp_path / "out", make_llm=make_llm)
     # 15 tokens in blocks of 4.
     assert {r.mean("live_kv_bytes") for r in made.rows} == {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
-    assert any("Texts that fit one step are held whole" in note for note in made.notes)
+    assert any("Texts that fit one step are held completely" in note for note in made.notes)
     if not given:
         assert made.reading == "At positions 0 to 14 'this configuration' has a perplexity of 3.43, with 4 KiB of KV."
     figure = Figure()
@@ -172,7 +172,7 @@ def test_seeds_that_scored_the_same_text_are_one_measurement(experiment, make_ll
     table = (tmp_path / "out/table.md").read_text()
     assert "± 0.00" not in table
     assert "3 seeds scored the same text: counted once." in made.notes
-    assert any(note.startswith("Not resolved, of one run each: ppl") for note in made.notes)
+    assert any(note.startswith("Not resolved, one run each: ppl") for note in made.notes)
     assert "not resolved: one run each" in made.reading
 
 
@@ -225,7 +225,7 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
         ({"settings": {"method": "recompute"}, "pattern": {"window": 8}}, "needs settings.sampled_per_bucket"),
         (
             {"settings": {"method": "recompute", "sampled_per_bucket": 2}, "pattern": {"window": 8, "num_sinks": 1}},
-            "takes a window and no other field",
+            "supports pattern.window and no other field",
         ),
         ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be an integer from 1"),
         ({"settings": {"method": "guess"}}, "settings.method: Invalid value 'guess'"),
@@ -243,7 +243,7 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
     outcome = run(made, tmp_path / "out", make_llm=make_llm)
     (error,) = outcome.failed.values()
     assert error == (
-        "ConfigError: settings.num_texts is 1, but the texts hold 0 excerpts of 1,000 tokens: they have 400 tokens, "
+        "ConfigError: settings.num_texts is 1, but the texts have 0 excerpts of 1,000 tokens: 400 tokens in total, "
         "the longest 400; files: 1"
     )
 
@@ -251,8 +251,8 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"settings": {"num_texts": 7, "num_tokens": 64}}, r"settings\.num_texts is 7, but the texts hold 6 excerpts"),
-        ({"task": "generate", "settings": {"num_prompts": 50}}, r"settings\.num_prompts is 50, but the texts hold 3"),
+        ({"settings": {"num_texts": 7, "num_tokens": 64}}, r"settings\.num_texts is 7, but the texts have 6 excerpts"),
+        ({"task": "generate", "settings": {"num_prompts": 50}}, r"settings\.num_prompts is 50, but the texts have 3"),
         ({"task": "memory_sharing", "settings": {"num_rows": 400}}, r"settings\.num_rows / settings\.width is 100"),
     ],
 )

@@ -108,5 +108,5 @@ def test_a_line_nested_without_end_is_one_error(written):
 def test_measurements_that_the_task_did_not_write_are_refused_with_their_trial(written):
     path, records = written
     rewrite(path, [*records[:3], {**records[3], "value": "many"}, *records[4:]])
-    with pytest.raises(ConfigError, match=f"trial {records[3]['trial']} are not what task 'fake' writes: TypeError"):
+    with pytest.raises(ConfigError, match=f"trial {records[3]['trial']} are not those of task 'fake': TypeError"):
         report(path.parent)

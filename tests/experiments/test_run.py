@@ -67,7 +67,7 @@ def test_a_torn_last_line_is_dropped_with_a_warning_and_its_trial_runs_again(mod
     run(experiment, torn)
     path = torn / "records.jsonl"
     path.write_bytes(path.read_bytes()[:-17])
-    with pytest.warns(UserWarning, match=r"torn last line \(\d+ bytes\)"):
+    with pytest.warns(UserWarning, match=r"incomplete last line \(\d+ bytes\)"):
         outcome = run(experiment, torn)
     assert (outcome.num_done, outcome.num_skipped) == (1, 7)
     assert made_files(torn) == made_files(whole)
@@ -83,7 +83,7 @@ def test_records_cut_anywhere_resume_to_the_same_table(model, tmp_path):
         folder.mkdir()
         (folder / "records.jsonl").write_bytes(content[:cut])
         torn = not content[:cut].endswith(b"\n") and cut > 0
-        with pytest.warns(UserWarning, match="torn") if torn else contextlib.nullcontext():
+        with pytest.warns(UserWarning, match="incomplete") if torn else contextlib.nullcontext():
             run(experiment, folder)
         assert made_files(folder) == expected
 
@@ -159,7 +159,7 @@ def test_shards_that_shared_a_machine_are_noted_where_speed_was_measured(model, 
         if "time" in line:
             line["time"] += begins[0] - begins[1]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert notes() == ["Up to 2 shards ran on one machine at the same time: times and speeds are of a part of it."]
+    assert notes() == ["Up to 2 shards shared one machine at the same time, which affects times and speeds."]
     path.write_text(path.read_text().replace('"machine": "a"', '"machine": "b"'))
     assert notes() == []
 

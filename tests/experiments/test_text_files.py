@@ -56,9 +56,9 @@ def test_a_name_with_a_number_sign_is_a_file(corpus):
         ("*.rst", "settings.texts: FOLDER/*.rst: pattern matches no text file"),
         (
             "deep/data.jsonl",
-            "settings.texts: of FOLDER/deep/data.jsonl a field is read: write FOLDER/deep/data",
+            "settings.texts: FOLDER/deep/data.jsonl needs the name of a field: write FOLDER/deep/data",
         ),
-        ("deep/data.jsonl#text", "FOLDER/deep/data.jsonl line 1 is no JSON object with a field 'text'"),
+        ("deep/data.jsonl#text", "FOLDER/deep/data.jsonl line 1 is not a JSON object with a field 'text'"),
         ("deep/data.jsonl#id", "FOLDER/deep/data.jsonl line 1: 'id' is 1, must be text"),
         ("binary.txt", "settings.texts: FOLDER/binary.txt is not UTF-8 text"),
         ("empty", "settings.texts: FOLDER/empty: folder holds no text file"),

@@ -1,4 +1,4 @@
-"""What can be measured: one file a task, one line in TASKS; or a class of the user's own, as "package.module:Class"."""
+"""Tasks, the kinds of measurement: one file and one entry in TASKS each, or a custom class "package.module:Class"."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TASKS: dict[str, str] = {
 
 
 def task_named(name: str) -> BaseTask:
-    """The task of that name, or of the class that "package.module:Class" names.
+    """Returns the task with this name, or an instance of "package.module:Class".
 
     Raises:
-      ConfigError: there is none, with the nearest name; or the class is no `BaseTask`, or lacks a part of one.
+      ConfigError: there is no such task (the nearest is named), the class is not a `BaseTask`, or it is incomplete.
     """
     if name not in TASKS and ":" not in name:
         raise ConfigError(

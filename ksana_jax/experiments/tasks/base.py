@@ -1,4 +1,4 @@
-"""What a task is: settings, a run that yields measurements, and how they become a table and a figure."""
+"""The interface of tasks: settings, a run that yields measurements, and how they become a table and a figure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from ksana_jax import LLM
 
-# Metadata of a setting that is a list of files which the task reads. Relative ones in a YAML file start at its folder.
-# Their names are no part of a trial's id: `BaseTask.inputs` has to give a digest of what they hold.
+# Metadata of a setting that lists input files of the task. Paths in a YAML file are relative to its folder. File names
+# are not part of a trial's id, so `BaseTask.inputs` must return a digest of their contents.
 INPUT_FILES = {"files": True}
 
 
 def number(digits: int) -> Callable[[float], str]:
-    """Writes a number with that many digits after the point and commas between thousands."""
+    """Returns a formatter with the given number of decimals and commas between thousands."""
     return lambda value: f"{value:,.{digits}f}"
 
 
@@ -32,10 +32,10 @@ def kib(value: float) -> str:
 
 
 def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None:
-    """Checks settings of a task that are counts; one whose default is None may stay so.
+    """Checks integer settings of a task; settings whose default is None may be None.
 
     Raises:
-      ConfigError: one is less than `least`.
+      ConfigError: a setting is less than `least`.
     """
     settings = config["settings"]
     found = (
@@ -45,7 +45,7 @@ def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None
 
 
 class TrialContext(Protocol):
-    """What a running trial is given."""
+    """The interface that a running trial gets from the runner."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -57,77 +57,77 @@ class TrialContext(Protocol):
 
     @property
     def llm(self) -> LLM:
-        """The trial's engine, its pattern set; shared with trials that differ in nothing but the pattern."""
+        """The trial's engine, with its pattern set; shared with trials that differ only in the pattern."""
         ...
 
     def progress(self, fraction: float) -> None:
-        """Says how much of the trial is done, 0 to 1."""
+        """Reports the fraction of the trial that is done, 0 to 1."""
         ...
 
     def save(self, name: str, **arrays: np.ndarray) -> str:
-        """Writes arrays to TRIAL.NAME.npz next to the records, and returns that file name, for a measurement."""
+        """Writes arrays to TRIAL.NAME.npz next to the records; returns the file name, to include in a measurement."""
         ...
 
 
 @dataclasses.dataclass
 class NoSettings:
-    """The settings of a task that has none."""
+    """Settings of a task without settings."""
 
 
 class BaseTask(abc.ABC):
-    """One kind of measurement. A task gives Settings, run, summarise and columns, and what else it knows better.
+    """One kind of measurement. Subclasses define Settings, run, summarise and columns; the rest has defaults.
 
-    Adding one: a file with such a class and a line in TASKS, or `task: my_package.my_module:MyTask` in the YAML file.
+    To add a task, write a class in a new file and an entry in TASKS, or name it in YAML: `task: my_module:MyTask`.
     """
 
-    Settings: type = NoSettings  # a dataclass; its fields are those of `settings` in the YAML file
+    Settings: type = NoSettings  # a dataclass with the fields of `settings` in the YAML file
 
     @abc.abstractmethod
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
-        """Yields measurements, each written at once: plain values, with a "metric" that names what it is."""
+        """Yields measurements, each written at once: plain values, with a "metric" that names their kind."""
 
     @abc.abstractmethod
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """One trial's numbers, by the keys that columns use; what was not measured is absent."""
+        """Computes one trial's numbers, by the keys that columns use; keys that were not measured are absent."""
 
     @abc.abstractmethod
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        """The columns to show for these rows; the CSV file has every summary key besides."""
+        """Returns the columns to show for these rows; the CSV file has every summary key."""
 
     def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        """What a trial's summary key was measured on, such as digests of texts.
+        """Returns the sample on which a trial's summary key was measured, such as digests of texts.
 
-        Trials of a row with equal samples are one measurement of that key; rows with the same samples are compared by
-        their differences on each. None: every trial is a measurement of its own.
+        Trials of a row with equal samples count as one measurement of that key; rows with the same samples are compared
+        by their differences on each. With None, every trial is a separate measurement.
         """
         return None
 
     def max_model_len(self, settings: Any) -> int | None:
-        """Tokens of the longest sequence that the settings need; None leaves it to the model."""
+        """Returns the tokens of the longest sequence that the settings need; None leaves it to the model."""
         return None
 
     def inputs(self, settings: Any) -> dict[str, str]:
-        """Digests of what the task reads, so that changed inputs are another trial."""
+        """Returns digests of the task's inputs, so that changed inputs make another trial."""
         return {}
 
     def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027  a task may have nothing to check
-        """Raises ConfigError where settings and pattern cannot go together."""
+        """Checks the config; raises ConfigError if settings and pattern are incompatible."""
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
-        """The column that says most of a trial in one number: the first with a best value. None if there is none."""
+        """Returns the column that best summarises a trial: by default the first with a best value; None if none has."""
         return next((column for column in self.columns(rows) if column.best), None)
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        """What a reader must know to compare the rows, a sentence each."""
+        """Returns sentences that a reader needs to compare the rows."""
         return []
 
     def reading(self, rows: Sequence[ResultRow]) -> str:
-        """One sentence that the numbers say."""
+        """Returns a one-sentence summary of the numbers."""
         return ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws the rows into an empty figure of column width: lines against the grid's last key if that is a number,
-        bars otherwise."""
+        """Draws the rows into an empty figure of column width: lines over the grid's last key if it is a number, bars
+        otherwise."""
         from ksana_jax.experiments.tasks.row_figure import draw_columns
 
         draw_columns(figure, rows, self.columns(rows))

@@ -1,4 +1,4 @@
-"""Generation under load: time to the first token, time per token, throughput, and the KV blocks it takes over time."""
+"""Generation under load: time to first token, time per token, throughput, and KV blocks in use over time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ksana_jax import LLM
     from ksana_jax.request import RequestOutput
 
-# Points of a curve kept in a record; a long run has more steps than a figure has pixels.
+# Maximum points of a curve in a record; a long run has more steps than a figure has pixels.
 _MAX_POINTS = 500
 
 
@@ -37,11 +37,11 @@ _MAX_POINTS = 500
 class GenerateSettings:
     """Fields of `settings` in a generate experiment.
 
-    texts: what prompts are cut from: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
-      relative to the YAML file. None takes the held-out texts. The seed draws among them.
-    num_prompts: requests, all there from the beginning.
+    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+      relative to the YAML file. Empty takes the held-out texts. The seed draws among them.
+    num_prompts: number of requests, all submitted at the start.
     prompt_tokens: tokens of each prompt, BOS included.
-    output_tokens: tokens of each output, forced.
+    output_tokens: tokens of each output, regardless of EOS.
     temperature: 0 takes the most probable token.
     """
 
@@ -53,7 +53,7 @@ class GenerateSettings:
 
 
 class Generate(BaseTask):
-    """See the module."""
+    """The task `generate`. See the module's docstring."""
 
     Settings = GenerateSettings
 
@@ -74,11 +74,11 @@ class Generate(BaseTask):
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
         prompts = texts.pieces(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, trial.seed)
         compiled_before, compiled = llm.num_compilations, 0
-        # Again when the first time compiled: seconds are of running.
+        # Repeated if the first run compiled, so that compilation is not timed.
         for _ in range(2):
             llm.clear_records()
             before, began = llm.num_compilations, time.perf_counter()
-            # A salt of its own: what a prefix cache gives comes from this run.
+            # Each run has its own salt, so prefix cache hits come from this run only.
             salt = uuid.uuid4().hex
             salted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
             outputs = llm.generate(salted, _params(settings, trial.seed))
@@ -102,7 +102,7 @@ class Generate(BaseTask):
         }
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """ttft_s, tpot_s: means over requests. ttft_max_s: of the request that waited longest. tokens_per_s: output."""
+        """Computes ttft_s and tpot_s, means over requests; ttft_max_s, the longest; tokens_per_s, output tokens."""
         requests = [m for m in measurements if m["metric"] == "request"]
         (speed,) = [m for m in measurements if m["metric"] == "speed"]
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
@@ -137,12 +137,12 @@ class Generate(BaseTask):
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         said = [
             "TTFT and TPOT: means over requests that all arrive at once.",
-            "Live KV: most held between steps; peak KV: most held within a step.",
+            "Live KV: maximum held between steps; peak KV: maximum held within a step.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")
         if any((r.mean("num_preemptions") or 0) > 0 for r in rows):
-            said.append("Some rows preempted requests: their pool ran dry.")
+            said.append("Some rows preempted requests because their pool was full.")
         return said
 
     def reading(self, rows: Sequence[ResultRow]) -> str:
@@ -163,12 +163,12 @@ class Generate(BaseTask):
         if peaks:
             (least, small), (most, large) = min(peaks, key=lambda p: p[0]), max(peaks, key=lambda p: p[0])
             if small is not large and least < most:
-                said += f"; {small.name!r} needs least KV, {kib(least)} KiB at its peak"
-                said += f", {large.name!r} most, {kib(most)} KiB"
+                said += f"; {small.name!r} needs the least KV, {kib(least)} KiB at its peak"
+                said += f", {large.name!r} the most, {kib(most)} KiB"
         return said + "."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Live KV over time above, requests running below; one line a row."""
+        """Draws live KV over time above and running requests below; one line per row."""
         above, below = figure.subplots(2, 1, sharex=True)
         for index, row in enumerate(r for r in rows if r.trials):
             kv = next(m for m in row.trials[0] if m["metric"] == "kv")

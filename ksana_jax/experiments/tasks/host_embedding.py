@@ -1,8 +1,8 @@
-"""What the token embedding's memory is worth: kept on the device, or on the host with KV blocks in its place.
+"""Gain from moving the token embedding to the host and using its device memory for KV blocks.
 
-Both sides have the same bytes on the device for weights and pool together: "without" is the engine as configured,
-"with" has its embedding on the host and a pool that is larger by as many blocks as the embedding's bytes give. The
-planner does the same arithmetic for a model that is too large to run here.
+Weights and pool together take the same device memory on both sides: "without" is the engine as configured, "with" has
+its embedding on the host and a pool enlarged by the embedding's bytes. The planner does the same calculation for a
+model that is too large to run here.
 
 Source of the question: KsanaLLM's hybrid embedding, where an embedding of 11.8 % of the parameters gave +10 %.
 """
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 class HostEmbeddingSettings:
     """Fields of `settings` in a host_embedding experiment.
 
-    num_requests: requests, all there from the beginning.
+    num_requests: number of requests, all submitted at the start.
     prompt_tokens: tokens of each prompt, drawn at random by the seed.
-    output_tokens: tokens of each output, forced.
+    output_tokens: tokens of each output, regardless of EOS.
     num_pairs: timed runs of each side.
-    planned_model, planned_device, planned_dtype: what the planner is asked about; see `ksana plan`.
+    planned_model, planned_device, planned_dtype: arguments of the plan; see `ksana plan`.
     planned_context: tokens of each request in the plan.
     """
 
@@ -59,7 +59,7 @@ class HostEmbeddingSettings:
 
 
 class HostEmbedding(BaseTask):
-    """See the module."""
+    """The task `host_embedding`. See the module's docstring."""
 
     Settings = HostEmbeddingSettings
 
@@ -78,7 +78,7 @@ class HostEmbedding(BaseTask):
         check_counts(config, "num_requests", "prompt_tokens", "output_tokens", "num_pairs", "planned_context")
         find_device(settings.planned_device)
         if engine["embedding_device"] != "device" or engine["num_blocks"] is None:
-            raise ConfigError("engine is the side with its embedding on the device, and needs num_blocks")
+            raise ConfigError("engine.num_blocks must be set, and engine.embedding_device must be 'device'")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, on_device = HostEmbeddingSettings(**trial.config["settings"]), trial.llm
@@ -99,8 +99,8 @@ class HostEmbedding(BaseTask):
             trial.progress(done / (2 * settings.num_pairs))
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """planned_* and blocks_*: KV blocks of a side; more_*: of "with" over "without", less one. share: the
-        embedding's part of the weights. gain: throughput with / without, less one."""
+        """Computes planned_* and blocks_*, KV blocks of a side; more_*, "with" / "without" - 1; share, the embedding's
+        fraction of the weights; gain, throughput with / without - 1."""
         planned, measured = (next(m for m in measurements if m["metric"] == n) for n in ("planned", "measured"))
         result = speeds(measurements)
         result["more_throughput"] = result.pop("gain") - 1
@@ -133,14 +133,14 @@ class HostEmbedding(BaseTask):
         if done:
             share, planned_share = (100 * (done[0].mean(f"{n}_share") or 0) for n in ("measured", "planned"))
             said.append(
-                f"The embedding is {share:.1f} % of the weights of the model that runs, {planned_share:.1f} % of those "
-                f"of the planned one ({_planned_name(done[0])}); both have an output head of the same size."
+                f"The embedding is {share:.1f} % of the weights of the measured model and {planned_share:.1f} % of "
+                f"those of the planned model ({_planned_name(done[0])}); both have an output head of the same size."
             )
         said += [
-            "Both sides of a row fill the same bytes of the device with weights and pool; on host: with the embedding "
-            "there. Planned: blocks that weights and a step leave in 90 % of the device, at the largest batch.",
-            "Rows: sequences that run at once, mean over steps. Tokens/s: of output, medians of both sides in turns.",
-            "KsanaLLM's article has +10 % throughput for an embedding of 11.8 % of the parameters.",
+            "Weights and pool together take the same device memory on both sides of a row; on host: with the embedding "
+            "on the host. Planned: blocks that weights and a step leave in 90 % of the device, at the largest batch.",
+            "Rows: concurrent sequences, mean over steps. Tokens/s: output tokens, medians of alternating runs.",
+            "KsanaLLM's article reports +10 % throughput for an embedding of 11.8 % of the parameters.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")
@@ -156,7 +156,7 @@ class HostEmbedding(BaseTask):
         return "; ".join(said) + "." if said else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """More blocks and more throughput of each row, in percent."""
+        """Draws the gains in blocks and throughput of each row, in percent."""
         axes, done = figure.subplots(), [r for r in rows if r.trials]
         bars = (
             ("more_planned", "blocks, planned"),
@@ -184,7 +184,7 @@ class HostEmbedding(BaseTask):
 
 
 def _with_embedding_on_host(llm: LLM) -> LLM:
-    """An engine of the same weights and the same bytes on the device, its embedding on the host."""
+    """Returns an engine with the same weights and device memory, with its embedding on the host."""
     from ksana_jax import LLM
 
     pool_bytes = llm.num_blocks * llm.block_bytes + llm.runner.params.embed.nbytes
@@ -236,7 +236,7 @@ def _plan(settings: HostEmbeddingSettings, embedding_device: str):
 
 @functools.cache
 def _step(model: str, dtype: str, embedding_device: str):
-    """Compiled once for all devices and seeds."""
+    """Returns a compiled step's memory, cached for all devices and seeds."""
     from ksana_jax.planner import measure_step
     from ksana_jax.planner.solve import read_model
 

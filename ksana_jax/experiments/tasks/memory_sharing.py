@@ -1,9 +1,9 @@
-"""What sharing saves: parallel samples and beams of a prompt, against the same rows each with blocks of its own.
+"""Savings from sharing blocks between the samples or beams of a prompt, compared with unshared rows.
 
-Both sides run on the same pool, too small for all rows at once. "with" asks for `width` samples or beams of a prompt.
-"without" asks for the same rows as requests of their own, of one sample or one beam each and under a cache salt of its
-own, so that each computes its prompt and holds all its blocks. The copies of whole caches that an unshared beam search
-makes are not held against it. With width 1 both sides are the same.
+Both sides use the same pool, which is too small for all rows at once. "with" requests `width` samples or beams per
+prompt. "without" submits the same rows as separate requests of one sample or one beam, each with its own cache salt, so
+that each computes its prompt and holds all its blocks. The cache copies that an unshared beam search makes are not
+counted. With width 1, both sides are the same.
 
 Source of the question: vLLM, arXiv:2309.06180, section 6.3; blocks saved are counted as there.
 """
@@ -46,14 +46,14 @@ METHODS = {"sample": MAX_N, "beam": MAX_BEAM_WIDTH}
 class SharingSettings:
     """Fields of `settings` in a memory_sharing experiment.
 
-    texts: what prompts are cut from: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
-      relative to the YAML file. None takes the held-out texts. The seed draws among them. A model
-      without a tokenizer gets random tokens.
+    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+      relative to the YAML file. Empty takes the held-out texts. The seed draws among them. A model without a tokenizer
+      gets random tokens.
     method: "sample" draws `width` samples of each prompt, "beam" searches with `width` beams.
-    width: samples or beams of each prompt.
-    num_rows: sequences in all, a multiple of width: num_rows / width prompts, all there from the beginning.
+    width: samples or beams per prompt.
+    num_rows: total number of sequences, a multiple of width: num_rows / width prompts, all submitted at the start.
     prompt_tokens: tokens of each prompt, BOS included.
-    output_tokens: tokens of each sequence after it, forced.
+    output_tokens: output tokens of each sequence, regardless of EOS.
     num_pairs: timed runs of each side.
     """
 
@@ -67,7 +67,7 @@ class SharingSettings:
 
 
 class MemorySharing(BaseTask):
-    """See the module."""
+    """The task `memory_sharing`. See the module's docstring."""
 
     Settings = SharingSettings
 
@@ -84,7 +84,7 @@ class MemorySharing(BaseTask):
         checks.require(checks.integer(width, settings.width, 1, METHODS[settings.method]), error=ConfigError)
         check_counts(config, "num_rows", "prompt_tokens", "output_tokens", "num_pairs")
         if settings.num_rows % settings.width:
-            raise ConfigError(f"settings.num_rows is {settings.num_rows}, no multiple of width {settings.width}")
+            raise ConfigError(f"settings.num_rows is {settings.num_rows}, must be a multiple of width {settings.width}")
         count = settings.num_rows // settings.width
         setting = "settings.num_rows / settings.width"
         texts.check_model(config["model"], settings.texts, count, settings.prompt_tokens, setting)
@@ -105,8 +105,8 @@ class MemorySharing(BaseTask):
             trial.progress(done / (2 * settings.num_pairs))
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """saved: 1 - blocks held / unshared count, both summed over steps; saved_at_peak: in the step with most of the
-        latter. gain: seconds without / with."""
+        """Computes saved, 1 - blocks held / unshared count, both summed over steps; saved_at_peak, in the step with the
+        highest unshared count; gain, seconds without / seconds with."""
         runs = of_side(measurements, "with")
         result = speeds(measurements)
         for name in ("mean_blocks", "mean_unshared", "peak_blocks", "peak_unshared", "num_blocks"):
@@ -136,10 +136,10 @@ class MemorySharing(BaseTask):
         pools = sorted({int(p) for r in rows if (p := r.mean("num_blocks"))})
         said = [
             f"Both sides have the same pool: {' or '.join(f'{p:,}' for p in pools) or '?'} blocks.",
-            "Blocks held: in use within a step, mean over steps; unshared count: what the rows of the step would hold "
-            "each for itself; peak: the step with most of the latter.",
+            "Blocks held: in use within a step, mean over steps; unshared count: blocks that the rows of the step "
+            "would hold without sharing; peak: the step with the highest unshared count.",
             "Apart: the same rows as requests of one sample or one beam that share nothing (no copies of caches are "
-            "made). Gain: seconds apart / seconds shared, measured in turns; with width 1 both are the same.",
+            "made). Gain: seconds apart / seconds shared, in alternating runs; with width 1, both are the same.",
             "vLLM's paper (OPT-13B on an A100, arrivals at random) saved 6.1-9.8 % with parallel sampling and "
             "37.6-55.2 % with beams on Alpaca, 16.2-30.5 % and 44.3-66.3 % on ShareGPT.",
         ]
@@ -162,10 +162,10 @@ class MemorySharing(BaseTask):
                         else ""
                     )
                 )
-        return "Sharing, in the same pool: " + "; ".join(said) + "." if said else ""
+        return "With sharing, in the same pool: " + "; ".join(said) + "." if said else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Blocks saved above, throughput gained below, against the width; one line a label."""
+        """Draws blocks saved above and throughput gained below, over the width; one line per label."""
         above, below = figure.subplots(2, 1, sharex=True)
         for index, (label, members) in enumerate(_by_label(rows).items()):
             widths = [_width(r) for r in members]
@@ -184,7 +184,7 @@ class MemorySharing(BaseTask):
 
 
 def make_prompts(settings: SharingSettings, llm: LLM, seed: int) -> list[list[int]]:
-    """num_rows / width prompts of prompt_tokens each."""
+    """Returns num_rows / width prompts of prompt_tokens each."""
     count, length = settings.num_rows // settings.width, settings.prompt_tokens
     if llm.tokenizer is None:
         return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (count, length)).tolist()
@@ -192,14 +192,14 @@ def make_prompts(settings: SharingSettings, llm: LLM, seed: int) -> list[list[in
 
 
 def _together(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):
-    """Prompts and parameters of requests with `width` rows each."""
+    """Returns prompts and parameters of requests with `width` rows each."""
     how = {"n": settings.width} | ({"beam_width": settings.width} if settings.method == "beam" else {})
     given = [{"prompt_token_ids": ids, "cache_salt": f"{salt} {i}"} for i, ids in enumerate(prompts)]
     return given, [forced(settings.output_tokens, seed=1000 * seed + i, **how) for i in range(len(prompts))]
 
 
 def _apart(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):
-    """The same rows as requests of one row each."""
+    """Returns prompts and parameters of the same rows as requests of one row each."""
     rows = [ids for ids in prompts for _ in range(settings.width)]
     return _together(rows, dataclasses.replace(settings, width=1), seed, salt)
 
@@ -209,7 +209,7 @@ def _width(row: ResultRow) -> int:
 
 
 def _by_label(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
-    """Measured rows by label, each group in order of width."""
+    """Returns the measured rows by label, ordered by width."""
     groups: dict[str, list[ResultRow]] = defaultdict(list)
     for row in rows:
         if row.trials:

@@ -1,4 +1,4 @@
-"""Two ways of serving the same work, timed in turns, so that what else the machine does falls on both alike."""
+"""Times two ways of serving the same work in alternating runs, so that other load affects both alike."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 Side = Literal["without", "with"]
 
-# Times a pair may be run until it compiles nothing.
+# Maximum number of times a pair is run until it no longer compiles.
 _MAX_ATTEMPTS = 4
 
 
 def forced(output_tokens: int, **given: Any) -> SamplingParams:
-    """Parameters of an output of exactly that many tokens, without text."""
+    """Returns parameters for an output of exactly output_tokens tokens, without text."""
     from ksana_jax import SamplingParams
 
     return SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, **given)
 
 
 def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> Measurement:
-    """Serves prompts that all arrive at once: seconds, tokens, steps, blocks, and what the prefix cache gave.
+    """Serves prompts that all arrive at once; measures seconds, tokens, steps, blocks and prefix cache hits.
 
-    hit_rate: part of the prompt tokens taken from the cache. ttft_s: mean over requests. mean_blocks, mean_unshared:
-    blocks held within a step, and those that its running rows would hold if each had its own, mean over steps.
-    peak_blocks, peak_unshared: the same in the step with most of the latter.
+    hit_rate: fraction of the prompt tokens found in the cache. ttft_s: mean over requests. mean_blocks, mean_unshared:
+    blocks held within a step, and those that its running rows would hold without sharing, mean over steps.
+    peak_blocks, peak_unshared: both counts in the step with the highest unshared count.
     """
     llm.clear_records()
     compiled, began = llm.num_compilations, time.perf_counter()
@@ -62,10 +62,10 @@ def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[Sampl
 def pairs(
     without: Callable[[str], Measurement], with_: Callable[[str], Measurement], num_pairs: int, seed: int
 ) -> Iterator[Measurement]:
-    """Runs both sides in pairs, each side first in every other pair; a pair that compiled something is run again.
+    """Runs both sides in pairs, alternating which goes first; a pair that compiled something is run again.
 
     Args:
-      without, with_: take a cache salt that no other run has, so that nothing of a former run is found.
+      without, with_: called with a cache salt that is unique to the run, so that it finds nothing of earlier runs.
     """
     serve: dict[Side, Callable[[str], Measurement]] = {"without": without, "with": with_}
     for pair in range(num_pairs):
@@ -83,14 +83,14 @@ def _salt() -> str:
 
 
 def of_side(measurements: Sequence[Measurement], side: Side) -> list[Measurement]:
-    """The runs of one side, in order of their pairs."""
+    """Returns the runs of one side, in the order of pairs."""
     runs = [m for m in measurements if m["metric"] == "run" and m["side"] == side]
     return sorted(runs, key=lambda m: m["pair"])
 
 
 def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """What is fast: "gain", the median over pairs of seconds without / seconds with; medians of tokens and requests a
-    second of each side; and whether anything compiled meanwhile."""
+    """Computes speeds: "gain", the median over pairs of seconds without / seconds with; median tokens and requests per
+    second of each side; and compilations while timing."""
     without, with_ = of_side(measurements, "without"), of_side(measurements, "with")
     result = {"gain": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(without, with_, strict=True))}
     for side, runs in (("without", without), ("with", with_)):
@@ -103,9 +103,9 @@ def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
 
 
 def doubt(row: ResultRow) -> str:
-    """What a sentence has to add to a row's gain: nothing if its pairs tell it from 1 beyond the noise.
+    """Returns the caveat for a row's gain in a sentence; empty if the gain differs from 1 beyond the noise.
 
-    The two runs of a pair are of the same work, one after the other: the deviation is that of their ratios.
+    The two runs of a pair serve the same work one after the other, so the deviation is that of their ratios.
     """
     ratios = [
         a["seconds"] / b["seconds"]

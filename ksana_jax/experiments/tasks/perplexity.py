@@ -1,8 +1,8 @@
-"""Streaming perplexity: how well each next token is predicted, far beyond the training context, and what the KV costs.
+"""Streaming perplexity: how well each next token is predicted, far beyond the training context, and its KV memory.
 
-Every text is scored in one pass through the engine, the cache policy applied while scoring: a token's query sees what
-it would see had the text been generated. The baseline "sliding window with recomputation" re-runs the window before
-every scored token, so it is scored on a sample of positions; every row reports that sample too.
+Every text is scored in one pass through the engine with the cache policy applied: a token's query sees what it would
+see if the text had been generated. The baseline "sliding window with recomputation" re-runs the window before every
+scored token, so it is scored on a sample of positions; every row reports that sample too.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class PerplexitySettings:
     """Fields of `settings` in a perplexity experiment.
 
     method: "stream" scores with the engine's cache as it streams, "recompute" re-runs the window for every token.
-    texts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`; relative to the YAML file. None
-      takes the held-out texts of the embedded model's corpus. A long one gives as many disjoint
-      excerpts as it holds; the seed draws among all of them, and seeds 0, 1, 2, ... share none while there are enough.
-    num_texts: excerpts scored, one after another.
+    texts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`; relative to the YAML file. Empty
+      takes the held-out texts of the embedded model's corpus. A long text gives several disjoint excerpts; the seed
+      draws among all of them, and seeds 0, 1, 2, ... share none as long as there are enough.
+    num_texts: number of excerpts to score.
     num_tokens: tokens of each excerpt, BOS included.
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
-    sampled_per_bucket: positions of each text and bucket, the first bucket left out, that every row, recomputation
-      included, is scored on.
-    save_tokens: keep every scored token in TRIAL.tokens.npz next to the records: arrays text_digest, position, token_id
-      and logprob, an entry a token. A text's digest and name are in the trial's nll records.
+    sampled_per_bucket: number of positions of each text and bucket, except the first bucket, that every row is scored
+      on, including recomputation.
+    save_tokens: write every scored token to TRIAL.tokens.npz next to the records: arrays text_digest, position,
+      token_id and logprob, with one entry per token. A text's digest and name are in the trial's nll records.
     """
 
     method: Literal["stream", "recompute"] = "stream"
@@ -64,7 +64,7 @@ class PerplexitySettings:
 
 
 class Perplexity(BaseTask):
-    """See the module."""
+    """The task `perplexity`. See the module's docstring."""
 
     Settings = PerplexitySettings
 
@@ -72,7 +72,7 @@ class Perplexity(BaseTask):
         return settings.num_tokens + 1
 
     def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
-        # Which excerpts a seed draws has changed since the first stage.
+        # The excerpts that a seed draws have changed since the first stage.
         return {"texts": text_files.digest(settings.texts), "excerpts": "disjoint"}
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Perplexity(BaseTask):
             if pattern.get("window") is None or config["layer_patterns"]:
                 raise ConfigError("settings.method 'recompute' needs pattern.window, the tokens that it re-runs")
             if pattern != dataclasses.asdict(FULL) | {"window": pattern["window"]}:
-                raise ConfigError("settings.method 'recompute' takes a window and no other field of the pattern")
+                raise ConfigError("settings.method 'recompute' supports pattern.window and no other field of it")
             if settings.sampled_per_bucket < 1:
                 raise ConfigError("settings.method 'recompute' needs settings.sampled_per_bucket of 1 or more")
         texts.check_model(
@@ -124,7 +124,7 @@ class Perplexity(BaseTask):
                 "compiled_while_timed": timed.compiled,
             }
             if settings.method == "recompute":
-                # Runs over several windows went side by side; memory is that of one.
+                # Several windows ran side by side; report the memory of one.
                 llm.clear_records()
                 _recompute(llm, ids, trial.config["pattern"]["window"], sample[-1:])
             yield {"metric": "kv", "text": excerpt.name, "method": settings.method, **_kv(llm, settings.method)}
@@ -147,7 +147,7 @@ class Perplexity(BaseTask):
         return perplexity_report.columns(rows)
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
-        """Perplexity at the last positions."""
+        """Returns the column of perplexity at the last positions."""
         return next((c for c in reversed(self.columns(rows)) if "ppl" in c.key), None)
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -161,9 +161,9 @@ class Perplexity(BaseTask):
 
 
 class _Timed:
-    """Runs something and keeps its seconds; runs it again when the first time compiled, so that seconds are of running.
+    """Times a function; runs it again if the first run compiled, so that compilation is not timed.
 
-    compiled: compilations within the time that counts; 0 unless the second run compiled too.
+    compiled: compilations in the timed run; 0 unless the second run compiled too.
     """
 
     def __init__(self, llm: LLM):
@@ -185,7 +185,7 @@ class _Timed:
 
 
 def _stream(llm: LLM, ids: list[int]) -> np.ndarray:
-    """Log-probabilities [len(ids) - 1] of ids[1:], each given all that the cache still holds."""
+    """Returns log-probabilities [len(ids) - 1] of ids[1:], each given the tokens that the cache still holds."""
     from ksana_jax import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -207,7 +207,7 @@ def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> 
 
 
 def sample_positions(num_tokens: int, bucket_tokens: int, per_bucket: int, seed: Sequence[int]) -> np.ndarray:
-    """Sorted text positions, that many from each bucket but the first, or all that it has; the same in every row."""
+    """Draws sorted text positions, per_bucket or all from each bucket but the first; equal in every row."""
     rng = np.random.default_rng(seed)
     picked = [np.zeros(0, np.int64)]
     for start in range(bucket_tokens, num_tokens, bucket_tokens):
@@ -239,7 +239,7 @@ def _by_bucket(
 
 
 def _tokens(scored: Sequence[tuple[texts.Excerpt, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Columns of a table with a row for each scored token."""
+    """Returns the columns of a table with one row per scored token."""
     return {
         "text_digest": np.repeat([e.digest for e, _, _ in scored], [len(p) for _, p, _ in scored]),
         "position": np.concatenate([p for _, p, _ in scored]).astype(np.int32),
@@ -249,11 +249,11 @@ def _tokens(scored: Sequence[tuple[texts.Excerpt, np.ndarray, np.ndarray]]) -> d
 
 
 def _kv(llm: LLM, method: str) -> dict[str, Any]:
-    """Blocks of the one running sequence, from the engine's records.
+    """Measures the blocks of the one running sequence, from the engine's records.
 
     Returns:
-      peak_blocks: most held within a step. When streaming also, step by step: position, tokens computed after it;
-      live_blocks, held after it. The last step is left out: it frees everything.
+      peak_blocks: maximum held within a step. When streaming, also for each step: position, tokens computed after it;
+      live_blocks, blocks held after it. The last step, which frees everything, is omitted.
     """
     records = list(llm.records)
     result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The figure of a perplexity experiment, two panels: what is predicted above, what it costs in KV below."""
+"""The figure of a perplexity experiment, in two panels: perplexity above, live KV below."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
-    """Against position in the text, one line a row; of a grid of numbers, against its last key."""
+    """Draws one line per row over the position in the text or, for a grid of numbers, lines over its last key."""
     from matplotlib.ticker import LogLocator
 
     measured = [row for row in rows if row.trials]
@@ -31,7 +31,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
         _against_position(above, below, measured)
         above.set_yscale("log")
         above.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    # A window of one token holds nothing between steps: zeros alone have no logarithm.
+    # A window of one token holds nothing between steps, and a log scale needs a value above 0.
     if any(np.any(np.asarray(line.get_ydata()) > 0) for line in below.lines):
         below.set_yscale("log", base=2)
     below.set_ylabel("live KV (KiB)")
@@ -43,7 +43,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
 
 
 def _is_grid(rows: Sequence[ResultRow]) -> bool:
-    """Whether lines over the last key say more than one line a row: two keys or more, numbers, all streamed."""
+    """Whether to draw lines over the last key: the grid has two or more keys, all numbers, and all rows streamed."""
     if not rows or len(rows[0].point) < 2 or any(row.label or method(row) != "stream" for row in rows):
         return False
     return against_numbers(rows)
@@ -65,7 +65,7 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
         scale = curve["block_bytes"] / 1024
         if method(row) == "recompute":
             nll = _from_sample(row, rows)
-            # What the run over one window takes; between two tokens there is nothing.
+            # Peak of the run over one window; between two tokens, nothing is held.
             below.axhline(curve["peak_blocks"] * scale, **style)
         else:
             nll = bucket_nll(row, "all")
@@ -83,7 +83,7 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
 
 
 def bucket_nll(row: ResultRow, subset: str) -> dict[int, float]:
-    """{bucket: mean negative log-likelihood a token, in nats}, all texts and seeds together."""
+    """Returns {bucket: mean negative log-likelihood per token, in nats} over all texts and seeds."""
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for trial in row.trials:
         for m in trial:
@@ -94,8 +94,8 @@ def bucket_nll(row: ResultRow, subset: str) -> dict[int, float]:
 
 
 def _from_sample(row: ResultRow, rows: Sequence[ResultRow]) -> dict[int, float]:
-    """A sampled row's curve as if every position were scored: that of the row most like it, plus what they differ by on
-    the sample. A few tokens a bucket vary with their content; their differences between two rows hardly do (the
+    """Estimates a sampled row's curve over all positions: that of the most similar row, plus their difference on the
+    sample. The few sampled tokens of a bucket vary with content, but their differences between two rows hardly do (the
     difference estimator of survey sampling)."""
     mine = bucket_nll(row, "sampled")
     best: tuple[float, dict[int, float]] | None = None

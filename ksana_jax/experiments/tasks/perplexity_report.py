@@ -1,4 +1,4 @@
-"""How perplexity measurements become columns, notes and a sentence."""
+"""Turns perplexity measurements into columns, notes and a summary sentence."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ksana_jax.experiments.tasks.base import Column, Measurement, ResultRow, kib
 
 
 def span(bucket: int) -> tuple[int, int]:
-    """The span of buckets [low, high) that a bucket is shown in: 0, 1, 2-3, 4-7, 8-15, ..."""
+    """Returns the span of buckets [low, high) to which a bucket belongs: 0, 1, 2-3, 4-7, 8-15, ..."""
     low = 1 << (bucket.bit_length() - 1) if bucket else 0
     return low, max(1, 2 * low)
 
 
 def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """One trial's numbers.
+    """Computes one trial's summary.
 
     ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
-    live_kv_bytes, peak_kv_bytes: most between steps, within one.
-    tokens_per_s: tokens scored a second, compilation left out.
+    live_kv_bytes, peak_kv_bytes: maximum between steps, within a step.
+    tokens_per_s: tokens scored per second, compilation excluded.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     speed, kv, result = [], [], {}
@@ -38,21 +38,21 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
             kv.append(m)
         elif m["metric"] == "compilations":
             result["num_compilations"] = m["count"]
-    # Not by exp alone: a dense cache beyond its context can go past the largest float.
+    # Clipped, because the perplexity of a dense cache beyond its context can overflow.
     result.update({key: math.exp(min(total / count, 700)) for key, (total, count) in sums.items()})
     if speed:
         result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
         result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
     if kv:
         result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
-    # Recomputation holds nothing between two tokens; its peak is what it costs.
+    # Recomputation holds nothing between two tokens; its cost is its peak.
     if streamed := [m for m in kv if m["method"] == "stream"]:
         result["live_kv_bytes"] = max(max(live_blocks(m)) * m["block_bytes"] for m in streamed)
     return result
 
 
 def sample(key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-    """Texts and positions that a perplexity comes from; None for other keys, whose values repeats can change."""
+    """Returns the texts and positions of a perplexity; None for other keys, whose values vary between repeats."""
     for prefix, subset in (("sampled_ppl", "sampled"), ("ppl", "all")):
         if key.startswith(prefix):
             return _scored_places(measurements, subset)
@@ -60,21 +60,21 @@ def sample(key: str, measurements: Sequence[Measurement]) -> Hashable | None:
 
 
 def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
-    """(text, bucket, count, positions) of all that a trial scored: texts by content, or by name in older records."""
+    """Returns (text, bucket, count, positions) of a trial's scores; texts by content, or by name in older records."""
     nll = [m for m in trial if m["metric"] == "nll" and m["subset"] == subset]
     return tuple((m.get("text_digest", m["text"]), m["bucket"], m["count"], m["positions"]) for m in nll)
 
 
 def live_blocks(kv: Measurement) -> list[int]:
-    """Blocks held after each step of a streamed text but the last, which releases everything.
+    """Returns the blocks held after each step of a streamed text, except the last step, which releases everything.
 
-    A text that fits one step has no other: what that step held stands for it.
+    For a text that fits one step, it returns the blocks held within that step.
     """
     return kv["live_blocks"] or [kv["peak_blocks"]]
 
 
 def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
-    """The spans of positions [low, high) that the summaries have under "PREFIXlow_high", in order."""
+    """Returns the spans of positions [low, high) for which summaries have a key "PREFIXlow_high", in order."""
     keys = {k for r in rows for k in r.values if k.startswith(prefix) and k.removeprefix(prefix)[:1].isdigit()}
     return sorted(tuple(int(n) for n in k.removeprefix(prefix).split("_")) for k in keys)  # pyright: ignore
 
@@ -103,20 +103,23 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
     ]
     if count["sampled"]:
         said.append(
-            f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, recomputation too."
+            f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, including recomputation."
         )
         if any(method(r) == "recompute" for r in rows):
-            said.append("In the figure, recomputation is the line most like it plus their difference on the sample.")
+            said.append(
+                "In the figure, the curve of recomputation is that of the most similar row, plus their difference on "
+                "the sample."
+            )
     if draws > 1:
         said.append(
-            f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are of one seed."
+            f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are for one seed."
         )
     said += _repeats(rows)
-    said.append("Live KV: most held between steps; peak KV: most held within a step, its chunk included.")
+    said.append("Live KV: maximum held between steps; peak KV: maximum held within a step, including its chunk.")
     if any(m["metric"] == "kv" and m.get("live_blocks") == [] for r in rows for trial in r.trials for m in trial):
         said.append(
-            "Texts that fit one step are held whole: their live KV is peak KV, whatever the pattern. A smaller "
-            "engine.max_num_batched_tokens cuts them into chunks."
+            "Texts that fit one step are held completely: their live KV is their peak KV, regardless of the pattern. A "
+            "smaller engine.max_num_batched_tokens splits them into chunks."
         )
     for subset in ("all", "sampled"):
         by_seed = zip(
@@ -134,12 +137,12 @@ def _scored(trial: Sequence[Measurement], subset: str) -> int:
 
 
 def _places(row: ResultRow, subset: str) -> list[tuple]:
-    """For each seed, what was scored; empty where the row has no such subset."""
+    """Returns the scored positions for each seed; empty if the row has no such subset."""
     return [places for trial in row.trials if (places := _scored_places(trial, subset))]
 
 
 def _repeats(rows: Sequence[ResultRow]) -> list[str]:
-    """Which seeds drew texts that another had drawn, in words."""
+    """Returns a note on seeds that drew texts which another seed had drawn."""
     most, of = max(
         (
             (len(r.trials) - len(set(places)), len(places))
@@ -156,7 +159,7 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def reading(rows: Sequence[ResultRow]) -> str:
-    """The best, the worst and the price of the best, at the last positions that were scored in every row's way."""
+    """Names the best and the worst row at the last positions of the texts, and the KV of the best."""
     if not (found := spans(rows, "ppl_")):
         return ""
     low, high = found[-1]
@@ -164,7 +167,7 @@ def reading(rows: Sequence[ResultRow]) -> str:
     scored = [(ppl, r) for r in rows if (ppl := r.mean(key)) is not None]
     if not scored:
         return ""
-    # Rows that read the same are equal: the first of them is named.
+    # Rows that are displayed equally count as equal; the first of them is named.
     (least, best), (most, worst) = (pick(scored, key=lambda s: round(s[0], 2)) for pick in (min, max))
     said = f"At positions {low:,} to {high - 1:,} {best.name!r} "
     if worst is best:
@@ -199,5 +202,5 @@ def reading(rows: Sequence[ResultRow]) -> str:
 
 
 def method(row: ResultRow) -> str:
-    """How the row was scored; empty where nothing was."""
+    """Returns the method by which a row was scored; empty if it was not scored."""
     return next((m["method"] for trial in row.trials for m in trial if m["metric"] == "kv"), "")

@@ -1,8 +1,8 @@
-"""What a prefix cache is worth: prompts with a common beginning, served with enable_prefix_caching and without.
+"""Gain from a prefix cache: prompts with a common prefix, served with and without enable_prefix_caching.
 
-The trial's engine is the side "with". The side "without" is a second one around the same weights, of the same settings
-but caching and shared-prefix attention off. Every run has a salt of its own, so requests find only what requests of the
-same run have computed; the pool stays full of what former runs left, so that replacement is part of what is timed.
+The trial's engine is the side "with". The side "without" is a second engine with the same weights and settings, but
+without caching and shared-prefix attention. Every run has its own salt, so requests find only blocks computed in the
+same run; the pool stays full of blocks of earlier runs, so that replacement is part of the measurement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ksana_jax import LLM
 
-# The engine without a cache, for as long as its twin lives: trials that share one share the other and what it compiled.
+# The engine without a cache, kept as long as the one with: trials that share one also share the other's compiled steps.
 _TWINS: weakref.WeakKeyDictionary[LLM, LLM] = weakref.WeakKeyDictionary()
 
 
@@ -42,11 +42,11 @@ _TWINS: weakref.WeakKeyDictionary[LLM, LLM] = weakref.WeakKeyDictionary()
 class PrefixSettings:
     """Fields of `settings` in a prefix_cache experiment.
 
-    num_requests: requests, all there from the beginning.
+    num_requests: number of requests, all submitted at the start.
     prompt_tokens: tokens of each prompt, drawn at random by the seed.
-    output_tokens: tokens of each output, forced, greedy.
-    shared_percent: part of a prompt that it has in common with others, rounded down to whole tokens.
-    num_prefixes: different beginnings; request i has number i modulo num_prefixes.
+    output_tokens: tokens of each output, greedy, regardless of EOS.
+    shared_percent: percentage of each prompt that is a shared prefix, rounded down to whole tokens.
+    num_prefixes: number of different prefixes; request i has prefix i modulo num_prefixes.
     num_pairs: timed runs of each side.
     """
 
@@ -59,7 +59,7 @@ class PrefixSettings:
 
 
 class PrefixCache(BaseTask):
-    """See the module."""
+    """The task `prefix_cache`. See the module's docstring."""
 
     Settings = PrefixSettings
 
@@ -71,9 +71,9 @@ class PrefixCache(BaseTask):
         percent = config["settings"]["shared_percent"]
         checks.require(checks.integer("settings.shared_percent", percent, 0, 100), error=ConfigError)
         if not config["engine"]["enable_prefix_caching"]:
-            raise ConfigError("engine.enable_prefix_caching is false: there is nothing to compare")
+            raise ConfigError("engine.enable_prefix_caching is false, must be true: there is nothing to compare")
         if config["engine"]["disk_cache_dir"] is not None:
-            raise ConfigError("engine.disk_cache_dir is set: two engines cannot share a folder")
+            raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PrefixSettings(**trial.config["settings"]), trial.llm
@@ -91,7 +91,7 @@ class PrefixCache(BaseTask):
             trial.progress(done / (2 * settings.num_pairs))
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """gain: seconds without / with. hit_rate: part of the prompt tokens found in the cache."""
+        """Computes gain, seconds without / seconds with; and hit_rate, fraction of prompt tokens found in the cache."""
         runs = of_side(measurements, "with")
         return {**speeds(measurements), "hit_rate": sum(m["hit_rate"] for m in runs) / len(runs)}
 
@@ -113,15 +113,15 @@ class PrefixCache(BaseTask):
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         said = [
-            "Tokens/s: of output, prompts included in the time. Hits: part of the prompt tokens found in the cache.",
-            "Gain: seconds without / seconds with, of runs in turns, median over the pairs of a seed.",
-            "Every run begins with nothing of its own in the cache; TTFT: mean over requests that all arrive at once.",
-            "KsanaLLM's article claims 1.6 times the throughput where 80 % of the prompts are shared.",
+            "Tokens/s: output tokens, time includes prompts. Hits: fraction of the prompt tokens found in the cache.",
+            "Gain: seconds without / seconds with, in alternating runs, median over the pairs of a seed.",
+            "No run finds its own prompts in the cache at its start; TTFT: mean over requests that all arrive at once.",
+            "KsanaLLM's article claims 1.6 times the throughput if 80 % of each prompt is shared.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")
         if any((r.mean("num_preemptions_with") or 0) > 0 for r in rows):
-            said.append("Some rows preempted requests: their pool ran dry.")
+            said.append("Some rows preempted requests because their pool was full.")
         return said
 
     def reading(self, rows: Sequence[ResultRow]) -> str:
@@ -130,10 +130,10 @@ class PrefixCache(BaseTask):
             for row in rows
             if (gain := row.mean("gain")) is not None
         ]
-        return f"With the cache, throughput is so many times that without: {', '.join(gains)}." if gains else ""
+        return f"Throughput with the cache, as a multiple of that without: {', '.join(gains)}." if gains else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Output tokens/s of both sides, a pair of bars a row, with what is gained written beside."""
+        """Draws output tokens/s of both sides, as a pair of bars per row labelled with the gain."""
         axes = figure.subplots()
         measured = [r for r in rows if r.trials][::-1]
         at = np.arange(len(measured))
@@ -161,7 +161,7 @@ class PrefixCache(BaseTask):
 
 
 def without_cache(llm: LLM) -> LLM:
-    """An engine like that one, around the same weights, that caches nothing and attends to shared blocks once a row."""
+    """Returns an engine with the same weights and settings but without prefix cache and shared-prefix attention."""
     from ksana_jax import LLM
 
     if llm not in _TWINS:
@@ -174,7 +174,7 @@ def without_cache(llm: LLM) -> LLM:
 
 
 def make_prompts(settings: PrefixSettings, vocab_size: int, seed: int) -> list[list[int]]:
-    """Prompts of random tokens whose first shared_percent are one of num_prefixes beginnings, in turns."""
+    """Returns prompts of random tokens, whose first shared_percent are one of num_prefixes prefixes in turn."""
     rng = np.random.default_rng(seed)
     shared = settings.prompt_tokens * settings.shared_percent // 100
     prefixes = rng.integers(0, vocab_size, (settings.num_prefixes, shared))

@@ -1,4 +1,4 @@
-"""A task's results as rows and columns of a table. Knows numbers and how they are written, no task."""
+"""Rows and columns of a task's table of results. Knows numbers and their formatting, no task."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Measurement = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of the table. key: of the summary; write: a value as text; best: which value is set in bold.
+    """A column of the table. key: key of the summary. write: formats a value. best: "min" or "max" is set in bold.
 
-    exact: the same work gives the same value, a count: it is written without a deviation of 0, and any difference that
-    can be read counts. Other columns are subject to noise, see `ksana_jax.experiments.noise`.
+    exact: whether equal work gives equal values, as for counts: a deviation of 0 is not shown, and any displayed
+    difference counts. Other columns are subject to noise, see `ksana_jax.experiments.noise`.
     """
 
     key: str
@@ -27,10 +27,10 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class ResultRow:
-    """A row of the table with its results. trials: the measurements of each finished trial, one trial a seed.
+    """A row of the table with its results. trials: the measurements of each finished trial, one trial per seed.
 
-    values: {summary key: its values}, one for each sample: of trials that measured the same one the first counts.
-    samples: {summary key: what each value was measured on}; see `BaseTask.sample`.
+    values: {summary key: its values}, one per sample; among trials with the same sample, the first counts.
+    samples: {summary key: the sample of each value}; see `BaseTask.sample`.
     """
 
     label: str
@@ -42,16 +42,16 @@ class ResultRow:
 
     @property
     def name(self) -> str:
-        """What the figure and the sentence call the row."""
+        """The row's name in the figure and in sentences."""
         parts = [self.label] * bool(self.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in self.point.items()]
         return ", ".join(parts) or "this configuration"
 
     def mean(self, key: str) -> float | None:
-        """Mean over samples; None where nothing was measured."""
+        """Returns the mean over samples; None without measurements."""
         values = self.values.get(key, ())
         return statistics.fmean(values) if values else None
 
     def sd(self, key: str) -> float | None:
-        """Standard deviation over samples; None below two."""
+        """Returns the standard deviation over samples; None for fewer than two."""
         values = self.values.get(key, ())
         return statistics.stdev(values) if len(values) > 1 else None

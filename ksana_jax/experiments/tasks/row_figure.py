@@ -1,4 +1,4 @@
-"""The figure of a task that draws none of its own: a panel for each of a few columns. Knows columns, not tasks."""
+"""The default figure of a task: a panel for each of up to three columns. Knows columns, not tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_PANELS = 3
 
 
 def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Column]) -> None:
-    """Draws the columns that have a best value, or else the first ones, at most three of them."""
+    """Draws the columns that have a best value, or else the first columns; at most three."""
     shown = ([c for c in columns if c.best] or list(columns))[:_MAX_PANELS]
     measured = [row for row in rows if row.trials]
     if not shown or not measured:
@@ -41,14 +41,14 @@ def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Co
 
 
 def against_numbers(rows: Sequence[ResultRow]) -> bool:
-    """Whether the last key of the rows' points has numbers, two or more, that lines can be drawn against."""
+    """Whether the last key of the rows' points has two or more numbers, over which lines can be drawn."""
     values = [list(row.point.values())[-1] for row in rows if row.point]
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     return len(numbers) == len(rows) and len(set(numbers)) > 1
 
 
 def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1) -> None:
-    """Draws means and deviations of a summary key against the last key of the points, a line for each of the others."""
+    """Draws means and deviations of a summary key over the last key of the points, one line per value of the others."""
     last = list(rows[0].point)[-1]
     lines: dict[str, list[ResultRow]] = defaultdict(list)
     for row in rows:
