@@ -51,7 +51,7 @@ def test_the_embeddings_bytes_become_blocks_and_more_rows_run_at_once(tmp_path, 
 
 def test_the_engine_given_has_its_embedding_on_the_device(tmp_path):
     for changed in ({"embedding_device": "host", "num_blocks": 4}, {"num_blocks": None}):
-        with pytest.raises(ConfigError, match="num_blocks must be set, and engine.embedding_device must be .device."):
+        with pytest.raises(ConfigError, match="num_blocks must be set, and engine"):
             plan(given(tmp_path, engine=changed))
     with pytest.raises(ConfigError, match="device is 'gtx', must be one of"):
         plan(given(tmp_path, settings={"planned_device": "gtx", "planned_model": str(tmp_path / "model")}))
