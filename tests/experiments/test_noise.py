@@ -39,7 +39,7 @@ def test_rows_on_the_same_texts_are_compared_by_their_differences():
     assert noise.differ(a, b, "ppl")
     assert noise.leaders([a, b], PPL) == [a]
     assert "of their differences on each" not in noise.notes([row("a", ppl=[1, 2]), row("b", ppl=[3, 4])], [PPL])[0]
-    assert "where rows saw the same texts, those of their differences on each" in noise.notes([a, b], [PPL])[0]
+    assert "if rows scored the same texts, of their differences on each text" in noise.notes([a, b], [PPL])[0]
     # The same numbers of other texts say nothing.
     assert not noise.differ(a, row("b", "uvw", ppl=[2.2, 5.25, 9.2]), "ppl")
     assert not noise.differ(a, row("b", ppl=[2.2, 5.25, 9.2]), "ppl")
