@@ -52,7 +52,7 @@ def test_a_name_with_a_number_sign_is_a_file(corpus):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("none.txt", "settings.texts: FOLDER/none.txt: no such text file. Relative entries of a YAML file start at"),
+        ("none.txt", "settings.texts: FOLDER/none.txt: no such text file. Entries of a YAML file are relative to"),
         ("*.rst", "settings.texts: FOLDER/*.rst: pattern matches no text file"),
         (
             "deep/data.jsonl",
