@@ -1,6 +1,6 @@
-"""Checks of settings, all in one wording: "NAME is VALUE, must be ...". A leaf that every module may import.
+"""Checks of settings with one wording, "NAME is VALUE, must be ...". A leaf that every module may import.
 
-Each check returns the problem that it finds, or None; `require` raises the first.
+Each check returns the problem that it finds, or None; `require` raises the first problem.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def require(*problems: str | None, error: type[ValueError] = ValueError) -> None
     """Raises the first problem, if there is one.
 
     Raises:
-      ValueError, or the `error` given.
+      ValueError: or the type given as `error`.
     """
     for problem in problems:
         if problem is not None:
@@ -32,10 +32,10 @@ def is_number(value: Any) -> bool:
 
 
 def integer(name: str, value: Any, low: int = 1, high: int | None = None, *, optional: bool = False) -> str | None:
-    """The problem with a setting that must be an integer of a range.
+    """Returns the problem with a setting that must be an integer in a range, or None.
 
     Args:
-      low, high: included. optional: whether None is a value too.
+      low, high: inclusive bounds. optional: whether None is allowed.
     """
     if (optional and value is None) or (is_integer(value) and low <= value and (high is None or value <= high)):
         return None
@@ -53,10 +53,10 @@ def number(
     below: float = math.inf,
     optional: bool = False,
 ) -> str | None:
-    """The problem with a setting that must be a finite number of a range.
+    """Returns the problem with a setting that must be a finite number in a range, or None.
 
     Args:
-      low, high: included. above, below: excluded. optional: whether None is a value too.
+      low, high: inclusive bounds. above, below: exclusive bounds. optional: whether None is allowed.
     """
     if optional and value is None:
         return None
@@ -73,17 +73,17 @@ def number(
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> str | None:
-    """The problem with a setting that must be one of some values."""
+    """Returns the problem with a setting that must be one of some values, or None."""
     return None if value in allowed else f"{name} is {shown(value)}, must be one of {', '.join(map(str, allowed))}"
 
 
 def boolean(name: str, value: Any) -> str | None:
-    """The problem with a setting that must be True or False."""
+    """Returns the problem with a setting that must be True or False, or None."""
     return None if isinstance(value, bool) else f"{name} is {shown(value)}, must be True or False"
 
 
 def shown(value: Any) -> str:
-    """A value in an error message: digits in groups, long values cut."""
+    """Formats a value for an error message: digits in groups, long values truncated."""
     if is_integer(value):
         return f"{value:,}" if abs(value) < 10**40 else f"an integer of {value.bit_length():,} bits"
     text = f"{value:,.12g}" if is_number(value) and abs(value) >= 1e4 else repr(value)

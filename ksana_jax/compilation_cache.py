@@ -1,4 +1,4 @@
-"""Keeps compiled steps on disk from one process to the next, in jax's persistent compilation cache."""
+"""Keeps compiled steps on disk between processes, in jax's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 MAX_CACHE_BYTES = 2 * 2**30
 
-# Everything is kept, however small or quick to compile: a step consists of a dozen small functions.
+# Everything is cached, however small or quick to compile: a step consists of a dozen small functions.
 _SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -22,12 +22,12 @@ _SETTINGS = {
 def keep_compiled_steps(folder: Path | None = None) -> None:
     """Points jax's compilation cache at a folder, unless the user has chosen one or turned the cache off.
 
-    Where jax is not imported yet, environment variables carry the settings, so that child processes have them too. The
-    user's own choice is `JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE=false` or their `jax.config` forms.
+    If jax is not imported yet, the settings go to environment variables, so that child processes inherit them. Users
+    choose by `JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE=false` or their `jax.config` forms.
 
     Args:
       folder: parent of the cache's folder; None takes `ksana_jax/compiled` in the user's cache directory. A cache
-        beyond MAX_CACHE_BYTES starts afresh: every change of a step leaves its old entry behind.
+        beyond MAX_CACHE_BYTES is cleared, because every change of a step leaves an old entry behind.
     """
     folder = (folder or _default_folder()) / _machine()
     jax = sys.modules.get("jax")
@@ -36,7 +36,7 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     try:
         if folder.is_dir() and sum(entry.stat().st_size for entry in folder.iterdir()) > MAX_CACHE_BYTES:
             shutil.rmtree(folder)
-    except OSError:  # another process is at it
+    except OSError:  # another process is clearing it
         pass
     settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
     if jax is None:
@@ -51,7 +51,7 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
 
 
 def _is_settled(jax: Any) -> bool:
-    """Whether a running jax has a cache folder, or is told to do without a cache."""
+    """Whether the user has set a cache folder in jax's config, or turned the cache off."""
     return jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
 
 
@@ -60,7 +60,7 @@ def _default_folder() -> Path:
 
 
 def _machine() -> str:
-    """A name for this kind of CPU: jax's cache keys carry its version and flags, but not the instruction set."""
+    """Returns a name for this kind of CPU, because jax's cache keys do not include the instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

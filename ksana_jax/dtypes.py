@@ -1,4 +1,4 @@
-"""Number types of weights and KV: one spelling inside ("f32", "bf16", "f16"), and those that users bring. No jax."""
+"""Dtypes of weights and KV: one internal spelling ("f32", "bf16", "f16"), and those that users write. No jax."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SPELLINGS = {"float32": "f32", "float": "f32", "bfloat16": "bf16", "float16": "f
 
 
 def canonical_dtype(given: Any, name: str = "dtype", also: tuple[str, ...] = ()) -> str:
-    """Returns the inside spelling of a dtype.
+    """Returns the internal spelling of a dtype.
 
     Args:
       given: "f32", "float32", "half", jnp.bfloat16, torch.float16, ...
-      name: of the setting, for the message.
-      also: values that the setting takes besides, and that stay as they are.
+      name: name of the setting, for the message.
+      also: other values that the setting accepts; they are returned unchanged.
 
     Raises:
-      ConfigError: it is none that weights or KV can have.
+      ConfigError: weights and KV cannot have this dtype.
     """
     text = given
     if not isinstance(given, str):

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be: the message lists every problem found."""
+    """A configuration is invalid; the message lists every problem found."""

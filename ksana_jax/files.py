@@ -1,8 +1,8 @@
-"""Opens files in folders that others may write to: cache folders, output folders. Standard library only.
+"""Safely opens files in folders that others can write to, such as cache and output folders. Standard library only.
 
-Whoever can write to a folder can put a link or a FIFO under a name that is about to be used. Opened as usual, the file
-that the link leads to would be emptied, and the FIFO would wait for ever. What is opened here to be written is a plain
-file of this folder alone, and nothing here waits.
+Anyone who can write to a folder can put a link or a FIFO under a name that is about to be used. With a plain open, the
+target of the link would be truncated, and the FIFO would block forever. The functions here write only to plain files
+of the folder itself, and never block.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ksana_jax.errors import ConfigError
 
 
 class UnsafeFile(OSError, ConfigError):
-    """A link, a FIFO or the like stands where a plain file belongs: one line that says which."""
+    """A path is a link, a FIFO or the like instead of a plain file; one line says which."""
 
 
 def open_to_read(path: Path, buffering: int = -1) -> BufferedReader:
-    """Opens a plain file, through links too: reading changes nothing.
+    """Opens a plain file for reading, following links.
 
     Raises:
-      UnsafeFile: it is a FIFO, a folder, a device.
+      UnsafeFile: it is a FIFO, a folder or a device.
       OSError: it cannot be opened.
     """
     return cast(BufferedReader, open(_open(path, os.O_RDONLY), "rb", buffering))
@@ -40,36 +40,36 @@ def read_bytes(path: Path) -> bytes:
 
 
 def open_to_update(path: Path, flags: int = 0) -> int:
-    """Opens a plain file of this folder for reading and writing, as it is, or makes it.
+    """Opens a plain file for reading and writing without truncating it, or creates it.
 
     Returns:
       A file descriptor.
 
     Raises:
-      UnsafeFile: it is a link, has a second name (a hard link), or is no plain file.
+      UnsafeFile: it is a link, has several hard links, or is not a plain file.
       OSError: it cannot be opened.
     """
     return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags)
 
 
 def create(path: Path) -> BinaryIO:
-    """Makes a new file for writing.
+    """Creates a new file for writing.
 
     Raises:
-      FileExistsError: there is something of this name, be it a link that leads nowhere.
-      OSError: it cannot be made.
+      FileExistsError: the name exists, even as a dangling link.
+      OSError: it cannot be created.
     """
     return open(path, "xb")  # O_EXCL follows no link
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that takes the name of path when the block ends well, and goes when it does not.
+    """Opens a temporary file that replaces path if the block succeeds, and is removed otherwise.
 
-    A reader sees the old content or the new, never a part. A link at path is replaced; what it leads to stays.
+    A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of a process that had the same number, and was killed
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same pid
     with create(temporary) as file:
         try:
             yield file
@@ -82,7 +82,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a reader sees the old content or the new; see `replacing`."""
+    """Writes a file atomically: a reader sees the old or the new content; see `replacing`."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

@@ -1,4 +1,4 @@
-"""Keeps two processes from using one folder at the same time, by a lock on a file in it."""
+"""Locks a folder, through a file in it, so that two processes cannot use it at the same time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ksana_jax.files import UnsafeFile, open_to_update
 
 
 class FolderInUse(Exception):
-    """The folder is locked: by the process of this number, as far as that is known."""
+    """The folder is locked; the message is the pid of the holder, or "unknown"."""
 
 
 class FolderLock:
-    """Holds a lock file until it is released, or the process ends in whatever way.
+    """Holds a lock file until it is released or the process ends.
 
     Args:
-      path: of the lock file; made where it does not exist, and never removed.
-      shared: let others that share it hold it as well.
+      path: the lock file; created if it does not exist, and never removed.
+      shared: allow other holders that also share it.
 
     Raises:
-      FolderInUse: somebody else holds it, in this process or another.
+      FolderInUse: another holder has the lock, in this process or another.
       UnsafeFile, OSError: it cannot be locked.
     """
 
     def __init__(self, path: Path, shared: bool = False):
         self._path = path
         self._descriptor = open_to_update(path)
-        # Also when it is dropped without being released.
+        # Releases the lock even if this object is dropped without `release`.
         self._finalizer = weakref.finalize(self, _release, self._descriptor)
         try:
             fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -45,17 +45,17 @@ class FolderLock:
         self.check()
 
     def check(self) -> None:
-        """Makes sure that the lock still keeps others out: a lock file that was removed does not.
+        """Checks that the lock is still effective, which it is not if the lock file was removed.
 
         Raises:
           UnsafeFile: another file has its name. OSError: it is gone.
         """
         there, mine = os.lstat(self._path), os.fstat(self._descriptor)
         if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            raise UnsafeFile(f"{self._path} was removed and made again: another process may use the folder")
+            raise UnsafeFile(f"{self._path} was removed and created again: another process may use the folder")
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Releases the lock."""
         self._finalizer()
 
 

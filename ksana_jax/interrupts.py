@@ -1,11 +1,11 @@
-"""Ctrl-C between steps instead of within one. Imports the standard library only: the `ksana` command starts with it.
+"""Defers Ctrl-C to the end of a step. Imports only the standard library, because the `ksana` command starts with it.
 
-Python raises KeyboardInterrupt wherever it happens to be: in the middle of the engine's books, or in a callback of a
-library that swallows it. Within `defer` the first Ctrl-C only sets a flag, which is looked at when the step is done
+Python raises KeyboardInterrupt at any point: in the middle of an update of the engine's state, or in a callback of a
+library that swallows it. Within `defer`, the first Ctrl-C only sets a flag, which is checked when the step is done
 (`check`); a second one raises at once.
 
-Whether something is deferred is read off the stack of the main thread and kept nowhere else: a counter would be wrong
-for good after an exception in the lines that count.
+Whether Ctrl-C is deferred is read from the stack of the main thread and stored nowhere else: a counter would stay wrong
+after an exception in the lines that update it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 _requested = False
 _in_command = False
-_retry: threading.Timer | None = None  # sends again a SIGINT that could not be raised when it came
+_retry: threading.Timer | None = None  # resends a SIGINT that could not be raised when it arrived
 
 
 def requested() -> bool:
-    """Whether Ctrl-C was pressed and nothing has come of it yet."""
+    """Whether Ctrl-C was pressed and has not been handled yet."""
     return _requested
 
 
@@ -35,33 +35,33 @@ def check() -> None:
     """Raises KeyboardInterrupt in the main thread if Ctrl-C was pressed."""
     global _requested
     if _requested and threading.current_thread() is threading.main_thread():
-        _requested = _in_command  # a command is to end, whatever catches this
+        _requested = _in_command  # a command must end, even if something catches this
         raise KeyboardInterrupt
 
 
 def forget() -> None:
-    """Says that Ctrl-C has been dealt with and the command goes on: it stopped one answer, not the conversation."""
+    """Marks Ctrl-C as handled, so that the command continues: it stopped one answer, not the conversation."""
     global _requested
     _requested = False
 
 
 def defer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a function, which comes to its end before Ctrl-C takes effect.
+    """Calls a function that completes before Ctrl-C takes effect.
 
-    Calls may be nested: the outermost one raises. It is a plain call in threads other than the main one, which handles
-    signals, and where a handler of the user's own is installed.
+    Calls may be nested: the outermost one raises. Outside the main thread, which handles signals, and if the user has
+    installed a handler, this is a plain call.
 
     Returns:
-      what the function returns.
+      The function's result.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C was pressed meanwhile.
+      KeyboardInterrupt: Ctrl-C was pressed in the meantime.
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*args, **kwargs)
     is_outermost, pressed = not _is_deferred(sys._getframe(1)), False
     if is_outermost and not _in_command:
-        forget()  # an exception may have kept an earlier call from doing so
+        forget()  # an earlier call may not have reached this because of an exception
     _take_over()
     try:
         result = function(*args, **kwargs)
@@ -74,11 +74,11 @@ def defer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class command:
-    """Ends a command with status 130 after Ctrl-C, whatever libraries have made of it: they turn KeyboardInterrupt into
-    other exceptions, or swallow it.
+    """Ends a command with status 130 after Ctrl-C, even if libraries convert KeyboardInterrupt to another exception or
+    swallow it.
 
     Args:
-      message: the last line on stderr then.
+      message: printed as the last line on stderr in that case.
     """
 
     def __init__(self, message: str = "ksana: interrupted"):
@@ -97,7 +97,7 @@ class command:
             if _retry is not None:
                 _retry.cancel()
                 _retry.join()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends what may hang
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends a process that hangs
         if self._is_outermost:
             _in_command = False
         if interrupted:
@@ -107,14 +107,14 @@ class command:
 
 
 def _take_over() -> None:
-    """Handles SIGINT, unless a handler of the user's own does."""
+    """Installs the SIGINT handler, unless the user has installed one."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
 
 
 def _give_back() -> bool:
-    """Leaves SIGINT to Python again, except within a command: whether Ctrl-C was pressed."""
+    """Restores Python's SIGINT handler, except within a command; returns whether Ctrl-C was pressed."""
     global _requested
     try:
         if signal.getsignal(signal.SIGINT) is _handle and not _in_command:
@@ -131,8 +131,8 @@ def _handle(signum: int, frame: FrameType | None) -> None:
         if _in_command:
             os.write(2, b"ksana: stops after this step; Ctrl-C again stops at once\n")
     elif not again and _is_importing(frame):
-        # Extension modules made with nanobind, which jaxlib has many of, end the process with a segmentation fault when
-        # they are freed half imported.
+        # Extension modules built with nanobind, of which jaxlib has many, crash the process if they are freed while
+        # partially imported.
         _retry = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         _retry.daemon = True
         _retry.start()

@@ -1,4 +1,4 @@
-"""What the layers of a network are made of, as frozen values. Knows no arrays; the kinds are defined in `models/`."""
+"""Specifications of a network's layers, as frozen values. Knows no arrays; the kinds are defined in `models/`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ksana_jax.patterns import AttentionPattern
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, arXiv:2104.09864, and the ways to stretch it.
+    """Rotary position embedding, arXiv:2104.09864, and its scaled variants.
 
-    Fields beyond `theta` belong to some kinds only, with the names of Hugging Face's `rope_scaling`.
-    original_max_len: tokens; the context before stretching (dynamic, llama3, yarn).
+    Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
+    original_max_len: context in tokens before scaling (dynamic, llama3, yarn).
     """
 
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
@@ -35,12 +35,12 @@ PLAIN_ROPE = RopeConfig()
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of one layer.
+    """Specifies the attention of one layer.
 
-    pattern: which positions the layer was trained to see; an engine may be given others.
-    scale: factor of the scores, before the soft cap.
-    soft_cap: scores become cap * tanh(score / cap).
-    sinks: each head has a learned logit that joins the softmax's denominator and has no value.
+    pattern: positions that the layer was trained to see; an engine may use another pattern.
+    scale: factor of the scores, applied before the soft cap.
+    soft_cap: scores become cap * tanh(score / cap); None for no cap.
+    sinks: each head has a learned logit, without a value vector, in the softmax's denominator.
     """
 
     num_heads: int
@@ -58,7 +58,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MLPSpec:
-    """Feed-forward part of one layer. kind: a name in `models.mlp.MLPS`. d_ff: width of its hidden vectors."""
+    """Specifies the MLP of one layer. kind: a name in `models.mlp.MLPS`. d_ff: width of its hidden vectors."""
 
     kind: str
     d_ff: int
@@ -67,9 +67,9 @@ class MLPSpec:
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """Norms of one layer, before its attention and its feed-forward part.
+    """Specifies the norms of one layer, before its attention and its MLP.
 
-    kind: a name in `models.layers.NORMS`. sandwich: whether there are norms of what both give, too.
+    kind: a name in `models.layers.NORMS`. sandwich: whether the outputs of attention and MLP are normalised as well.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class NormSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer: what its attention, its feed-forward part and its norms are."""
+    """Specifies one layer: its attention, its MLP and its norms."""
 
     attention: AttentionSpec
     mlp: MLPSpec

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported on first use: `import ksana_jax` does not wait for jax."""
+"""Imports the public names of a package on first use, so that `import ksana_jax` does not import jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     """Returns `__getattr__` and `__dir__` for a package.
 
     Args:
-      package: its `__name__`. modules: {public name: the module that has it}.
+      package: the package's `__name__`. modules: {public name: module that defines it}.
     """
 
     def __getattr__(name: str) -> Any:

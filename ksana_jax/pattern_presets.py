@@ -1,4 +1,4 @@
-"""Attention patterns by name, and the forms in which a user may give one. Plain numbers; no jax, no blocks."""
+"""Presets of attention patterns, and the forms in which users can give a pattern. Plain numbers; no jax, no blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.patterns import AttentionPattern, per_layer
 from ksana_jax.plugins import nearest
 
-# Fields of AttentionPattern. The numbers are those of the papers; a window should not be longer than the context that
-# the model was trained for.
+# Fields of AttentionPattern, with the numbers of the papers; a window should not exceed the model's training context.
 PRESETS: dict[str, dict[str, Any]] = {
     "full": {},
     # Mistral 7B, arXiv:2310.06825, section 2; the idea is Longformer's, arXiv:2004.05150.
@@ -22,20 +21,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "lm_infinite": {"window": 4096, "num_sinks": 10, "sink_position": "ceiling"},
 }
 
-# A preset's name, or fields of AttentionPattern, which may come with a "preset" whose numbers they replace.
+# A preset's name, or fields of AttentionPattern, optionally with a "preset" that they override.
 PatternLike: TypeAlias = AttentionPattern | str | Mapping[str, Any]
 
 _FORMS = "an AttentionPattern, a dict of its fields, the name of a preset, or a list with one of these for each layer"
 
 
 def read_pattern(given: PatternLike) -> AttentionPattern:
-    """Returns the attention pattern that a user gave in one of its forms.
+    """Returns the attention pattern given in one of its forms.
 
     Args:
       given: "streaming_llm", {"preset": "streaming_llm", "window": 112}, {"window": 112}, or an AttentionPattern.
 
     Raises:
-      ConfigError: there is no such preset or field, with the nearest name, or `given` is something else.
+      ConfigError: there is no such preset or field (the nearest is named), or `given` has another type.
       ValueError: a number is out of range.
     """
     if isinstance(given, AttentionPattern):
@@ -57,7 +56,7 @@ def read_pattern(given: PatternLike) -> AttentionPattern:
 
 
 def read_patterns(given: PatternLike | Sequence[PatternLike], num_layers: int) -> tuple[AttentionPattern, ...]:
-    """Returns one attention pattern for each layer, from one for all or a list; see `read_pattern`.
+    """Returns one attention pattern per layer, from one for all layers or a list; see `read_pattern`.
 
     Raises:
       ConfigError: as `read_pattern`.

@@ -1,6 +1,7 @@
-"""Finds what a setting names: an entry of a registry, or an object of the user's own as "package.module:name".
+"""Resolves the name in a setting: an entry of a registry, or a user's object as "package.module:name".
 
-So a policy or a task can live in the user's project. Modules are found on the Python path and in the working directory.
+A policy or a task can thus live in the user's project. Modules are found on the Python path and in the working
+directory.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
     """Returns the function or class that a setting names.
 
     Args:
-      spec: a key of the registry, "package.module:name" of anything callable, or something callable itself.
+      spec: a key of the registry, "package.module:name" of a callable, or a callable.
       registry: {name: object}; a value that is a string is imported as "package.module:name".
-      what: the setting, for messages.
+      what: name of the setting, for messages.
 
     Raises:
-      ConfigError: there is no such name, module or attribute, it cannot be imported, or what it names is not callable.
+      ConfigError: there is no such name, module or attribute, it cannot be imported, or it is not callable.
     """
     if isinstance(spec, str) and spec in registry:
         found = registry[spec]
@@ -38,9 +39,10 @@ def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
 
 
 def name_of(spec: Any) -> Any:
-    """Returns a name that is the same in every process, for records: "package.module:name" of a callable.
+    """Returns a name for records that is the same in every process: "package.module:name" of a callable.
 
-    An object that is not a function or class goes by its class. Values that are not callable are returned as they are.
+    An object that is not a function or class gets the name of its class. Values that are not callable are returned
+    unchanged.
     """
     if not callable(spec):
         return spec
@@ -49,7 +51,7 @@ def name_of(spec: Any) -> Any:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the name most like a given one; None where none is alike. A cutoff of 0 always finds one."""
+    """Returns the most similar name; None if none is similar enough. A cutoff of 0 always finds one."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 
@@ -75,7 +77,7 @@ def _module(spec: str, name: str, what: str) -> Any:
     try:
         known = top in sys.modules or importlib.util.find_spec(top) is not None
         if not known and os.getcwd() not in sys.path:
-            # Appended, so that nothing in the working directory hides an installed package.
+            # Appended, so that nothing in the working directory shadows an installed package.
             sys.path.append(os.getcwd())
         return importlib.import_module(name)
     except Exception as error:  # whatever a user's module may raise

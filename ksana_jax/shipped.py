@@ -1,6 +1,6 @@
-"""Models and configurations that come with the package, found by name. No jax.
+"""Finds models and configurations that ship with the package by name. No jax.
 
-A path that exists always wins, so that a name never hides a file of the user's.
+An existing path always takes precedence, so a name never hides a user's file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _TRAININGS = (CONFIGS / "train",) if CONFIGS else ()
 
 
 def model_path(model: str | os.PathLike[str]) -> Path:
-    """The directory of a model: the path itself if it exists, else the shipped model of that name, else the path.
+    """Returns the directory of a model: the path itself if it exists, else the shipped model of that name, else the
+    path.
 
     `configs/models/NAME` is such a name too, so that experiments run outside a checkout.
     """
@@ -26,22 +27,22 @@ def model_path(model: str | os.PathLike[str]) -> Path:
 
 
 def experiment_path(name: str | os.PathLike[str]) -> Path:
-    """The YAML file of an experiment: a path, or the name of a shipped one (`quickstart`)."""
+    """Returns the YAML file of an experiment, given by path or by the name of a shipped one (`quickstart`)."""
     return _find(Path(name), _EXPERIMENTS, ".yaml")
 
 
 def training_path(name: str | os.PathLike[str]) -> Path:
-    """The YAML file of a training: a path, or the name of a shipped one (`ksana_tiny`)."""
+    """Returns the YAML file of a training run, given by path or by the name of a shipped one (`ksana_tiny`)."""
     return _find(Path(name), _TRAININGS, ".yaml")
 
 
 def model_names() -> list[str]:
-    """Names of the shipped models; those under configs/ have no weights."""
+    """Returns the names of the shipped models; those under configs/ have no weights."""
     return sorted(path.parent.name for folder in _MODELS for path in folder.glob("*/config.json"))
 
 
 def experiment_names() -> list[str]:
-    """Names of the shipped experiments."""
+    """Returns the names of the shipped experiments."""
     return sorted(path.stem for folder in _EXPERIMENTS for path in folder.glob("*.yaml"))
 
 

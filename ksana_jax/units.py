@@ -6,7 +6,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def byte_size(num_bytes: float) -> str:
-    """Bytes in the unit that suits them: "1.50 GiB", "16.0 KiB"."""
+    """Formats bytes with a suitable unit: "1.50 GiB", "16.0 KiB"."""
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:,.2f} GiB"
     if num_bytes >= MIB:

@@ -142,7 +142,7 @@ def test_a_lock_whose_file_was_removed_is_noticed(path):
     with pytest.raises(FileNotFoundError):
         first.check()
     second = FolderLock(path)
-    with pytest.raises(UnsafeFile, match="was removed and made again: another process may use the folder"):
+    with pytest.raises(UnsafeFile, match="was removed and created again: another process may use the folder"):
         first.check()
     second.check()
     first.release()

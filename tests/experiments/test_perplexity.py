@@ -209,7 +209,7 @@ def test_rows_that_saw_the_same_texts_are_told_apart_by_their_differences(experi
     full, sliding = made.rows
     assert full.samples["ppl"] == sliding.samples["ppl"] and len(full.values["ppl"]) == 4
     assert full.sd("ppl") > 5 * (sliding.mean("ppl") - full.mean("ppl")) > 0
-    assert any("where rows saw the same texts, those of their differences on each" in note for note in made.notes)
+    assert any("if rows scored the same texts, of their differences on each text" in note for note in made.notes)
 
 
 def test_rows_on_different_positions_are_called_not_comparable(experiment, make_llm, tmp_path):

@@ -117,6 +117,6 @@ def test_of_two_tiers_that_opened_one_folder_the_first_turns_itself_off(open_tie
     assert not read(first, a) and not first.enabled
     write(first, c)
     (message,) = open_tier.told
-    assert "lock was removed and made again: another process may use the folder" in message
+    assert "lock was removed and created again: another process may use the folder" in message
     assert read(second, a) and read(second, b) and second.enabled
     assert_books(second)
