@@ -1,1 +1,1 @@
-"""The loop that serves requests: schedule, execute, update. `llm.LLM` is its front door."""
+"""The engine loop, which serves requests: schedule, execute, update. `llm.LLM` is its public interface."""

@@ -1,9 +1,9 @@
-"""Beam search over sequences of the scheduler: chooses which beams go on, and how. Knows no blocks, no device.
+"""Beam search over the scheduler's sequences: chooses which beams continue, and how. Knows no blocks, no device.
 
-A beam is a sequence whose request appends its tokens: the scheduler computes them and then lets it wait until the
-request has chosen the next one. When all beams of a request have reported, the best continuations are taken: of each
-beam that goes on, one child takes its place and the others fork off, sharing its blocks; copy-on-write does the rest,
-and no cache is ever reordered.
+A beam is a sequence whose tokens are chosen by its request: the scheduler computes them, and the beam then waits until
+the request has appended the next one. When all beams of a request have reported, the best continuations are chosen: one
+child of each surviving beam takes its place, and the others fork from it and share its blocks. Copy-on-write does the
+rest; the cache is never reordered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Hypothesis(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A beam that goes on: with which token, and its sum of log-probabilities then."""
+    """A continuation of a beam: the next token, and the sum of log-probabilities including it."""
 
     seq: Sequence
     token: int
@@ -36,12 +36,12 @@ class Branch(NamedTuple):
 
 
 def num_kept(width: int, stop_ids: tuple[int, ...]) -> int:
-    """Continuations of all beams that are looked at in each step: enough that `width` go on although others end."""
+    """Returns how many continuations of all beams to consider per step: enough for `width` to go on if others end."""
     return max(2, 1 + len(stop_ids)) * width
 
 
 def num_candidates(width: int, stop_ids: tuple[int, ...]) -> int:
-    """Continuations of each beam that are looked at: as many, as far as log-probabilities are available."""
+    """Returns how many continuations of each beam to consider: num_kept, limited by the available log-probabilities."""
     return min(num_kept(width, stop_ids), MAX_LOGPROBS)
 
 
@@ -50,14 +50,14 @@ class Beams:
     """The beams of one request.
 
     Args:
-      width: beams that go on from each step.
+      width: number of beams that continue after each step.
       length_penalty: see `SamplingParams`.
-      stop_ids, max_len: as of `Sequence`.
+      stop_ids, max_len: as in `Sequence`.
 
     Attributes:
-      alive: the sequences and their sums of log-probabilities.
-      finished: at most width hypotheses, the best first.
-      num_preemptions: of beams that have been dropped.
+      alive: sequences and their sums of log-probabilities.
+      finished: at most `width` hypotheses, best first.
+      num_preemptions: preemptions of beams that have been dropped.
     """
 
     width: int
@@ -75,19 +75,19 @@ class Beams:
         return num_candidates(self.width, self.stop_ids)
 
     def report(self, seq: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> bool:
-        """Takes in the most probable tokens after a beam, num_candidates of them; whether that was the last beam."""
+        """Records the num_candidates most probable next tokens of a beam; returns whether it was the last beam."""
         self._reports[seq] = (tokens, logprobs)
         return len(self._reports) == len(self.alive)
 
     def advance(self, texts: dict[Sequence, np.ndarray]) -> list[Branch]:
-        """Chooses how the beams go on; an empty list ends the search.
+        """Chooses the continuations; an empty list ends the search.
 
         Args:
           texts: tokens of each beam, prompt included.
 
-        Source: as transformers does it. Of the num_kept best continuations, those that end are finished if they
-        are among the first `width`, the first `width` of the others go on. The search ends when no beam that goes on
-        scores better, at its present length, than the worst of `width` finished ones.
+        Source: transformers. Among the num_kept best continuations, those that end become finished hypotheses if they
+        are among the first `width`, and the first `width` of the others continue. The search ends when no continuing
+        beam scores better, at its current length, than the worst of `width` finished hypotheses.
         """
         found = [
             Branch(seq, int(token), total + float(logprob))
@@ -127,10 +127,10 @@ class Beams:
 
 
 def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
-    """Carries on a search all of whose beams have reported; whether it goes on.
+    """Advances a search whose beams have all reported; returns whether it continues.
 
     Args:
-      new_sequence: (token_ids) -> a Sequence that is a beam of the same request.
+      new_sequence: (token_ids) -> a Sequence that is a beam of this request.
     """
     rows = scheduler.rows
     texts = {s: s.token_ids if s.row is None else rows.token_ids[s.row, : rows.num_tokens[s.row]] for s in beams.alive}

@@ -1,8 +1,8 @@
-"""One thread at a time, and every change whole or undone: what keeps an engine sound among threads and interrupts.
+"""Keeps an engine consistent under threads and interrupts: one thread at a time, every change complete or undone.
 
-An exception can come from any line: Ctrl-C, an alarm's handler, no memory. So nothing is repaired where it breaks.
-A change says when it begins to write (`begin`); one that does not come to its end is followed by a reset, and if that
-is interrupted too, the next change resets first.
+Any line can raise an exception: Ctrl-C, a signal handler, lack of memory. Nothing is therefore repaired on the spot. A
+change calls `begin` before it starts to write. If it does not complete, the engine is reset; if the reset is
+interrupted too, the next change resets first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class Interrupted(RuntimeError):
-    """A change was interrupted, and so was what cleaned up after it."""
+    """A change was interrupted, and so was the cleanup after it."""
 
 
 class Changes:
-    """Runs everything that changes an engine.
+    """Runs all changes of an engine.
 
     Args:
-      reset: makes the engine empty and sound again, given what went wrong; called again when it was interrupted.
+      reset: (exception) -> None, makes the engine empty and consistent again; called again if it was interrupted.
     """
 
     def __init__(self, reset: Callable[[BaseException], None]):
         self._reset = reset
-        # Locks of the interpreter only: a lock in Python could be left taken by an interrupt in its own code.
+        # Only locks of the interpreter: a lock written in Python could stay locked after an interrupt in its own code.
         self._lock = threading.RLock()
         self._waiting: set[int] = set()
         self._unsound = False
@@ -42,18 +42,18 @@ class Changes:
         return self._lock._is_owned()  # type: ignore[attr-defined]  threading.Condition asks an RLock in the same way
 
     def begin(self) -> None:
-        """Says that the running change begins to write; what it raised before left everything as it was."""
+        """Marks that the running change starts to write; an exception before this point needs no reset."""
         self._unsound = True
 
     def defer(self, change: Callable[[], None]) -> None:
-        """Runs a change before the next one."""
+        """Schedules a change to run before the next one."""
         self._deferred.append(change)
 
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs one change, when those of other threads are done.
+        """Runs one change after those of other threads.
 
         Raises:
-          RuntimeError: called from within a change; or a failure could not be cleaned up, so that nothing can run.
+          RuntimeError: it was called from within a change, or a failure could not be cleaned up, so nothing can run.
         """
         if self.running_here:
             raise RuntimeError("an engine cannot be used from within its own step")
@@ -89,8 +89,8 @@ class Changes:
         self._unsound = False
 
     def give_way(self) -> None:
-        """Lets a waiting thread in. Without this, the thread that has just left the lock would nearly always be the
-        one that takes it again."""
+        """Lets a waiting thread in. Otherwise, the thread that has just released the lock would nearly always take it
+        again."""
         for _ in range(50):
             if not self._waiting:
                 return

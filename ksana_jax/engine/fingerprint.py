@@ -10,14 +10,14 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.params import Params
 
-# Elements of each weight that are looked at: a model that was trained further differs in all of them.
+# Number of elements sampled from each weight; further training changes all of them.
 _SAMPLED = 4096
 
 
 def fingerprint(config: ModelConfig, params: Params, *, dtype: str, max_model_len: int) -> str:
-    """Hex digest of the model's shape, of a sample of every weight, and of what else decides keys and values.
+    """Returns a hex digest of the model's config, a sample of every weight, and all else that determines KV values.
 
-    Attention patterns are not part of it: see `kv.prefix_index`.
+    Attention patterns are not included; see `kv.prefix_index`.
     """
     digest = hashlib.sha256(f"{config} {dtype}".encode())
     if any(layer.attention.rope.kind == "dynamic" for layer in config.layers):  # stretched by the longest text

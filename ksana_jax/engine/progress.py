@@ -1,4 +1,4 @@
-"""A progress bar for `LLM.generate`: requests that are done, and their tokens per second. Draws on standard error."""
+"""The progress bar of `LLM.generate` on standard error: finished requests, and tokens per second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress_bar(requests: Sequence[Request], shown: bool) -> Iterator[Callable[[], None]]:
-    """Draws a bar while requests run, and yields the function that brings it up to date.
+    """Draws a bar while requests run, and yields the function that updates it.
 
     Raises:
       ValueError: `shown` is not True or False.
@@ -24,7 +24,7 @@ def progress_bar(requests: Sequence[Request], shown: bool) -> Iterator[Callable[
     if not shown:
         yield lambda: None
         return
-    # Slow to import, and few calls want it.
+    # Slow to import, and rarely used.
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""Reads the prompts and sampling settings of a call, in all the forms that users give them in. Knows no engine."""
+"""Reads the prompts and sampling parameters of a call, in all forms that users may give. Knows no engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FORMS = "a text, a list of token ids, a dict, or a list of those"
 def read_requests(
     prompts: Any, sampling_params: Any, prompt_token_ids: Any, tokenizer: Tokenizer | None, *, streams: bool
 ) -> list[RequestInput]:
-    """Returns the requests of a call of `LLM.generate` or `LLM.stream`, whose arguments these are.
+    """Returns the requests of a call of `LLM.generate` or `LLM.stream`, given its arguments.
 
     Args:
-      streams: whether text is wanted while it grows.
+      streams: whether the caller wants text as it is generated.
 
     Raises:
-      ValueError: an argument is of another type or length than it must be.
+      ValueError: an argument has the wrong type or length.
     """
     if prompts is None and prompt_token_ids is None:
         raise ValueError(f"prompts is None, must be {_FORMS}")
@@ -47,7 +47,7 @@ def read_requests(
 
 
 def _is_ids(prompts: Any) -> bool:
-    """Whether it is one prompt's ids: a list of integers, none of them in a list of its own."""
+    """Whether `prompts` is the token ids of a single prompt: a flat list of integers."""
     if isinstance(prompts, np.ndarray):
         return prompts.ndim == 1
     return isinstance(prompts, (list, tuple)) and bool(prompts) and isinstance(prompts[0], (int, np.integer))
@@ -72,7 +72,7 @@ def _read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[np.ndarray, 
     """Returns token ids, text and cache salt of one prompt.
 
     Raises:
-      ValueError: it is none, or it has neither ids nor a text that can be encoded.
+      ValueError: it is not a prompt, or it has neither ids nor a text that can be encoded.
     """
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
@@ -104,20 +104,20 @@ def _token_ids(given: Any) -> np.ndarray:
         raise ValueError("prompt_token_ids must be a list of integers, not lists of different lengths") from None
     if ids.shape == (0,):
         return np.zeros(0, np.int32)
-    truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy takes them for 0 and 1
+    truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy would convert them to 0 and 1
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
         raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
     return ids
 
 
 def chat_prompts(messages: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """Returns conversations as prompts, laid out with the tokenizer's chat template.
+    """Returns conversations as prompts, formatted with the tokenizer's chat template.
 
     Args:
-      messages: a conversation, or a list of them; each is a list of {"role": ..., "content": ...}.
+      messages: a conversation or a list of conversations, each a list of {"role": ..., "content": ...}.
 
     Raises:
-      ValueError: they are something else, or there is no template.
+      ValueError: messages have another form, or there is no template.
     """
     if tokenizer is None:
         raise ValueError("this model has no tokenizer, so no chat template")

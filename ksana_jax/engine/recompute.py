@@ -1,6 +1,6 @@
-"""Sliding window with recomputation: nothing is cached from one token to the next; each is predicted from a fresh run
-over the `window` tokens before it, at positions from 0. The slow baseline that window and sink papers compare with
-(StreamingLLM, arXiv:2309.17453, figure 1c)."""
+"""Sliding window with recomputation: each token is predicted by a fresh run over the `window` tokens before it, at
+positions from 0, with no cache between tokens. The slow baseline of papers on windows and sinks (StreamingLLM,
+arXiv:2309.17453, figure 1c)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ksana_jax.request import SamplingParams
 
 
 def score(llm: LLM, token_ids: Sequence[int], window: int, positions: Sequence[int]) -> np.ndarray:
-    """Log-probabilities of token_ids[t] for each t in positions, each given the `window` tokens before it.
+    """Computes the log-probability of token_ids[t] for each t in positions, given the `window` tokens before it.
 
     Args:
-      llm: its attention pattern should see the whole window.
+      llm: an LLM whose attention pattern sees the whole window.
       positions: at least 1.
 
     Returns:
@@ -31,7 +31,7 @@ def score(llm: LLM, token_ids: Sequence[int], window: int, positions: Sequence[i
 
 
 def generate(llm: LLM, token_ids: Sequence[int], window: int, num_tokens: int) -> list[int]:
-    """Greedy continuation of num_tokens tokens, each from a fresh run over the last `window` tokens."""
+    """Generates num_tokens tokens greedily, each from a fresh run over the last `window` tokens."""
     ids = [int(t) for t in token_ids]
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
     for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""What a step says besides its tokens: times, scores of prompts, the best beams, its own record. Changes no books."""
+"""Reports of a step besides its tokens: first-token times, prompt scores, best beams, the step's record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
-    """Notes when requests got their first token; called between `Scheduler.advance` and `settle`."""
+    """Records the times of requests' first tokens; called between `Scheduler.advance` and `settle`."""
     sampled = batch.sampled
     fresh = rows.num_tokens[sampled] == rows.num_prompt[sampled]
     if not fresh.any():
@@ -33,11 +33,11 @@ def add_prompt_scores(
     output: StepOutput,
     rows_of: dict[Completion, int],
 ) -> None:
-    """Adds the log-probabilities of the prompt tokens that this step has scored; called before `Scheduler.settle`.
+    """Adds the log-probabilities of the prompt tokens scored by this step; called before `Scheduler.settle`.
 
     Args:
-      ends: [rows of the batch] index of each row's last token among the step's.
-      rows_of: the completions that are watched, and where they run.
+      ends: [rows of the batch] index of each row's last token among the step's tokens.
+      rows_of: row of each completion that wants them.
     """
     scores = output.prompt_scores
     assert scores is not None, "the executor was given targets and returned no scores"
@@ -49,7 +49,7 @@ def add_prompt_scores(
         i = where[row]
         computed = int(batch.num_per_row[i])
         start = int(rows.num_computed[row]) - computed
-        # The step scored prompt tokens start + 1 to start + computed; a restart scores some again.
+        # The step scored prompt tokens start + 1 to start + computed; after a preemption, some are scored again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
         token = int(ends[i]) + 1 - computed + (first - 1 - start)
         for offset in range(max(end + 1 - first, 0)):
@@ -61,7 +61,7 @@ def add_prompt_scores(
 def record(
     scheduler: Scheduler, batch: ScheduledBatch, now: float, peak_blocks: int, unshared_blocks: int
 ) -> StepRecord:
-    """The record of a step that has been booked."""
+    """Returns the record of a step after `Scheduler.settle`."""
     blocks = scheduler.blocks
     return StepRecord(
         now,
@@ -78,7 +78,7 @@ def record(
 
 
 def finish_beams(request: Request) -> None:
-    """Makes completions of a request's best beams."""
+    """Turns a request's best beams into its completions."""
     assert request.beams is not None
     for completion, best in zip(request.completions, request.beams.finished, strict=False):
         seq = completion.seq

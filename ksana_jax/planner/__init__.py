@@ -1,18 +1,18 @@
-"""Device memory before it is spent: what a model, a batch and a context take, and the largest of each that fits.
+"""Predicts device memory: what a model, a batch and a context take, and the largest of each that fits.
 
     Mem = M + alpha * BS + beta * TN,    TN = gamma * BS * TA
 
-  M      bytes whatever is served: the weights, and what a step takes with no request in it.
-  alpha  bytes per request: what a step's arrays and temporary buffers grow by with each row; measured by compiling.
-  BS     requests that run at once.
+  M      fixed bytes: the weights, and the memory of a step without requests.
+  alpha  bytes per request: growth of a step's arrays and temporary buffers with each row; measured by compiling.
+  BS     concurrent requests.
   beta   bytes per token: keys and values of all layers.
   TN     tokens whose keys and values are held at once.
-  TA     tokens of a request's text, prompt and output.
-  gamma  part of the text that is held: below 1 where a window lets blocks go or requests share a prefix, a little above
-         1 where blocks are not full.
+  TA     tokens of a request, prompt and output.
+  gamma  fraction of the text that is held: below 1 if a window frees blocks or requests share a prefix, a little above
+         1 if blocks are not full.
 
-`plan` answers for any device from a config alone; `pool_size` is what the engine asks; `check` compares with a process.
-Names resolve on first use, so that reading the table of devices does not wait for jax.
+`plan` predicts for any device from a config alone; the engine calls `pool_size`; `check` compares with a process.
+Names resolve on first use, so reading the table of devices does not import jax.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Devices to plan for: a name and how many bytes it has. Knows no models, and jax only where it asks this machine."""
+"""Devices to plan for, with their memory sizes. Knows no models, and uses jax only to query this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ksana_jax.units import GIB, MIB
 class Device:
     """An accelerator, or this machine.
 
-    memory_bytes: its memory. l2_bytes: of its last cache before that memory, None where no figure is published.
-    target: of `pallas_kernels.aot`, to compile for it where it is not; None where there is none.
+    memory_bytes: memory size. l2_bytes: size of the last cache before that memory; None if none is published.
+    target: name of a target of `pallas_kernels.aot` for ahead-of-time compilation; None if there is none.
     """
 
     name: str
@@ -25,8 +25,8 @@ class Device:
     target: str | None = None
 
 
-# The capacity of the makers' data sheets, whose GB are 2**30 bytes: an H200 "141GB" reports 140.4 GiB to programs, an
-# A100 "80GB" 80.0. What a driver keeps for itself is part of what `memory_fraction` leaves out.
+# Capacities from the manufacturers' data sheets, whose GB are 2**30 bytes: an H200 "141GB" reports 140.4 GiB to
+# programs, an A100 "80GB" 80.0. `memory_fraction` leaves room for what the driver reserves.
 DEVICES = {
     d.name: d
     for d in (
@@ -53,10 +53,10 @@ _UNITS = {
 
 
 def find_device(name: str | int) -> Device:
-    """A device by name, this machine as "cpu", or one of so many bytes: 25769803776, "24GiB", "80 GB".
+    """Returns a device by name, this machine for "cpu", or a device of a given size: 25769803776, "24GiB", "80 GB".
 
     Raises:
-      ConfigError: neither a name nor a number of bytes.
+      ConfigError: it is neither a name nor a number of bytes.
     """
     text = str(name).strip().lower()
     if text in DEVICES:
@@ -73,7 +73,7 @@ def find_device(name: str | int) -> Device:
 
 
 def compile_target(device: Device):
-    """The `aot.Target` that steps for a device can be compiled for from here; None where they can't, or are at home."""
+    """Returns the `aot.Target` for compiling steps for a device; None if that is impossible, or for this machine."""
     import jax
 
     from pallas_kernels import aot
@@ -91,7 +91,7 @@ def _written(num_bytes: int) -> str:
 
 
 def physical_bytes() -> int:
-    """Memory of this machine, or of the container that this process runs in."""
+    """Returns the memory in bytes of this machine, or of the container that this process runs in."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -101,7 +101,7 @@ def physical_bytes() -> int:
 
 
 def this_device() -> Device:
-    """What the engine runs on: the first device of jax, with what its allocator may take, or this machine's memory."""
+    """Returns the engine's device: jax's first device with its allocator's limit, or this machine with its memory."""
     import jax
 
     device = jax.devices()[0]

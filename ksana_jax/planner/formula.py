@@ -20,13 +20,13 @@ MAX_CONTEXT = FAR - 1  # the engine's largest text position
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is planned for.
+    """Inputs of a plan.
 
-    batch, context: None takes the largest batch, the model's max_position.
-    window, num_sinks: attention pattern of all layers; a window of None takes the model's own pattern.
-    dtype: of weights, keys and values.
-    prefix_share: part of each text, from its beginning, that all requests have in common and hold once.
-    memory_fraction: of the device, for all that is planned.
+    batch, context: None takes the largest batch, and the model's max_position.
+    window, num_sinks: attention pattern of all layers; window None takes the model's own pattern.
+    dtype: dtype of weights, keys and values.
+    prefix_share: leading fraction of each text that all requests share and that is held once.
+    memory_fraction: fraction of the device's memory that the plan may use.
     """
 
     dtype: str = "bf16"
@@ -53,14 +53,14 @@ class PlanRequest:
             error=ConfigError,
         )
         if self.num_sinks and self.window is None:
-            raise ConfigError(f"num_sinks is {self.num_sinks}, but there is no window")
+            raise ConfigError(f"num_sinks is {self.num_sinks}, but window is None")
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The formula, with all but batch and context known; bytes, unless it says tokens.
+    """The formula with everything but batch and context fixed; in bytes unless a name says tokens.
 
-    layout: of the KV pool. step: what a compiled step takes.
+    layout: layout of the KV pool. step: memory of a compiled step.
     """
 
     weights: int
@@ -71,19 +71,19 @@ class Memory:
 
     @classmethod
     def of(cls, config: ModelConfig, asked: PlanRequest, budget: int, step: StepCost) -> Memory:
-        """The memory of a model under a request, on a device with `budget` bytes.
+        """Returns the memory of a model under a request, on a device with `budget` bytes.
 
         Raises:
-          ConfigError: model and request cannot go together.
+          ConfigError: model and request are incompatible.
         """
         pattern = config.pattern
         if asked.window is not None:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
         patterns = per_layer(pattern, config.num_layers)
-        # Every platform stores as many bytes.
+        # The number of bytes is the same on every platform.
         layout = KVLayout.of(config, patterns, dtype=asked.dtype, block_size=asked.block_size, platform="gpu")
         if asked.prefix_share and any(group.live.window is not None for group in layout.groups):
-            raise ConfigError(f"prefix_share is {asked.prefix_share}, but under a window a shared prefix is let go")
+            raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":
             check_embedding_on_host(config)
         weights = weights_bytes(config, asked.dtype, asked.embedding_device)
@@ -91,11 +91,11 @@ class Memory:
 
     @property
     def beta(self) -> int:
-        """Bytes of keys and values of a token in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return self.layout.token_bytes
 
     def tokens_held(self, batch: int, context: int) -> int:
-        """TN, in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
+        """Returns TN in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
         r, size = self.request, self.request.block_size
         blocks = self.layout.blocks_of(context)
         of_chunk = self.layout.blocks_of(context, r.max_num_batched_tokens) - blocks
@@ -104,7 +104,7 @@ class Memory:
         return -(-size * (batch * (blocks - shared) + shared + of_chunk) // len(self.layout.groups))
 
     def width(self, context: int) -> int:
-        """Blocks in a block table."""
+        """Returns the width of a block table in blocks."""
         return self.layout.table_width(context, self.request.max_num_batched_tokens)
 
     def total(self, batch: int, context: int) -> int:
@@ -118,14 +118,14 @@ class Memory:
         return largest(MAX_CONTEXT, lambda context: self.total(batch, context) <= self.budget)
 
     def max_kv_tokens(self, batch: int, context: int) -> int:
-        """Tokens of the pool that is left, in whole blocks."""
+        """Returns the tokens of the pool that fits the remaining memory, in whole blocks."""
         left = self.budget - self.weights - self.step.bytes(batch, self.width(context))
         block = self.request.block_size
         return max(left // (self.beta * block), 0) * block
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number in [0, most] that fits, where whatever is smaller fits too; 0 if 1 does not."""
+    """Returns the largest number in [0, most] that fits, assuming that all smaller numbers fit too; 0 if 1 does not."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

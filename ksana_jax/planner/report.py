@@ -1,4 +1,4 @@
-"""`ksana plan`: a plan as text, and the cost of each bucket. Knows no arithmetic of memory."""
+"""`ksana plan`: prints a plan, and the memory of each bucket. Knows no arithmetic of memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ksana_jax.units import byte_size
 
 
 def main(model: str, device: str, *, buckets: bool = False, as_json: bool = False, **request) -> None:
-    """Prints a plan; with as_json the last line is one JSON object.
+    """Prints a plan; with as_json, the last line is one JSON object.
 
     Args:
-      buckets: list what each bucket of steps takes, too; compiles all of them.
+      buckets: also list the memory of each bucket of steps, which compiles all of them.
       request: fields of `PlanRequest`.
 
     Raises:
-      ConfigError: what was asked for cannot be, or, after the plan was printed, leaves no room for keys and values.
+      ConfigError: the request is invalid or, after the plan was printed, leaves no room for keys and values.
     """
     found = plan(model, device, say=functools.partial(print, file=sys.stderr, flush=True), **request)
     console = Console(highlight=False)
@@ -51,7 +51,7 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
 
 
 def show(found: Plan, console: Console) -> None:
-    """Prints what each term takes, the largest of each, and what would change it."""
+    """Prints the memory of each term, the largest batch, context and window, and settings that would change them."""
     asked = found.request
     pattern = f"window {asked.window:,} + {asked.num_sinks} sinks" if asked.window else "the model's attention pattern"
     console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
@@ -98,7 +98,7 @@ def show(found: Plan, console: Console) -> None:
 
 
 def _table(columns: Sequence[str]) -> Table:
-    """No frame, one line a row. Named columns but the first hold numbers."""
+    """Returns a table without a frame, one line per row; named columns except the first hold numbers."""
     table = Table(box=None, pad_edge=False)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if name and index else "left", no_wrap=True)
@@ -127,7 +127,7 @@ def _context(most: int, trained: int) -> str:
 
 
 def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
-    """Bytes besides weights and pool of every bucket that an engine with the plan's batch and context has."""
+    """Returns the bytes, besides weights and pool, of every bucket of an engine with the plan's batch and context."""
     asked = found.request
     config, _ = read_model(model)
     engine = EngineConfig(
@@ -159,7 +159,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
 
 
 def show_buckets(listed: list[dict[str, Any]], target: str, console: Console) -> None:
-    """Prints what each bucket takes while it runs; target: what it was compiled for."""
+    """Prints the memory of each bucket while it runs. target: the device that it was compiled for."""
     console.print(escape(f"\nWhat a step takes in each bucket besides weights and pool, compiled for {target}"))
     table = _table(("tiles x tokens", "table width", "network", "sampling"))
     for b in listed:

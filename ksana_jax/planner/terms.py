@@ -1,4 +1,4 @@
-"""Bytes of weights, which follow from a model's shape; `kv.layout` has those of keys and values."""
+"""Bytes of weights, from a model's shape; `kv.layout` has the bytes of keys and values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ksana_jax.models.params import is_shape, param_shapes
 
 
 def weights_bytes(config: ModelConfig, dtype: str, embedding_device: str = "device") -> int:
-    """Bytes of all weights on the device, tied embeddings counted once.
+    """Returns the bytes of all weights on the device; tied embeddings count once.
 
     Args:
-      embedding_device: "host" leaves out the token embedding.
+      embedding_device: "host" excludes the token embedding.
 
     Raises:
-      ConfigError: an unknown dtype.
+      ConfigError: the dtype is unknown.
     """
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
     on_host = embedding_bytes(config, dtype) if embedding_device == "host" else 0
@@ -26,7 +26,7 @@ def weights_bytes(config: ModelConfig, dtype: str, embedding_device: str = "devi
 
 
 def embedding_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of the token embedding [V, D]."""
+    """Returns the bytes of the token embedding [V, D]."""
     return math.prod(param_shapes(config).embed) * _bytes_of(dtype)
 
 
