@@ -1,6 +1,6 @@
-"""Names that vLLM's users bring: what each is called here, or why it is not here. No jax.
+"""vLLM's keywords: their names here, or why they are not supported. No jax.
 
-One table feeds the keywords that `LLM`, `generate` and `SamplingParams` take, their errors, and
+One table feeds the keywords that `LLM`, `generate` and `SamplingParams` accept, their errors, and
 docs/coming-from-vllm.md (`python -m ksana_jax.vllm_names` prints it).
 """
 
@@ -22,15 +22,15 @@ ANY = ("any value",)
 
 
 class Name(NamedTuple):
-    """One keyword of vLLM's that has another name here, or none.
+    """A vLLM keyword that has another name here, or none.
 
     Args:
-      where: LLM, GENERATE or SAMPLING. name: vLLM's.
-      note: one sentence: why other values are refused, or what stands in for it here.
-      neutral: values that ask for what happens here anyway; they are accepted and change nothing.
-      here: the setting that it is called here.
-      value: vLLM's value as that of `here`.
-      examples: values, as they are written in code, for the documentation and its test.
+      where: LLM, GENERATE or SAMPLING. name: vLLM's name.
+      note: one sentence on why other values are refused, or on the alternative.
+      neutral: values that request what happens here anyway; they are accepted and have no effect.
+      here: name of the corresponding setting.
+      value: converts vLLM's value to that of `here`.
+      examples: values as written in code, for the documentation and its test.
     """
 
     where: str
@@ -50,20 +50,20 @@ def _fraction(value: Any) -> Any:
     return float(value) if checks.is_integer(value) else value
 
 
-_MEMORY = "the device's memory for weights, pool and a step; on a CPU the machine's"
+_MEMORY = "fraction of the device's memory for weights, pool and a step; on a CPU, of the machine's"
 _SWAP = "GiB of host memory for swapped requests and cached prefixes"
 RENAMED = (
     Name(LLM, "gpu_memory_utilization", _MEMORY, (), "memory_fraction", _fraction, ("0.9",)),
     Name(LLM, "num_gpu_blocks_override", "blocks in the pool", here="num_blocks", examples=("64",)),
     Name(LLM, "swap_space", _SWAP, (), "host_cache_bytes", _from_gib, ("0.5",)),
-    Name(LLM, "preemption_mode", "what becomes of a request that makes room", here="preempt", examples=('"swap"',)),
+    Name(LLM, "preemption_mode", "what happens to a preempted request", here="preempt", examples=('"swap"',)),
 )
 
 # Keywords that have no name here: a note, and below it those that it explains, each as
 #     NAME = values that ask for what happens here anyway | examples; for; the; documentation
 MISSING = {
     LLM: """
-policy= has several orders, and takes a function of your own
+policy= selects a built-in order, or takes a function of your own
     scheduling_policy = "fcfs" | "fcfs"; "priority"
 one process drives one device
     tensor_parallel_size = 1 | 1; 2
@@ -71,7 +71,7 @@ one process drives one device
     data_parallel_size = 1 | 1
     distributed_executor_backend = None | "ray"
     disable_custom_all_reduce = True, False | True
-steps are compiled either way, once for each bucket of shapes; `llm.warm_up()` compiles them ahead
+steps are always compiled, once per bucket of shapes; `llm.warm_up()` compiles them ahead of time
     enforce_eager = True, False | True
     compilation_config = any | 3
     max_seq_len_to_capture = any | 8192
@@ -87,9 +87,9 @@ weights are f32, bf16 or f16
     quantization = None | "awq"
 keys and values have the engine's dtype
     kv_cache_dtype = "auto" | "auto"; "fp8"
-weights stay on the device; embedding_device="host" takes the embedding off it
+weights stay on the device; embedding_device="host" moves the embedding to the host
     cpu_offload_gb = 0, 0.0 | 4
-jax chooses: set JAX_PLATFORMS=cpu in the environment for the CPU
+jax chooses the device: set JAX_PLATFORMS=cpu in the environment for the CPU
     device = "auto", None | "cpu"
 models are local directories: `hf download NAME --revision REV --local-dir DIR`
     revision = None | "main"
@@ -101,9 +101,9 @@ edit the directory's config.json
     hf_overrides = None | {"rope_theta": 1e6}
 tokenizer.json and SentencePiece files are read
     tokenizer_mode = "auto" | "slow"
-give prompt_token_ids and detokenize=False; the tokenizer is then not asked
+give prompt_token_ids and detokenize=False; the tokenizer is then not used
     skip_tokenizer_init = False | True
-up to 20 log-probabilities a token
+up to 20 log-probabilities per token
     max_logprobs = 0..20 | 20; 50
 no adapters: merge them into the weights
     enable_lora = False | True
@@ -112,7 +112,7 @@ no speculative decoding yet
     speculative_model = None | "ngram"
 no guided decoding yet; allowed_token_ids is in SamplingParams
     guided_decoding_backend = None, "auto" | "xgrammar"
-sampling settings are what SamplingParams says; end ids are read from the file
+sampling settings come from SamplingParams only; EOS ids are read from the file
     generation_config = None, "auto", "vllm" | "auto"
 text only
     limit_mm_per_prompt = None | {"image": 1}
@@ -128,7 +128,7 @@ there is no server
 no adapters: merge them into the weights
     lora_request = None | None; "adapter"
     prompt_adapter_request = None
-LLM(policy=...) orders requests by what it sees of them
+no priorities per request; LLM(policy=...) orders requests
     priority = None | [1]
 no guided decoding yet; allowed_token_ids is in SamplingParams
     guided_options_request = None
@@ -140,20 +140,20 @@ beam_width=4 searches with four beams
     use_beam_search = False | True
 a beam search ends when no beam can become one of the best
     early_stopping = False
-Python cannot run within a compiled step; logit_bias, allowed_token_ids and bad_words change scores on the device
+Python cannot run within a compiled step; use logit_bias, allowed_token_ids or bad_words
     logits_processors = None | ['a function']
-no guided decoding yet; allowed_token_ids is there
+no guided decoding yet; allowed_token_ids restricts tokens
     guided_decoding = None | {"json": "{}"}
     structured_outputs = None | {"json": "{}"}
-stop strings are no part of the text; stop_reason says which it was
+stop strings are not part of the text; stop_reason says which one ended it
     include_stop_str_in_output = False | True
 a tokenizer's own spaces are kept
     spaces_between_special_tokens = True, False | False
 shorten the prompt_token_ids yourself
     truncate_prompt_tokens = None, -1 | 8
-`generate` returns whole outputs, `stream` what there is so far, or with `delta=True` what is new
+`generate` returns complete outputs, `stream` the text so far or, with `delta=True`, its new part
     output_kind = any
-there is nothing else to pass on
+there are no further arguments
     extra_args = None | {"a": 1}
 """,
 }
@@ -181,14 +181,14 @@ NAMES = (*RENAMED, *(name for where, table in MISSING.items() for name in _read(
 
 
 def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[str, Any]:
-    """Returns keyword arguments by their names here.
+    """Translates vLLM's keyword arguments to this engine's.
 
     Args:
       where: LLM, GENERATE or SAMPLING.
-      known: names that are taken here.
+      known: names that are valid here.
 
     Raises:
-      ConfigError: a name is unknown, with the nearest one or what is here instead; a value of vLLM's is not supported.
+      ConfigError: a name is unknown (the nearest one or an alternative is named), or vLLM's value is not supported.
     """
     if given.keys() <= known:
         return dict(given)
@@ -207,18 +207,18 @@ def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[st
             name, value = table[name].here, table[name].value(value)
             if name in given:
                 twice = next(n for n in given if n in table and table[n].here == name)
-                raise ConfigError(f"{twice} and {name} are two names of one setting; give one of them")
+                raise ConfigError(f"{twice} and {name} are two names of one setting; give only one")
         found[name] = value
     return found
 
 
 def _refuse_unless_neutral(entry: Name, value: Any) -> None:
-    # By type too: True is not 1 here.
+    # Types must match too: True is not 1 here.
     if entry.neutral is not ANY and not any(type(value) is type(n) and value == n for n in entry.neutral):
         raise ConfigError(f"{entry.where} does not support {entry.name}={value!r:.60}: {entry.note}")
 
 
-# Keywords of vLLM's that are the same here, with a value for the documentation and its test.
+# vLLM keywords that are the same here, each with a value for the documentation and its test.
 SAME = {
     LLM: """
 dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; max_model_len=128; max_num_seqs=8;
@@ -240,19 +240,19 @@ allowed_token_ids=[5, 6]; bad_words=["no"]
 
 _HEAD = """# Coming from vLLM
 
-`LLM`, `SamplingParams`, `RequestOutput` and `CompletionOutput` have vLLM's names and meaning. Each line of the tables
-is a test. Any other keyword is refused in one sentence with the nearest name.
+`LLM`, `SamplingParams`, `RequestOutput` and `CompletionOutput` have vLLM's names and meanings. Each line of the tables
+below is tested. Any other keyword is refused with a one-line error that names the nearest one.
 
-What else differs:
+Other differences:
 
-- `use_tqdm` is off by default: scripts and notebooks that call `generate` often stay quiet. `use_tqdm=True` draws a
-  progress bar on standard error.
-- `dtype` is `"f32"` by default, not `"auto"`: it is exact, and the tests' reference.
-- `enable_prefix_caching` is off by default: a measurement that repeats its prompts would otherwise measure the cache.
-- `cumulative_logprob` is there whenever `logprobs` was asked for, if only `logprobs=0`; otherwise it is None.
+- `use_tqdm` is off by default, so that scripts and notebooks that call `generate` often stay quiet. `use_tqdm=True`
+  draws a progress bar on standard error.
+- `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
+- `enable_prefix_caching` is off by default, because a measurement that repeats its prompts would measure the cache.
+- `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
 - There is no `AsyncLLMEngine` and no server; `llm.stream(...)` yields outputs as they grow, and with `delta=True` only
-  what is new in each.
+  the new part of each.
 """
 
 

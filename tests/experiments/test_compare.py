@@ -50,7 +50,7 @@ def test_runs_on_the_same_texts_stand_in_one_table(make_run, tmp_path, text, cap
     full, narrow, wide = (row.mean("ppl_32_64") for row in made.rows)
     assert full < wide < narrow
     # They saw the same texts, called differently, and are compared on each.
-    assert any("where rows saw the same texts" in note for note in made.notes)
+    assert any("if rows scored the same texts" in note for note in made.notes)
     assert not any("NOT COMPARABLE" in note for note in made.notes)
     ksana("report", a, b, "--out", tmp_path / "both")
     assert "a: full" in capsys.readouterr().out
