@@ -132,6 +132,8 @@ class ModelConfig:
         return dataclasses.replace(self, num_layers=num_layers, **cut)
 
 
+# Text positions and numbers of blocks, which are int32, stay below FAR.
+MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
@@ -205,12 +207,12 @@ class EngineConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
-        sizes = {name: FAR - 1 for name in ("block_size", "max_num_batched_tokens", "query_tile")}
+        sizes = {name: MAX_TOKENS for name in ("block_size", "max_num_batched_tokens", "query_tile")}
         sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}
         checks.require(
             *(checks.integer(name, getattr(self, name), 1, most) for name, most in sizes.items()),
-            checks.integer("num_blocks", self.num_blocks, 1, FAR - 1, optional=True),
-            checks.integer("max_model_len", self.max_model_len, 1, FAR - 1, optional=True),
+            checks.integer("num_blocks", self.num_blocks, 1, MAX_TOKENS, optional=True),
+            checks.integer("max_model_len", self.max_model_len, 1, MAX_TOKENS, optional=True),
             checks.integer("max_rotated_sinks", self.max_rotated_sinks, 0, optional=True),
             checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
             checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),

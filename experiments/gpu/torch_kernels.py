@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pallas_kernels.mask import FAR
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FAR = 2**30
 
 
 @dataclasses.dataclass

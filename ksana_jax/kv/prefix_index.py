@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ksana_jax.kv.tier import Node
-from ksana_jax.patterns import AttentionPattern
+from ksana_jax.patterns import FAR, AttentionPattern
 
 # Number of salts remembered before those without blocks are forgotten.
 MAX_ROOTS = 1024
@@ -41,7 +41,7 @@ class Scope:
 
     model: str = ""
     pattern: str = ""
-    full_until: int = 2**30
+    full_until: int = FAR
 
     def seen_through(self, patterns: Sequence[AttentionPattern]) -> Scope:
         """Returns the scope of this model under other attention patterns, one per layer."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import NormSpec
 
@@ -62,8 +63,7 @@ def norm_kind(name: str) -> Norm:
     Raises:
       ConfigError: there is none.
     """
-    if name not in NORMS:
-        raise ConfigError(f"norm is {name!r}, must be one of {', '.join(NORMS)}")
+    checks.require(checks.one_of("norm", name, NORMS), error=ConfigError)
     return NORMS[name]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import MLPSpec
 from ksana_jax.models.layers import Linear
@@ -55,6 +56,5 @@ def mlp_kind(name: str) -> MLP:
     Raises:
       ConfigError: there is none.
     """
-    if name not in MLPS:
-        raise ConfigError(f"mlp is {name!r}, must be one of {', '.join(MLPS)}")
+    checks.require(checks.one_of("mlp", name, MLPS), error=ConfigError)
     return MLPS[name]

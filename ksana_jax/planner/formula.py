@@ -6,16 +6,13 @@ import dataclasses
 from collections.abc import Callable
 
 from ksana_jax import checks
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.config import MAX_SEQS, MAX_TOKENS, ConfigError, ModelConfig
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import check_embedding_on_host
-from ksana_jax.patterns import FAR, AttentionPattern, per_layer
+from ksana_jax.patterns import AttentionPattern, per_layer
 from ksana_jax.planner.step_memory import StepCost
 from ksana_jax.planner.terms import weights_bytes
-
-MAX_BATCH = 2**20
-MAX_CONTEXT = FAR - 1  # the engine's largest text position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +42,7 @@ class PlanRequest:
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         checks.require(
             *(checks.integer(name, getattr(self, name), optional=True) for name in ("batch", "window")),
-            checks.integer("context", self.context, 1, MAX_CONTEXT, optional=True),
+            checks.integer("context", self.context, 1, MAX_TOKENS, optional=True),
             *(checks.integer(n, getattr(self, n)) for n in ("block_size", "max_num_batched_tokens", "query_tile")),
             checks.number("prefix_share", self.prefix_share, 0, below=1),
             checks.number("memory_fraction", self.memory_fraction, above=0, high=1),
@@ -112,10 +109,10 @@ class Memory:
         return self.weights + step + self.beta * self.tokens_held(batch, context)
 
     def max_batch(self, context: int) -> int:
-        return largest(MAX_BATCH, lambda batch: self.total(batch, context) <= self.budget)
+        return largest(MAX_SEQS, lambda batch: self.total(batch, context) <= self.budget)
 
     def max_context(self, batch: int) -> int:
-        return largest(MAX_CONTEXT, lambda context: self.total(batch, context) <= self.budget)
+        return largest(MAX_TOKENS, lambda context: self.total(batch, context) <= self.budget)
 
     def max_kv_tokens(self, batch: int, context: int) -> int:
         """Returns the tokens of the pool that fits the remaining memory, in whole blocks."""

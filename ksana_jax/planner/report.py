@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.config import MAX_TOKENS, ConfigError, EngineConfig
 from ksana_jax.planner.devices import compile_target, find_device
-from ksana_jax.planner.formula import MAX_CONTEXT
 from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
 from ksana_jax.step.builder import Buckets
@@ -106,7 +105,7 @@ def _table(columns: Sequence[str]) -> Table:
 
 
 def _figures(found) -> tuple[str, ...]:
-    context = "no limit" if found.max_context == MAX_CONTEXT else f"{found.max_context:,}"
+    context = "no limit" if found.max_context == MAX_TOKENS else f"{found.max_context:,}"
     return (
         byte_size(found.weights_bytes),
         f"{found.kv_bytes_per_token:,}",
@@ -121,7 +120,7 @@ def _requests(count: int) -> str:
 
 
 def _context(most: int, trained: int) -> str:
-    if most == MAX_CONTEXT:
+    if most == MAX_TOKENS:
         return f"memory sets no limit (trained for {trained:,})"
     return f"{most:,}" + (f" (trained for {trained:,})" if most > trained else "")
 

@@ -39,7 +39,7 @@ class Plan:
     host_bytes: weights in host memory. step_bytes: a step's arrays and buffers with no request in it.
     alpha_from: what the step was compiled for. gamma: tokens_held / (batch * context).
     max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, whatever the model was trained
-    for; 2**30 - 1 is the engine's largest and means that memory sets no limit. max_window: at both; None if none fits.
+    for; `config.MAX_TOKENS` means that memory sets no limit. max_window: at both; None if none fits.
     l2_tokens: whose keys and values fill the last cache before the memory; None where its size is not known.
     """
 

@@ -6,6 +6,7 @@ import math
 
 import jax
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import DTYPE_BYTES
 from ksana_jax.models.params import is_shape, param_shapes
@@ -31,6 +32,5 @@ def embedding_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def _bytes_of(dtype: str) -> int:
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype is {dtype!r}, must be one of {', '.join(DTYPE_BYTES)}")
+    checks.require(checks.one_of("dtype", dtype, DTYPE_BYTES), error=ConfigError)
     return DTYPE_BYTES[dtype]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ksana_jax.config import ConfigError
+from ksana_jax.config import MAX_TOKENS, ConfigError
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner import plan
-from ksana_jax.planner.formula import MAX_CONTEXT, Memory, PlanRequest
+from ksana_jax.planner.formula import Memory, PlanRequest
 from ksana_jax.planner.step_memory import NO_STEP
 from tests.planner.models import FOLDER, STEP, read
 
@@ -77,7 +77,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(request, more, device):
     assert not fits(**at | {"batch": found.max_batch + 1})
     if found.max_context:
         assert fits(**at | {"context": found.max_context})
-    if found.max_context < MAX_CONTEXT:
+    if found.max_context < MAX_TOKENS:
         assert not fits(**at | {"context": found.max_context + 1})
     if "prefix_share" not in request:
         if found.max_window is not None:
@@ -111,14 +111,14 @@ def test_a_larger_device_holds_more():
 def test_a_window_takes_the_limit_off_the_context():
     full, windowed = made(batch=16), made(batch=16, window=1024, num_sinks=4)
     assert full.max_context < 20_000
-    assert windowed.max_context == MAX_CONTEXT
+    assert windowed.max_context == MAX_TOKENS
     assert made(batch=16, window=1024, context=10**6).tokens_held == windowed.tokens_held - 16 * 16  # a block of sinks
     assert windowed.gamma < 0.3 and full.gamma == 1
 
 
 def test_a_window_of_the_model_itself_counts():
     sliding = dataclasses.replace(LLAMA, pattern=AttentionPattern(window=1024))
-    assert made(sliding, batch=16).max_context == MAX_CONTEXT
+    assert made(sliding, batch=16).max_context == MAX_TOKENS
     # One layer that sees everything keeps everything, the others the blocks of their window.
     mixed = dataclasses.replace(LLAMA, pattern=(AttentionPattern(),) + (AttentionPattern(window=1024),) * 31)
     found = made(mixed, batch=16, context=65_536)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma2 import GEMMA2
@@ -64,8 +65,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     Raises:
       ConfigError: the family's config cannot express this model; the error names the fields that would be lost.
     """
-    if config.family not in FAMILIES:
-        raise ConfigError(f"family is {config.family!r}, must be one of {', '.join(FAMILIES)}")
+    checks.require(checks.one_of("family", config.family, FAMILIES), error=ConfigError)
     values = write_config(FAMILIES[config.family], config)
     read = config_from_hf(values, f"{config.family} config")
     of_layers = {"pattern": "pattern", "rope": "rope", "attention_scale": "scale"}
