@@ -26,6 +26,10 @@ STORED = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 STORED_ON_CPU = STORED | {"bf16": "uint16"}
 
 
+# Axis of kv heads in the shape of each leaf, after layers and keys or values.
+KV_HEADS = 2
+
+
 class Leaf(NamedTuple):
     """One array of the pool: [M, *shape], or [*shape] in one block. dtype is NumPy's name of its elements' type."""
 
@@ -150,6 +154,22 @@ class KVLayout:
           max_tokens: length at which the sequence ends.
         """
         return max(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
+
+    def local(self, num_devices: int) -> KVLayout:
+        """What one of several devices holds of a pool that they share by kv head: all blocks, of its heads alone.
+
+        Raises:
+          ValueError: the heads do not divide.
+        """
+        heads = self.leaf("kv").shape[KV_HEADS]
+        if num_devices < 1 or heads % num_devices:
+            raise ValueError(f"{heads} kv heads cannot be divided among {num_devices} devices")
+
+        def share(leaf: Leaf) -> Leaf:
+            before, after = leaf.shape[:KV_HEADS], leaf.shape[KV_HEADS + 1 :]
+            return leaf._replace(shape=(*before, leaf.shape[KV_HEADS] // num_devices, *after))
+
+        return dataclasses.replace(self, leaves=tuple(map(share, self.leaves)))
 
     def split(self, blocks: np.ndarray) -> dict[str, np.ndarray]:
         """Views [n, *shape] of the leaves in blocks [n, block_bytes] of bytes, where one leaf follows the other."""

@@ -12,7 +12,7 @@ from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
-from ksana_jax.ops.attention import AttentionContext, ragged_paged_attention, write
+from ksana_jax.ops.attention import AttentionContext, Queries, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
 from ksana_jax.ops.pool import KVCache
@@ -177,6 +177,25 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
     capless = HOPPER._replace(prefill=Kernel(uncapped, None))
     assert served(64, kernels=capless)[1] == "prefill"
     assert served(64, kernels=capless, soft_cap=30.0)[1] == "ragged"
+
+
+def test_attention_of_a_device_with_some_of_the_heads_is_that_of_those_heads():
+    q, cache, batch, shape = make_step(1, shared=False)
+    config = ModelConfig(num_layers=2, num_heads=N, num_kv_heads=K, head_dim=H)
+    layout = KVLayout.of(config, dtype="bf16", block_size=B, platform="gpu")
+    numbers = jax.tree.map(jnp.asarray, PATTERNS["sliding"].arrays())
+    context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), H), 0)
+
+    def attend(q, cache):
+        return np.asarray(ragged_paged_attention(Queries(q, None), cache, context))
+
+    whole, group = attend(q, cache), N // K
+    for device in range(K):
+        part = KVCache({"kv": cache.kv[:, :, :, device : device + 1]})
+        assert part.kv.shape[1:] == layout.local(K).leaf("kv").shape
+        heads = slice(device * group, (device + 1) * group)
+        # The same sums; how XLA orders them may depend on the number of heads.
+        np.testing.assert_allclose(attend(q[:, heads], part), whole[:, heads], rtol=1e-5, atol=1e-6)
 
 
 def test_the_fused_write_stores_and_rotates_as_the_reference_does():

@@ -32,6 +32,14 @@ def test_llama_2_7b_holds_512_mib_for_two_texts_of_512_or_one_of_1024():
     assert kv_bytes(1, 1024, dataclasses.replace(LLAMA, num_kv_heads=1)) == 16 * 2**20
 
 
+def test_two_devices_that_share_the_kv_heads_each_hold_twice_the_tokens():
+    whole = Memory.of(LLAMA, PlanRequest(), 8 * GIB, NO_STEP)
+    whole = dataclasses.replace(whole, weights=0)  # how weights are shared is not for the pool to say
+    local = dataclasses.replace(whole, layout=whole.layout.local(2))
+    assert local.beta * 2 == whole.beta
+    assert local.max_kv_tokens(1, 4096) == 2 * whole.max_kv_tokens(1, 4096) == 2 * 8 * GIB // whole.beta
+
+
 REQUESTS = st.fixed_dictionaries(
     {"dtype": st.sampled_from(["f32", "bf16"])},
     optional={
