@@ -204,23 +204,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     counts = (call.positions[:, :, None] >= 0) & (lse > -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf)
     positions = jnp.broadcast_to(call.positions[:, :, None], lse.shape)
-    queries = plgpu.SMEM((tiles.rows, h), pool.dtype, transforms=layout(h, 2))
-    kernel = launch(
-        "hopper_mass",
-        functools.partial(_weigh_stretch, config=config),
-        (config.num_workers,),
-        out_type=jax.ShapeDtypeStruct((len(work.units) * tiles.num_kv_heads, work.care.shape[1], TILE_KV), jnp.float32),
-        scratch_types=(
-            queries,
-            queries if config.num_sink_queries else None,
-            plgpu.SMEM((config.stages, TILE_KV, h), pool.dtype, transforms=layout(h, 2)),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=TILE_KV // unit_tokens(block_size), num_barriers=config.stages),
-        ),
-        interpret=tuning.interpret,
-    )
-    mass = kernel(
+    mass = _kernel(config, work, tuning)(
         tiles.pack(call.q.astype(pool.dtype)),
         tiles.pack_sink_queries(call.options.q_sink, pool.dtype),
         tiles.pack(lse, jnp.inf),
@@ -234,6 +218,28 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
         numbers_of(call),
     )
     return _in_table(mass, work, tiles.num_rows, tiles.num_kv_heads)
+
+
+def _kernel(config: Config, work: Work, tuning: Tuning):
+    """The kernel for a work list: a function of the inputs in `Refs`, which gives [tiles * K, pieces, 64]."""
+    h = config.head_dim
+    queries = plgpu.SMEM((config.rows, h), config.dtype, transforms=layout(h, 2))
+    pairs, pieces = len(work.units) * config.num_kv_heads, work.care.shape[1]
+    return launch(
+        "hopper_mass",
+        functools.partial(_weigh_stretch, config=config),
+        (config.num_workers,),
+        out_type=jax.ShapeDtypeStruct((pairs, pieces, TILE_KV), jnp.float32),
+        scratch_types=(
+            queries,
+            queries if config.num_sink_queries else None,
+            plgpu.SMEM((config.stages, TILE_KV, h), config.dtype, transforms=layout(h, 2)),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=config.units_of_piece, num_barriers=config.stages),
+        ),
+        interpret=tuning.interpret,
+    )
 
 
 def _in_table(mass, work: Work, num_rows: int, kv_heads: int):

@@ -202,18 +202,10 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
       weighted sum of values [rows, columns], largest score in base 2 and sum of weights [rows]; all float32.
     """
     pattern = Pattern(*(refs.numbers[i] for i in range(NUM_NUMBERS - 1)))
-    layer = refs.numbers[NUM_NUMBERS - 1]
-    size = shape.size
     q_row, q_column, q_head, q_mask = matrix_places(shape, head)
     q = plt.load(refs.q.at[tile, q_row // shape.group, q_head, q_column], mask=q_mask, other=0.0)
     q_pos = _positions(refs.positions, tile, shape)
-    newest = refs.newest[tile]
-    kv_column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, TILE_KV)
-    parts = shape.block_size // size
-    # Units between a block's first and this head's keys, and from there to its values.
-    keys = (layer * 2 * shape.num_kv_heads + head) * parts
-    values = shape.num_kv_heads * parts
-
+    load_piece = _piece_loader(refs, shape, tile, head)
     places = functools.partial(_places, refs, shape, tile)
 
     def body(i, carry, with_sinks=False):
@@ -222,14 +214,7 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
         # The next piece's, one turn early: loads whose addresses come from loads of the same turn are not asked for
         # `num_stages` pieces ahead but for half as many.
         following = places(piece + 1)
-        row = row + keys * size
-        # A weight of 0 does not silence a NaN in a slot that nobody has written.
-        mask = _along(kv_pos <= newest, 0, shape.columns)
-        if shape.columns != shape.head_dim:
-            mask &= kv_column < shape.head_dim
-        k = plt.load(refs.pool.at[_along(row, 0, shape.columns), kv_column], mask=mask, other=0.0)
-        v_row = _along(row + values * size, 0, shape.columns)
-        v = plt.load(refs.pool.at[v_row, kv_column], mask=mask, other=0.0)
+        k, v = load_piece(row, kv_pos)
         scores = _dot_t(q, k)
         care = refs.care[tile, piece]
         kv_pos = _along(kv_pos, 1, shape.rows)
@@ -242,13 +227,7 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
             return jnp.where(pattern.visible(_along(q_pos, 0, TILE_KV), kv_pos), scores, -jnp.inf)
 
         scores = lax.cond(care & MASK != 0, masked, lambda scores: scores, scores)
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        fade = jnp.exp2(top - base)
-        weights = jnp.exp2(scores - base[:, None])
-        acc = acc * fade[:, None] + _dot(weights.astype(v.dtype), v)
-        return acc, new_top, total * fade + weights.sum(axis=1), *following
+        return *_absorb(acc, top, total, scores, v), *following
 
     carry = (
         jnp.zeros((shape.rows, shape.columns), jnp.float32),
@@ -262,6 +241,39 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
         begin = jnp.clip(refs.num_repositioned[tile] - first_piece, 0, num_pieces)
         carry = lax.fori_loop(0, begin, functools.partial(body, with_sinks=True), carry)
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
+
+
+def _piece_loader(refs: Inputs, shape: Shape, tile, head):
+    """Function of the rows of a piece's keys and their text positions that loads its keys and values [64, columns]."""
+    layer, newest = refs.numbers[NUM_NUMBERS - 1], refs.newest[tile]
+    column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, TILE_KV)
+    parts = shape.block_size // shape.size
+    # Units between a block's first and this head's keys, and from there to its values.
+    keys = (layer * 2 * shape.num_kv_heads + head) * parts
+    values = shape.num_kv_heads * parts
+
+    def load(row, kv_pos):
+        row = row + keys * shape.size
+        # A weight of 0 does not silence a NaN in a slot that nobody has written.
+        mask = _along(kv_pos <= newest, 0, shape.columns)
+        if shape.columns != shape.head_dim:
+            mask &= column < shape.head_dim
+        k = plt.load(refs.pool.at[_along(row, 0, shape.columns), column], mask=mask, other=0.0)
+        v_row = _along(row + values * shape.size, 0, shape.columns)
+        return k, plt.load(refs.pool.at[v_row, column], mask=mask, other=0.0)
+
+    return load
+
+
+def _absorb(acc, top, total, scores, v):
+    """One step of the online softmax, in base 2."""
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
+    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    fade = jnp.exp2(top - base)
+    weights = jnp.exp2(scores - base[:, None])
+    acc = acc * fade[:, None] + _dot(weights.astype(v.dtype), v)
+    return acc, new_top, total * fade + weights.sum(axis=1)
 
 
 def _places(refs: Inputs, shape: Shape, tile, piece):

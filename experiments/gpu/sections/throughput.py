@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
 from experiments.gpu.llama import LLAMA_8B, SMALL, random_params
+from ksana_jax.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ksana_jax.engine.llm import LLM
 
 REQUESTS = 64
 FIRST_RUN = "requests on Llama-8B's shape"
@@ -17,14 +22,43 @@ FIRST_RUN = "requests on Llama-8B's shape"
 
 def run(context: Context) -> None:
     from ksana_jax.bench.throughput import workload
-    from ksana_jax.engine.llm import LLM
-    from ksana_jax.ops.implementations import IMPLEMENTATIONS
     from ksana_jax.request import SamplingParams
 
     config, requests = (SMALL, 4) if context.tiny else (LLAMA_8B, REQUESTS)
     prompts, lengths = workload(config.vocab_size, requests, 0)
     if context.tiny:
         lengths = [min(n, 6) for n in lengths]
+    llm = _make_llm(context, config, requests)
+    _compile_ahead(context, llm)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    asked = [{"prompt_token_ids": p} for p in prompts]
+    name = llm.runner.implementation.name
+    with context.guard(name, FIRST_RUN, seconds=60):  # compilation included
+        llm.generate(asked[:2], params[:2])
+    context.timing_begins()
+    compiled, seconds = llm.num_compilations, _time(context, llm, asked, params)
+    compiled = llm.num_compilations - compiled
+    context.record(
+        "throughput",
+        who="ksana_jax",
+        implementation=name,
+        seconds=seconds,
+        output_tokens=sum(lengths),
+        prompt_tokens=sum(map(len, prompts)),
+        steps=len(llm.records),
+        compilations_after_warm_up=compiled,
+    )
+    tokens_per_s = sum(lengths) / float(np.median(seconds))
+    context.value(f"throughput, {requests} requests: ksana_jax ({name})", tokens_per_s, "output tokens/s")
+    context.value("throughput: programs compiled while timed", compiled, "programs", bar=0, speed=False)
+
+
+def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
+    """An engine for some requests at once, with three shapes of steps in place of a ladder: each costs a compilation,
+    and rows that idle cost little besides the weights."""
+    from ksana_jax.engine.llm import LLM
+    from ksana_jax.ops.implementations import IMPLEMENTATIONS
+
     size, chunk, tile = (16, 64, 32) if context.tiny else (64, 1024, 64)
     llm = LLM.from_params(
         config,
@@ -39,16 +73,18 @@ def run(context: Context) -> None:
     )
     if context.excluded(llm.runner.implementation.name, FIRST_RUN):
         llm.runner.implementation = next(i for i in IMPLEMENTATIONS if i.name == "xla")
-    name = llm.runner.implementation.name
-    # Three shapes in place of a ladder: each costs a compilation, and rows that idle cost little beside the weights.
     buckets = llm.engine.builder.buckets
     buckets = dataclasses.replace(buckets, decodes=(requests,), tiles=buckets.tiles[-1:], widths=buckets.widths[-1:])
     llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=buckets)
-    shapes = buckets.all_shapes()
+    return llm
+
+
+def _compile_ahead(context: Context, llm: LLM) -> None:
+    """Compiles all steps in parallel. What is late is compiled when a step asks for it."""
+    name, shapes = llm.runner.implementation.name, llm.engine.builder.buckets.all_shapes()
     with context.guard(name, FIRST_RUN, seconds=60):
         lowered = [(str(i), llm.runner.lower_step(shape)) for i, shape in enumerate(shapes)]
     context.say(f"compiling {len(shapes)} steps")
-    # What is late is compiled when a step asks for it.
     programs = compile_in_parallel(
         context, lowered, timeout_s=max(context.left() * 0.6, 5), case=FIRST_RUN, who=lambda _: name
     )
@@ -57,12 +93,11 @@ def run(context: Context) -> None:
     late = {index: str(p)[:300] for index, p in programs.items() if isinstance(p, Exception)}
     context.record("fact", name="steps compiled ahead", compiled=len(found), late=late)
     context.say(f"compiled {len(found)} of {len(shapes)}")
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
-    asked = [{"prompt_token_ids": p} for p in prompts]
-    with context.guard(name, FIRST_RUN, seconds=60):  # compilation included
-        llm.generate(asked[:2], params[:2])
-    context.timing_begins()
-    compiled, seconds = llm.num_compilations, []
+
+
+def _time(context: Context, llm: LLM, asked: list, params: list) -> list[float]:
+    """Seconds of each of three runs, or of fewer where the time is short."""
+    seconds: list[float] = []
     for _ in range(3):
         if seconds and context.left() < 2 * seconds[-1] + 1:
             break
@@ -70,22 +105,4 @@ def run(context: Context) -> None:
         started = time.perf_counter()
         llm.generate(asked, params)
         seconds.append(time.perf_counter() - started)
-    median = float(np.median(seconds))
-    context.record(
-        "throughput",
-        who="ksana_jax",
-        implementation=llm.runner.implementation.name,
-        seconds=seconds,
-        output_tokens=sum(lengths),
-        prompt_tokens=sum(map(len, prompts)),
-        steps=len(llm.records),
-        compilations_after_warm_up=llm.num_compilations - compiled,
-    )
-    context.value(
-        f"throughput, {requests} requests: ksana_jax ({llm.runner.implementation.name})",
-        sum(lengths) / median,
-        "output tokens/s",
-    )
-    context.value(
-        "throughput: programs compiled while timed", llm.num_compilations - compiled, "programs", bar=0, speed=False
-    )
+    return seconds
