@@ -9,8 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_policies, with_dtype
@@ -67,31 +65,19 @@ def build_engine(
     seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
     if executor is None:
-        built = _on_device(model, params, config, seen, programs)
+        half = _on_device(model, params, config, seen, programs)
     else:
         layout = KVLayout.of(model, seen, dtype=config.dtype, block_size=config.block_size, platform="cpu")
-        built = _Built(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
-    config, layout, platform, executor, index, plan = built
-    assert config.num_blocks is not None and config.max_model_len is not None and config.max_rotated_sinks is not None
-    settings = _memory_settings(config, layout, index, executor.host_blocks, clock)
-    scheduler = Scheduler(
-        KVMemory(config.num_blocks, **(settings | memory)),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        query_tile=config.query_tile,
-        max_model_len=config.max_model_len,
-        layout=layout,
-        policy=config.policy,
-    )
-    builder = BatchBuilder(
-        buckets or Buckets.of_engine(config, config.max_model_len, platform),
-        config.block_size,
-        config.num_blocks,
-        model.vocab_size,
-        sink_width=-(-config.max_rotated_sinks // config.block_size),
-    )
+        half = _DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     return Engine(
-        scheduler, builder, executor, model=model, config=config, tokenizer=tokenizer, memory_plan=plan, clock=clock
+        _scheduler(half, clock, memory),
+        _builder(half, model.vocab_size, buckets),
+        half.executor,
+        model=model,
+        config=half.config,
+        tokenizer=tokenizer,
+        memory_plan=half.plan,
+        clock=clock,
     )
 
 
@@ -104,8 +90,11 @@ def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     check_tokenizer(model, tokenizer)
 
 
-class _Built(NamedTuple):
-    """What computes the steps of an engine, the layout of its pool, and the index of its cached prefixes."""
+class _DeviceHalf(NamedTuple):
+    """What computes the steps of an engine, and what the host half must know of it.
+
+    config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
+    """
 
     config: EngineConfig
     layout: KVLayout
@@ -121,8 +110,8 @@ def _on_device(
     config: EngineConfig,
     patterns: Seq[AttentionPattern],
     programs: dict[Any, Any] | None,
-) -> _Built:
-    """A runner on jax's first device, and the config with the number of its blocks."""
+) -> _DeviceHalf:
+    """A runner on jax's first device."""
     # Imported here: an engine around another executor needs no jax.
     import jax
 
@@ -165,30 +154,48 @@ def _on_device(
         digest = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
-    return _Built(dataclasses.replace(config, num_blocks=plan.num_blocks), layout, platform, runner, index, plan)
+    config = dataclasses.replace(config, num_blocks=plan.num_blocks)
+    return _DeviceHalf(config, layout, platform, runner, index, plan)
 
 
-def _memory_settings(
-    config: EngineConfig,
-    layout: KVLayout,
-    index: PrefixIndex,
-    host_blocks: np.ndarray | None,
-    clock: Callable[[], float],
-) -> dict[str, Any]:
-    """Arguments of `KVMemory`."""
-    disk = None
+def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any]) -> Scheduler:
+    """The scheduler with its memory, some of whose arguments may be replaced."""
+    config, disk = half.config, None
     if config.disk_cache_dir is not None:
-        disk = DiskTier(config.disk_cache_dir, BlockFormat.of(layout, index.scope.model), config.disk_cache_bytes)
-    return {
-        "index": index,
+        format = BlockFormat.of(half.layout, half.index.scope.model)
+        disk = DiskTier(config.disk_cache_dir, format, config.disk_cache_bytes)
+    settings: dict[str, Any] = {
+        "index": half.index,
         "caching": config.enable_prefix_caching,
         "replacement": config.prefix_replacement,
         "preempt": config.preempt,
         "write": config.cache_write,
-        "host_data": host_blocks,
+        "host_data": half.executor.host_blocks,
         "disk": disk,
         "clock": clock,
     }
+    assert config.num_blocks is not None and config.max_model_len is not None
+    return Scheduler(
+        KVMemory(config.num_blocks, **(settings | replaced)),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        query_tile=config.query_tile,
+        max_model_len=config.max_model_len,
+        layout=half.layout,
+        policy=config.policy,
+    )
+
+
+def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
+    config = half.config
+    assert config.num_blocks is not None and config.max_model_len is not None and config.max_rotated_sinks is not None
+    return BatchBuilder(
+        buckets or Buckets.of_engine(config, config.max_model_len, half.platform),
+        config.block_size,
+        config.num_blocks,
+        vocab_size,
+        sink_width=-(-config.max_rotated_sinks // config.block_size),
+    )
 
 
 def recompute_cost(model: ModelConfig, num_params: int, block_size: int) -> Callable[[int], float]:
