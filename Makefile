@@ -1,12 +1,12 @@
-# `make` lists the commands. Each sets up what it needs: nothing has to be installed first but Python 3.11 or later.
+# `make` lists the commands. Each sets up its own environment and needs only Python 3.11 or later.
 PYTHON ?= python3
 VENV ?= .venv
-# Processes that run tests; each holds a jax of its own.
+# Number of test processes; each runs its own jax.
 WORKERS ?= 2
-# The GPU that kernels are compiled for, and the environment with its compiler.
+# The target GPU for kernels, and the environment with its compiler.
 TARGET ?= h200
 AOT_VENV ?= .venv-aot
-# More for pytest or ksana, for example: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
+# Additional arguments for pytest or ksana: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
 EXTRAS ?= dev,docs
 LIVES ?= 2000
@@ -19,16 +19,16 @@ READY := $(VENV)/.ready
 .PHONY: help demo test docs kernels check-kernels emulate-kernels soak run-soak lint format clean
 
 help:
-	@echo "make demo     an ablation of attention windows on the embedded model: a table and a figure"
-	@echo "make test     the tests                       (ARGS=\"-k name\", WORKERS=$(WORKERS))"
-	@echo "make kernels  compiles the kernels for a GPU, without one, reports, and runs what came out in an emulator"
-	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": the report alone)"
-	@echo "make soak     long proofs: what tests leave out, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
-	@echo "make docs     the documentation as HTML, in docs/_build; a warning is an error"
-	@echo "make lint     ruff and pyright"
-	@echo "make format   lays the code out as lint wants it"
-	@echo "make clean    removes $(VENV), $(AOT_VENV) and the caches"
-	@echo "All of them use the environment VENV=$(VENV), made by PYTHON=$(PYTHON) (3.11 or later) when it is not there."
+	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
+	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
+	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": only the report)"
+	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
+	@echo "make docs     build the documentation as HTML in docs/_build; warnings are errors"
+	@echo "make lint     run ruff and pyright"
+	@echo "make format   format the code"
+	@echo "make clean    remove $(VENV), $(AOT_VENV) and the caches"
+	@echo "All commands use the environment VENV=$(VENV), created with PYTHON=$(PYTHON) (3.11 or later) if it does not exist."
 
 demo: $(READY)
 	@echo "== ksana run configs/quickstart.yaml"
@@ -52,10 +52,10 @@ check-kernels: $(READY)
 	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
 
 emulate-kernels: $(READY)
-	@echo "== the Hopper kernels as they are compiled, in an emulator of PTX"
+	@echo "== the compiled Hopper kernels in a PTX emulator"
 	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot $(ARGS)
 
-# Kernels of several warpgroups are interpreted here: jax's interpreter holds a thread of XLA:CPU for each, more than
+# Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.
 soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
@@ -88,18 +88,18 @@ clean:
 	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build docs/_build ksana_jax.egg-info
 	@find ksana_jax pallas_kernels experiments tests -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp is written last, so that an installation that was cut short is taken up again.
+# The stamp is written last, so that an interrupted installation is repeated.
 $(READY): pyproject.toml constraints.txt
 	@if ! $(RUN) -m pip --version >/dev/null 2>&1; then \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "ksana_jax needs Python 3.11 or later, and PYTHON=$(PYTHON) is \
 	$$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null || echo not a Python that runs here)." >&2; \
 	    exit 1; }; \
-	  echo "== making the environment $(VENV) with $$($(PYTHON) --version)"; \
+	  echo "== creating the environment $(VENV) with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv "$(VENV)" || { \
-	    echo "PYTHON=$(PYTHON) could not make $(VENV); on Debian and Ubuntu its package python3-venv is missing." >&2; \
+	    echo "PYTHON=$(PYTHON) could not create $(VENV); on Debian and Ubuntu, install the package python3-venv." >&2; \
 	    exit 1; }; \
 	fi
-	@echo "== installing ksana_jax and what it needs into $(VENV), about a minute the first time"
+	@echo "== installing ksana_jax and its dependencies into $(VENV), about a minute the first time"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -qq --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $@

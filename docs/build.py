@@ -1,7 +1,7 @@
-"""python docs/build.py [OUT]: builds the documentation as HTML, offline; a warning is an error. `make docs` runs it.
+"""Builds the documentation as HTML, offline: python docs/build.py [OUT]. Warnings are errors. `make docs` runs it.
 
-Pages are plain Markdown that reads as well on a code host: docs/*.md and Markdown files elsewhere in the repository,
-which link to each other by their paths. They are copied into one tree, and their links changed to fit it.
+Pages are plain Markdown that can also be read on a code host: docs/*.md and Markdown files elsewhere in the repository,
+which link to each other by path. They are copied into one tree, and their links are adapted to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-# The tree of contents: captions, and the pages under them. The page of a path is its name without ".md".
+# The table of contents: captions, and the pages under them.
 CONTENTS = {
     "Using it": [
         "docs/concepts.md",
@@ -40,7 +40,7 @@ INDEX = "docs/README.md"
 
 
 def page_of(path: str) -> str:
-    """The name of a page in the tree: "docs/README.md" is index, "experiments/gpu/README.md" experiments-gpu."""
+    """Returns a page's name in the tree: "docs/README.md" is index, "experiments/gpu/README.md" experiments-gpu."""
     if path == INDEX:
         return "index"
     name = path.removeprefix("docs/").removesuffix(".md").removesuffix("/README")
@@ -51,10 +51,10 @@ PAGES = {path: page_of(path) for path in (INDEX, *(path for paths in CONTENTS.va
 
 
 def stage(tree: Path) -> None:
-    """Copies pages, their pictures and the files that they link to.
+    """Copies the pages, their images and the files that they link to.
 
     Raises:
-      ValueError: a link leads nowhere.
+      ValueError: a link has no target.
     """
     shutil.copy(ROOT / "docs" / "conf.py", tree)
     for path, page in PAGES.items():
@@ -73,7 +73,7 @@ def contents(caption: str, paths: list[str]) -> str:
 
 
 def moved(link: re.Match, path: str, tree: Path) -> str:
-    """A link of a page as it is in the tree: to another page, to a copy of a file, or the link itself if to a site."""
+    """Returns a page's link adapted to the tree: to another page or a copy of a file; links to sites are unchanged."""
     mark, text, target, heading = link[1], link[2], link[3], link[4] or ""
     if "://" in target:
         return link[0]

@@ -1,12 +1,12 @@
-"""A task of your own in one file: is a number that was hidden in a long text still found under an attention pattern?
+"""A custom task in one file: does the model still find a number hidden in a long text under an attention pattern?
 
-Run it, from the folder of this file or with the folder on the Python path:
+Run it from the folder of this file, or with the folder on the Python path:
 
   ksana run passkey.yaml
 
-A task is a dataclass of settings, `run` (one trial's measurements), `summarise` (a trial's numbers) and `columns` (what
-the table shows). Seeds, resumption, shards, tables with spreads and a figure come with it. What else a task may give,
-such as checks of its settings or a figure of its own, is in `ksana_jax.experiments.tasks.base.BaseTask`.
+A task consists of a dataclass of settings, `run` (one trial's measurements), `summarise` (a trial's numbers) and
+`columns` (the table). Seeds, resumption, shards, tables with deviations and a figure come for free. Optional parts,
+such as checks of its settings or a custom figure, are in `ksana_jax.experiments.tasks.base.BaseTask`.
 
 Source of the question: Mohtashami and Jaggi, arXiv:2305.16300, section 4.2.
 """
@@ -29,9 +29,9 @@ _FILLER = "    pass\n"
 class PasskeySettings:
     """Fields of `settings` in the YAML file.
 
-    num_prompts: prompts of a trial, each with a key and a place for it that the seed draws.
-    num_filler_lines: lines of filler before the question; the key stands somewhere among them.
-    max_model_len: most tokens of a prompt and its answer.
+    num_prompts: prompts per trial, each with a key and a position that are drawn by the seed.
+    num_filler_lines: lines of filler before the question; the key is somewhere among them.
+    max_model_len: maximum tokens of a prompt and its answer.
     """
 
     num_prompts: int = 10
@@ -40,7 +40,7 @@ class PasskeySettings:
 
 
 class Passkey(BaseTask):
-    """Five digits are assigned in a line of a program, and asked for in its last one."""
+    """Asks in the last line of a program for five digits that an earlier line assigned."""
 
     Settings = PasskeySettings
 

@@ -68,10 +68,10 @@ def show(found: Plan, console: Console) -> None:
     too_much = found.total_bytes - found.budget_bytes
     rows = [
         ("M: weights", found.weights_bytes, asked.dtype + host),
-        ("M: a step", found.step_bytes, "with no request in it"),
-        ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} a request"),
-        ("beta TN", kv, f"{found.kv_bytes_per_token:,} a token, {found.tokens_held:,} tokens in {asked.dtype}"),
-        ("together", found.total_bytes, "fits" if found.fits else f"{byte_size(too_much)} too much"),
+        ("M: a step", found.step_bytes, "without requests"),
+        ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} per request"),
+        ("beta TN", kv, f"{found.kv_bytes_per_token:,} per token, {found.tokens_held:,} tokens in {asked.dtype}"),
+        ("total", found.total_bytes, "fits" if found.fits else f"{byte_size(too_much)} too much"),
     ]
     for name, num_bytes, source in rows:
         table.add_row(name, f"{num_bytes:,}", byte_size(num_bytes), source)
@@ -88,8 +88,8 @@ def show(found: Plan, console: Console) -> None:
     console.print(escape(f"Steps were compiled for {found.alpha_from}.\n"))
     for name, value in limits:
         console.print(escape(f"{name:<40}{value}"))
-    console.print("\nWhat would change it; a step is taken to stay as it is.")
-    table = _table(("", "weights", "a token", "pool tokens", "batch", "context"))
+    console.print("\nWith one setting changed (the step's memory is assumed unchanged):")
+    table = _table(("", "weights", "per token", "pool tokens", "batch", "context"))
     table.add_row("as planned", *_figures(found))
     for change in found.changes:
         table.add_row(change.name, *_figures(change))
@@ -159,7 +159,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
 
 def show_buckets(listed: list[dict[str, Any]], target: str, console: Console) -> None:
     """Prints the memory of each bucket while it runs. target: the device that it was compiled for."""
-    console.print(escape(f"\nWhat a step takes in each bucket besides weights and pool, compiled for {target}"))
+    console.print(escape(f"\nMemory of a step by bucket, besides weights and pool, compiled for {target}"))
     table = _table(("tiles x tokens", "table width", "network", "sampling"))
     for b in listed:
         parts = " + ".join(f"{count:,} x {width}" for count, width in b["parts"])

@@ -22,10 +22,10 @@ def model_card(config: TrainConfig, log: str) -> str:
     facts = [
         f"Shape: {model.num_layers} layers, width {model.d_model}, {model.num_heads} query and {model.num_kv_heads} "
         f"key/value heads of {model.head_dim}, SwiGLU {model.d_ff}, RoPE {model.rope_theta:g}, tied embeddings.",
-        f"Context: {config.context} tokens. The beginning-of-text token stands at position 0 of every training "
-        "sequence, and no sequence crosses a file.",
-        f"Tokenizer: SentencePiece BPE of {config.vocab_size} pieces, with bytes for what is rare; every text comes "
-        "back exactly. tokenizer.json has the same pieces and ids as tokenizer.model.",
+        f"Context: {config.context} tokens. The beginning-of-text token is at position 0 of every training sequence, "
+        "and no sequence crosses a file.",
+        f"Tokenizer: SentencePiece BPE with {config.vocab_size} pieces and byte fallback; encoding is lossless. "
+        "tokenizer.json has the same pieces and ids as tokenizer.model.",
         "Data: the *.py files of the standard library, tests included, without duplicates. The files of heldout.txt, "
         "chosen by a hash of their names, were never trained on.",
         f"Optimiser: AdamW, peak rate {config.learning_rate:g}, betas {config.beta1:g} and {config.beta2:g}, weight "
@@ -37,8 +37,8 @@ def model_card(config: TrainConfig, log: str) -> str:
     lines = ["# ksana-tiny", ""]
     lines += _wrapped(
         f"A Llama model of {num_params(shape):,} parameters, trained by ksana_jax on the source files of the Python "
-        "standard library, to show on any machine what windows, sinks and eviction do to a trained model. It writes "
-        "what looks like Python, and is of no other use."
+        "standard library, to show on any machine how windows, sinks and eviction affect a trained model. It generates "
+        "text that looks like Python, and has no other use."
     )
     lines.append("")
     for fact in facts:
@@ -47,7 +47,7 @@ def model_card(config: TrainConfig, log: str) -> str:
     if measured:
         lines += [*_measurements(measured), ""]
     lines += _wrapped(
-        "The text trained on is the Python Software Foundation's, under the PSF License; none of it is kept here."
+        "The training text is the Python Software Foundation's, under the PSF License; none of it is included here."
     )
     return "\n".join(lines) + "\n"
 
@@ -59,9 +59,9 @@ def _measurements(measured: list[dict]) -> list[str]:
     lines = _wrapped(
         f"Held-out loss {last['heldout_loss']:.3f} nats per token within the context (perplexity "
         f"{math.exp(last['heldout_loss']):.2f}), Sink_1 {last['sink_1']:.3f} at step {last['step']:,}. Mean attention "
-        f"to the first token by layer: {layers}; even attention would give {uniform:.3f}. Sink_1 (arXiv:2410.10781) is "
-        f"the share of (layer, head, held-out sequence) whose first token receives more than {EPSILON} of the "
-        f"attention, on average over the first {SPAN} tokens. All measurements are in train_log.jsonl."
+        f"to the first token by layer: {layers}; uniform attention would give {uniform:.3f}. Sink_1 (arXiv:2410.10781) "
+        f"is the fraction of (layer, head, held-out sequence) whose first token receives more than {EPSILON} of the "
+        f"attention, averaged over the first {SPAN} tokens. All measurements are in train_log.jsonl."
     )
     lines += ["", "| step | tokens (M) | held-out loss | Sink_1 |", "|---:|---:|---:|---:|"]
     for index in sorted({round(i * (len(measured) - 1) / (_ROWS - 1)) for i in range(_ROWS)}):

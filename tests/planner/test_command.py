@@ -94,7 +94,7 @@ def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
     sizes = [b["network_bytes"] for b in found["buckets"]]
     assert sizes[0] < sizes[1] < min(sizes[2:]) and max(sizes) == sizes[3]
     assert all(b["table_width"] == 4 and b["sampling_bytes"] > 0 for b in found["buckets"])
-    assert "What a step takes in each bucket" in out
+    assert "Memory of a step by bucket" in out
 
 
 def test_help_answers_without_jax():
