@@ -31,7 +31,7 @@ from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
-from ksana_jax.tokenizers import Tokenizer, load_tokenizer
+from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from ksana_jax.units import byte_size
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm"}
@@ -73,9 +73,9 @@ class LLM:
             model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
         )
         if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_tokenizer(model_path(tokenizer))
-        elif tokenizer is None and any((model_dir / n).exists() for n in ("tokenizer.json", "tokenizer.model")):
-            tokenizer = load_tokenizer(model_dir)
+            tokenizer = load_tokenizer(tokenizer)
+        elif tokenizer is None:
+            tokenizer = find_tokenizer(model_dir)
         self._build(model_config, config, read_params, pattern, tokenizer, before)
 
     @classmethod

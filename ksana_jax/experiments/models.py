@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.files import open_to_read
+from ksana_jax.loading.config_json import read_json
 from ksana_jax.shipped import model_names, model_path
 
 _SAMPLE_BYTES = 2**20
@@ -49,23 +49,14 @@ def num_layers(model: str) -> int | None:
 @functools.cache
 def tokenizer_of(model: str) -> Any:
     """Loads the tokenizer in a model's directory; None if there is none."""
-    from ksana_jax.tokenizers import load_tokenizer
+    from ksana_jax.tokenizers import find_tokenizer
 
-    path = model_dir(model)
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        return None
-    return load_tokenizer(path)
+    return find_tokenizer(model_dir(model))
 
 
 def _config(model: str) -> tuple[Path, dict[str, Any]]:
     path = model_dir(model) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: holds {type(config).__name__}, must be a JSON object")
-    return path, config
+    return path, read_json(path)
 
 
 @functools.cache

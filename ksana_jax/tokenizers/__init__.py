@@ -7,9 +7,10 @@ implements `Tokenizer.decode`; `render_chat` formats messages with the model's c
 from ksana_jax.tokenizers.base import Tokenizer, TokenizerError
 from ksana_jax.tokenizers.chat import ChatTemplateError, render_chat
 from ksana_jax.tokenizers.detokenizer import IncrementalDetokenizer
-from ksana_jax.tokenizers.load import load_tokenizer
+from ksana_jax.tokenizers.load import find_tokenizer, load_tokenizer
 
 __all__ = [
+    "find_tokenizer",
     "load_tokenizer",
     "Tokenizer",
     "TokenizerError",

@@ -14,6 +14,12 @@ from ksana_jax.tokenizers.files import TokenizerError, read_optional_object, rea
 JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
+def find_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer | None:
+    """Loads the tokenizer of a model directory, or of a shipped model; None if it has none. See `load_tokenizer`."""
+    directory = model_path(model_dir)
+    return load_tokenizer(directory) if any((directory / name).exists() for name in (JSON, MODEL)) else None
+
+
 def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a model directory, or of a shipped model.
 
