@@ -63,7 +63,7 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
 
 
 def _show(made: Report) -> None:
-    """Prints table, reading and notes."""
+    """Prints table, conclusion and notes."""
     Console(highlight=False).print(f"[italic]{escape(made.title)}[/italic]")
     table = tables.terminal(made.rows, made.columns)
     # A narrow terminal wraps the table's lines, because squeezed numbers are unreadable.
@@ -72,7 +72,7 @@ def _show(made: Report) -> None:
     width = console.measure(table).maximum
     Console(highlight=False, width=width).print(table)
     console = Console(highlight=False)
-    if made.reading:
-        console.print(f"[bold]{escape(made.reading)}[/bold]")
+    if made.conclusion:
+        console.print(f"[bold]{escape(made.conclusion)}[/bold]")
     for note in made.notes:
         console.print(f"[dim]{escape(note)}[/dim]")

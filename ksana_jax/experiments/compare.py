@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from ksana_jax.config import ConfigError
-from ksana_jax.experiments.report import Report, of_rows, read_report
+from ksana_jax.experiments.report import Report, read_report, report_of_rows
 from ksana_jax.experiments.tasks.results import ResultRow
 
 
@@ -36,7 +36,7 @@ def compare(folders: Sequence[Path]) -> Report:
         if done < planned:
             notes.append(f"{done} of {planned} trials of {name} are done.")
     failed = {trial: error for made in reports.values() for trial, error in made.failed.items()}
-    return of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed)
+    return report_of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -55,7 +55,7 @@ class Moment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspected:
+class Inspection:
     """The result of an inspection. numbers: plain values, see `numbers_of`."""
 
     trial: Trial
@@ -64,7 +64,9 @@ class Inspected:
     moment: Moment
 
 
-def inspect(plan: Plan, row: int = 1, step: int | None = None, make_llm: Callable[..., LLM] | None = None) -> Inspected:
+def inspect(
+    plan: Plan, row: int = 1, step: int | None = None, make_llm: Callable[..., LLM] | None = None
+) -> Inspection:
     """Runs the first trial of one row of a plan.
 
     A task that times several runs clears the engine's records before each, so the result shows the last run.
@@ -90,7 +92,7 @@ def inspect(plan: Plan, row: int = 1, step: int | None = None, make_llm: Callabl
         raise ConfigError(f"{trial.label}: the engine took no step, so there is nothing to show")
     if moment.snapshot is None and step is not None:
         raise ConfigError(f"step is {step}, {trial.label} took steps 1 to {trace.num_steps}")
-    return Inspected(trial, numbers_of(llm, trace) | {"task": task.summarise(measurements)}, trace, moment)
+    return Inspection(trial, numbers_of(llm, trace) | {"task": task.summarise(measurements)}, trace, moment)
 
 
 def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
     records, columns, counters = llm.records, trace.columns, trace.counters
     device = [c.pools["device"] for c in columns]
     unshared = sum(r.unshared_blocks for r in records)
-    asked = counters["asked_tokens"]
+    asked = counters["queried_tokens"]
     return {
         "num_steps": trace.num_steps,
         "seconds": columns[-1].time_s,
@@ -133,7 +135,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
     }
 
 
-def write(seen: Inspected, folder: Path) -> None:
+def write(seen: Inspection, folder: Path) -> None:
     """Writes the files named in FILES."""
     folder.mkdir(parents=True, exist_ok=True)
     columns, moment = seen.trace.columns, seen.moment

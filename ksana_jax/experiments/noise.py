@@ -72,10 +72,15 @@ def notes(rows: Sequence[ResultRow], columns: Iterable[Column]) -> list[str]:
     return [said + ".", *[f"Not resolved, one run each: {'; '.join(titles)}."] * bool(titles)]
 
 
-def doubt(a: ResultRow, b: ResultRow, key: str) -> str:
+def caveat(a: ResultRow, b: ResultRow, key: str) -> str:
     """Returns the caveat for a sentence that compares two rows; empty if they differ beyond the noise."""
     if differ(a, b, key):
         return ""
     if min(len(r.values.get(key, ())) for r in (a, b)) < 2:
         return "not resolved: one run each"
     return f"not resolved: within {NUM_DEVIATIONS} standard deviations"
+
+
+def others(count: int) -> str:
+    """Counts other rows in words: "1 other", "2 others"."""
+    return f"{count} other" + "s" * (count != 1)

@@ -30,7 +30,7 @@ class Report:
     rows: list[ResultRow]
     columns: list[Column]
     notes: list[str]
-    reading: str
+    conclusion: str
     failed: dict[str, str]
 
 
@@ -55,21 +55,21 @@ def read_report(folder: Path) -> Report:
     task = task_named(records.plan["task"])
     rows = result_rows(records, task)
     notes = [*_progress_note(rows), *_shared_note(records, rows)]
-    return of_rows(records.plan["name"], records.plan["title"], task, rows, notes, records.failed)
+    return report_of_rows(records.plan["name"], records.plan["title"], task, rows, notes, records.failed)
 
 
-def of_rows(
+def report_of_rows(
     name: str, title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
 ) -> Report:
     """Returns the report of rows, with the given notes followed by those on the numbers."""
     columns = task.columns(rows)
     said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
-    return Report(name, title or name, task, rows, columns, said, task.reading(rows), failed)
+    return Report(name, title or name, task, rows, columns, said, task.conclusion(rows), failed)
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
     """Writes table.md, table.csv and table.tex; returns these names."""
-    notes = [made.reading, *made.notes] if made.reading else made.notes
+    notes = [made.conclusion, *made.notes] if made.conclusion else made.notes
     files = {
         "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
         "table.csv": tables.comma_separated(made.rows, made.columns),

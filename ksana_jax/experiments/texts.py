@@ -28,7 +28,7 @@ class Excerpt:
         return hashlib.sha256(np.array(self.ids, "<i8").tobytes()).hexdigest()[:12]
 
 
-def choose(files: Sequence[str], tokenizer: Any, num_texts: int, num_tokens: int, seed: int) -> list[Excerpt]:
+def draw_excerpts(files: Sequence[str], tokenizer: Any, num_texts: int, num_tokens: int, seed: int) -> list[Excerpt]:
     """Draws excerpts, each of exactly num_tokens tokens with BOS at position 0.
 
     All disjoint excerpts of the texts form one shuffled list: first the beginning of every text, then a random later
@@ -112,11 +112,11 @@ def _body(tokenizer: Any, text: str) -> np.ndarray:
     return np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
 
 
-def pieces(files: Sequence[str], tokenizer: Any, num_pieces: int, num_tokens: int, seed: int) -> list[list[int]]:
+def cut_prompts(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Cuts texts into prompts, one after another, in an order drawn by the seed.
 
     Returns:
-      num_pieces lists of exactly num_tokens token ids, each starting with BOS.
+      num_prompts lists of exactly num_tokens token ids, each starting with BOS.
 
     Raises:
       ConfigError: the texts are too short; gives the numbers.
@@ -127,7 +127,7 @@ def pieces(files: Sequence[str], tokenizer: Any, num_pieces: int, num_tokens: in
     for index in np.random.default_rng(seed).permutation(len(texts)):
         body = _body(tokenizer, texts[index][1]).tolist()
         found += [head + body[i : i + size] for i in range(0, len(body) - step + 1, step)]
-        if len(found) >= num_pieces:
-            return found[:num_pieces]
-    check_number(files, tokenizer, num_pieces, num_tokens, "the number of prompts")
+        if len(found) >= num_prompts:
+            return found[:num_prompts]
+    check_number(files, tokenizer, num_prompts, num_tokens, "the number of prompts")
     raise AssertionError("what is counted can be cut")

@@ -104,7 +104,7 @@ class Snapshot:
         result["shared_saving"] = 1 - _part(len(held), len(owned), 1.0)
         result["blocks_by_origin"] = dict(Counter(o.origin for o in owned if o.origin is not None))
         c = self.counters
-        result["hit_rate"] = _part(c["hit_tokens"], c["asked_tokens"])
+        result["hit_rate"] = _part(c["hit_tokens"], c["queried_tokens"])
         result["hit_blocks"] = {tier: c[f"hits_{tier}"] for tier in TIERS}
         result["moved_bytes"] = moved_bytes(c, self.block_bytes)
         return result

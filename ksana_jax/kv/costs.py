@@ -27,7 +27,7 @@ class Costs:
         if num_tokens and (moves is None or move_s):
             self._token_s.append((step_s - move_s) / num_tokens)
 
-    def favour_moving(self, num_blocks: int, num_tokens: int) -> bool:
+    def moving_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether moving blocks is cheaper than recomputing tokens. True until both costs have been measured."""
         if not self._block_s or not self._token_s:
             return True

@@ -9,14 +9,14 @@ import dataclasses
 class Counters:
     """Counts events since the engine started, in blocks unless stated otherwise.
 
-    asked_tokens, hit_tokens: prompt tokens looked up in the prefix cache, and found there.
+    queried_tokens, hit_tokens: prompt tokens looked up in the prefix cache, and found there.
     hits_device, hits_host, hits_disk: blocks found, by tier.
     replaced, replaced_host: cached blocks replaced on the device, on the host.
     saved, loaded, copied: blocks moved from the device to the host, back, and within the device.
     swapped_out, swapped_in: of the blocks saved and loaded, those of preempted rows.
     """
 
-    asked_tokens: int = 0
+    queried_tokens: int = 0
     hit_tokens: int = 0
     hits_device: int = 0
     hits_host: int = 0

@@ -149,7 +149,7 @@ class KVMemory:
             for node in nodes[start : start + at_once]:
                 if node.at[HOST] >= 0:
                     self.host.write_to_disk(node)
-                elif node.is_somewhere:
+                elif node.is_stored:
                     self.device.save(node)
                     self.host.write_to_disk_later(node)
             yield

@@ -132,13 +132,13 @@ class PrefixCache:
             return []
         there = []
         for group, nodes in enumerate(found):
-            have = [node.is_somewhere or reads.has(node.key) for node in nodes]
+            have = [node.is_stored or reads.has(node.key) for node in nodes]
             while len(have) < limit and reads.has(self._link(state, token_ids, group, len(have)).key):
                 have.append(True)
             there.append(np.array(have, bool))
         count = self.usable(there)
         return [
-            [d for d in self._needed(live, count) if d >= len(nodes) or not nodes[d].is_somewhere]
+            [d for d in self._needed(live, count) if d >= len(nodes) or not nodes[d].is_stored]
             for nodes, live in zip(found, self.lives, strict=True)
         ]
 
@@ -163,7 +163,7 @@ class PrefixCache:
             count = min(of_each)
 
     def _usable_of(self, found: list[list[Node]]) -> int:
-        return self.usable([np.array([node.is_somewhere for node in nodes], bool) for nodes in found])
+        return self.usable([np.array([node.is_stored for node in nodes], bool) for nodes in found])
 
     def _usable(self, live: LiveRange, there: np.ndarray) -> int:
         """Length in blocks of the longest prefix for which one group has the blocks that later queries see."""
@@ -200,7 +200,7 @@ class PrefixCache:
         for node in hit.nodes:
             node.last_use, node.num_uses = now, node.num_uses + 1
             if self._host is not None:
-                self._host.used(node)
+                self._host.touch(node)
         if hit.last:
             state.nodes = dict(enumerate(hit.last))
             state.num_indexed = hit.num_tokens // self._index.block_size
@@ -213,7 +213,7 @@ class PrefixCache:
 
     def _count(self, num_tokens: int, hit: Hit, origins: list[Origin]) -> None:
         c = self._counters
-        c.asked_tokens += num_tokens
+        c.queried_tokens += num_tokens
         c.hit_tokens += hit.num_tokens
         c.hits_device += origins.count(Origin.HIT_DEVICE)
         c.hits_host += origins.count(Origin.HIT_HOST)
@@ -257,7 +257,7 @@ class PrefixCache:
         index, first = self._index, state.num_indexed
         now = index.tick()
         links = self._links(state, token_ids, group, first + len(ids))
-        parent = index.revived(state.nodes.get(group) or index.root(state.salt, group))
+        parent = index.current(state.nodes.get(group) or index.root(state.salt, group))
         kept = list(ids)
         for at, block in enumerate(ids):
             link = links[first + at]
@@ -271,7 +271,7 @@ class PrefixCache:
             if block < 0:
                 continue
             if node.at[DEVICE] < 0:
-                if not node.is_somewhere:
+                if not node.is_stored:
                     node.inserted = node.last_use = now
                 self._device.keep(node, block)
             elif node.at[DEVICE] != block:

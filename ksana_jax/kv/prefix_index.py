@@ -142,14 +142,14 @@ class PrefixIndex:
         self._add(node)
         return node
 
-    def revived(self, node: Node) -> Node | None:
+    def current(self, node: Node) -> Node | None:
         """Returns the node itself or, if it was dropped, the current node of its content; None if other content has its
         key."""
         if node.parent is None:
             return self._root(node)
         if node.known:
             return node
-        parent = self.revived(node.parent)
+        parent = self.current(node.parent)
         if parent is None:
             return None
         found = self.child(parent, node.tokens)
@@ -162,7 +162,7 @@ class PrefixIndex:
 
     def drop_if_empty(self, node: Node | None) -> None:
         """Drops a node that is stored on no tier and has no children, then its parents likewise."""
-        while node is not None and node.known and not node.is_somewhere and not node.num_children and not node.num_pins:
+        while node is not None and node.known and not node.is_stored and not node.num_children and not node.num_pins:
             del self.nodes[node.key]
             node.known = False
             node = node.parent
@@ -190,4 +190,4 @@ class PrefixIndex:
                 children[node.parent] += 1
         for node, count in children.items():
             assert node.num_children == count
-            assert node.is_somewhere or count or node.num_pins, "a node lies nowhere and leads nowhere"
+            assert node.is_stored or count or node.num_pins, "a node lies nowhere and leads nowhere"

@@ -42,7 +42,7 @@ class Swap:
         """Whether a preempted row should move its blocks to the host rather than recompute their tokens."""
         if self._host is None or self._preempt == "recompute" or num_blocks > self._host.num_available:
             return False
-        return self._preempt == "swap" or self._costs.favour_moving(2 * num_blocks, num_tokens)
+        return self._preempt == "swap" or self._costs.moving_is_cheaper(2 * num_blocks, num_tokens)
 
     def move_out(self, ids: np.ndarray) -> np.ndarray:
         """Saves device blocks [n] to the host; returns their slots [n]. The caller has made sure of room."""

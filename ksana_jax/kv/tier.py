@@ -50,7 +50,7 @@ class Node:
     known: bool = False
 
     @property
-    def is_somewhere(self) -> bool:
+    def is_stored(self) -> bool:
         return self.at[DEVICE] >= 0 or self.at[HOST] >= 0
 
 
@@ -103,7 +103,7 @@ class Tier:
         for block in self.pool.release(ids).tolist():
             self._consider(self.node_of[block])
 
-    def used(self, node: Node) -> None:
+    def touch(self, node: Node) -> None:
         """Takes note that a node's priority may have changed."""
         if node.at[self.level] >= 0:
             self._consider(node)

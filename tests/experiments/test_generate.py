@@ -49,8 +49,8 @@ def test_prompts_start_with_bos_and_have_the_length_asked_for(measured):
 
 def test_the_sentence_names_the_smallest_and_of_one_run_no_fastest(measured):
     _, made = measured
-    assert "output tokens/s (not resolved: one run each)" in made.reading
-    assert "'sliding' needs the least KV" in made.reading
+    assert "output tokens/s (not resolved: one run each)" in made.conclusion
+    assert "'sliding' needs the least KV" in made.conclusion
     assert "**" not in next(cell for cell in (measured[0] / "table.md").read_text().splitlines() if "| full |" in cell)
 
 
@@ -60,11 +60,11 @@ def row(label, *speeds):
 
 def test_a_row_is_called_fastest_beyond_the_noise_only():
     slow, fast, near = row("slow", 788, 830, 746), row("fast", 1080, 1090, 1085), row("near", 1079, 1088, 1085)
-    reading = Generate().reading
-    assert reading([slow, fast]) == "'fast' is fastest with 1,085 output tokens/s, 1.38 times 'slow'."
-    assert reading([slow, fast, near]).endswith("1.38 times 'slow' (1 others within the noise).")
+    conclusion = Generate().conclusion
+    assert conclusion([slow, fast]) == "'fast' is fastest with 1,085 output tokens/s, 1.38 times 'slow'."
+    assert conclusion([slow, fast, near]).endswith("1.38 times 'slow' (1 other within the noise).")
     assert (
-        reading([fast, near])
+        conclusion([fast, near])
         == "Rows have 1,084 to 1,085 output tokens/s (not resolved: within 2 standard deviations)."
     )
-    assert reading([slow]) == "'slow' has 788 output tokens/s."
+    assert conclusion([slow]) == "'slow' has 788 output tokens/s."

@@ -45,7 +45,7 @@ def test_the_embeddings_bytes_become_blocks_and_more_rows_run_at_once(tmp_path, 
     assert row.mean("num_steps_with") < row.mean("num_steps_without")
     assert row.mean("measured_share") == row.mean("planned_share") == 256 * 32 / num_params(MODEL)
     assert row.mean("planned_blocks_with") > row.mean("planned_blocks_without")
-    assert "% blocks" in made.reading and "KsanaLLM's article" in " ".join(made.notes)
+    assert "% blocks" in made.conclusion and "KsanaLLM's article" in " ".join(made.notes)
     assert (tmp_path / "out" / "figure.png").stat().st_size > 1000
 
 

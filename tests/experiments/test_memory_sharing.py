@@ -74,8 +74,8 @@ def test_the_smaller_share_of_the_pool_lets_more_rows_run_at_once(measured):
 
 def test_the_sentence_leaves_out_rows_that_cannot_share(measured):
     folder, made, _ = measured
-    assert "samples: " in made.reading and "beams: " in made.reading
-    assert "one sample" not in made.reading
+    assert "samples: " in made.conclusion and "beams: " in made.conclusion
+    assert "one sample" not in made.conclusion
     assert (folder / "figure.png").stat().st_size > 0
 
 

@@ -28,7 +28,7 @@ def test_one_run_each_resolves_nothing():
     assert not noise.differ(row("a", speed=[1.0]), row("b", speed=[1000.0]), "speed")
     assert not noise.differ(row("a", speed=[1.0, 1.1]), row("b", speed=[1000.0]), "speed")
     assert noise.leaders([row("a", speed=[1.0]), row("b", speed=[1000.0])], SPEED) == []
-    assert noise.doubt(row("a", speed=[1.0]), row("b", speed=[9.0]), "speed") == "not resolved: one run each"
+    assert noise.caveat(row("a", speed=[1.0]), row("b", speed=[9.0]), "speed") == "not resolved: one run each"
     (note,) = noise.notes([row("a", speed=[1.0]), row("b", speed=[1000.0])], [SPEED, BYTES])
     assert note.startswith("Not resolved: one run each")
 
@@ -59,8 +59,8 @@ def test_bold_is_what_leads_all_others_beyond_the_noise():
     alike = row("d", speed=[100.1, 100.9])
     assert noise.leaders([far, best, alike], SPEED) == [best, alike]
     assert noise.leaders([row("a", speed=[1.0])], SPEED) == noise.leaders([], SPEED) == []
-    assert noise.doubt(best, near, "speed") == "not resolved: within 2 standard deviations"
-    assert noise.doubt(best, far, "speed") == ""
+    assert noise.caveat(best, near, "speed") == "not resolved: within 2 standard deviations"
+    assert noise.caveat(best, far, "speed") == ""
 
 
 def test_exact_counts_differ_if_they_read_differently():

@@ -3,7 +3,7 @@
 import pytest
 
 from ksana_jax.experiments.tasks.base import ResultRow
-from ksana_jax.experiments.tasks.paired import doubt, of_side, pairs, speeds
+from ksana_jax.experiments.tasks.paired import caveat, of_side, pairs, speeds
 
 
 class Side:
@@ -51,12 +51,12 @@ def gain_of(*seconds):
 
 
 def test_a_gain_is_in_doubt_unless_its_pairs_tell_it_from_none():
-    assert doubt(gain_of((3.0, 1.0))) == "not resolved: one run each"
+    assert caveat(gain_of((3.0, 1.0))) == "not resolved: one run each"
     # Ratios 1.5, 1.4 and 1.6 deviate by 0.1; 1.3, 1.0 and 1.6 by 0.3.
-    assert doubt(gain_of((3.0, 2.0), (1.4, 1.0), (1.6, 1.0))) == ""
-    assert doubt(gain_of((1.3, 1.0), (1.0, 1.0), (1.6, 1.0))) == "not resolved: within 2 standard deviations of 1"
+    assert caveat(gain_of((3.0, 2.0), (1.4, 1.0), (1.6, 1.0))) == ""
+    assert caveat(gain_of((1.3, 1.0), (1.0, 1.0), (1.6, 1.0))) == "not resolved: within 2 standard deviations of 1"
     # A machine that slows down between pairs slows both of their runs.
-    assert doubt(gain_of((3.0, 2.0), (31.0, 20.0), (290.0, 200.0))) == ""
+    assert caveat(gain_of((3.0, 2.0), (31.0, 20.0), (290.0, 200.0))) == ""
 
 
 def test_each_side_is_first_in_every_other_pair():

@@ -100,7 +100,9 @@ def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experimen
     assert {r.mean("live_kv_bytes") for r in made.rows} == {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
     assert any("Texts that fit one step are held completely" in note for note in made.notes)
     if not given:
-        assert made.reading == "At positions 0 to 14 'this configuration' has a perplexity of 3.43, with 4 KiB of KV."
+        assert (
+            made.conclusion == "At positions 0 to 14 'this configuration' has a perplexity of 3.43, with 4 KiB of KV."
+        )
     figure = Figure()
     Perplexity().draw(figure, made.rows)
     drawn = {float(y) for line in figure.axes[1].lines for y in line.get_ydata()}
@@ -125,12 +127,12 @@ def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
 
 def test_the_sentence_says_what_the_numbers_say(measured):
     _, made, _ = measured
-    assert made.reading.startswith(
+    assert made.conclusion.startswith(
         "At positions 64 to 127 'full' has the lowest perplexity (2.75, against 3.08 of 'sliding'; "
         "not resolved: one run each)"
     )
-    assert "with 28 KiB of KV, the most of all rows" in made.reading
-    assert "on the sampled positions 'recompute' has 3.08 against its 2.7" in made.reading
+    assert "with 28 KiB of KV, the most of all rows" in made.conclusion
+    assert "on the sampled positions 'recompute' has 3.08 against its 2.7" in made.conclusion
 
 
 def test_the_report_is_made_again_from_the_records_to_the_byte(measured):
@@ -173,7 +175,7 @@ def test_seeds_that_scored_the_same_text_are_one_measurement(experiment, make_ll
     assert "± 0.00" not in table
     assert "3 seeds scored the same text: counted once." in made.notes
     assert any(note.startswith("Not resolved, one run each: ppl") for note in made.notes)
-    assert "not resolved: one run each" in made.reading
+    assert "not resolved: one run each" in made.conclusion
 
 
 def test_seeds_draw_disjoint_excerpts_of_one_text_while_it_holds_any(experiment, make_llm, tmp_path):

@@ -64,7 +64,7 @@ def test_the_sentence_gives_the_gain_of_every_row(measured):
     folder, made, _ = measured
     for row, share in zip(made.rows, (0, 80), strict=True):
         # What follows is whether so few pairs on a busy machine resolve it.
-        assert f"{row.mean('gain'):.2f} (shared_percent {share}" in made.reading
+        assert f"{row.mean('gain'):.2f} (shared_percent {share}" in made.conclusion
     assert (folder / "figure.png").stat().st_size > 0
 
 

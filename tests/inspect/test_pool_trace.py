@@ -62,14 +62,14 @@ def test_it_begins_anew_with_the_records(engine):
     trace = PoolTrace(engine)
     busy(engine)
     run(engine)
-    before = engine.memory.counters.asked_tokens
+    before = engine.memory.counters.queried_tokens
     first = trace.counters
-    assert first["asked_tokens"] == before > 0
+    assert first["queried_tokens"] == before > 0
     engine.records.clear()
     engine.add_request(prompt_of(9), asking(3), request_id="later")
     run(engine)
     # 9 + 2 tokens are computed or found, in three blocks and three steps.
-    assert trace.counters["asked_tokens"] == 9 and engine.memory.counters.asked_tokens == before + 9
+    assert trace.counters["queried_tokens"] == 9 and engine.memory.counters.queried_tokens == before + 9
     assert sum(trace.num_blocks_by_origin.values()) == 3
     assert trace.requests == {"later": 0} and trace.num_steps == len(engine.records) == 3
     assert trace.columns[0].time_s == 0

@@ -147,7 +147,9 @@ def test_numbers_by_hand():
         BlockRecord("device", 3, "free"),
         BlockRecord("disk", 0, "cached", hash="02", start=8, num_tokens=4),
     ]
-    names = "asked_tokens hit_tokens hits_device hits_host hits_disk saved loaded copied disk_written disk_read".split()
+    names = (
+        "queried_tokens hit_tokens hits_device hits_host hits_disk saved loaded copied disk_written disk_read".split()
+    )
     counters = dict(zip(names, (40, 10, 2, 1, 0, 5, 3, 1, 4, 2), strict=True))
     assert Snapshot(4, 100, blocks, counters).summary() == {
         "device": {"blocks": 4, "free": 1, "held": 2, "cached": 1, "moving": 0, "utilisation": 0.5},

@@ -18,23 +18,23 @@ def measured(token_s: float, block_s: float) -> Costs:
 
 def test_moving_is_favoured_until_both_costs_are_known():
     costs = Costs()
-    assert costs.favour_moving(1000, 1)
+    assert costs.moving_is_cheaper(1000, 1)
     costs.observe(10, 1.0, None, 0.0)
-    assert costs.favour_moving(1000, 1)
+    assert costs.moving_is_cheaper(1000, 1)
     costs.observe(0, 9.0, moves(2), 8.0)
-    assert not costs.favour_moving(1000, 1)
+    assert not costs.moving_is_cheaper(1000, 1)
 
 
 def test_the_cheaper_way_is_favoured():
     costs = measured(token_s=0.25, block_s=0.5)
-    assert costs.favour_moving(num_blocks=1, num_tokens=3) and not costs.favour_moving(1, 2)
-    assert costs.favour_moving(10, 21) and not costs.favour_moving(10, 20)
+    assert costs.moving_is_cheaper(num_blocks=1, num_tokens=3) and not costs.moving_is_cheaper(1, 2)
+    assert costs.moving_is_cheaper(10, 21) and not costs.moving_is_cheaper(10, 20)
 
 
 def test_seconds_of_moves_are_not_counted_as_those_of_tokens():
     costs = measured(token_s=0.25, block_s=8.0)
     costs.observe(10, 2.5, None, 0.0)
-    assert not costs.favour_moving(1, 32) and costs.favour_moving(1, 33)
+    assert not costs.moving_is_cheaper(1, 32) and costs.moving_is_cheaper(1, 33)
 
 
 def test_a_decode_step_and_moves_that_were_not_waited_for_say_nothing():
@@ -42,7 +42,7 @@ def test_a_decode_step_and_moves_that_were_not_waited_for_say_nothing():
     for _ in range(20):
         costs.observe(0, 1e9, None, 0.0)
         costs.observe(10, 1e9, moves(3), 0.0)
-    assert costs.favour_moving(1, 2) and not costs.favour_moving(1, 1)
+    assert costs.moving_is_cheaper(1, 2) and not costs.moving_is_cheaper(1, 1)
 
 
 def test_a_step_that_compiled_does_not_change_the_median():
@@ -51,7 +51,7 @@ def test_a_step_that_compiled_does_not_change_the_median():
         costs.observe(10, 14.0, moves(4), 4.0)
     costs.observe(10, 1000.0, None, 0.0)
     costs.observe(0, 500.0, moves(1), 500.0)
-    assert costs.favour_moving(99, 100) and not costs.favour_moving(100, 100)
+    assert costs.moving_is_cheaper(99, 100) and not costs.moving_is_cheaper(100, 100)
 
 
 def test_old_measurements_are_forgotten():
@@ -60,4 +60,4 @@ def test_old_measurements_are_forgotten():
         costs.observe(10, 10.0, None, 0.0)
     for _ in range(33):
         costs.observe(10, 20.0, None, 0.0)  # a token takes two seconds from here on
-    assert costs.favour_moving(3, 2)
+    assert costs.moving_is_cheaper(3, 2)

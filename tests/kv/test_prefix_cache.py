@@ -137,11 +137,11 @@ def test_a_claim_gives_blocks_counts_the_use_and_says_what_was_found():
     assert [node.num_uses for node in hit.nodes] == [1, 1, 1] and len({node.last_use for node in hit.nodes}) == 1
     assert (seq.kv.num_cached_tokens, seq.kv.num_indexed, seq.kv.nodes) == (12, 3, {0: hit.nodes[-1]})
     counters = memory.counters
-    assert (counters.asked_tokens, counters.hit_tokens, counters.hits_device, counters.hits_host) == (14, 12, 3, 0)
+    assert (counters.queried_tokens, counters.hit_tokens, counters.hits_device, counters.hits_host) == (14, 12, 3, 0)
     # After a preemption it is not counted again.
     memory.device.release(held.ids)
     claim(memory.prefixes, seq)
-    assert counters.asked_tokens == 14 and seq.kv.num_cached_tokens == 12
+    assert counters.queried_tokens == 14 and seq.kv.num_cached_tokens == 12
 
 
 def test_a_text_goes_on_from_its_last_block_though_a_window_of_one_token_needs_only_sinks():

@@ -142,13 +142,13 @@ def test_a_node_that_lies_nowhere_goes_with_all_that_led_only_to_it():
 def test_a_dropped_node_is_revived_as_that_of_its_content():
     index = PrefixIndex(SIZE, Scope())
     old = insert(index, prompt_of(12))
-    assert index.revived(old) is old
+    assert index.current(old) is old
     old.at[DEVICE] = -1
     index.drop_if_empty(old)
     new = insert(index, prompt_of(12)[:8])  # another request brings its first two blocks back
-    again = index.revived(old)
+    again = index.current(old)
     assert again is not old and again.known and again.parent is new and again.key == old.key
-    assert index.revived(old) is again
+    assert index.current(old) is again
     again.at[DEVICE] = 7
     index.check()
 
@@ -159,7 +159,7 @@ def test_a_node_whose_key_was_taken_since_is_not_revived():
     old.at[DEVICE] = -1
     index.drop_if_empty(old)
     insert(index, [9, 9, 9, 9])
-    assert index.revived(old) is None
+    assert index.current(old) is None
     index.check()
 
 
@@ -179,7 +179,7 @@ def test_a_text_that_outlives_its_forgotten_root_is_found_by_those_who_come_late
     held = index.root("mine")
     for salt in ("a", "b", "c"):
         index.root(salt)
-    node = index.child(index.revived(held), tokens(1, 2, 3, 4))
+    node = index.child(index.current(held), tokens(1, 2, 3, 4))
     node.at[DEVICE] = 0
     assert index.find(node.key, index.root("mine"), node.tokens) is node
     index.check()

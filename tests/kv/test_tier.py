@@ -123,7 +123,7 @@ def test_a_priority_may_change_without_an_owner():
         tree.put(name)
     tree.release(*"ab")
     tree.nodes["a"].last_use = 99
-    tree.tier.used(tree.nodes["a"])
+    tree.tier.touch(tree.nodes["a"])
     tree.tier.check()
     assert tree.evict_all() == "ba"
 
@@ -131,7 +131,7 @@ def test_a_priority_may_change_without_an_owner():
 def test_what_is_not_here_is_not_considered_when_it_is_used():
     tree = Tree()
     elsewhere = Node(b"x", None, b"", 0)
-    tree.tier.used(elsewhere)
+    tree.tier.touch(elsewhere)
     assert tree.evict() is None and elsewhere.at == [NOWHERE, NOWHERE]
 
 

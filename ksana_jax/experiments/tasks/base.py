@@ -121,7 +121,7 @@ class BaseTask(abc.ABC):
         """Returns sentences that a reader needs to compare the rows."""
         return []
 
-    def reading(self, rows: Sequence[ResultRow]) -> str:
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
         """Returns a one-sentence summary of the numbers."""
         return ""
 

@@ -72,7 +72,9 @@ class Generate(BaseTask):
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
-        prompts = texts.pieces(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, trial.seed)
+        prompts = texts.cut_prompts(
+            settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, trial.seed
+        )
         compiled_before, compiled = llm.num_compilations, 0
         # Repeated if the first run compiled, so that compilation is not timed.
         for _ in range(2):
@@ -145,7 +147,7 @@ class Generate(BaseTask):
             said.append("Some rows preempted requests because their pool was full.")
         return said
 
-    def reading(self, rows: Sequence[ResultRow]) -> str:
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
         measured = [(speed, r) for r in rows if (speed := r.mean("tokens_per_s"))]
         if not measured:
             return ""
@@ -153,12 +155,12 @@ class Generate(BaseTask):
         if len(measured) == 1:
             return f"{row.name!r} has {fastest:,.0f} output tokens/s."
         slowest, last = min(measured, key=lambda m: m[0])
-        if doubt := noise.doubt(row, last, "tokens_per_s"):
-            said = f"Rows have {slowest:,.0f} to {fastest:,.0f} output tokens/s ({doubt})"
+        if caveat := noise.caveat(row, last, "tokens_per_s"):
+            said = f"Rows have {slowest:,.0f} to {fastest:,.0f} output tokens/s ({caveat})"
         else:
             equals = [r for _, r in measured if r is not row and not noise.differ(row, r, "tokens_per_s")]
             said = f"{row.name!r} is fastest with {fastest:,.0f} output tokens/s, {fastest / slowest:.2f} times "
-            said += f"{last.name!r}" + (f" ({len(equals)} others within the noise)" if equals else "")
+            said += f"{last.name!r}" + (f" ({noise.others(len(equals))} within the noise)" if equals else "")
         peaks = [(peak, r) for _, r in measured if (peak := r.mean("peak_kv_bytes"))]
         if peaks:
             (least, small), (most, large) = min(peaks, key=lambda p: p[0]), max(peaks, key=lambda p: p[0])

@@ -28,7 +28,7 @@ from ksana_jax.experiments.tasks.base import (
     check_counts,
     number,
 )
-from ksana_jax.experiments.tasks.paired import doubt, forced, pairs, speeds, timed
+from ksana_jax.experiments.tasks.paired import caveat, forced, pairs, speeds, timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,12 +146,12 @@ class HostEmbedding(BaseTask):
             said.append("Times of some rows include compilation.")
         return said
 
-    def reading(self, rows: Sequence[ResultRow]) -> str:
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
         said = []
         for row in rows:
             more, gained = row.mean("more_measured"), row.mean("more_throughput")
             if more is not None and gained is not None:
-                unsure = f" ({said_of})" if (said_of := doubt(row)) else ""
+                unsure = f" ({said_of})" if (said_of := caveat(row)) else ""
                 said.append(f"{row.name}: {100 * more:+.0f} % blocks, {100 * gained:+.1f} % throughput{unsure}")
         return "; ".join(said) + "." if said else ""
 

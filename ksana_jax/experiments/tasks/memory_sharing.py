@@ -31,7 +31,7 @@ from ksana_jax.experiments.tasks.base import (
     check_counts,
     number,
 )
-from ksana_jax.experiments.tasks.paired import doubt, forced, of_side, pairs, speeds, timed
+from ksana_jax.experiments.tasks.paired import caveat, forced, of_side, pairs, speeds, timed
 from ksana_jax.request import MAX_BEAM_WIDTH, MAX_N
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class MemorySharing(BaseTask):
             said.append("Times of some rows include compilation.")
         return said
 
-    def reading(self, rows: Sequence[ResultRow]) -> str:
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
         said = []
         for label, members in _by_label(rows).items():
             wide = [r for r in members if _width(r) > 1]
@@ -158,7 +158,7 @@ class MemorySharing(BaseTask):
                     f"{_span(gains, 2)} times the requests/s"
                     + (
                         f" ({unsure} of {len(wide)} not resolved)"
-                        if (unsure := sum(bool(doubt(r)) for r in wide))
+                        if (unsure := sum(bool(caveat(r)) for r in wide))
                         else ""
                     )
                 )
@@ -188,7 +188,7 @@ def make_prompts(settings: SharingSettings, llm: LLM, seed: int) -> list[list[in
     count, length = settings.num_rows // settings.width, settings.prompt_tokens
     if llm.tokenizer is None:
         return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (count, length)).tolist()
-    return texts.pieces(settings.texts, llm.tokenizer, count, length, seed)
+    return texts.cut_prompts(settings.texts, llm.tokenizer, count, length, seed)
 
 
 def _together(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):

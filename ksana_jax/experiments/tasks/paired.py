@@ -102,7 +102,7 @@ def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
     return result
 
 
-def doubt(row: ResultRow) -> str:
+def caveat(row: ResultRow) -> str:
     """Returns the caveat for a row's gain in a sentence; empty if the gain differs from 1 beyond the noise.
 
     The two runs of a pair serve the same work one after the other, so the deviation is that of their ratios.

@@ -95,7 +95,7 @@ class Perplexity(BaseTask):
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PerplexitySettings(**trial.config["settings"]), trial.llm
         bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
-        chosen = texts.choose(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
+        chosen = texts.draw_excerpts(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
         compiled_before = llm.num_compilations
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
         for index, excerpt in enumerate(chosen):
@@ -153,8 +153,8 @@ class Perplexity(BaseTask):
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         return perplexity_report.notes(rows)
 
-    def reading(self, rows: Sequence[ResultRow]) -> str:
-        return perplexity_report.reading(rows)
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        return perplexity_report.conclusion(rows)
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         perplexity_figure.draw(figure, rows)

@@ -158,7 +158,7 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
     return [f"{most} of {of} seeds scored a text that another had scored: counted once."]
 
 
-def reading(rows: Sequence[ResultRow]) -> str:
+def conclusion(rows: Sequence[ResultRow]) -> str:
     """Names the best and the worst row at the last positions of the texts, and the KV of the best."""
     if not (found := spans(rows, "ppl_")):
         return ""
@@ -174,10 +174,10 @@ def reading(rows: Sequence[ResultRow]) -> str:
         said += f"has a perplexity of {least:,.2f}"
     else:
         equals = [r for _, r in scored if r is not best and not noise.differ(best, r, key)]
-        doubt = noise.doubt(best, worst, key)
-        said += "has the lowest perplexity (" if doubt or equals else "predicts best (perplexity "
+        caveat = noise.caveat(best, worst, key)
+        said += "has the lowest perplexity (" if caveat or equals else "predicts best (perplexity "
         said += f"{least:,.2f}, against {most:,.2f} of {worst.name!r}"
-        said += f"; {doubt})" if doubt else f"; {len(equals)} others within the noise)" if equals else ")"
+        said += f"; {caveat})" if caveat else f"; {noise.others(len(equals))} within the noise)" if equals else ")"
     held = [(live, r) for _, r in scored if (live := r.mean("live_kv_bytes"))]
     mine = best.mean("live_kv_bytes")
     if held and mine:
@@ -196,7 +196,7 @@ def reading(rows: Sequence[ResultRow]) -> str:
             ratio = (best.mean("tokens_per_s") or math.nan) / (row.mean("tokens_per_s") or math.nan)
             said += f"; on the sampled positions {row.name!r} has {theirs:,.2f} against its {ours:,.2f}"
             said += f", {ratio:,.0f} times slower" if ratio > 1 else ""
-            said += f" ({doubt})" if (doubt := noise.doubt(best, row, "tokens_per_s")) and ratio > 1 else ""
+            said += f" ({caveat})" if (caveat := noise.caveat(best, row, "tokens_per_s")) and ratio > 1 else ""
             break
     return said + "."
 

@@ -27,7 +27,7 @@ from ksana_jax.experiments.tasks.base import (
     check_counts,
     number,
 )
-from ksana_jax.experiments.tasks.paired import doubt, forced, of_side, pairs, speeds, timed
+from ksana_jax.experiments.tasks.paired import caveat, forced, of_side, pairs, speeds, timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,9 +124,9 @@ class PrefixCache(BaseTask):
             said.append("Some rows preempted requests because their pool was full.")
         return said
 
-    def reading(self, rows: Sequence[ResultRow]) -> str:
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
         gains = [
-            f"{gain:.2f} ({'; '.join(filter(None, [row.name, doubt(row)]))})"
+            f"{gain:.2f} ({'; '.join(filter(None, [row.name, caveat(row)]))})"
             for row in rows
             if (gain := row.mean("gain")) is not None
         ]
