@@ -48,9 +48,9 @@ def no_failpoints():
 def few_shapes():
     """Engines of a module have one bucket of each kind, so at most three shapes of steps: compiling is what tests wait
     for. `tests/engine/test_invariances.py` has all buckets."""
-    from ksana_jax.step.builder import Buckets
+    from ksana_jax.step.buckets import Buckets
 
-    original = Buckets.of_engine
+    original = Buckets.of
 
     def coarsest(*settings):
         buckets = original(*settings)
@@ -59,5 +59,5 @@ def few_shapes():
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Buckets, "of_engine", coarsest)
+        patch.setattr(Buckets, "of", coarsest)
         yield

@@ -28,7 +28,7 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.request import SamplingParams
-from ksana_jax.step.builder import Buckets
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, TokenScores
 from tests.reference import literal
 
@@ -338,7 +338,7 @@ def make_engine(
         cache_write=write,
     )
     model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), eos_ids=eos_ids)
-    buckets = dataclasses.replace(Buckets.of_engine(config, max_model_len, "cpu"), shared_rows=shared_rows)
+    buckets = dataclasses.replace(Buckets.of(config, "cpu"), shared_rows=shared_rows)
     engine = build_engine(
         model,
         None,

@@ -20,7 +20,8 @@ from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step.builder import BatchBuilder, Buckets
+from ksana_jax.step.buckets import Buckets
+from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Executor
 from ksana_jax.tokenizers import Tokenizer
 
@@ -54,7 +55,7 @@ def build_engine(
         no jax, and a config with num_blocks.
       tokenizer: makes text; None serves requests with detokenize=False only.
       clock: seconds, rising.
-      buckets: shapes of the steps; None takes `Buckets.of_engine`.
+      buckets: shapes of the steps; None takes `Buckets.of`.
       programs: compiled functions that runners of equal settings share; see `Runner`.
       memory: arguments of `KVMemory` that replace those which follow from model and config.
 
@@ -121,7 +122,7 @@ def _on_device(
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
-    max_model_len, rotated = config.max_model_len or 0, config.max_rotated_sinks or 0
+    assert config.max_model_len is not None and config.max_rotated_sinks is not None
     if config.embedding_device == "host":
         check_embedding_on_host(model)
     platform = str(jax.devices()[0].platform)
@@ -131,14 +132,14 @@ def _on_device(
         model,
         patterns=patterns,
         layout=layout,
-        max_model_len=max_model_len,
-        max_rotated_sinks=rotated,
+        max_model_len=config.max_model_len,
+        max_rotated_sinks=config.max_rotated_sinks,
         embedding_device=config.embedding_device,
         attention=config.attention_implementation,
     )
     # Without weights and pool it refuses at once what the other one would.
     make_runner(params=abstract_params(model, config.dtype), num_blocks=1)
-    plan = pool_size(model, config, layout, max_model_len=max_model_len, max_rotated_sinks=rotated)
+    plan = pool_size(model, config, layout)
     if callable(params):
         params = params()
     if config.embedding_device == "host":
@@ -151,7 +152,7 @@ def _on_device(
     )
     digest = ""
     if config.enable_prefix_caching:
-        digest = fingerprint(model, params, dtype=config.dtype, max_model_len=max_model_len)
+        digest = fingerprint(model, params, dtype=config.dtype, max_model_len=config.max_model_len)
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
     config = dataclasses.replace(config, num_blocks=plan.num_blocks)
@@ -188,9 +189,9 @@ def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str
 
 def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
     config = half.config
-    assert config.num_blocks is not None and config.max_model_len is not None and config.max_rotated_sinks is not None
+    assert config.num_blocks is not None and config.max_rotated_sinks is not None
     return BatchBuilder(
-        buckets or Buckets.of_engine(config, config.max_model_len, half.platform),
+        buckets or Buckets.of(config, half.platform),
         config.block_size,
         config.num_blocks,
         vocab_size,

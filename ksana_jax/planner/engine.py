@@ -15,7 +15,7 @@ from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
-from ksana_jax.step.builder import Buckets
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import StepShape
 from ksana_jax.units import byte_size
 
@@ -35,9 +35,7 @@ class PoolPlan:
     step_bytes: int | None = None
 
 
-def pool_size(
-    model: ModelConfig, config: EngineConfig, layout: KVLayout, *, max_model_len: int, max_rotated_sinks: int
-) -> PoolPlan:
+def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> PoolPlan:
     """Sizes the KV pool.
 
     `num_blocks` is taken as it is. Otherwise it is what max_num_seqs sequences of max_model_len tokens need, within
@@ -47,25 +45,26 @@ def pool_size(
     Raises:
       ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
     """
+    assert config.max_model_len is not None and config.max_rotated_sinks is not None
     block_bytes = layout.block_bytes
     weights = weights_bytes(model, config.dtype, config.embedding_device)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
         _check_pool(config.num_blocks, block_bytes, weights)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
-    wanted, step = config.max_num_seqs * layout.blocks_of(max_model_len, config.max_num_batched_tokens), None
+    wanted, step = config.max_num_seqs * layout.blocks_of(config.max_model_len, config.max_num_batched_tokens), None
     if config.memory_fraction is None:
         affordable = config.memory_bytes // block_bytes
         if affordable < 1:
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
-        largest = Buckets.of_engine(config, max_model_len, jax.devices()[0].platform).largest()
+        largest = Buckets.of(config, jax.devices()[0].platform).largest()
         measured = step_bytes(
             model,
             largest,
             dtype=config.dtype,
             block_size=config.block_size,
-            max_rotated_sinks=max_rotated_sinks,
+            max_rotated_sinks=config.max_rotated_sinks,
             embedding_device=config.embedding_device,
         )
         device, step = this_device(), max(found.peak for found in measured)

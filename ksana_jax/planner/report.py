@@ -18,7 +18,7 @@ from ksana_jax.config import MAX_TOKENS, ConfigError, EngineConfig
 from ksana_jax.planner.devices import compile_target, find_device
 from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
-from ksana_jax.step.builder import Buckets
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.units import byte_size
 
 
@@ -135,9 +135,10 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         max_num_seqs=found.batch,
         max_num_batched_tokens=asked.max_num_batched_tokens,
         query_tile=asked.query_tile,
+        max_model_len=found.context,
     )
     target = compile_target(find_device(found.device))
-    shapes = Buckets.of_engine(engine, found.context, "gpu" if target else jax.devices()[0].platform).all_shapes()
+    shapes = Buckets.of(engine, "gpu" if target else jax.devices()[0].platform).all_shapes()
     measured = step_bytes(
         config,
         shapes,

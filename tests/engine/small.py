@@ -17,7 +17,7 @@ from ksana_jax.kv.layout import group_layers
 from ksana_jax.models.params import init_params
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.request import CompletionOutput
-from ksana_jax.step.builder import Buckets
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import Piece
 from tests.reference import reference_logprobs
@@ -93,7 +93,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
-    buckets = Buckets.of_engine(config, config.max_model_len or 0, "cpu")
+    buckets = Buckets.of(config, "cpu")
     few = dataclasses.replace(
         buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
     )

@@ -12,7 +12,7 @@ from ksana_jax.planner import pool_size
 from ksana_jax.planner.devices import Device
 from ksana_jax.planner.engine import Compared
 from ksana_jax.planner.step_memory import StepBytes, step_bytes
-from ksana_jax.step.builder import Buckets
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part, StepShape
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 from tests.engine.small import SMALL, model
@@ -42,9 +42,10 @@ def steps(device, monkeypatch):
 
 def sized(**settings):
     config, _ = model()
-    asked = EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16} | settings)
+    few = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
+    asked = EngineConfig(**few | {"max_model_len": 64, "max_rotated_sinks": 0} | settings)
     layout = KVLayout.of(config, dtype=asked.dtype, block_size=asked.block_size, platform="cpu")
-    return pool_size(config, asked, layout, max_model_len=64, max_rotated_sinks=0)
+    return pool_size(config, asked, layout)
 
 
 def test_a_number_of_blocks_is_taken_as_it_is():
@@ -103,7 +104,7 @@ def test_no_step_takes_more_than_the_largest_though_one_sequence_runs():
     """With one row XLA:CPU would make a bfloat16 output head float32."""
     wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)
     asked = EngineConfig(dtype="bf16", max_num_seqs=1, max_num_batched_tokens=16, query_tile=16, max_model_len=16)
-    buckets = Buckets.of_engine(asked, 16, "cpu")
+    buckets = Buckets.of(asked, "cpu")
     largest, every = (
         max(found.peak for found in step_bytes(wide, shapes, dtype="bf16", block_size=16))
         for shapes in (buckets.largest(), buckets.all_shapes())
