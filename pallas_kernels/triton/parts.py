@@ -201,11 +201,12 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     Returns:
       weighted sum of values [rows, columns], largest score in base 2 and sum of weights [rows]; all float32.
     """
-    pattern = Pattern(*(refs.numbers[i] for i in range(NUM_NUMBERS - 1)))
+    *numbers, layer = (refs.numbers[i] for i in range(NUM_NUMBERS))
+    pattern = Pattern(*numbers)
     q_row, q_column, q_head, q_mask = matrix_places(shape, head)
     q = plt.load(refs.q.at[tile, q_row // shape.group, q_head, q_column], mask=q_mask, other=0.0)
     q_pos = _positions(refs.positions, tile, shape)
-    load_piece = _piece_loader(refs, shape, tile, head)
+    load_piece = _piece_loader(refs.pool, shape, layer, head, refs.newest[tile])
     places = functools.partial(_places, refs, shape, tile)
 
     def body(i, carry, with_sinks=False):
@@ -243,9 +244,9 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
 
 
-def _piece_loader(refs: Inputs, shape: Shape, tile, head):
-    """Function of the rows of a piece's keys and their text positions that loads its keys and values [64, columns]."""
-    layer, newest = refs.numbers[NUM_NUMBERS - 1], refs.newest[tile]
+def _piece_loader(pool, shape: Shape, layer, head, newest):
+    """Function of the rows of a piece's keys and their text positions that loads its keys and values [64, columns];
+    zeros for positions after the newest query."""
     column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, TILE_KV)
     parts = shape.block_size // shape.size
     # Units between a block's first and this head's keys, and from there to its values.
@@ -258,9 +259,9 @@ def _piece_loader(refs: Inputs, shape: Shape, tile, head):
         mask = _along(kv_pos <= newest, 0, shape.columns)
         if shape.columns != shape.head_dim:
             mask &= column < shape.head_dim
-        k = plt.load(refs.pool.at[_along(row, 0, shape.columns), column], mask=mask, other=0.0)
+        k = plt.load(pool.at[_along(row, 0, shape.columns), column], mask=mask, other=0.0)
         v_row = _along(row + values * shape.size, 0, shape.columns)
-        return k, plt.load(refs.pool.at[v_row, column], mask=mask, other=0.0)
+        return k, plt.load(pool.at[v_row, column], mask=mask, other=0.0)
 
     return load
 
