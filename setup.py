@@ -1,4 +1,4 @@
-"""Puts the repository's configs/ into the wheel as ksana_jax/configs; everything else is in pyproject.toml."""
+"""Copies the repository's configs/ into the wheel as ksana_jax/configs; everything else is in pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 class BuildWithConfigs(build_py):
     def run(self):
         super().run()
-        if not self.editable_mode:  # it finds configs/ beside the package
+        if not self.editable_mode:  # an editable installation finds configs/ next to the package
             shutil.copytree("configs", Path(self.build_lib) / "ksana_jax" / "configs", dirs_exist_ok=True)
 
 
