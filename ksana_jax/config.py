@@ -97,39 +97,31 @@ class ModelConfig:
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each layer is made of."""
-        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        mlp, norms = (
-            MLPSpec(self.mlp, self.d_ff, self.mlp_bias),
-            NormSpec(self.norm, self.norm_eps, self.sandwich_norms),
+        attention = functools.partial(
+            AttentionSpec,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
         )
+        mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias)
+        norms = NormSpec(self.norm, self.norm_eps, self.sandwich_norms)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
+        patterns = per_layer(self.pattern, self.num_layers)
         return tuple(
-            LayerSpec(
-                AttentionSpec(
-                    self.num_heads,
-                    self.num_kv_heads,
-                    self.head_dim,
-                    rope,
-                    pattern,
-                    scale,
-                    self.soft_cap,
-                    self.sinks,
-                    self.qkv_bias,
-                    self.out_bias,
-                    self.qk_norm,
-                ),
-                mlp,
-                norms,
-            )
-            for rope, pattern in zip(ropes, per_layer(self.pattern, self.num_layers), strict=True)
+            LayerSpec(attention(rope=rope, pattern=pattern), mlp, norms)
+            for rope, pattern in zip(ropes, patterns, strict=True)
         )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """The same model cut off after a number of layers."""
-        cut = {
-            name: value[:num_layers] for name in ("rope", "pattern") if isinstance(value := getattr(self, name), tuple)
-        }
-        return dataclasses.replace(self, num_layers=num_layers, **cut)
+        rope, pattern = (v[:num_layers] if isinstance(v, tuple) else v for v in (self.rope, self.pattern))
+        return dataclasses.replace(self, num_layers=num_layers, rope=rope, pattern=pattern)
 
 
 # Text positions and numbers of blocks, which are int32, stay below FAR.
