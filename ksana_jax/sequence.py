@@ -84,7 +84,10 @@ class Rows:
 
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; what is left to
     compute is num_tokens - num_computed.
-    block_tables, block_starts: [Gk, R, P] live blocks by rising text position and where each begins; FAR where absent.
+    num_evicted: [Gk, R] tokens that each group has evicted although its pattern would see them. A token's cache
+      position is its text position less this; the two are equal where nothing is evicted.
+    block_tables, block_starts: [Gk, R, P] live blocks by rising position and the cache position where each begins; FAR
+      where absent.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED where absent, so that taking a block need not say so.
     num_blocks: [Gk, R] live blocks.
     allocated_until: [R] text position up to which blocks of all groups have been taken.
@@ -105,6 +108,7 @@ class Rows:
         self.num_computed = np.zeros(num_rows, np.int32)
         self.num_prompt = np.zeros(num_rows, np.int32)
         self.max_len = np.zeros(num_rows, np.int32)
+        self.num_evicted = np.zeros((num_groups, num_rows), np.int32)
         self.block_tables = np.zeros((num_groups, num_rows, table_width), np.int32)
         self.block_starts = np.full((num_groups, num_rows, table_width), FAR, np.int32)
         self.block_origins = np.full((num_groups, num_rows, table_width), Origin.COMPUTED, np.uint8)
@@ -169,7 +173,7 @@ class Rows:
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         self.seqs[row], seq.row = None, None
         self.allocated_until[row] = self.prefix_end[row] = 0
-        self.num_blocks[:, row] = self.return_at[:, row] = 0
+        self.num_blocks[:, row] = self.return_at[:, row] = self.num_evicted[:, row] = 0
         self.block_starts[:, row] = FAR
         self.block_tables[:, row] = 0
         self.block_origins[:, row] = Origin.COMPUTED

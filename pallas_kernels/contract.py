@@ -82,8 +82,8 @@ class Call:
     q: [S, Q, N, H], rotated and already scaled by H**-0.5. A tile is Q tokens of one row; decode has Q = 1.
     pool: N is a multiple of its K. The whole pool with the index of a layer: a slice would be a copy of gigabytes.
     tables: [S, P] int32 block ids, by rising text position; any valid id where absent.
-    starts: [S, P] int32 text position of each block's first slot; FAR where absent. Blocks in between may be missing.
-    positions: [S, Q] int32 text positions of the queries; -1 where padded.
+    starts: [S, P] int32 position of each block's first slot; FAR where absent. Blocks in between may be missing.
+    positions: [S, Q] int32 positions of the queries, of the text or of what is left of it; -1 where padded.
     layer: index in [0, L); may be traced.
     pattern: which text positions a query sees; its numbers may be traced.
     """

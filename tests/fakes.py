@@ -210,12 +210,13 @@ class FakeExecutor:
         a, shape = step.arrays, step.shape
         tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
         groups = [self._read(a.of_group(group), shape) for group in range(len(self.layout.groups))]
+        queries = a.cache_positions[:, :, None]
         hidden, seen, visible = _embed(a.tokens, np.maximum(a.positions, 0)), None, None
         for (group, at), pattern in zip(self.layout.places, self._patterns, strict=True):
             kv_slots, kv_positions, weights = groups[group]
             self.keys[at, a.slots[group]] = hidden
             if (group, pattern) != seen:
-                seen, visible = (group, pattern), pattern.visible(a.positions[:, None], kv_positions[tile_of])
+                seen, visible = (group, pattern), pattern.visible(queries[group], kv_positions[tile_of])
             hidden = _attend(hidden, (self.keys[at, kv_slots] * weights)[tile_of], visible)
         last = hidden[a.sampled[: step.num_sampled]]
         tokens = choose(last, self.vocab)
@@ -269,7 +270,7 @@ class FakeExecutor:
         assert self.shapes is None or shape in self.shapes, f"{shape} was not compiled"
         tokens, groups = shape.num_tokens, len(self.layout.groups)
         wide = (groups, shape.num_tiles, shape.table_width)
-        expected_shapes = [(tokens,), (tokens,), (groups, tokens), wide, wide, (shape.max_sampled,)]
+        expected_shapes = [(tokens,), (tokens,), (groups, tokens), (groups, tokens), wide, wide, (shape.max_sampled,)]
         if shape.shared_rows:
             assert shape.parts[0].width == 1
             expected_shapes += [(groups, shape.num_groups, shape.table_width)] * 2
@@ -279,7 +280,10 @@ class FakeExecutor:
             assert array.shape == expected and array.dtype == np.int32, f"{name}: {array.dtype}{array.shape}"
         real = a.positions >= 0
         slots = a.slots[:, real].ravel()
-        assert (a.positions[~real] == -1).all() and (a.slots[:, ~real] == self.num_blocks * self.block_size).all()
+        assert (a.positions[~real] == -1).all() and (a.cache_positions[:, ~real] == -1).all()
+        assert (a.cache_positions[:, real] <= a.positions[real]).all()
+        assert (a.cache_positions[:, real] % self.block_size == a.slots[:, real] % self.block_size).all()
+        assert (a.slots[:, ~real] == self.num_blocks * self.block_size).all()
         assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"
         assert len(slots) and slots.min() >= 0 and slots.max() < self.num_blocks * self.block_size
         assert ((a.block_tables >= 0) & (a.block_tables < self.num_blocks)).all()

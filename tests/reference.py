@@ -25,8 +25,12 @@ def _rotate(x, positions, theta):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def reference_logprobs(params, config: ModelConfig, tokens, pattern=None) -> np.ndarray:
-    """Log-probabilities [T, V] of what follows each token of a text [T]."""
+def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cache=None) -> np.ndarray:
+    """Log-probabilities [T, V] of what follows each token of a text [T].
+
+    Args:
+      in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
+    """
     patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
 
     def f64(a):
@@ -36,7 +40,7 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None) -> np.
     i, j = np.arange(t)[:, None], np.arange(t)[None, :]
     x = f64(params.embed)[np.asarray(tokens)]
     heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_dim
-    for p, pat, layer in zip(params.layers, patterns, config.layers, strict=True):
+    for index, (p, pat, layer) in enumerate(zip(params.layers, patterns, config.layers, strict=True)):
         spec = layer.attention
         y = _norm(x, f64(p.attn_norm), config.norm_eps)
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
@@ -44,6 +48,8 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None) -> np.
         v = np.repeat((y @ f64(p.w_v).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
         k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, heads)), spec.rope.theta)
         mask, stands = literal(pat, i, j)
+        if in_cache is not None:
+            mask = mask & in_cache[index]
         out = np.zeros((t, heads, h))
         for n in range(heads):
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)

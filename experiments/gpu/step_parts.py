@@ -45,7 +45,7 @@ class Step:
         slots[:batch] = ids[:, (text - 1) // size] * size + (text - 1) % size
         tokens = np.random.default_rng(1).integers(0, llm.model_config.vocab_size, rows).astype(np.int32)
         sampled = np.minimum(np.arange(shape.max_sampled, dtype=np.int32), rows - 1)
-        arrays = StepArrays(tokens, positions, slots[None], tables[None], starts[None], sampled)
+        arrays = StepArrays(tokens, positions, positions[None], slots[None], tables[None], starts[None], sampled)
         self.input, self.arrays = StepInput(shape, arrays, num_sampled=rows), jax.device_put(arrays)
 
     def bytes(self) -> dict[str, int]:

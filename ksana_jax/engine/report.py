@@ -15,7 +15,7 @@ def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
     """Records the times of requests' first tokens; called between `Scheduler.advance` and `settle`."""
     sampled = batch.sampled
     fresh = rows.num_tokens[sampled] == rows.num_prompt[sampled]
-    if not fresh.any():
+    if not np.count_nonzero(fresh):
         return
     for row in sampled[fresh]:
         seq = rows.seqs[row]

@@ -34,14 +34,21 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 
 class HeldBlocks(NamedTuple):
-    """Blocks of one sequence: their ids, the text positions where they begin, the group of layers of each, the number
-    of its computed tokens, and the `Origin` of each block or of all."""
+    """Blocks of one sequence: their ids, the cache positions where they begin, the group of layers of each, the number
+    of its computed tokens, the `Origin` of each block or of all, and the number of evicted tokens of each group [Gk] or
+    of all."""
 
     ids: np.ndarray
     starts: np.ndarray
     groups: np.ndarray
     num_computed: int
     origins: np.ndarray | Origin = Origin.COMPUTED
+    num_evicted: np.ndarray | int = 0
+
+    def allocated_until(self, block_size: int) -> int:
+        """Text position of the token that will need new blocks."""
+        room = (self.num_evicted - self.num_computed) % block_size
+        return self.num_computed + int(np.max(room))
 
 
 @dataclasses.dataclass(eq=False)

@@ -90,7 +90,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     q, q_sink = queries
     parts = []
     for part, tokens, tiles in shape.places():
-        q_SQNH, positions_SQ = (x[tokens].reshape(*part, *x.shape[1:]) for x in (q, batch.positions))
+        q_SQNH, positions_SQ = (x[tokens].reshape(*part, *x.shape[1:]) for x in (q, batch.cache_positions))
         q_sink_SQNH = None if q_sink is None else q_sink[tokens].reshape(q_SQNH.shape)
         asked = _Tiles(q_SQNH, q_sink_SQNH, positions_SQ, batch.block_tables[tiles], batch.block_starts[tiles])
         seen = _attend_tiles(asked, cache, context)
@@ -133,7 +133,8 @@ def normalised(seen: PartialAttention) -> jax.Array:
 class _Tiles(NamedTuple):
     """Tiles of Q queries, each with a block table of its own; or one value for each of these arrays.
 
-    q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q]. tables, starts: [S, P].
+    q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. tables, starts:
+    [S, P].
     """
 
     q: Any
@@ -155,7 +156,7 @@ def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialA
         pad = ((0, groups * rows - len(x)), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x, pad, constant_values=fill).reshape(groups, rows, *x.shape[1:])
 
-    positions = tiled(batch.positions[:count], PADDING.positions)
+    positions = tiled(batch.cache_positions[:count], PADDING.positions)
     tiles = _Tiles(tiled(q_TNH, PADDING.q), None, positions, batch.shared_tables, batch.shared_starts)
     return PartialAttention(*(x[:count] for x in _attend_tiles(tiles, cache, context)))
 
@@ -228,7 +229,7 @@ def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> P
 
 
 def _slot_positions(starts_SP, block_size: int):
-    """Text positions [S, P*B] of the slots of blocks."""
+    """Cache positions [S, P*B] of the slots of blocks."""
     return (starts_SP[:, :, None] + jnp.arange(block_size)).reshape(len(starts_SP), -1)
 
 

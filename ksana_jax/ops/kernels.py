@@ -143,7 +143,7 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
 
     def add(start: int, count: int, tile: int, tables, starts, shared: bool = False) -> None:
         bare = Call(start, count, tile, (tables, starts, tables), shared)
-        made.append(bare._replace(arrays=(tables, starts, bare.take(batch.positions, -1))))
+        made.append(bare._replace(arrays=(tables, starts, bare.take(batch.cache_positions, -1))))
 
     for part, tokens, tiles in shape.places():
         add(tokens.start, part.count * part.width, part.width, batch.block_tables[tiles], batch.block_starts[tiles])

@@ -256,7 +256,13 @@ class Runner:
         groups = len(self.layout.groups)
         tables = ints((groups, tiles, width))
         arrays = StepArrays(
-            ints((tokens,)), ints((tokens,)), ints((groups, tokens)), tables, tables, ints((shape.max_sampled,))
+            ints((tokens,)),
+            ints((tokens,)),
+            ints((groups, tokens)),
+            ints((groups, tokens)),
+            tables,
+            tables,
+            ints((shape.max_sampled,)),
         )
         if shape.shared_rows:
             shared = ints((groups, shape.num_groups, width))

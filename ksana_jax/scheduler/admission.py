@@ -93,7 +93,7 @@ class Admission:
         loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
-        allocated = -(-done // size) * size
+        allocated = held.allocated_until(size) if held else done
         most, num_groups = self.layout.blocks_of(total, self.longest_chunk), len(self.layout.groups)
 
         def first_blocks() -> int:

@@ -46,14 +46,15 @@ class RowBlocks:
             r.block_tables[group, row, :count] = held.ids[mine]
             r.block_starts[group, row, :count] = held.starts[mine]
             r.block_origins[group, row, :count] = origins[mine]
-        r.num_computed[row] = held.num_computed
-        r.allocated_until[row] = r.prefix_end[row] = -(-held.num_computed // self._size) * self._size
+        r.num_computed[row], r.num_evicted[:, row] = held.num_computed, held.num_evicted
+        r.allocated_until[row] = r.prefix_end[row] = held.allocated_until(self._size)
         for origin, number in enumerate(np.bincount(origins).tolist()):
             if number:
                 self._note(seq, Origin(origin), number)
         r.forked[row] = forked
-        if self.memory.prefixes.enabled:
-            r.index_at[row] = (seq.kv.num_indexed + 1) * self._size if seq.kv.cacheable else FAR
+        seq.kv.cacheable &= not np.any(held.num_evicted)
+        if self.memory.prefixes.enabled and seq.kv.cacheable:
+            r.index_at[row] = (seq.kv.num_indexed + 1) * self._size
             self.memory.prefixes.expect(seq.kv, seq.token_ids)
 
     def take(self, rows: np.ndarray, count: int = 1) -> None:
@@ -63,7 +64,7 @@ class RowBlocks:
         r, size = self.rows, self._size
         ids = self.memory.device.allocate(r.num_groups * len(rows) * count).reshape(r.num_groups, len(rows), count)
         steps = np.arange(count, dtype=np.int32)
-        starts = r.allocated_until[rows][:, None] + size * steps
+        starts = (r.allocated_until[rows] - r.num_evicted.take(rows, axis=1))[:, :, None] + size * steps
         held = r.num_blocks.take(rows, axis=1)
         at = self._groups[:, None], rows[:, None], held[:, :, None] + steps
         r.block_tables[at], r.block_starts[at] = ids, starts
@@ -74,7 +75,7 @@ class RowBlocks:
         """In which groups rows are about to write to a block that is not theirs alone: boolean [Gk, rows]."""
         r = self.rows
         forked = r.forked[rows]
-        if not forked.any():
+        if not np.count_nonzero(forked):
             return np.zeros((r.num_groups, len(rows)), bool)
         inside = r.num_computed[rows] < r.allocated_until[rows]
         last = r.block_tables[self._groups, rows, np.maximum(r.num_blocks[:, rows] - 1, 0)]
@@ -122,11 +123,13 @@ class RowBlocks:
         return held._replace(origins=Origin.SHARED)
 
     def _before(self, row: int, num_tokens: int) -> HeldBlocks:
-        """A row's blocks that begin before a text position."""
+        """A row's blocks that begin before a text position; all of them if it has evicted tokens."""
         r = self.rows
+        evicted = r.num_evicted[:, row].copy()
+        assert num_tokens == r.num_computed[row] or not evicted.any(), "the beginning of an evicted text is not there"
         starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])
-        some = starts < num_tokens
-        return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens)
+        some = starts < num_tokens - evicted[groups]
+        return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens, num_evicted=evicted)
 
     def swap_out(self, row: int) -> HeldBlocks | None:
         """Slots of the host to which a row's computed blocks will move; None where computing them again is better."""
@@ -139,9 +142,13 @@ class RowBlocks:
         """Gives back all that some rows hold."""
         r = self.rows
         self.memory.device.release(np.concatenate([r.block_ids(row) for row in rows]))
-        taken = (r.allocated_until[rows] - r.prefix_end[rows]) // self._size * r.num_groups
-        for row, count in zip(rows.tolist(), taken.tolist(), strict=True):
-            self._note(r.seqs[row], Origin.COMPUTED, count)
+        for row in rows.tolist():
+            self._note(r.seqs[row], Origin.COMPUTED, self._num_taken(row))
+
+    def _num_taken(self, row: int) -> int:
+        """Blocks that a row has taken since it was placed or compacted."""
+        r = self.rows
+        return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
 
     def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
         assert seq is not None
@@ -173,6 +180,37 @@ class RowBlocks:
         found[found] = held[at[found]] == starts[found]
         return np.where(found, at, -1)
 
+    def compact(self, row: int, kept: np.ndarray) -> None:
+        """Records that the tokens which a row keeps have moved to its first slots, and releases the blocks after them.
+
+        The next tokens are stored in the slots that follow, while text positions go on. The row's blocks no longer
+        enter the prefix index.
+
+        Args:
+          kept: [Gk] tokens that each group keeps; equal modulo the block size, since all groups take their next blocks
+            at the same token.
+
+        Raises:
+          AssertionError: a block that stays has other owners, which would find other tokens in it.
+        """
+        r, size, pool = self.rows, self._size, self.memory.blocks
+        seq, computed = r.seqs[row], r.num_computed[row]
+        assert seq is not None and len(np.unique(kept % size)) == 1, "groups would need their next blocks apart"
+        self._note(seq, Origin.COMPUTED, self._num_taken(row))
+        for group in np.flatnonzero(kept < computed - r.num_evicted[:, row]).tolist():
+            table, count = r.block_tables[group, row], -(-int(kept[group]) // size)
+            own, rest = table[:count], table[count : r.num_blocks[group, row]]
+            assert (pool.ref_count[own] == 1).all() and not pool.kept[own].any(), "blocks that stay have other owners"
+            self.memory.device.release(rest)
+            r.block_starts[group, row, :count] = size * np.arange(count)
+            r.block_starts[group, row, count:] = FAR
+            r.block_origins[group, row, count:] = Origin.COMPUTED
+            r.num_blocks[group, row], r.num_evicted[group, row] = count, computed - kept[group]
+        r.allocated_until[row] = r.prefix_end[row] = computed + -int(kept[0]) % size
+        self.memory.prefixes.expect_no_more(seq.kv)
+        seq.kv.leave_index()
+        r.index_at[row], seq.kv.cacheable = FAR, False
+
     def return_invisible(self, rows: np.ndarray) -> None:
         """Returns blocks of which no later query of their row sees a token."""
         for live, groups in self._windowed:
@@ -181,17 +219,18 @@ class RowBlocks:
     def _return_invisible(self, live: LiveRange, groups: np.ndarray, rows: np.ndarray) -> None:
         r, size, first = self.rows, self._size, groups[0]
         # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
-        seen_from = live.seen_from(r.num_computed[rows])
+        computed = r.num_computed[rows] - r.num_evicted[first, rows]
+        seen_from = live.seen_from(computed)
         due = seen_from >= r.return_at[first, rows]
-        if not due.any():
+        if not np.count_nonzero(due):
             return
-        rows = rows[due]
+        rows, computed = rows[due], computed[due]
         r.return_at[first, rows] = (seen_from[due] // size + 1) * size
         width = int(r.num_blocks[first, rows].max())
         starts = r.block_starts[first, rows, :width]
-        dead = live.dead_blocks(starts, size, r.num_computed[rows][:, None])
+        dead = live.dead_blocks(starts, size, computed[:, None])
         count = dead.sum(axis=1, dtype=np.int32)
-        if not count.any():
+        if not np.count_nonzero(count):
             return
         order = np.argsort(dead, axis=1, kind="stable")  # the living move up, the dead are at the end
         tail = slice(width - int(count.max()), width)
@@ -229,8 +268,9 @@ class RowBlocks:
             starts = r.block_starts[group, row, : r.num_blocks[group, row]]
             assert (np.diff(starts) > 0).all(), "blocks are out of order"
             assert r.num_computed[row] <= r.allocated_until[row], "computed tokens without a block"
-            positions = np.arange(0, r.allocated_until[row], size)
-            alive = ~live.dead_blocks(positions, size, r.num_computed[row])
+            evicted = r.num_evicted[group, row]
+            positions = np.arange(0, r.allocated_until[row] - evicted, size)
+            alive = ~live.dead_blocks(positions, size, r.num_computed[row] - evicted)
             assert set(positions[alive].tolist()) <= set(starts.tolist()), "a visible block was returned"
             if r.num_computed[row] < r.allocated_until[row] and not r.forked[row]:
                 last = r.block_tables[group, row, r.num_blocks[group, row] - 1]

@@ -281,7 +281,7 @@ class Scheduler:
         """
         r, rows = self.rows, batch.rows
         sampled, beams = batch.sampled, _NO_ROWS
-        if r.is_beam[sampled].any():
+        if np.count_nonzero(r.is_beam[sampled]):
             by_request = r.is_beam[sampled]
             beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
             for row in beams:
@@ -297,7 +297,7 @@ class Scheduler:
             self.row_blocks.index_full(rows)
         if self.queue.leaders:
             self._fork_prompts(sampled)
-        if ended.any():
+        if np.count_nonzero(ended):
             for row, token, by_id in zip(sampled[ended], tokens[ended], stopped[ended], strict=True):
                 seq = r.seqs[row]
                 assert seq is not None

@@ -79,10 +79,12 @@ class BatchBuilder:
         # A decode is the newest token of its row: it lies in the row's last block.
         last = rows.num_blocks.take(decodes, axis=1) - 1
         newest = rows.block_tables[np.arange(groups)[:, None], decodes, last]
-        slots = newest * self.block_size + at % self.block_size
+        cached_at = at[None] - rows.num_evicted.take(decodes, axis=1)
+        slots = newest * self.block_size + cached_at % self.block_size
         return StepArrays(
             tokens=_padded(rows.token_ids[decodes, at], (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
+            cache_positions=_padded(cached_at, (groups, tokens), -1),
             slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
             block_tables=_padded(_tables_of(rows.block_tables, decodes, width), tables, 0),
             block_starts=_padded(_tables_of(rows.block_starts, decodes, width), tables, FAR),
@@ -139,15 +141,17 @@ class BatchBuilder:
         arrays.positions[here] = positions
         for group, width in enumerate(rows.num_blocks[:, row].tolist()):
             table, starts = rows.block_tables[group, row], rows.block_starts[group, row]
-            block = np.searchsorted(starts, positions, side="right") - 1
-            arrays.slots[group, here] = table[block] * self.block_size + positions % self.block_size
+            cached_at = positions - rows.num_evicted[group, row]
+            block = np.searchsorted(starts, cached_at, side="right") - 1
+            arrays.cache_positions[group, here] = cached_at
+            arrays.slots[group, here] = table[block] * self.block_size + cached_at % self.block_size
             arrays.block_tables[group, tiles, :width] = table[:width]
             arrays.block_starts[group, tiles, :width] = starts[:width]
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
         """Fills in what the rows ask for beyond greedy tokens."""
         running, sampled = batch.rows, batch.sampled
-        if not rows.asks[running].any():
+        if not np.count_nonzero(rows.asks[running]):  # a tenth of the time of any()
             return
         if rows.samples[sampled].any():
             step.sampling = self._sampling(rows, sampled, step.num_sampled)

@@ -124,11 +124,13 @@ class StepArrays(NamedTuple):
     """A step as padded int32 arrays; see `StepShape` for T, S, P, J and C.
 
     tokens: [T] ids; within an executor whose embedding rests on the host, their rows of it [T, D].
-    positions: [T] text positions, -1 where padded.
+    positions: [T] text positions, at which queries and keys are rotated; -1 where padded.
+    cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
+      text positions less `Rows.num_evicted`. -1 where padded.
     slots: [Gk, T] where the token's keys and values of each group of layers go: block * B + offset; M*B where padded.
-    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by rising text position; any valid id
-      where absent.
-    block_starts: [Gk, S, P] text position of each block's first slot; FAR where absent.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by rising position; any valid id where
+      absent.
+    block_starts: [Gk, S, P] cache position of each block's first slot; FAR where absent.
     sampled: [J] indices in [0, T) of the tokens whose logits are wanted; 0 where padded.
     shared_tables, shared_starts: [Gk, C, P] blocks that all of tokens g * shared_rows and following see, in addition to
       their own tables and before them in the text; None where shape.shared_rows is 0. Attention over them runs once for
@@ -137,6 +139,7 @@ class StepArrays(NamedTuple):
 
     tokens: Array
     positions: Array
+    cache_positions: Array
     slots: Array
     block_tables: Array
     block_starts: Array
@@ -147,7 +150,10 @@ class StepArrays(NamedTuple):
     def of_group(self, group: int) -> StepArrays:
         """What attention in the layers of one group sees: without the axis Gk."""
         found = self._replace(
-            slots=self.slots[group], block_tables=self.block_tables[group], block_starts=self.block_starts[group]
+            cache_positions=self.cache_positions[group],
+            slots=self.slots[group],
+            block_tables=self.block_tables[group],
+            block_starts=self.block_starts[group],
         )
         if self.shared_tables is None or self.shared_starts is None:
             return found

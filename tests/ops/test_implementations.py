@@ -101,7 +101,7 @@ def make_step(seed: int, shared: bool, tile: int = 4):
     decodes = [length - 1 for length in lengths[:5]]
     positions = np.array([*decodes, *range(33, newest), -1], np.int32)
     zeros = np.zeros(len(positions), np.int32)
-    batch = StepArrays(zeros, positions, zeros + 64 * B, tables, starts, zeros[:7])
+    batch = StepArrays(zeros, positions, positions, zeros + 64 * B, tables, starts, zeros[:7])
     if shared:
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
     shape = StepShape((Part(5, 1), Part(2, tile)), width, max_sampled=7, shared_rows=3 if shared else 0)
@@ -203,7 +203,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
     q, k, v = (jnp.asarray(rng.standard_normal((3, n, H)), jnp.bfloat16) for n in (N, K, K))
     pool = KVCache({"kv": jnp.asarray(rng.standard_normal((4, 2, 2, K, B, H)), jnp.bfloat16)})
     positions = jnp.array([40, 3, -1])
-    batch = StepArrays(None, positions, jnp.array([17, 63, 4 * B]), None, None, None)
+    batch = StepArrays(None, positions, positions, jnp.array([17, 63, 4 * B]), None, None, None)
     pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
     context = AttentionContext(1, batch, StepShape((Part(3, 1),), 1, 3), pattern, make_rope(RopeConfig(), H), 2)
     angles = context.rope.angles(positions)
