@@ -31,25 +31,12 @@ __version__ = "0.1.0"
 
 # Names resolve on first use, so that `import ksana_jax` (and `ksana --help`) does not wait for jax.
 _PUBLIC = {
-    "LLM": "ksana_jax.engine.llm",
-    "SamplingParams": "ksana_jax.request",
-    "RequestOutput": "ksana_jax.request",
-    "CompletionOutput": "ksana_jax.request",
-    "Logprob": "ksana_jax.request",
-    "AttentionPattern": "ksana_jax.patterns",
-    "ModelConfig": "ksana_jax.config",
-    "EngineConfig": "ksana_jax.config",
-    "load_model": "ksana_jax.loading.load",
+    "ksana_jax.engine.llm": "LLM",
+    "ksana_jax.request": "SamplingParams RequestOutput CompletionOutput Logprob",
+    "ksana_jax.patterns": "AttentionPattern",
+    "ksana_jax.config": "ModelConfig EngineConfig",
+    "ksana_jax.loading.load": "load_model",
 }
-__all__ = [
-    "LLM",
-    "SamplingParams",
-    "RequestOutput",
-    "CompletionOutput",
-    "Logprob",
-    "AttentionPattern",
-    "ModelConfig",
-    "EngineConfig",
-    "load_model",
-]
+__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
+__all__ += ["ModelConfig", "EngineConfig", "load_model"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

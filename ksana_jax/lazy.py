@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package.
 
     Args:
-      package: the package's `__name__`. modules: {public name: module that defines it}.
+      package: the package's `__name__`. public: {module: the names that it defines, separated by spaces}.
     """
+    modules = {name: module for module, names in public.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
         if name in modules:

@@ -16,27 +16,13 @@ if TYPE_CHECKING:
     from ksana_jax.models.families import config_from_hf
 
 _PUBLIC = {
-    "LoadError": "ksana_jax.loading.errors",
-    "load_config": "ksana_jax.loading.config_json",
-    "check_tokenizer": "ksana_jax.loading.config_json",
-    "config_from_hf": "ksana_jax.models.families",
-    "load_model": "ksana_jax.loading.load",
-    "abstract_params": "ksana_jax.loading.load",
-    "export_hf": "ksana_jax.loading.export",
-    "save_checkpoint": "ksana_jax.loading.checkpoint",
-    "restore_checkpoint": "ksana_jax.loading.checkpoint",
-    "latest_step": "ksana_jax.loading.checkpoint",
+    "ksana_jax.loading.errors": "LoadError",
+    "ksana_jax.loading.config_json": "load_config check_tokenizer",
+    "ksana_jax.models.families": "config_from_hf",
+    "ksana_jax.loading.load": "load_model abstract_params",
+    "ksana_jax.loading.export": "export_hf",
+    "ksana_jax.loading.checkpoint": "save_checkpoint restore_checkpoint latest_step",
 }
-__all__ = [
-    "LoadError",
-    "load_config",
-    "check_tokenizer",
-    "config_from_hf",
-    "load_model",
-    "abstract_params",
-    "export_hf",
-    "save_checkpoint",
-    "restore_checkpoint",
-    "latest_step",
-]
+__all__ = ["LoadError", "load_config", "check_tokenizer", "config_from_hf", "load_model", "abstract_params"]
+__all__ += ["export_hf", "save_checkpoint", "restore_checkpoint", "latest_step"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -15,25 +15,11 @@ if TYPE_CHECKING:
     from ksana_jax.models.transformer import Attend, forward, logits
 
 _PUBLIC = {
-    "forward": "ksana_jax.models.transformer",
-    "logits": "ksana_jax.models.transformer",
-    "init_params": "ksana_jax.models.params",
-    "Params": "ksana_jax.models.params",
-    "Attend": "ksana_jax.models.transformer",
-    "dense_logits": "ksana_jax.models.dense",
-    "attention_weights": "ksana_jax.models.dense",
-    "dense_attend": "ksana_jax.models.dense",
-    "make_rope": "ksana_jax.models.rope",
+    "ksana_jax.models.transformer": "forward logits Attend",
+    "ksana_jax.models.params": "init_params Params",
+    "ksana_jax.models.dense": "dense_logits attention_weights dense_attend",
+    "ksana_jax.models.rope": "make_rope",
 }
-__all__ = [
-    "forward",
-    "logits",
-    "init_params",
-    "Params",
-    "Attend",
-    "dense_logits",
-    "attention_weights",
-    "dense_attend",
-    "make_rope",
-]
+__all__ = ["forward", "logits", "init_params", "Params", "Attend", "dense_logits", "attention_weights"]
+__all__ += ["dense_attend", "make_rope"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

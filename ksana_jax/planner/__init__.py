@@ -15,8 +15,9 @@
 Names resolve on first use, so reading the table of devices does not import jax.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ksana_jax.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.planner.devices import DEVICES, Device, find_device
@@ -26,38 +27,12 @@ if TYPE_CHECKING:
     from ksana_jax.planner.terms import weights_bytes
 
 _PUBLIC = {
-    "plan": "solve",
-    "Plan": "solve",
-    "Change": "solve",
-    "DEVICES": "devices",
-    "Device": "devices",
-    "find_device": "devices",
-    "weights_bytes": "terms",
-    "measure_step": "step_memory",
-    "step_bytes": "step_memory",
-    "StepCost": "step_memory",
-    "StepBytes": "step_memory",
-    "pool_size": "engine",
-    "PoolPlan": "engine",
+    "ksana_jax.planner.solve": "plan Plan Change",
+    "ksana_jax.planner.devices": "DEVICES Device find_device",
+    "ksana_jax.planner.terms": "weights_bytes",
+    "ksana_jax.planner.step_memory": "measure_step step_bytes StepCost StepBytes",
+    "ksana_jax.planner.engine": "pool_size PoolPlan",
 }
-__all__ = [
-    "plan",
-    "Plan",
-    "Change",
-    "DEVICES",
-    "Device",
-    "find_device",
-    "weights_bytes",
-    "measure_step",
-    "step_bytes",
-    "StepCost",
-    "StepBytes",
-    "pool_size",
-    "PoolPlan",
-]
-
-
-def __getattr__(name: str):
-    if name in _PUBLIC:
-        return getattr(import_module(f"ksana_jax.planner.{_PUBLIC[name]}"), name)
-    raise AttributeError(f"module 'ksana_jax.planner' has no attribute {name!r}")
+__all__ = ["plan", "Plan", "Change", "DEVICES", "Device", "find_device", "weights_bytes", "measure_step"]
+__all__ += ["step_bytes", "StepCost", "StepBytes", "pool_size", "PoolPlan"]
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
