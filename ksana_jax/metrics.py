@@ -1,4 +1,4 @@
-"""What a step was, for experiments and plots. Plain numbers."""
+"""Records of the engine's steps, for experiments and plots. Plain numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class StepRecord(NamedTuple):
-    """One step of the engine.
+    """Describes one step of the engine.
 
-    ended_s: on the engine's clock. num_tokens: computed. num_decodes: rows that computed one token.
+    ended_s: end time on the engine's clock. num_tokens: computed tokens. num_decodes: rows that computed one token.
     num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned.
-    peak_blocks: during the step. num_preemptions: since the engine started. unshared_blocks: what running sequences
-    would hold at the peak if each had its own. cached_blocks: kept for what they hold, without an owner.
+    peak_blocks: during the step. num_preemptions: since the engine started. unshared_blocks: blocks that running
+    sequences would hold at the peak without sharing. cached_blocks: blocks kept for their content, without an owner.
     """
 
     ended_s: float

@@ -1,7 +1,7 @@
-"""What the host knows of sequences: one object each while it waits or reports, one row of NumPy arrays while it runs.
+"""Host-side state of sequences: an object for each sequence, and a row of NumPy arrays while it runs.
 
-A decode step touches arrays only, whatever the number of sequences; objects are for what happens once in a sequence's
-life (admission, preemption, the end) or where a request asks for text or log-probabilities step by step.
+A decode step touches only arrays, for any number of sequences. Objects are used for rare events in a sequence's life
+(admission, preemption, the end), and if a request wants text or log-probabilities in every step.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Sequence:
 
     Args:
       seq_id: number in order of arrival.
-      token_ids: prompt, and what was generated before a preemption; while it runs, the tokens are in its row.
-      params: of its request.
-      stop_ids: ids that end it, those of the model included.
-      max_len: tokens at which it ends, prompt included.
-      seed: of its random stream.
-      owner: the request it belongs to; the scheduler does not look inside.
-      request_id, index: what it is called where blocks are shown; index is its completion's, or a beam's own.
-      bad_words: token ids of what its request must not say, see `step.bias`.
-      kv: what KV memory knows of it.
-      is_beam: its request chooses and appends its tokens (beam search), not the scheduler.
+      token_ids: prompt, and tokens generated before a preemption; while it runs, the tokens are in its row.
+      params: sampling parameters of its request.
+      stop_ids: ids that end it, including the model's.
+      max_len: number of tokens at which it ends, prompt included.
+      seed: seed of its random stream.
+      owner: the request that it belongs to; opaque to the scheduler.
+      request_id, index: its name for inspection; index is its completion's, or a beam's own.
+      bad_words: token ids of its request's bad words, see `step.bias`.
+      kv: its state in KV memory.
+      is_beam: whether its request, not the scheduler, chooses and appends its tokens (beam search).
 
     Attributes:
-      row: where it runs; None while it waits.
-      rank: its place in the order of service.
-      num_prompt: tokens of its prompt.
+      row: its row while it runs; None while it waits.
+      rank: its rank in the order of service.
+      num_prompt: number of prompt tokens.
       num_scored: prompt tokens whose log-probabilities are already reported.
       awaits_token: a beam that has computed all its tokens and waits for its request to append the next one.
       forks: sequences of the same prompt that wait until this one has computed it, to share its blocks.
@@ -70,32 +70,32 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most of its tokens that cached blocks may stand for: its last one, and each that is scored, is computed."""
+        """Maximum number of tokens to take from the cache: its last token, and each scored token, must be computed."""
         return 0 if self.params.prompt_logprobs is not None else len(self.token_ids) - 1
 
     @property
     def dense_sampling(self) -> bool:
-        """Whether penalties or biases over the whole vocabulary are in play."""
+        """Whether sampling needs penalties or biases over the whole vocabulary."""
         return self.params.penalised or (self.params.min_tokens > 0 and bool(self.stop_ids))
 
 
 class Rows:
     """Running sequences as rows of arrays; R rows, Gk groups of layers with block tables of width P.
 
-    token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; what is left to
-    compute is num_tokens - num_computed.
-    num_evicted: [Gk, R] tokens that each group has evicted although its pattern would see them. A token's cache
-      position is its text position less this; the two are equal where nothing is evicted.
-    block_tables, block_starts: [Gk, R, P] live blocks by rising position and the cache position where each begins; FAR
-      where absent.
-    block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED where absent, so that taking a block need not say so.
-    num_blocks: [Gk, R] live blocks.
-    allocated_until: [R] text position up to which blocks of all groups have been taken.
-    prefix_end: [R] `allocated_until` when the sequence was placed: the end of what it shared, found or had swapped.
+    token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; the tokens left to
+    compute are num_tokens - num_computed.
+    num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
+      cache position is its text position minus this number; the two are equal if nothing is evicted.
+    block_tables, block_starts: [Gk, R, P] live blocks by position, and the cache position where each begins; FAR if
+      absent.
+    block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED if absent, the default of newly allocated blocks.
+    num_blocks: [Gk, R] number of live blocks.
+    allocated_until: [R] text position up to which blocks of all groups are allocated.
+    prefix_end: [R] `allocated_until` when the sequence was placed: the end of its shared, cached or swapped blocks.
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
-    forked: [R] whether the last block may have other owners, so that it is copied before it is written to.
-    index_at: [R] computed tokens at which the next full block enters the prefix index; FAR where none will.
+    forked: [R] whether the last block may have other owners, so it must be copied before it is written to.
+    index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     is_beam: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
     """
@@ -129,7 +129,7 @@ class Rows:
         self.repetition_penalty = np.ones(num_rows, np.float32)
         self.presence_penalty = np.zeros(num_rows, np.float32)
         self.frequency_penalty = np.zeros(num_rows, np.float32)
-        # Whether a row asks for more than a greedy token, so that a step can tell with one reduction; and for what.
+        # Flags of rows that need more than a greedy token, so that one reduction tells what a step needs.
         self.asks = np.zeros(num_rows, bool)
         self.samples = np.zeros(num_rows, bool)
         self.dense = np.zeros(num_rows, bool)
@@ -138,7 +138,7 @@ class Rows:
         self.alive = np.zeros(num_rows, bool)
 
     def place(self, seq: Sequence, row: int) -> None:
-        """Writes a sequence into a free row, nothing of it computed."""
+        """Writes a sequence into a free row, with no tokens computed."""
         assert self.seqs[row] is None and seq.row is None
         p, count = seq.params, len(seq.token_ids)
         self.seqs[row], seq.row = seq, row
@@ -167,7 +167,7 @@ class Rows:
         self.asks[row] = self.samples[row] or p.logprobs is not None or p.prompt_logprobs is not None
 
     def clear(self, row: int) -> None:
-        """Frees a row; its sequence takes its tokens along. Its blocks must have been released."""
+        """Frees a row and moves its tokens back to its sequence. Its blocks must have been released."""
         seq = self.seqs[row]
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
@@ -193,11 +193,11 @@ class Rows:
         return length
 
     def block_ids(self, row: int) -> np.ndarray:
-        """Ids of the blocks that a row holds, group by group."""
+        """Returns the ids of the blocks that a row holds, group by group."""
         return self.of_blocks(self.block_tables, row)
 
     def of_blocks(self, values: np.ndarray, row: int) -> np.ndarray:
-        """What [Gk, R, P] values say of the blocks that a row holds, group by group."""
+        """Returns the entries of [Gk, R, P] values for the blocks that a row holds, group by group."""
         return np.concatenate([of[row, :count] for of, count in zip(values, self.num_blocks[:, row], strict=True)])
 
     def _grow(self, count: int) -> None:

@@ -1,1 +1,1 @@
-"""What crosses between host and device in a step, and how it is built."""
+"""The host-device interface of a step, and how steps are built."""

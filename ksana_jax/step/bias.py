@@ -1,4 +1,4 @@
-"""What a request adds to the scores of its next token: biases, allowed ids, bad words, no early end. NumPy only."""
+"""Biases that a request adds to the scores of its next token: logit bias, allowed ids, bad words, min_tokens. NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bias_of(
     output: np.ndarray,
     vocab_size: int,
 ) -> np.ndarray:
-    """Returns what is added to the scores [V] of the next token; -inf for what must not come.
+    """Returns the bias [V] to add to the scores of the next token; -inf for forbidden tokens.
 
     Args:
       bad_words: token ids of each way to write `params.bad_words`.
@@ -34,7 +34,7 @@ def bias_of(
     for token, value in (params.logit_bias or {}).items():
         bias[token] += value
     for *before, last in bad_words:
-        # "x y" is bad: after x, y must not come.
+        # If "x y" is bad, y must not follow x.
         if len(before) <= len(output) and output[len(output) - len(before) :].tolist() == before:
             bias[last] = -np.inf
     if len(output) < params.min_tokens:

@@ -1,4 +1,4 @@
-"""Shapes that steps are padded to, from ladders of sizes, so that few steps need compiling. No jax."""
+"""Buckets: the shapes that steps are padded to, from ladders of sizes, so that few shapes are compiled. No jax."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ksana_jax.step.shared_prefix import SHARED_ROWS
 
 
 def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
-    """Rising sizes from smallest to largest, each at most `ratio` times the one before; ends with largest."""
+    """Returns increasing sizes from smallest to largest, each at most `ratio` times the one before."""
     sizes = [min(smallest, largest)]
     while sizes[-1] < largest:
         sizes.append(min(max(int(sizes[-1] * ratio), sizes[-1] + 1), largest))
     return tuple(sizes)
 
 
-# Least rows of a matrix product by platform and dtype, where it is not one. XLA:CPU makes all weights float32 for one
-# row of bfloat16: a step of one row (8 layers, d_model 512) takes 27 ms against 7 with eight rows on a CPU with AMX, 71
-# against 15 on a busy one without (10 with two rows). Matrix units multiply eight rows as fast as one.
+# Minimum rows of a matrix product by platform and dtype, if not 1. For one row of bfloat16, XLA:CPU converts all
+# weights to float32: a step of one row (8 layers, d_model 512) takes 27 ms against 7 with eight rows on a CPU with AMX,
+# 71 against 15 on a busy one without (10 with two rows). Matrix units multiply eight rows as fast as one.
 LEAST_ROWS = {("cpu", "bf16"): 8, ("gpu", "bf16"): 8, ("tpu", "bf16"): 8}
 
 
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[Part, ...]:
-    """Parts for longer chunks: wide tiles in a ladder of factors of two, all of the narrow ones or a quarter.
+    """Returns parts for longer chunks: wide tiles in a ladder of factors of two, all of the narrow ones or a quarter.
 
-    Parts with fewer tokens come first; among equals the one with wider tiles, which read keys for more queries at once.
+    Parts with fewer tokens come first; among equals, those with wider tiles, which read keys for more queries at once.
     """
     found = []
     for count, width in most_tiles(max_num_batched_tokens, query_tile):
@@ -44,11 +44,11 @@ class Buckets:
     """Sizes that steps are padded to.
 
     Args:
-      decodes: numbers of rows that compute one token; also of tokens whose logits are wanted.
-      tiles: parts for longer chunks, see `tile_parts`; the first that holds a step is taken.
-      widths: of block tables.
-      shared_rows: decodes of a group that may share leading blocks; 0 turns that off. Steps in which no group shares
-        have shapes of their own: looking for nothing in every layer would cost them about 6 % (8 layers, 32 rows, CPU).
+      decodes: numbers of rows that compute one token; also numbers of tokens whose logits are computed.
+      tiles: parts for longer chunks, see `tile_parts`; the first that holds a step is used.
+      widths: widths of block tables.
+      shared_rows: decodes per group that may share leading blocks; 0 turns sharing off. Steps without sharing have
+        their own shapes: checking for shared blocks in every layer would cost about 6 % (8 layers, 32 rows, CPU).
     """
 
     decodes: tuple[int, ...]
@@ -58,17 +58,16 @@ class Buckets:
 
     @classmethod
     def of(cls, config: EngineConfig, platform: str) -> Buckets:
-        """Buckets for the steps of an engine: ladders of factors of two; of four from 64 for widths, since a table
-        costs little beyond its bytes.
+        """Returns the buckets for an engine's steps: ladders of factors of two; for widths, of four from 64, because
+        a table costs little beyond its bytes.
 
         Requests of up to 384 tokens take as long with tables of 64 blocks as with a ladder from 16 (8 layers, 32 rows,
-        CPU), and half as many steps have to be compiled. With factors of two the host would gather 1,024 tables of 65
+        CPU), and half as many steps have to be compiled. With factors of two, the host would gather 1,024 tables of 65
         blocks in 44 us instead of 77 (256 tables: 13 instead of 20), but an engine with texts of 2,048 blocks would
-        compile half as many steps again. Widths reach that of a full table, so that every pattern finds its bucket
-        among the same shapes.
+        compile half as many steps again. Widths reach that of a full table, so that all patterns use the same shapes.
 
         Args:
-          config: with its max_model_len. platform: of the device: "cpu", "gpu", "tpu", ...
+          config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
         """
         assert config.max_model_len is not None
         min_rows = LEAST_ROWS.get((platform, config.dtype), 1)
@@ -80,13 +79,13 @@ class Buckets:
         )
 
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
-        """The smallest bucket that holds a step.
+        """Returns the smallest bucket that holds a step.
 
-        Steps with both decodes and chunks take the most decodes: those are cheap beside a tile, and it keeps the number
-        of combinations down. So do steps without decodes where that costs little.
+        Steps with both decodes and chunks use the largest number of decodes: those are cheap compared with a tile, and
+        this limits the number of combinations. So do steps without decodes if that costs little.
 
         Args:
-          counts: tokens of each longer chunk. width: of the widest block table.
+          counts: tokens of each longer chunk. width: width of the widest block table.
           shares: whether groups of decodes share leading blocks.
         """
         if not (counts := list(counts)):
@@ -100,23 +99,23 @@ class Buckets:
         return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
 
     def _joined(self, tiles: Part) -> bool:
-        """Whether tiles are compiled together with decodes only: where those are at most an eighth of the tokens, or
-        tiles are narrow, which serve many rows, so that there mostly are decodes as well."""
+        """Whether tiles are compiled only together with decodes: if decodes are at most an eighth of the tokens, or if
+        tiles are narrow, because these serve many rows, some of which usually decode."""
         widest = max(part.width for part in self.tiles)
         return tiles.width < widest or 8 * self.decodes[-1] <= tiles.count * tiles.width
 
     def num_sampled(self, count: int) -> int:
-        """The smallest bucket that holds so many tokens whose logits are wanted."""
+        """Returns the smallest bucket for `count` tokens whose logits are computed."""
         return _at_least(self.decodes, count) if count else 0
 
     def largest(self) -> list[StepShape]:
-        """The largest shape with tiles of each width; one of them takes most memory."""
+        """Returns the largest shape for each width of tiles; one of them takes the most memory."""
         most = {tiles.width: tiles for tiles in self.tiles}
         parts = [(Part(self.decodes[-1], 1), tiles) for tiles in most.values()]
         return [self._shape(p, self.widths[-1], self.shared_rows) for p in parts]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
-        """Every shape that a step can have, up to a width of the block tables."""
+        """Returns every shape that a step can have, up to a width of the block tables."""
         most = Part(self.decodes[-1], 1)
         found = [(Part(d, 1),) for d in self.decodes]
         found += [(most, tiles) for tiles in self.tiles]

@@ -1,15 +1,15 @@
-"""All that crosses between host and device in a step. NumPy only; knows neither policies nor kernels.
+"""The host-device interface of a step. NumPy only; knows neither policies nor kernels.
 
-A step is a ragged batch of packed tokens, without any flag for prefill or decode. It is a list of parts, each of so
-many query tiles of one width; the tokens of a tile belong to one row. Tokens that are alone in their row (decode) come
-first, in tiles of one token; longer chunks follow in wider tiles. So the parts (3, 1) and (2, 4), when row a computes
-six tokens and the last tile is half empty:
+A step is a ragged batch of packed tokens, without a flag for prefill or decode. It is a list of parts, each a number of
+query tiles of one width; the tokens of a tile belong to one row. Rows that compute one token (decodes) come first, in
+tiles of one token; longer chunks follow in wider tiles. For example, parts (3, 1) and (2, 4), where row a computes six
+tokens and the last tile is half empty:
 
     token   0  1  2   3 .. 6        7 .. 10
     tile    0  1  2   3             4
     row     b  c  d   a, a, a, a    a, a, -, -
 
-The S = 5 tiles have a block table each. Kernels get tiles of equal work; a reference needs no more than reshapes.
+Each of the S = 5 tiles has a block table. Kernels get tiles of equal work; a reference needs only reshapes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ksana_jax.patterns import AttentionPattern
 
 @dataclasses.dataclass
 class ScheduledBatch:
-    """What a step computes: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
+    """Rows and tokens of a step: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
 
     Attributes:
-      decodes: [D] rows with one token to compute: the newest of their text, or what a cached prefix leaves of a prompt.
+      decodes: [D] rows with one token to compute: the newest token, or the last of a prompt with a cached prefix.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
-      samples: [D + chunks] whether the step computes the last token of the row, so that its next one is sampled;
-        None where it does of all.
+      samples: [D + chunks] whether the step computes the row's last token, so that its next one is sampled; None if
+        all rows are sampled.
     """
 
     decodes: np.ndarray
@@ -44,18 +44,18 @@ class ScheduledBatch:
 
     @property
     def rows(self) -> np.ndarray:
-        """Decodes, then chunks."""
+        """Rows of the step: decodes, then chunks."""
         return np.concatenate([self.decodes, self.chunks]) if len(self.chunks) else self.decodes
 
     @property
     def num_per_row(self) -> np.ndarray:
-        """Tokens computed of each of `rows`."""
+        """Number of tokens computed in each of `rows`."""
         ones = np.ones(len(self.decodes), np.int32)
         return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
     @functools.cached_property
     def sampled(self) -> np.ndarray:
-        """Those of `rows` whose next token is sampled."""
+        """The entries of `rows` whose next token is sampled."""
         return self.rows if self.samples is None else self.rows[self.samples]
 
     @property
@@ -71,20 +71,20 @@ class Part(NamedTuple):
 
 
 def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[Part, ...]:
-    """Most tiles of a step for longer chunks, in tiles of one width: as many as its tokens fill, the widest first.
+    """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
 
-    Short chunks would leave most of a tile of query_tile tokens empty, so there are tiles of a quarter of it, too.
+    Short chunks would leave most of a tile of query_tile tokens empty, so there are also tiles of a quarter of it.
     """
     widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
     return tuple(Part(-(-max_num_batched_tokens // width), width) for width in widths)
 
 
 class StepShape(NamedTuple):
-    """What a compiled step is specialised on.
+    """The sizes for which a step is compiled.
 
-    parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, most tokens whose
-    logits are wanted. shared_rows: tiles of the first part, of one token each, in a group that may share leading
-    blocks; 0 where none do.
+    parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
+    tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
+    0 if none do.
     """
 
     parts: tuple[Part, ...]
@@ -94,21 +94,21 @@ class StepShape(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """T, the number of tokens including padding."""
         return sum(count * width for count, width in self.parts)
 
     @property
     def num_tiles(self) -> int:
-        """S, those of one token included."""
+        """S, the number of tiles including those of one token."""
         return sum(part.count for part in self.parts)
 
     @property
     def num_groups(self) -> int:
-        """C, groups of single tokens that may share leading blocks."""
+        """C, the number of groups of one-token tiles that may share leading blocks."""
         return -(-self.parts[0].count // self.shared_rows) if self.shared_rows else 0
 
     def places(self) -> Iterator[tuple[Part, slice, slice]]:
-        """Each part with its place among the T tokens and among the S tiles."""
+        """Yields each part with its slices of the T tokens and of the S tiles."""
         token = tile = 0
         for part in self.parts:
             tokens, tiles = part.count * part.width, part.count
@@ -123,18 +123,17 @@ Array: TypeAlias = Any
 class StepArrays(NamedTuple):
     """A step as padded int32 arrays; see `StepShape` for T, S, P, J and C.
 
-    tokens: [T] ids; within an executor whose embedding rests on the host, their rows of it [T, D].
-    positions: [T] text positions, at which queries and keys are rotated; -1 where padded.
+    tokens: [T] ids; in an executor with the embedding on the host, their embedding rows [T, D].
+    positions: [T] text positions, at which queries and keys are rotated; -1 for padding.
     cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
-      text positions less `Rows.num_evicted`. -1 where padded.
-    slots: [Gk, T] where the token's keys and values of each group of layers go: block * B + offset; M*B where padded.
-    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by rising position; any valid id where
-      absent.
-    block_starts: [Gk, S, P] cache position of each block's first slot; FAR where absent.
-    sampled: [J] indices in [0, T) of the tokens whose logits are wanted; 0 where padded.
-    shared_tables, shared_starts: [Gk, C, P] blocks that all of tokens g * shared_rows and following see, in addition to
-      their own tables and before them in the text; None where shape.shared_rows is 0. Attention over them runs once for
-      the group. They hold no repositioned sinks.
+      text positions minus `Rows.num_evicted`. -1 for padding.
+    slots: [Gk, T] slots for the token's keys and values in each group of layers: block * B + offset; M*B for padding.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by position; any valid id if absent.
+    block_starts: [Gk, S, P] cache position of each block's first slot; FAR if absent.
+    sampled: [J] indices in [0, T) of the tokens whose logits are computed; 0 for padding.
+    shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and
+      before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
+      shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
     """
 
     tokens: Array
@@ -148,7 +147,7 @@ class StepArrays(NamedTuple):
     shared_starts: Array | None = None
 
     def of_group(self, group: int) -> StepArrays:
-        """What attention in the layers of one group sees: without the axis Gk."""
+        """Returns the arrays for the layers of one group, without the axis Gk."""
         found = self._replace(
             cache_positions=self.cache_positions[group],
             slots=self.slots[group],
@@ -161,11 +160,11 @@ class StepArrays(NamedTuple):
 
 
 class SamplingArrays(NamedTuple):
-    """Settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
+    """Sampling settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
 
-    seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated: the random stream's position.
-    counts: [n, V] int32 times each token was generated, or None when no row has penalties or biases.
-    in_prompt: [n, V] bool, or None likewise. bias: [n, V] float32 added to the logits, or None likewise.
+    seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated, the random stream's position.
+    counts: [n, V] int32, times each token was generated; None if no row has penalties or biases.
+    in_prompt: [n, V] bool; None likewise. bias: [n, V] float32, added to the logits; None likewise.
     """
 
     temperature: Array
@@ -183,7 +182,7 @@ class SamplingArrays(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities of given tokens and of the most probable ones; leading axis as the tokens'.
+    """Log-probabilities of given tokens and of the most probable ones; the leading axis is that of the tokens.
 
     logprob, rank: of the given token (rank 1 is the most probable). top_ids, top_logprobs: [..., k].
     """
@@ -196,14 +195,14 @@ class TokenScores(NamedTuple):
 
 @dataclasses.dataclass
 class StepInput:
-    """What an executor gets.
+    """The input of an executor for one step.
 
-    num_sampled: how many of the J sampled tokens count, from a bucket; 0 wants no logits.
-    sampling: settings of num_sampled tokens; None means that all are greedy.
-    num_logprobs: top tokens to report for sampled tokens; None for no log-probabilities.
-    targets: [T] the token that follows each packed token in its prompt, -1 where none; None scores no prompt.
-    num_prompt_logprobs: top tokens to report for scored prompt tokens.
-    moves: None where no block is copied.
+    num_sampled: number of the J sampled tokens that are used, from a bucket; 0 computes no logits.
+    sampling: settings of num_sampled tokens; None if all are greedy.
+    num_logprobs: number of top tokens to report for sampled tokens; None for no log-probabilities.
+    targets: [T] the token that follows each packed token in its prompt, -1 if none; None scores no prompt.
+    num_prompt_logprobs: number of top tokens to report for scored prompt tokens.
+    moves: block copies to make before the step; None if there are none.
     """
 
     shape: StepShape
@@ -218,11 +217,11 @@ class StepInput:
 
 @dataclasses.dataclass
 class StepOutput:
-    """What an executor returns: the tokens [num_sampled] that follow the sampled ones, and the scores asked for.
+    """The output of an executor for one step: sampled tokens [num_sampled], and the requested scores.
 
-    A token is -1 where the scores are not finite, so that none can be chosen.
+    A token is -1 if its scores are not finite, so that none can be chosen.
 
-    move_s: seconds that the step's moves took, where they were waited for; 0 where that is not known.
+    move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
     """
 
     tokens: np.ndarray
@@ -231,15 +230,15 @@ class StepOutput:
     move_s: float = 0.0
 
     def result(self) -> StepOutput:
-        """Returns itself: an executor that computes a step at once has nothing pending."""
+        """Returns itself, for executors that compute a step at once."""
         return self
 
 
 class Pending(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     def result(self) -> StepOutput:
-        """Waits until the step is computed; called once, and in the order in which steps were submitted."""
+        """Waits for the step and returns its output. Call it once per step, in the order of submission."""
         ...
 
 
@@ -248,16 +247,16 @@ class Executor(Protocol):
 
     @property
     def patterns(self) -> Seq[AttentionPattern]:
-        """What each layer attends to."""
+        """The attention pattern of each layer."""
         ...
 
     @property
     def host_blocks(self) -> np.ndarray | None:
-        """The host's blocks [slots, ...], which `Moves` name; None without host memory."""
+        """The host's blocks [slots, ...], to which slots in `Moves` refer; None without a host tier."""
         ...
 
     def submit(self, step: StepInput) -> Pending:
-        """Starts to make the step's moves and then to compute it; may return before either is done."""
+        """Starts the step's moves and then its computation; may return before either is done."""
         ...
 
     def move(self, moves: Moves) -> None:
@@ -265,14 +264,14 @@ class Executor(Protocol):
         ...
 
     def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
-        """Changes what each layer attends to.
+        """Changes the attention pattern of each layer.
 
         Raises:
-          ValueError: it cannot serve these patterns; nothing is changed.
+          ValueError: the executor cannot serve these patterns; nothing is changed.
         """
         ...
 
     def reset(self) -> None:
-        """Reallocates the pool, which a failed step may have consumed, and the host's blocks: reads from disk that are
-        under way still write to the old ones."""
+        """Reallocates the pool, which a failed step may have consumed, and the host's blocks, because running disk
+        reads still write to the old ones."""
         ...

@@ -1,8 +1,8 @@
-"""Which rows of a step share how many leading blocks, so that attention over those runs once for all of them. No jax.
+"""Finds leading blocks that rows of a step share, so that attention over them runs once for several rows. No jax.
 
-Rows that decode are put next to each other by their block tables and cut into groups of a fixed number of rows; what
-all rows of a group have in common becomes one table of the group, the rest stays in theirs. A group of rows with a
-common table is for attention what a tile of queries is: no ragged membership, and one compiled shape for any sharing.
+Decoding rows are sorted by their block tables and cut into groups of a fixed number of rows. The leading blocks that
+all rows of a group share form a table of the group; the rest stays in the rows' own tables. To attention, a group with
+a common table looks like a tile of queries: no ragged membership, and one compiled shape for any sharing.
 
 Source: Hydragen, arXiv:2402.05099; cascade inference in FlashInfer, arXiv:2501.01005.
 """
@@ -15,15 +15,15 @@ import numpy as np
 
 from ksana_jax.patterns import FAR
 
-# Rows of a group: keys are read once for so many queries, and a group of fewer rows is filled up with padding.
+# Rows per group: keys are read once for this many queries; smaller groups are padded.
 SHARED_ROWS = 8
 
 
 class SharedRuns(NamedTuple):
-    """Rows in an order in which each `group_rows` of them may share blocks.
+    """Rows in an order in which each `group_rows` consecutive rows may share blocks.
 
-    order: [D] indices into the rows given. runs: [Gk, C] leading blocks of each table that a group of rows shares,
-      after the first `first`.
+    order: [D] indices into the given rows. runs: [Gk, C] number of leading blocks of each table that a group of rows
+      shares, after the first `first`.
     """
 
     order: np.ndarray
@@ -36,17 +36,17 @@ def find_shared_runs(
     """Groups rows by the beginnings of their block tables.
 
     Args:
-      tables: [Gk, D, P] blocks of each row, in each group of layers. num_blocks: [Gk, D] how many of them count; the
-        last is written to, never shared.
-      group_rows: rows of a group; the last group may have fewer.
-      first: leading entries that are not to be shared.
-      min_saved: blocks x rows that must be spared for a group to share.
+      tables: [Gk, D, P] blocks of each row, in each group of layers. num_blocks: [Gk, D] number of valid entries; the
+        last block is written to, never shared.
+      group_rows: rows per group; the last group may have fewer.
+      first: number of leading entries that must not be shared.
+      min_saved: minimum blocks x rows that a group must save in order to share.
     """
     kinds, count, width = tables.shape
     num_groups = -(-count // group_rows)
     if width <= first:
         return SharedRuns(np.arange(count), np.zeros((kinds, num_groups), np.intp))
-    # Equal beginnings end up side by side; a few columns of the longest tables tell long common ones from short ones.
+    # Sorting puts equal beginnings next to each other; a few columns of the longest tables tell long runs from short.
     longest = tables[num_blocks.sum(axis=1).argmax()]
     order = np.lexsort([longest[:, min(first + depth, width - 1)] for depth in (48, 12, 3, 0)])
     padded = np.pad(order, (0, num_groups * group_rows - count), mode="edge")
@@ -63,14 +63,14 @@ def find_shared_runs(
 def split_tables(
     tables: np.ndarray, starts: np.ndarray, runs: np.ndarray, group_rows: int, first: int, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Tables of the groups, and what is left of the rows' own; of one group of layers.
+    """Splits tables into those of the groups and the rest of the rows' own, for one group of layers.
 
     Args:
       tables, starts: [D, P] in the order of the groups. runs: [C], see `SharedRuns`.
-      width: of the tables that come out; it holds the longest of them.
+      width: width of the resulting tables, enough for the longest.
 
     Returns:
-      shared tables and starts [C, width], own tables and starts [D, width]; 0 and FAR where there is nothing.
+      shared tables and starts [C, width], own tables and starts [D, width]; 0 and FAR if absent.
     """
     columns = np.arange(width)
     shared_at = np.minimum(columns + first, tables.shape[1] - 1)
