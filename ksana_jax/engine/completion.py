@@ -1,4 +1,4 @@
-"""A request and its completions as their reader sees them: text, stop strings, scores. Knows no scheduling."""
+"""Requests and their completions: text, stop strings, scores. Knows no scheduling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TOKEN = "the scores of the next token are not finite: NaN or infinity in weig
 
 @dataclasses.dataclass(eq=False)
 class Completion:
-    """What one sequence of a request has given.
+    """The output of one sequence of a request so far.
 
     Args:
       index: in [0, n).
@@ -53,11 +53,11 @@ class Completion:
 
     @property
     def watched(self) -> bool:
-        """Whether it wants each token as it comes."""
+        """Whether it needs each token as soon as it is sampled."""
         return self.streams or bool(self._stops) or self.logprobs is not None
 
     def add(self, token: int, scores: TokenScores | None, tile: int) -> str | None:
-        """Takes a new token in.
+        """Adds a new token.
 
         Args:
           scores: of the step's tiles; this token's are at index `tile`.
@@ -77,7 +77,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """The text so far."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
@@ -118,7 +118,7 @@ class Completion:
             self._held_back = ""
 
     def fail(self, error: str) -> None:
-        """Ends it as it is; its text stays what it was."""
+        """Ends the completion with an error; its text stays as it is."""
         self.seq.finish_reason, self.seq.stop_reason, self.error = FinishReason.ERROR, None, error
         self._closed = True
 
@@ -168,12 +168,12 @@ class Request:
     _num_scores_taken: int = 0
 
     def notify(self) -> None:
-        """Tells its reader that there is something new."""
+        """Puts the request into `news`, if it is set."""
         if self.news is not None:
             self.news[self] = None
 
     def fail(self, failure: BaseException) -> None:
-        """Ends all of it."""
+        """Ends all completions with an error."""
         self.failure = failure
         for completion in self.completions:
             completion.fail(f"{type(failure).__name__}: {failure}")
@@ -181,7 +181,7 @@ class Request:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """What runs for it: one for each completion, or its beams."""
+        """Returns its running sequences: one per completion, or its beams."""
         return [c.seq for c in self.completions] if self.beams is None else list(self.beams.alive)
 
     @property
@@ -215,12 +215,12 @@ class Request:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text with which stop begins."""
+    """Returns the length of the longest suffix of text that is a prefix of stop."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def top_logprobs(scores: TokenScores, at: int, token: int, count: int) -> dict[int, Logprob]:
-    """{token: Logprob} of the given token and the `count` most probable ones, at one index of the scores."""
+    """Returns {token: Logprob} of the given token and the `count` most probable ones, at one index of the scores."""
     found = {token: Logprob(float(scores.logprob[at]), int(scores.rank[at]))}
     best = zip(scores.top_ids[at, :count], scores.top_logprobs[at, :count], strict=True)
     for rank, (top, logprob) in enumerate(best):

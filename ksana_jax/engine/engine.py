@@ -1,4 +1,4 @@
-"""The loop: schedule, submit, advance, settle, report. Knows requests and rows; no jax, no files, a clock handed in."""
+"""The engine loop: schedule, submit, advance, settle, report. Knows requests and rows; no jax, no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Submitted(NamedTuple):
-    """A step that the executor computes, and the state of the pool when it was submitted.
+    """A submitted step, and the state of the pool when it was submitted.
 
     ends: for each of `batch.rows` the index of its last token among the step's.
     """
@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def memory(self) -> KVMemory:
-        """Where every block is."""
+        """The KV memory, which knows where every block is."""
         return self.scheduler.memory
 
     @property
@@ -95,7 +95,7 @@ class Engine:
         return self.scheduler.has_work
 
     def new_requests(self, asked: Seq[RequestInput]) -> list[Request]:
-        """Makes requests, for `add`.
+        """Creates requests, to be passed to `add`.
 
         Raises:
           ValueError: one of them can never be served; then none is made.
@@ -103,18 +103,18 @@ class Engine:
         return self.intake.new_requests(asked, clock=self.clock, taken=self.requests)
 
     def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
-        """Makes one request, of the fields of `RequestInput`; see `new_requests`."""
+        """Creates one request from the fields of `RequestInput`; see `new_requests`."""
         [request] = self.new_requests([RequestInput(prompt_token_ids, params, **settings)])
         return request
 
     def add_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
-        """Makes a request and takes it in; see `new_request` and `add`."""
+        """Creates and adds a request; see `new_request` and `add`."""
         request = self.new_request(prompt_token_ids, params, **settings)
         self.add([request])
         return request
 
     def add(self, requests: Collection[Request]) -> None:
-        """Takes requests in, all or none.
+        """Adds requests to the engine, all or none.
 
         Raises:
           ValueError: an id is taken.
@@ -137,7 +137,7 @@ class Engine:
             self.scheduler.add(leader)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in whatever state it is; unknown and finished ones are left alone."""
+        """Ends a request in any state; unknown and finished requests are ignored."""
         if (request := self.requests.get(request_id)) is not None:
             self._abort_all([request])
 
@@ -158,7 +158,7 @@ class Engine:
     def serve(
         self, requests: Seq[Request], report: Callable[[Request], RequestOutput] = Request.output
     ) -> Iterator[RequestOutput]:
-        """Takes requests in and computes until they have ended, together with all others that are in the engine.
+        """Adds requests and computes until they have ended, together with all other requests in the engine.
 
         Several threads may do so at once: each step serves all of them, whichever thread computes it.
 
@@ -188,7 +188,7 @@ class Engine:
             self._abort_all(requests)
 
     def _advance(self, news: dict[Request, None], report: Callable[[Request], RequestOutput]) -> list[RequestOutput]:
-        """Computes a step unless there is news without it."""
+        """Computes a step unless a request already has something new."""
         if not news:
             self._step()
         for request in news:
@@ -220,7 +220,7 @@ class Engine:
         return list(reported)
 
     def _wait(self) -> list[Request]:
-        """Waits for the disk, since nothing can be computed."""
+        """Waits for the disk when nothing can be computed."""
         if self.memory.disk_reads.num_pending:
             self.memory.disk_reads.wait()
         elif self.scheduler.has_work:
@@ -237,7 +237,7 @@ class Engine:
         return _Submitted(batch, step, ends, self.executor.submit(step), began, peak_blocks, unshared_blocks)
 
     def _collect(self, step: _Submitted) -> tuple[StepOutput, float]:
-        """Waits for a step: what it computed, and the time."""
+        """Waits for a step; returns its output and the time."""
         output = step.pending.result()
         now = self.clock()
         self.memory.commit()
@@ -247,8 +247,8 @@ class Engine:
         return output, now
 
     def _report_prompts(self, step: _Submitted, output: StepOutput, now: float) -> dict[Completion, int]:
-        """Notes first tokens and scores of prompts; returns the rows of completions that are watched, while they have
-        one."""
+        """Records first tokens and prompt scores; returns the rows of watched completions, which may leave them in this
+        step."""
         rows = self.scheduler.rows
         report.note_first_tokens(rows, step.batch, now)
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
@@ -257,7 +257,7 @@ class Engine:
         return watched
 
     def _report(self, step: _Submitted, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
-        """Hands new tokens to their requests; returns those that have something new, in order."""
+        """Adds new tokens to their requests; returns the requests with something new, in order."""
         reported = self._report_tokens(step.batch, output, result, watched)
         for seq in result.finished:
             reported.setdefault(seq.owner)
@@ -282,7 +282,7 @@ class Engine:
             self._make_moves()
 
     def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
-        """Changes what each layer attends to.
+        """Changes the attention pattern of each layer.
 
         Raises:
           RuntimeError: requests are running.
@@ -302,7 +302,7 @@ class Engine:
             raise RuntimeError(f"{len(self.requests)} requests are running: {otherwise}")
 
     def _reset(self, error: BaseException) -> None:
-        """Ends all requests and makes the books of rows, blocks and prefixes again; files on the disk stay."""
+        """Ends all requests and rebuilds the state of rows, blocks and prefixes; files on disk stay."""
         for request in self.requests.values():
             request.fail(error)
         self.requests.clear()
@@ -313,7 +313,7 @@ class Engine:
         self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, self.executor.host_blocks)
 
     def flush(self) -> None:
-        """Brings cached prefixes to the disk, where there is one; raises RuntimeError while requests are running."""
+        """Writes cached prefixes to disk, if there is a disk tier; raises RuntimeError while requests are running."""
         self._changes.run(self._flush)
 
     def _flush(self) -> None:
@@ -330,7 +330,7 @@ class Engine:
             self.memory.commit()
 
     def _report_tokens(self, batch, output: StepOutput, result: StepResult, rows_of) -> dict[Request, None]:
-        """Hands new tokens to the completions that want them; returns their requests, in order."""
+        """Adds new tokens to the completions that want them; returns their requests, in order."""
         reported: dict[Request, None] = {}
         if not rows_of:
             return reported
@@ -348,7 +348,7 @@ class Engine:
         return reported
 
     def _advance_beams(self, batch, output: StepOutput, result: StepResult, reported) -> None:
-        """Hands what beams ask for to their requests, which choose how they go on."""
+        """Passes the scores of beams to their requests, which choose the continuations."""
         place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
         scores = output.scores
         assert scores is not None

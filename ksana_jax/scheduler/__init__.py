@@ -1,1 +1,1 @@
-"""What runs in a step. No jax: a scheduling test takes milliseconds, and a simulator is this with another executor."""
+"""Decides what runs in a step. No jax: a scheduling test takes milliseconds, and a simulator needs only an executor."""

@@ -1,4 +1,4 @@
-"""Admits waiting sequences to what is left of a step: which can start, their rows and first chunks. Preempts none."""
+"""Admits waiting sequences to the rest of a step: which can start, their rows and first chunks. Preempts none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Admission:
     longest_chunk: int
 
     def admit(self, budget: StepBudget, computing: list[int]) -> list[tuple[int, int]]:
-        """Places waiting sequences in rows, in order, as far as there is budget.
+        """Places waiting sequences in rows, in order, as long as the budget lasts.
 
         The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
         from it again, with all that it has computed. Waiting rows (beams) reserve none, so something always computes.
@@ -76,7 +76,7 @@ class Admission:
         return admitted
 
     def _fits(self, seq: Sequence, hit: Hit | None, budget: StepBudget, alone: bool, reserve: int) -> bool:
-        """Whether a waiting sequence can start: all it brings along, and its first chunk.
+        """Whether a waiting sequence can start: whether the blocks it holds and its first chunk fit.
 
         Args:
           reserve: blocks that stay free, so that those who run can go on.
@@ -97,7 +97,7 @@ class Admission:
         most, num_groups = self.layout.blocks_of(total, self.longest_chunk), len(self.layout.groups)
 
         def first_blocks() -> int:
-            """Blocks without which not even one token can be computed."""
+            """Returns the number of blocks that the first token needs."""
             if done >= allocated:
                 return loads + num_groups
             return loads + (0 if kv.shared is None else self._num_shared(kv.shared))
@@ -114,12 +114,12 @@ class Admission:
         return True
 
     def _num_shared(self, held: HeldBlocks) -> int:
-        """How many of a sequence's last blocks, one in each group, must be copied before it writes to them."""
+        """Returns how many of a sequence's last blocks, one per group, must be copied before it writes to them."""
         last = [held.ids[held.groups == group][-1] for group in range(len(self.layout.groups))]
         return sum(map(self.memory.device.is_shared, last))
 
     def _place(self, at: int, hit: Hit | None) -> tuple[int, int]:
-        """Gives a waiting sequence a row, with the blocks that it brings along; returns the row and its tokens left."""
+        """Places a waiting sequence in a row with the blocks that it holds; returns the row and its tokens left."""
         rank, seq_id, seq = self.queue.entries.pop(at)
         row, kv = self.running.enter((rank, seq_id)), seq.kv
         if hit:

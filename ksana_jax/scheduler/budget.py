@@ -1,4 +1,4 @@
-"""Tokens and query tiles that are left of a step."""
+"""The remaining budget of a step: tokens and query tiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ksana_jax.step.contract import Part
 
 @dataclasses.dataclass
 class StepBudget:
-    """What is left of a step: tokens, and query tiles for rows that compute more than one.
+    """The remaining tokens of a step, and its remaining query tiles for rows that compute more than one token.
 
     tiles: how many there would be of each width, the widest first. All tiles of a step have one width: the widest that
       holds its chunks.
@@ -19,7 +19,7 @@ class StepBudget:
     tiles: list[Part]
 
     def most(self, left: int) -> int:
-        """How many of a row's `left` tokens fit."""
+        """Returns how many of a row's `left` tokens fit."""
         if left == 1:
             return min(self.tokens, 1)
         wide, *narrow = [part.count * part.width for part in self.tiles]
@@ -29,7 +29,7 @@ class StepBudget:
         return left if any(left <= min(self.tokens, tokens) for tokens in narrow) else 0
 
     def take(self, count: int) -> None:
-        """Uses up what a row of `count` tokens needs."""
+        """Deducts the tokens and tiles of a row that computes `count` tokens."""
         self.tokens -= count
         if count > 1:
             self.tiles = [Part(free - -(-count // width), width) for free, width in self.tiles]

@@ -1,4 +1,4 @@
-"""Orders in which requests are served: the smaller its rank, the earlier a sequence runs and the later it is preempted.
+"""Scheduling policies: the lower its rank, the earlier a sequence runs and the later it is preempted.
 
 A policy is a function that returns a sequence's rank. One that remembers something, or whose ranks change while
 sequences wait, is a class with the methods of `SchedulingPolicy`; each scheduler makes one of its own, with
@@ -17,7 +17,7 @@ from ksana_jax.sequence import Sequence
 
 
 class SchedulingPolicy(Protocol):
-    """Order of service in one scheduler.
+    """The order of service in one scheduler.
 
     A policy may also have `reorder(waiting: list[Sequence], memory: KVMemory) -> None`. It is called before sequences
     are admitted in a step, and may set `seq.rank` of waiting sequences: for ageing, or for what is cached by now
@@ -25,29 +25,29 @@ class SchedulingPolicy(Protocol):
     """
 
     def rank(self, seq: Sequence, /) -> Any:
-        """Returns any value that sorts; asked once, when a sequence arrives."""
+        """Returns a sortable value; called once, when a sequence arrives."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ByRank:
-    """A policy that is one function."""
+    """Wraps a rank function as a policy."""
 
     rank: Callable[[Sequence], Any]
 
 
 def fcfs(seq: Sequence) -> float:
-    """First come, first served: no request starves."""
+    """Serves requests in order of arrival, so no request starves."""
     return seq.seq_id
 
 
 def shortest_first(seq: Sequence) -> float:
-    """Shortest prompt first: lower mean latency, but under sustained load a long prompt may never run."""
+    """Serves the shortest prompt first: lower mean latency, but under sustained load a long prompt may starve."""
     return seq.num_prompt
 
 
 def fewest_tokens_left(seq: Sequence) -> float:
-    """Smallest upper bound on prompt and output first, as max_tokens gives it."""
+    """Serves the request with the fewest prompt tokens plus max_tokens first."""
     return seq.max_len
 
 
@@ -87,7 +87,7 @@ SCHEDULING_POLICIES: dict[str, Callable[[Sequence], Any] | type[SchedulingPolicy
 
 
 def find_scheduling_policy(spec: Any) -> Callable[[Sequence], Any] | type[SchedulingPolicy]:
-    """Returns what `EngineConfig.policy` names: a key of SCHEDULING_POLICIES, "package.module:name", or a
+    """Returns the policy of `EngineConfig.policy`: a key of SCHEDULING_POLICIES, "package.module:name", or a
     function or class.
 
     Raises:
@@ -97,6 +97,6 @@ def find_scheduling_policy(spec: Any) -> Callable[[Sequence], Any] | type[Schedu
 
 
 def make_policy(spec: Any, max_num_seqs: int) -> SchedulingPolicy:
-    """Returns the policy of one scheduler; see `find_scheduling_policy`."""
+    """Creates the policy of one scheduler; see `find_scheduling_policy`."""
     found: Any = find_scheduling_policy(spec)
     return found(max_num_seqs) if isinstance(found, type) else ByRank(found)

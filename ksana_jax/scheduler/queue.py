@@ -1,4 +1,4 @@
-"""Waiting sequences: in order of service, or for a leader's prompt. Knows what they hold, not which ones run."""
+"""The queue of waiting sequences, in order of service or waiting for a leader's prompt. Does not know which run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ksana_jax.sequence import Sequence
 
 
 class WaitingQueue:
-    """Waiting sequences of a scheduler.
+    """Holds the waiting sequences of a scheduler.
 
     Attributes:
       entries: (rank, seq_id, sequence), sorted; preempted ones return to their place.
@@ -53,7 +53,7 @@ class WaitingQueue:
         self.take_away(seq)
 
     def take_away(self, seq: Sequence) -> None:
-        """Releases what a waiting sequence holds; if it goes on, it computes that again."""
+        """Releases the blocks that a waiting sequence holds; it recomputes them if it runs."""
         kv = seq.kv
         if kv.shared is not None:
             self._memory.device.release(kv.shared.ids)
@@ -72,13 +72,13 @@ class WaitingQueue:
         return False
 
     def pop_forks(self, leader: Sequence) -> list[Sequence]:
-        """Returns the unfinished sequences that waited for a leader's prompt, and forgets that they did."""
+        """Removes and returns the unfinished sequences that waited for a leader's prompt."""
         self.leaders.pop(leader, None)
         forks, leader.forks = leader.forks, []
         return [seq for seq in forks if seq.finish_reason is None]
 
     def owners(self) -> Iterator[Owner]:
-        """Waiting sequences as owners of the blocks and slots that they bring along."""
+        """Yields waiting sequences as owners of the blocks and slots that they hold."""
         for _, _, seq in self.entries:
             for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
                 if held is not None:

@@ -1,4 +1,4 @@
-"""What the tokens of a step have changed, for those who report it."""
+"""The changes made by the tokens of a step, for reporting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ksana_jax.sequence import Sequence
 
 
 class StepResult(NamedTuple):
-    """Rows that got a token, the tokens, which of the rows ended by it, and all sequences that ended.
+    """Rows that got a token, the tokens, the rows that ended by it, and all sequences that ended.
 
     beams: rows that have computed all their tokens and whose request chooses the next one.
     """

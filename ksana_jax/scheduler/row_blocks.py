@@ -1,5 +1,5 @@
-"""The blocks that running rows hold: taken as they grow, copied before a shared one is written to, made findable when
-they are full, returned when nobody will see them. Vectorised over rows; decides nothing about who runs."""
+"""The blocks of running rows: allocated as rows grow, copied before a write if shared, cached when full, returned when
+no longer visible. Vectorised over rows; does not decide which rows run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ksana_jax.sequence import Rows, Sequence
 
 
 class RowBlocks:
-    """Block tables of `rows`, filled from `memory`.
+    """Fills the block tables of `rows` from `memory`.
 
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
@@ -37,7 +37,7 @@ class RowBlocks:
         self._groups = np.arange(rows.num_groups)[:, None]
 
     def bring(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
-        """Gives a row that holds nothing some blocks and the tokens computed in them."""
+        """Puts a sequence's blocks, and the tokens computed in them, into an empty row."""
         r = self.rows
         origins = np.broadcast_to(np.asarray(held.origins, np.uint8), len(held.ids))
         for group in range(r.num_groups):
@@ -58,7 +58,7 @@ class RowBlocks:
             self.memory.prefixes.expect(seq.kv, seq.token_ids)
 
     def take(self, rows: np.ndarray, count: int = 1) -> None:
-        """Gives `count` blocks of each group to each of some rows; there are enough."""
+        """Allocates `count` blocks of each group for each of some rows; the caller has made sure of room."""
         if not len(rows):
             return
         r, size = self.rows, self._size
@@ -72,7 +72,7 @@ class RowBlocks:
         r.allocated_until[rows] += size * count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
-        """In which groups rows are about to write to a block that is not theirs alone: boolean [Gk, rows]."""
+        """Returns whether each row is about to write to a shared block, by group: boolean [Gk, rows]."""
         r = self.rows
         forked = r.forked[rows]
         if not np.count_nonzero(forked):
@@ -84,8 +84,8 @@ class RowBlocks:
         return shared
 
     def provide(self, row: int, count: int) -> None:
-        """Gives a row what it needs to write `count` tokens: copies of its last blocks where they are shared, and new
-        ones; there is room."""
+        """Prepares a row to write `count` tokens: copies its last blocks if they are shared, and allocates new ones;
+        the caller has made sure of room."""
         r, one = self.rows, np.array([row])
         if r.forked[row]:
             for group in np.flatnonzero(self.writes_to_shared(one)[:, 0]).tolist():
@@ -99,7 +99,7 @@ class RowBlocks:
             self.take(one, new)
 
     def extend(self, row: int, most: int) -> int:
-        """Provides a row for as many of its next `most` tokens as there are blocks; returns how many."""
+        """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
         r = self.rows
         available = self.memory.device.num_available
         if r.forked[row]:
@@ -110,20 +110,20 @@ class RowBlocks:
         return count
 
     def num_next_blocks(self, rows: list[int]) -> int:
-        """Blocks that rows take next: one in each group for each row that does not end within those it has."""
+        """Returns the blocks that rows allocate next: one per group for each row that will outgrow its blocks."""
         r = self.rows
         grows = r.allocated_until[rows] < r.max_len[rows] - 1  # the last token is never computed
         return r.num_groups * int(np.count_nonzero(grows))
 
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
-        """The blocks of a row's first tokens, with one more owner each."""
+        """Adds an owner to the blocks of a row's first tokens, and returns them."""
         held = self._before(row, num_tokens)
         self.memory.device.share(held.ids)
         self.rows.forked[row] = True
         return held._replace(origins=Origin.SHARED)
 
     def _before(self, row: int, num_tokens: int) -> HeldBlocks:
-        """A row's blocks that begin before a text position; all of them if it has evicted tokens."""
+        """Returns a row's blocks that begin before a text position; all of them if it has evicted tokens."""
         r = self.rows
         evicted = r.num_evicted[:, row].copy()
         assert num_tokens == r.num_computed[row] or not evicted.any(), "the beginning of an evicted text is not there"
@@ -132,21 +132,21 @@ class RowBlocks:
         return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens, num_evicted=evicted)
 
     def swap_out(self, row: int) -> HeldBlocks | None:
-        """Slots of the host to which a row's computed blocks will move; None where computing them again is better."""
+        """Swaps a row's computed blocks to the host and returns their slots; None if recomputation is better."""
         filled = self._before(row, int(self.rows.num_computed[row]))
         if not filled.num_computed or not self.memory.swap.is_better(len(filled.ids), filled.num_computed):
             return None
         return filled._replace(ids=self.memory.swap.move_out(filled.ids), origins=Origin.SWAPPED)
 
     def release(self, rows: np.ndarray) -> None:
-        """Gives back all that some rows hold."""
+        """Releases all blocks of some rows."""
         r = self.rows
         self.memory.device.release(np.concatenate([r.block_ids(row) for row in rows]))
         for row in rows.tolist():
             self._note(r.seqs[row], Origin.COMPUTED, self._num_taken(row))
 
     def _num_taken(self, row: int) -> int:
-        """Blocks that a row has taken since it was placed or compacted."""
+        """Returns the number of blocks that a row has allocated since it was placed or compacted."""
         r = self.rows
         return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
 
@@ -156,7 +156,7 @@ class RowBlocks:
             totals[origin.label] = totals.get(origin.label, 0) + count
 
     def index_full(self, rows: np.ndarray) -> None:
-        """Makes blocks findable that a step has filled."""
+        """Adds the blocks that a step has filled to the prefix index."""
         r, size = self.rows, self._size
         for row in rows[r.num_computed[rows] >= r.index_at[rows]].tolist():
             seq = r.seqs[row]
@@ -173,7 +173,7 @@ class RowBlocks:
             r.index_at[row] = (seq.kv.num_indexed + 1) * size if seq.kv.cacheable else FAR
 
     def _find(self, group: int, row: int, starts: np.ndarray) -> np.ndarray:
-        """Where in a row's table the blocks at some text positions are; -1 where it does not hold them."""
+        """Returns the indices in a row's table of the blocks at some text positions; -1 if it does not hold them."""
         held = self.rows.block_starts[group, row, : self.rows.num_blocks[group, row]]
         at = np.searchsorted(held, starts)
         found = at < len(held)
@@ -212,7 +212,7 @@ class RowBlocks:
         r.index_at[row], seq.kv.cacheable = FAR, False
 
     def return_invisible(self, rows: np.ndarray) -> None:
-        """Returns blocks of which no later query of their row sees a token."""
+        """Releases blocks that no later query of their row sees."""
         for live, groups in self._windowed:
             self._return_invisible(live, groups, rows)
 
@@ -247,7 +247,7 @@ class RowBlocks:
             column[*here, :width] = values
 
     def owners(self, rows: list[int]) -> Iterator[Owner]:
-        """Rows as owners of blocks."""
+        """Yields rows as owners of blocks."""
         r = self.rows
         for row in rows:
             seq = r.seqs[row]
@@ -256,7 +256,7 @@ class RowBlocks:
             yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, int(r.num_computed[row]), origins)
 
     def check(self, rows: list[int]) -> None:
-        """Checks tables against what their rows have computed and what they will see.
+        """Checks tables against the tokens that their rows have computed and will see.
 
         Raises:
           AssertionError: a block that is needed is missing, or one that is about to be written to is shared.

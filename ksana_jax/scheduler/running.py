@@ -1,4 +1,4 @@
-"""Which rows run, in the order in which they are served. Knows keys and row numbers, no sequences, no blocks."""
+"""The running rows, in order of service. Knows keys and row numbers, no sequences, no blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Running:
-    """Rows in the order of their keys; the others are free.
+    """Running rows in the order of their keys; the other rows are free.
 
     Attributes:
       order: [running] np.intp, the first to be served first.
@@ -26,7 +26,7 @@ class Running:
         return bool(self._free)
 
     def enter(self, key: Any) -> int:
-        """Takes a free row and inserts it by its key; returns the row."""
+        """Inserts a free row by its key; returns the row."""
         row, where = self._free.pop(), bisect.bisect(self._keys, key)
         self._keys.insert(where, key)
         self.order = np.insert(self.order, where, row)
@@ -42,7 +42,7 @@ class Running:
         self._free += rows.tolist()
 
     def check(self, alive: np.ndarray) -> None:
-        """Checks the order against which rows are alive: boolean [rows].
+        """Checks the order against the rows that are alive: boolean [rows].
 
         Raises:
           AssertionError: they differ.
