@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.attention import AttentionContext
@@ -18,11 +18,11 @@ from ksana_jax.step.contract import StepArrays, StepShape
 
 
 def paged_attend(
-    batch: StepArrays,
+    batches: Sequence[StepArrays],
     shape: StepShape,
     patterns: PatternArrays,
     *,
-    config: ModelConfig,
+    layers: Sequence[LayerSpec],
     ropes: Sequence[Rope],
     num_rotated_sinks: int,
     implementation: Implementation,
@@ -33,9 +33,9 @@ def paged_attend(
     """An `Attend` whose state is the KVCache.
 
     Args:
-      batch: the step's arrays, on the device.
+      batches: the step's arrays on the device, of each group of layers; see `StepArrays.of_group`.
       patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
-      ropes: of each layer; layers with one rope share its angles.
+      layers, ropes: of each layer its spec and its rope; layers with one rope share its angles.
       num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
       sink_logits: learned logits [N] of each layer's heads, or None.
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
@@ -43,15 +43,14 @@ def paged_attend(
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     """
     distinct = {id(rope): rope for rope in ropes}
-    angles = {key: rope.angles(batch.positions) for key, rope in distinct.items()}
-    groups = [batch.of_group(group) for group in range(len(batch.slots))]
+    angles = {key: rope.angles(batches[0].positions) for key, rope in distinct.items()}
     plans: dict[int, Any] = {}
 
     def attend(layer: int, q, k, v, cache: KVCache):
-        spec, rope = config.layers[layer].attention, ropes[layer]
+        spec, rope = layers[layer].attention, ropes[layer]
         group, at = places[layer]
         context = AttentionContext(
-            at, groups[group], shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
+            at, batches[group], shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
         )
         if implementation.schedule and alike[layer] not in plans:
             plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)

@@ -58,11 +58,10 @@ class KVCache:
     def write(self, layer: int, slots: jax.Array, k: jax.Array, v: jax.Array) -> KVCache:
         """Stores k and v [T, K, H] of one layer at slots [T]; slots at or beyond M*B are dropped."""
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
-        k_rows, v_rows = self._rows(layer, block_ids)
-        flat = self._flat()
-        flat = flat.at[k_rows, offsets].set(self._stored(k), mode="drop")
-        flat = flat.at[v_rows, offsets].set(self._stored(v), mode="drop")
-        return self.with_kv(flat.reshape(self.kv.shape))
+        heads, kv = jnp.arange(self.kv.shape[3]), self.kv
+        for index, x in enumerate((k, v)):
+            kv = kv.at[block_ids[:, None], layer, index, heads, offsets].set(self._stored(x), mode="drop")
+        return self.with_kv(kv)
 
     def read(self, layer: int, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [..., K, P*B, H] of one layer in blocks [..., P]; float32 where bits are stored in uint16."""

@@ -1,7 +1,8 @@
 """What a compiled step takes besides weights and pool: its arrays, results and temporary buffers.
 
-Programs are compiled from shapes alone, so a model of any size can be looked at anywhere. Of a deep model two and three
-layers are compiled: each further layer adds as much as the third did (on CPU; XLA for GPUs mostly reuses the buffers).
+Programs are compiled from shapes alone, so a model of any size can be looked at anywhere. Where a step is one program,
+two and three layers of a deep model are compiled: each further layer adds as much as the third did, which is little,
+since XLA for GPUs mostly reuses the buffers.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
-from ksana_jax.models.params import Params
+from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.runner import Runner
+from ksana_jax.runner.step_program import BY_LAYER, compiled_programs
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from pallas_kernels import aot
 
-# Layers that are compiled of a deeper model.
+# Layers that are compiled of a deeper model, where a step is one program.
 FEW, ONE_MORE = 2, 3
 # A step's size does not depend on how many blocks there are.
 NUM_BLOCKS = 256
@@ -98,9 +100,14 @@ def described(target: aot.Target | None = None) -> str:
 
 
 def program_bytes(compiled: Any) -> int:
-    """Bytes that a compiled program takes while it runs, besides weights and pool."""
+    """Bytes that a compiled step, or another program, takes while it runs, besides weights and pool."""
+    return max(map(_program_bytes, compiled_programs(compiled)))
+
+
+def _program_bytes(compiled: Any) -> int:
     arguments, _ = compiled.args_info
-    given = [leaf for a in arguments if not isinstance(a, (Params, KVCache)) for leaf in jax.tree.leaves(a)]
+    weights_and_pool = (Params, LayerParams, KVCache)
+    given = [leaf for a in arguments if not isinstance(a, weights_and_pool) for leaf in jax.tree.leaves(a)]
     memory = compiled.memory_analysis()
     # The pool is donated: it is among the results, as an alias.
     new = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -127,7 +134,8 @@ def step_bytes(
         max_rotated_sinks=max_rotated_sinks,
         embedding_device=embedding_device,
     )
-    if config.num_layers <= ONE_MORE:
+    one_program = (aot.device(target) if target else jax.devices()[0]).platform not in BY_LAYER
+    if config.num_layers <= ONE_MORE or not one_program:
         return compiled(config)
     few, more = (compiled(config.first_layers(n)) for n in (FEW, ONE_MORE))
     further = config.num_layers - FEW

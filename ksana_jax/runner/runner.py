@@ -17,15 +17,15 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
-from ksana_jax.models.transformer import forward, logits
+from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
-from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, PatternArrays, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.movers import BlockMover
+from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 
@@ -117,6 +117,12 @@ class Runner:
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
         self.set_patterns(patterns)
+
+    @property
+    def _network(self) -> Network:
+        options = COMPILER_OPTIONS.get(self.platform)
+        places = self.layout.places
+        return Network(self.config, self.ropes, places, self.num_rotated_sinks, self.implementation, options)
 
     @property
     def num_compilations(self) -> int:
@@ -220,7 +226,7 @@ class Runner:
         tops = {None} | {_bucket_of_top(count, vocab) for count in counts if count is not None}
         prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
         dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
-        programs: dict[Any, Callable] = {shape: functools.partial(self.lower_step, shape) for shape in shapes}
+        programs: dict[Any, Callable] = {shape: functools.partial(self._lower_step, shape) for shape in shapes}
         for tokens in {shape.num_tokens for shape in shapes}:
             programs |= [self._score_program(tokens, top) for top in prompt_tops]
         for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
@@ -238,7 +244,7 @@ class Runner:
     def compile_step(self, shape: StepShape) -> Callable:
         """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the
         sampled tokens [J, D])."""
-        return self._program(shape, functools.partial(self.lower_step, shape))
+        return self._program(shape, functools.partial(self._lower_step, shape))
 
     def compile_sampler(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
         """Logits and the choice of tokens: (params, hidden [J, D], sampling) -> (tokens [count], scores).
@@ -250,7 +256,17 @@ class Runner:
         return self._program(*self._sample_program(hidden, count, sampling, num_top))
 
     def lower_step(self, shape: StepShape):
-        """Lowers a step without compiling it, to look at the program."""
+        """Lowers a step as one program, without compiling it, to look at the program."""
+        return lower_whole(self._network, shape, self._seen.alike, *self._step_arguments(shape))
+
+    def _lower_step(self, shape: StepShape):
+        """Lowers a step as it will run."""
+        if self.platform in BY_LAYER:
+            return lower_by_layer(self._network, shape, *self._step_arguments(shape))
+        return self.lower_step(shape)
+
+    def _step_arguments(self, shape: StepShape):
+        """Arguments of a step's program, or their shapes."""
         tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         groups = len(self.layout.groups)
@@ -270,18 +286,7 @@ class Runner:
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
-        run = functools.partial(
-            _run,
-            shape=shape,
-            config=self.config,
-            ropes=self.ropes,
-            alike=self._seen.alike,
-            places=self.layout.places,
-            num_rotated_sinks=self.num_rotated_sinks,
-            implementation=self.implementation,
-        )
-        step = jax.jit(run, donate_argnames="cache", compiler_options=COMPILER_OPTIONS.get(self.platform))
-        return step.lower(self.params, self.cache, arrays, self._seen.arrays)
+        return self.params, self.cache, arrays, self._seen.arrays
 
     def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
         """Key of the program that chooses tokens, and what lowers it."""
@@ -321,13 +326,6 @@ def _sampling_shapes(size: int, vocab_size: int | None) -> Any:
 
 def _bucket_of_top(count: int, vocab_size: int) -> int:
     return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
-
-
-def _run(params, cache, arrays, patterns, *, shape, config, **how):
-    sink_logits = [layer.sink_logits for layer in params.layers]
-    attend = paged_attend(arrays, shape, patterns, config=config, sink_logits=sink_logits, **how)
-    hidden, cache = forward(params, arrays.tokens, attend, cache, config=config)
-    return cache, hidden, hidden[arrays.sampled]
 
 
 def _choose_tokens(params, hidden, sampling, *, config, count, num_top):

@@ -1,0 +1,176 @@
+"""The network of a step, compiled as one program or as one program for each kind of layer.
+
+A GPU wants one program, since it has the fewest launches. XLA:CPU compiles every layer of such a program again, though
+they are alike: with eight layers that takes two and a half times as long, and the step is no faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import LayerSpec
+from ksana_jax.models.params import LayerParams, Params
+from ksana_jax.models.rope import Rope
+from ksana_jax.models.transformer import embedded, final_norm, forward, run_layer
+from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.paged import paged_attend
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.patterns import FULL, PatternArrays
+from ksana_jax.step.contract import StepArrays, StepShape
+
+# Platforms whose steps are compiled by `lower_by_layer`.
+BY_LAYER = frozenset({"cpu"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What an engine's steps are compiled for, besides their shapes.
+
+    ropes: of each layer.
+    places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
+    options: of the compiler.
+    """
+
+    config: ModelConfig
+    ropes: tuple[Rope, ...]
+    places: tuple[tuple[int, int], ...]
+    num_rotated_sinks: int
+    implementation: Implementation
+    options: Mapping[str, Any] | None
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """For each layer the first one that is computed alike. Patterns are data and make no difference."""
+        specs = [_without_pattern(spec) for spec in self.config.layers]
+        return tuple(map(specs.index, specs))
+
+    def jit(self, function: Any, donated: str | None = None, **static: Any) -> Any:
+        run = functools.partial(function, network=self, **static)
+        return jax.jit(run, donate_argnames=donated, compiler_options=self.options)
+
+
+def _without_pattern(spec: LayerSpec) -> LayerSpec:
+    return dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, pattern=FULL))
+
+
+def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], *arguments: Any) -> Any:
+    """Lowers a step as one program: (params, cache, arrays, patterns) -> (cache, hidden [T, D], hidden [J, D] of the
+    sampled tokens).
+
+    Args:
+      alike: see `paged_attend`.
+      arguments: of the program, or their shapes.
+    """
+    return network.jit(_whole, donated="cache", shape=shape, alike=alike).lower(*arguments)
+
+
+def lower_by_layer(
+    network: Network, shape: StepShape, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays
+) -> LoweredByLayer:
+    """Lowers a step as programs that run in turn and together are the one of `lower_whole`."""
+    ends, place = params.replace(layers=()), (jax.ShapeDtypeStruct((), jnp.int32),) * 3  # pyright: ignore[reportAttributeAccessIssue]
+    x = jax.eval_shape(functools.partial(_first, network=network), ends, arrays.tokens)
+    layers = {
+        kind: network.jit(_layer, donated="cache", shape=shape, kind=kind).lower(
+            params.layers[kind], cache, x, arrays, patterns, place
+        )
+        for kind in dict.fromkeys(network.kinds)
+    }
+    first = network.jit(_first).lower(ends, arrays.tokens)
+    return LoweredByLayer(network, first, layers, network.jit(_last).lower(ends, x, arrays.sampled))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredByLayer:
+    """A step's programs before they are compiled; see `lower_by_layer`. layers: by their kind."""
+
+    network: Network
+    first: Any
+    layers: dict[int, Any]
+    last: Any
+
+    def compile(self) -> StepByLayer:
+        compiled = {kind: lowered.compile() for kind, lowered in self.layers.items()}
+        return StepByLayer(self.network, self.first.compile(), compiled, self.last.compile())
+
+
+class StepByLayer:
+    """A compiled step: the embedding, each layer by the program of its kind, the final norm.
+
+    programs: all of them, once each.
+    """
+
+    def __init__(self, network: Network, first: Any, layers: dict[int, Any], last: Any):
+        self.programs = (first, *layers.values(), last)
+        self._first, self._last = first, last
+        places = [(group, at, layer) for layer, (group, at) in enumerate(network.places)]
+        self._layers = [
+            (layers[kind], jax.device_put(jax.tree.map(jnp.int32, place)))
+            for kind, place in zip(network.kinds, places, strict=True)
+        ]
+
+    def __call__(self, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays):
+        """Runs the step; arguments and results of the program of `lower_whole`."""
+        arrays, ends = jax.device_put(arrays), params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+        x = self._first(ends, arrays.tokens)
+        for p, (run, place) in zip(params.layers, self._layers, strict=True):
+            cache, x = run(p, cache, x, arrays, patterns, place)
+        return cache, *self._last(ends, x, arrays.sampled)
+
+
+def compiled_programs(step: Any) -> tuple[Any, ...]:
+    """The programs, each a `jax.stages.Compiled`, of a step that was compiled in either way, or of anything else."""
+    return step.programs if isinstance(step, StepByLayer) else (step,)
+
+
+def _whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
+    batches = [arrays.of_group(group) for group in range(len(arrays.slots))]
+    attend = paged_attend(
+        batches,
+        shape,
+        patterns,
+        layers=network.config.layers,
+        ropes=network.ropes,
+        num_rotated_sinks=network.num_rotated_sinks,
+        implementation=network.implementation,
+        alike=alike,
+        sink_logits=[p.sink_logits for p in params.layers],
+        places=network.places,
+    )
+    hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config)
+    return cache, hidden, hidden[arrays.sampled]
+
+
+def _first(params, tokens, *, network: Network):
+    return embedded(params, tokens, config=network.config)
+
+
+def _layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Network, shape, kind: int):
+    group, at, layer = place
+    spec = network.config.layers[kind]
+    attend = paged_attend(
+        [arrays.of_group(group)],
+        shape,
+        jax.tree.map(lambda numbers: numbers[layer][None], patterns),
+        layers=(spec,),
+        ropes=(network.ropes[kind],),
+        num_rotated_sinks=network.num_rotated_sinks,
+        implementation=network.implementation,
+        alike=(0,),
+        sink_logits=(p.sink_logits,),
+        places=((0, at),),
+    )
+    x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec)
+    return cache, x
+
+
+def _last(params, x, sampled, *, network: Network):
+    hidden = final_norm(params, x, config=network.config)
+    return hidden, hidden[sampled]
