@@ -21,7 +21,7 @@ from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.pool import KVCache, make_cache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.patterns import AttentionPattern, PatternArrays, stack
+from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.movers import BlockMover
@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
 
     patterns: tuple[AttentionPattern, ...]
     alike: tuple[int, ...]
-    arrays: PatternArrays | None
+    arrays: Any
 
 
 class _Submitted(NamedTuple):

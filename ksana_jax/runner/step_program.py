@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import LayerSpec
@@ -43,7 +43,7 @@ class Network:
     places: tuple[tuple[int, int], ...]
     num_rotated_sinks: int
     implementation: Implementation
-    options: Mapping[str, Any] | None
+    options: dict[str, Any] | None
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -68,23 +68,23 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], *argum
       alike: see `paged_attend`.
       arguments: of the program, or their shapes.
     """
-    return network.jit(_whole, donated="cache", shape=shape, alike=alike).lower(*arguments)
+    return network.jit(step_whole, donated="cache", shape=shape, alike=alike).lower(*arguments)
 
 
 def lower_by_layer(
     network: Network, shape: StepShape, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays
 ) -> LoweredByLayer:
     """Lowers a step as programs that run in turn and together are the one of `lower_whole`."""
-    ends, place = params.replace(layers=()), (jax.ShapeDtypeStruct((), jnp.int32),) * 3  # pyright: ignore[reportAttributeAccessIssue]
-    x = jax.eval_shape(functools.partial(_first, network=network), ends, arrays.tokens)
+    ends, place = params.replace(layers=()), (jax.ShapeDtypeStruct((), np.int32),) * 3  # pyright: ignore[reportAttributeAccessIssue]
+    x = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays.tokens)
     layers = {
-        kind: network.jit(_layer, donated="cache", shape=shape, kind=kind).lower(
+        kind: network.jit(step_layer, donated="cache", shape=shape, kind=kind).lower(
             params.layers[kind], cache, x, arrays, patterns, place
         )
         for kind in dict.fromkeys(network.kinds)
     }
-    first = network.jit(_first).lower(ends, arrays.tokens)
-    return LoweredByLayer(network, first, layers, network.jit(_last).lower(ends, x, arrays.sampled))
+    first = network.jit(step_first).lower(ends, arrays.tokens)
+    return LoweredByLayer(network, first, layers, network.jit(step_last).lower(ends, x, arrays.sampled))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class StepByLayer:
         self._first, self._last = first, last
         places = [(group, at, layer) for layer, (group, at) in enumerate(network.places)]
         self._layers = [
-            (layers[kind], jax.device_put(jax.tree.map(jnp.int32, place)))
+            (layers[kind], jax.device_put(tuple(map(np.int32, place))))
             for kind, place in zip(network.kinds, places, strict=True)
         ]
 
@@ -130,7 +130,7 @@ def compiled_programs(step: Any) -> tuple[Any, ...]:
     return step.programs if isinstance(step, StepByLayer) else (step,)
 
 
-def _whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
+def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
     batches = [arrays.of_group(group) for group in range(len(arrays.slots))]
     attend = paged_attend(
         batches,
@@ -148,11 +148,11 @@ def _whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
     return cache, hidden, hidden[arrays.sampled]
 
 
-def _first(params, tokens, *, network: Network):
+def step_first(params, tokens, *, network: Network):
     return embedded(params, tokens, config=network.config)
 
 
-def _layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Network, shape, kind: int):
+def step_layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Network, shape, kind: int):
     group, at, layer = place
     spec = network.config.layers[kind]
     attend = paged_attend(
@@ -171,6 +171,6 @@ def _layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Networ
     return cache, x
 
 
-def _last(params, x, sampled, *, network: Network):
+def step_last(params, x, sampled, *, network: Network):
     hidden = final_norm(params, x, config=network.config)
     return hidden, hidden[sampled]
