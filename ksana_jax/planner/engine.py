@@ -16,7 +16,6 @@ from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.contract import StepShape
 from ksana_jax.units import byte_size
 
 logger = logging.getLogger("ksana_jax")
@@ -121,7 +120,6 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
       runner: warmed up; its largest compiled step is taken.
       baseline: resident memory of the process before the weights, `process.resident_bytes`.
     """
-    steps = [key for key in runner.programs if isinstance(key, StepShape)]
     measured = max(map(program_bytes, runner.programs.values()), default=None)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params) if isinstance(leaf, jax.Array))
     host = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)) - weights
@@ -130,7 +128,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
         peak = plan.weights_bytes + plan.pool_bytes + plan.step_bytes
         if runner.platform == "cpu":
             # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
-            compiled = compiled_bytes(steps, len(runner.programs), runner.config.num_layers)
+            compiled = compiled_bytes(runner.programs)
             peak = None if baseline is None else baseline + compiled + host + runner.mover.host_blocks.nbytes + peak
     return {
         "weights": Compared(plan.weights_bytes, weights),

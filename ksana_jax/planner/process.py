@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
+from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import StepShape
 from ksana_jax.units import MIB
 
-# What the compiler leaves behind when it is first used, what each program keeps, and what a step keeps for each layer
-# and part (decodes, tiles). Measured on XLA:CPU of jax 0.10.2, models of 2 to 16 layers, 6 to 36 programs; 0.12 alike.
-# From run to run, and with what else the machine does, the compiler takes up to 20 MiB more or less.
+# What the compiler leaves behind when it is first used, what each function keeps, and what a step keeps for each part
+# (decodes, tiles) and each program of layers. Measured on XLA:CPU of jax 0.10.2, with ksana-tiny and eight layers of
+# bench-s and 10 to 28 functions. The compiler takes up to 20 MiB more or less from run to run.
 # Where all programs come from the compilation cache, the compiler is never used and about 100 MiB of it are not taken.
-COMPILER_BYTES = 158 * MIB
-PROGRAM_BYTES = 3 * MIB
-LAYER_PART_BYTES = 3 * MIB // 2
+COMPILER_BYTES = 165 * MIB
+FUNCTION_BYTES = 4 * MIB
+LAYER_PROGRAM_PART_BYTES = 5 * MIB
 
 
 def resident_bytes(highest: bool = False) -> int | None:
@@ -47,12 +49,8 @@ def device_peak_bytes() -> int | None:
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def compiled_bytes(steps: Sequence[StepShape], num_programs: int, num_layers: int) -> int:
-    """What XLA:CPU keeps of programs in the process's memory.
-
-    Args:
-      steps: those that are steps of the network.
-      num_programs: all of them.
-    """
-    parts = sum(len(step.parts) for step in steps)
-    return COMPILER_BYTES + num_programs * PROGRAM_BYTES + parts * num_layers * LAYER_PART_BYTES
+def compiled_bytes(functions: Mapping[Any, Any]) -> int:
+    """What XLA:CPU keeps of compiled functions in the process's memory. functions: `Runner.programs`."""
+    steps = [(key, compiled_programs(found)) for key, found in functions.items() if isinstance(key, StepShape)]
+    parts = sum(len(shape.parts) * (len(programs) - 2) for shape, programs in steps)
+    return COMPILER_BYTES + len(functions) * FUNCTION_BYTES + parts * LAYER_PROGRAM_PART_BYTES
