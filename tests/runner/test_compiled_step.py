@@ -141,7 +141,7 @@ def test_the_programs_of_the_layers_give_what_one_program_gives(shape):
     positions, slots = np.concatenate(own, axis=1).astype(np.int32)
     tokens, sampled = rng.integers(2, VOCAB, shape.num_tokens), np.arange(shape.max_sampled)
     starts = np.broadcast_to(16 * np.arange(4), (1, num_tiles, 4))
-    arrays = StepArrays(tokens, positions, slots[None], blocks[None], starts, sampled)
+    arrays = StepArrays(tokens, positions, positions[None], slots[None], blocks[None], starts, sampled)
     arrays = StepArrays(*(None if x is None else np.asarray(x, np.int32) for x in arrays))
     before, found = rng.standard_normal(runner.cache.kv.shape, np.float32), []
     for step in (runner.compile_step(shape), runner.lower_step(shape).compile()):
