@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import int4, reference
 from pallas_kernels.arguments import Spec, make
@@ -47,6 +49,18 @@ def expected(spec: Spec):
 def check(kernel: Kernel, spec: Spec) -> None:
     """Asserts that a kernel gives the reference's result and log-sum-exp."""
     compare(_jitted(kernel.run, kernel.tuning)(make(spec)), spec)
+
+
+def expect_unsupported_is_named(kernel: Kernel, spec: Spec) -> None:
+    """Asserts that a Hopper kernel says of specs that it cannot serve what is the matter."""
+    for changes, message in (
+        ({"head_dim": 80}, "head dim of 80"),
+        ({"block_size": 8}, "blocks of 8 tokens"),
+        ({"num_heads": 130, "num_kv_heads": 1}, "130 query heads to a kv head"),
+        ({"dtype": "float32"}, "keys and values in float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            kernel(make(dataclasses.replace(spec, **changes)))
 
 
 def compare(result: Result, spec: Spec) -> None:

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout, make
+from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout
 from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper import prefill
 from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, TILE, piece_tokens, schedule
 from pallas_kernels.patterns import FAR, Pattern
-from tests.pallas_kernels.contract import check
+from tests.pallas_kernels.contract import check, expect_unsupported_is_named
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 
 KERNEL = prefill.KERNEL.tuned(interpret=PARAMS)
@@ -109,15 +109,4 @@ def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(patter
 
 
 def test_what_the_kernel_lacks_is_named():
-    def attempt(**changes):
-        spec = dataclasses.replace(Spec(rows=((5, 5),), q_tile=32), **changes)
-        KERNEL(make(spec))
-
-    for changes, message in (
-        (dict(head_dim=80), "head dim of 80"),
-        (dict(block_size=8), "blocks of 8 tokens"),
-        (dict(num_heads=130, num_kv_heads=1), "130 query heads to a kv head"),
-        (dict(dtype="float32"), "keys and values in float32"),
-    ):
-        with pytest.raises(NotImplementedError, match=message):
-            attempt(**changes)
+    expect_unsupported_is_named(KERNEL, Spec(rows=((5, 5),), q_tile=32))
