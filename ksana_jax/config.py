@@ -1,4 +1,4 @@
-"""What a model and an engine are made of, as frozen values. Knows no arrays, no files."""
+"""Configurations of models and engines, as frozen values. Knows no arrays, no files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def problems(self) -> list[str]:
-        """Everything that makes this shape impossible, one sentence each; empty when it is sound."""
+        """Returns the problems of this shape, one sentence each; empty if it is valid."""
         sizes = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "max_position")
         found = [problem for name in sizes if (problem := checks.integer(name, getattr(self, name)))]
         if not found and self.num_heads % self.num_kv_heads:
@@ -96,7 +96,7 @@ class ModelConfig:
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer is made of."""
+        """The specification of each layer."""
         attention = functools.partial(
             AttentionSpec,
             num_heads=self.num_heads,
@@ -119,7 +119,7 @@ class ModelConfig:
         )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
-        """The same model cut off after a number of layers."""
+        """Returns the config of this model truncated to its first layers."""
         rope, pattern = (v[:num_layers] if isinstance(v, tuple) else v for v in (self.rope, self.pattern))
         return dataclasses.replace(self, num_layers=num_layers, rope=rope, pattern=pattern)
 
@@ -236,5 +236,5 @@ class EngineConfig:
         )
 
     def plain(self) -> dict[str, Any]:
-        """Returns the fields as values that JSON can hold, for records: a policy of your own goes by its name."""
+        """Returns the fields as JSON values for records; a custom policy is given by its name."""
         return {f.name: name_of(getattr(self, f.name)) for f in dataclasses.fields(self)}

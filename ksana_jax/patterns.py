@@ -44,13 +44,13 @@ class PatternArrays(NamedTuple):
         return mask.visible(self, q_pos, kv_pos)
 
     def repositioned(self, q_pos, kv_pos):
-        """Whether each key is a sink that a query looks at from elsewhere than its own position; shapes broadcast."""
+        """Whether each key is a repositioned sink for each query; shapes broadcast."""
         return mask.repositioned(self, q_pos, kv_pos)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPattern:
-    """Which keys j a query i sees: j <= i and (near, or sink, or global), where
+    """Decides which keys j a query i sees: j <= i and (near, or sink, or global), where
 
       near    i - j < window and (i - j) % stride == 0
       sink    j < num_sinks
@@ -104,12 +104,12 @@ class AttentionPattern:
 
     @property
     def num_rotated_sinks(self) -> int:
-        """Sinks that queries look at from elsewhere than their own positions."""
+        """Number of repositioned sinks, at which queries look from a position other than their own."""
         return 0 if self.sink_position == "absolute" else self.num_sinks
 
     @property
     def ceiling(self) -> int:
-        """Largest distance at which a sink beyond the window is seen, in tokens; FAR where there is no limit."""
+        """Maximum distance in tokens at which a sink beyond the window is seen; FAR if there is no limit."""
         if self.sink_position != "ceiling":
             return FAR
         return self.sink_ceiling or self.window or FAR
@@ -165,7 +165,7 @@ FULL = AttentionPattern()
 
 
 def per_layer(pattern: AttentionPattern | Sequence[AttentionPattern], num_layers: int) -> tuple[AttentionPattern, ...]:
-    """One pattern for each layer, from one for all or a list.
+    """Returns one pattern per layer, from one for all layers or a list.
 
     Raises:
       ValueError: the list does not have num_layers entries.
@@ -185,7 +185,7 @@ def stack(patterns: Sequence[AttentionPattern]) -> PatternArrays:
 
 @dataclasses.dataclass(frozen=True)
 class LiveRange:
-    """What at least one layer can still see: the union of all layers' patterns, for freeing blocks.
+    """Positions that at least one layer can still see, the union of the layers' patterns; decides what may be freed.
 
     window is None where some layer sees everything. globals_every holds the distinct strides of global positions.
     """
@@ -227,7 +227,7 @@ class LiveRange:
         return dead
 
     def max_live_blocks(self, block_size: int, max_tokens: int, chunk: int = 1) -> int:
-        """Most blocks one sequence holds at once while it computes chunks of up to `chunk` tokens.
+        """Returns the maximum number of blocks of one sequence while it computes chunks of up to `chunk` tokens.
 
         Args:
           max_tokens: length at which the sequence ends.

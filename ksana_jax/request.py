@@ -1,4 +1,4 @@
-"""What a user asks and gets back. Knows no scheduling, no arrays."""
+"""Requests and their outputs, as users see them. Knows no scheduling, no arrays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _check_ids(name: str, ids: Iterable[Any]) -> None:
 
 
 def _taking_vllm_names(kind: type[T]) -> type[T]:
-    """Lets a dataclass be made with keywords of vLLM's that it has no fields for; see `vllm_names`."""
+    """Makes a dataclass accept vLLM's keywords that are not its fields; see `vllm_names`."""
     init = kind.__init__
     fields = {f.name for f in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
 
@@ -51,7 +51,7 @@ def _taking_vllm_names(kind: type[T]) -> type[T]:
 @_taking_vllm_names
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens of one request are chosen; names and meaning as in vLLM, see docs/coming-from-vllm.md.
+    """Sampling parameters of a request; names and meanings as in vLLM, see docs/coming-from-vllm.md.
 
     Args:
       n: completions per prompt; with beam_width, how many of the best beams are returned.
@@ -196,7 +196,7 @@ class SamplingParams:
         _check_ids("allowed_token_ids", allowed)
 
     def max_len(self, num_prompt: int, max_model_len: int) -> int:
-        """Tokens at which a sequence ends, prompt included."""
+        """Number of tokens at which a sequence ends, prompt included."""
         return max_model_len if self.max_tokens is None else min(num_prompt + self.max_tokens, max_model_len)
 
     @property
@@ -207,7 +207,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for the request at once."""
+        """Number of sequences that the request runs at once."""
         return max(self.n, self.beam_width)
 
     @property
@@ -216,13 +216,13 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether it changes scores before one is chosen."""
+        """Whether penalties or biases change the scores."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalties or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
 
 class RequestInput(NamedTuple):
-    """One prompt and how it is to be completed.
+    """One prompt and the parameters for completing it.
 
     Args:
       prompt_token_ids: integers [n].
@@ -241,7 +241,7 @@ class RequestInput(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """Log-probability of a token and its rank, 1 for the most probable."""
+    """A token's log-probability, and its rank: 1 for the most probable."""
 
     logprob: float
     rank: int
@@ -272,7 +272,7 @@ class CompletionOutput:
 
 @dataclasses.dataclass
 class RequestMetrics:
-    """Times in seconds on the engine's clock; None where it has not come to that.
+    """Times of a request in seconds on the engine's clock; None for events that have not happened.
 
     ttft_s: from arrival to the first token. tpot_s: mean time per later token of the longest completion.
     num_output_tokens: of all completions. num_preemptions: times it had to make room. num_cached_tokens: of its prompt,
@@ -302,7 +302,7 @@ class RequestMetrics:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """What a request has given so far.
+    """The output of a request so far.
 
     prompt_logprobs: None for the first prompt token, which nothing predicts, then {token_id: Logprob} for each; None
     unless asked for.

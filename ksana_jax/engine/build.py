@@ -42,7 +42,7 @@ def build_engine(
     programs: dict[Any, Any] | None = None,
     **memory: Any,
 ) -> Engine:
-    """Joins scheduler, KV memory, batch builder and executor into an engine.
+    """Builds an engine from scheduler, KV memory, batch builder and executor.
 
     What takes no time is checked first, then the pool is sized, for which a step may have to be compiled, and then the
     weights are read.
@@ -92,7 +92,7 @@ def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
 
 
 class _DeviceHalf(NamedTuple):
-    """What computes the steps of an engine, and what the host half must know of it.
+    """The executor of an engine, and what the host half must know about it.
 
     config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
     """
@@ -112,7 +112,7 @@ def _on_device(
     patterns: Seq[AttentionPattern],
     programs: dict[Any, Any] | None,
 ) -> _DeviceHalf:
-    """A runner on jax's first device."""
+    """Creates a runner on jax's first device."""
     # Imported here: an engine around another executor needs no jax.
     import jax
 
@@ -160,7 +160,7 @@ def _on_device(
 
 
 def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any]) -> Scheduler:
-    """The scheduler with its memory, some of whose arguments may be replaced."""
+    """Creates the scheduler with its KV memory. replaced: arguments of KVMemory that override the defaults."""
     config, disk = half.config, None
     if config.disk_cache_dir is not None:
         format = BlockFormat.of(half.layout, half.index.scope.model)
@@ -200,7 +200,7 @@ def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Bat
 
 
 def recompute_cost(model: ModelConfig, num_params: int, block_size: int) -> Callable[[int], float]:
-    """Operations to compute a block at a text position, relative to the first block: attention grows with the text."""
+    """Returns the operations to compute a block at a text position, relative to the first block."""
     per_token = 2 * num_params
     per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
 

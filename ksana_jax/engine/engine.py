@@ -167,7 +167,7 @@ class Engine:
           what is new.
 
         Raises:
-          RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
+          RuntimeError: a failure in a step of another thread or stream has ended the requests.
           KeyboardInterrupt: Ctrl-C was pressed; in the main thread, and between steps unless it was pressed twice.
         """
         news: dict[Request, None] = {}
@@ -194,7 +194,7 @@ class Engine:
         for request in news:
             if request.failure is not None:
                 raise RuntimeError(
-                    f"the request was ended by what went wrong in a step of another: {request.completions[0].error}"
+                    f"the request was ended by a failure in another request's step: {request.completions[0].error}"
                 ) from request.failure
         outputs = [report(request) for request in news]
         news.clear()

@@ -1,4 +1,4 @@
-"""Makes requests and their sequences, checked and numbered, before they enter the engine. Knows no steps."""
+"""Checks and numbers new requests and their sequences before they enter the engine. Knows no steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def seed_of(params: SamplingParams, index: int, engine_seed: int, number: int) -> int:
-    """Seed of one completion's random stream.
+    """Returns the seed of one completion's random stream.
 
     Args:
       number: of the request; requests without a seed of their own draw one from it and the engine's seed.
@@ -40,7 +40,7 @@ def seed_of(params: SamplingParams, index: int, engine_seed: int, number: int) -
 
 
 class Intake:
-    """Checks and makes the requests of one engine.
+    """Checks and creates the requests of one engine.
 
     Args:
       scheduler: its rows and its pool must be able to hold them.
@@ -57,7 +57,7 @@ class Intake:
     def new_requests(
         self, asked: Seq[RequestInput], *, clock: Callable[[], float], taken: Container[str]
     ) -> list[Request]:
-        """Makes requests, all or none.
+        """Creates requests, all or none.
 
         Args:
           clock: asked for the arrival of each.
@@ -101,7 +101,7 @@ class Intake:
         return bad_words
 
     def _check_room(self, count: int, params: SamplingParams) -> None:
-        """Checks that the rows and the pool can hold what a prompt of `count` tokens needs."""
+        """Checks that rows and pool have room for a prompt of `count` tokens."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
@@ -168,7 +168,7 @@ class Intake:
         )
 
     def new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
-        """Makes a beam of a request: its prompt, or a continuation of it."""
+        """Creates a beam of a request, from its prompt or a continuation of it."""
         seq = self._new_sequence(request, token_ids, salt)
         count = num_candidates(request.params.beam_width, seq.stop_ids)
         seq.params = SamplingParams(temperature=0, logprobs=count, max_tokens=request.params.max_tokens)

@@ -1,4 +1,4 @@
-"""The front door: `LLM.generate`. Loads a model, sizes the pool, turns prompts into requests and runs the engine."""
+"""The public class `LLM`: loads a model, sizes the pool, turns prompts into requests and runs the engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LLM:
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
-        """An engine around weights that are already in memory."""
+        """Creates an LLM from weights that are already in memory."""
         self = cls.__new__(cls)
         self.name, config, before = "from_params", engine_config(settings), resident_bytes()
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -89,7 +89,7 @@ class LLM:
 
     @classmethod
     def around(cls, engine: Engine) -> LLM:
-        """An engine that `build_engine` has made, whose executor is a `Runner`."""
+        """Wraps an engine from `build_engine` whose executor is a `Runner`."""
         self = cls.__new__(cls)
         self.name = "around"
         self._take(engine, None)
@@ -129,7 +129,7 @@ class LLM:
         self._resident_before = resident_before
 
     def close(self) -> None:
-        """Writes to disk what is to be kept there, and lets the folder go.
+        """Writes cached prefixes to disk, if there is a disk tier, and unlocks its folder.
 
         Raises:
           RuntimeError: requests are running.
@@ -142,7 +142,7 @@ class LLM:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends what still runs, and closes."""
+        """Ends running requests, and closes."""
         for request_id in list(self.engine.requests):
             self.engine.abort(request_id)
         self.close()
@@ -162,22 +162,22 @@ class LLM:
 
     @property
     def num_compilations(self) -> int:
-        """Functions compiled so far."""
+        """Number of functions compiled so far."""
         return self.runner.num_compilations
 
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
-        """What each layer attends to."""
+        """The attention pattern of each layer."""
         return self.runner.patterns
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         return self.engine.scheduler.blocks.num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
+        """Bytes of one block: keys and values of its group of layers."""
         return self.runner.layout.block_bytes
 
     @property
@@ -193,7 +193,7 @@ class LLM:
         self.engine.records.clear()
 
     def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
-        """Changes what is attended to, without loading or compiling anything; None takes the model's own.
+        """Changes the attention pattern without loading or compiling anything; None takes the model's own.
 
         Layers stay in the groups of the pattern that this engine was made with, and a group keeps what any of its
         layers sees: where layers differ, an engine made with their patterns holds less.
@@ -258,7 +258,7 @@ class LLM:
 
         Raises:
           ValueError: a request can never be served; then none of this call is, and others go on.
-          RuntimeError: what went wrong in a step of another thread or stream has ended the requests.
+          RuntimeError: a failure in a step of another thread or stream has ended the requests.
         """
         vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
         requests, outputs = self._make_requests(prompts, sampling_params, prompt_token_ids, streams=False), {}
@@ -276,7 +276,7 @@ class LLM:
         *,
         delta: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Completes prompts, yielding what a request has so far whenever it has more.
+        """Completes prompts, and yields a request's output so far whenever it has grown.
 
         Requests that are unfinished when the reader stops are aborted.
 
@@ -312,7 +312,7 @@ class LLM:
         return self.tokenizer
 
     def chat_prompts(self, messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]]) -> list[Prompt]:
-        """Lays conversations out with the chat template, as prompts for `generate` and `stream`."""
+        """Formats conversations with the chat template, as prompts for `generate` and `stream`."""
         return chat_prompts(messages, self.tokenizer)
 
     def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Keywords of `LLM` as a configuration, and what a configuration cannot check by itself. No jax."""
+"""Turns keywords of `LLM` into a configuration, and checks what the configuration cannot check itself. No jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ksana_jax.scheduler.policies import find_scheduling_policy
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Returns the configuration that keywords of `LLM` ask for, vLLM's among them.
+    """Returns the configuration for keywords of `LLM`, including vLLM's.
 
     Raises:
       ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
@@ -24,7 +24,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
-    """Returns a configuration in which the dtype "auto" has become that of the weights.
+    """Returns a configuration with dtype "auto" replaced by that of the weights.
 
     Raises:
       ConfigError: there are no weights to take it from.
@@ -37,7 +37,7 @@ def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
 
 
 def check_policies(config: EngineConfig) -> EngineConfig:
-    """Returns a configuration after a look at what its policies name, which `config` itself cannot import.
+    """Checks the names of a configuration's policies, which `config` itself cannot import; returns the configuration.
 
     Raises:
       ConfigError: there is no such policy.

@@ -1,5 +1,5 @@
-"""What a KV block is: which arrays the pool has, and which layers share a block. Knows layers, heads and bytes; no jax,
-no owners.
+"""The layout of KV blocks: the arrays of a pool, and the layers that share a block. Knows layers, heads and bytes; no
+jax, no owners.
 
 This is the only place that knows how large a block is. Device pool, host slots and disk files hold whole blocks and map
 over the leaves, so a codec that adds an array (scales, positions) changes nothing but the leaves.
@@ -58,8 +58,8 @@ class KVGroup:
 
 
 def group_layers(patterns: Sequence[AttentionPattern]) -> tuple[KVGroup, ...]:
-    """Groups layers that keep the same positions, equally many in each group: then all blocks are equally large, and
-    one free list serves all groups.
+    """Groups layers that keep the same positions, with the same number of layers per group, so that all blocks have
+    the same size and one free list serves all groups.
 
     8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
     unused room: at most an eighth of what the layers of that kind take.
@@ -81,7 +81,7 @@ def group_layers(patterns: Sequence[AttentionPattern]) -> tuple[KVGroup, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """What the blocks of a pool hold.
+    """Describes the contents of a pool's blocks.
 
     Args:
       groups: each block belongs to one of them and holds the layers of that group.
@@ -105,7 +105,7 @@ class KVLayout:
         block_size: int,
         platform: str,
     ) -> KVLayout:
-        """The layout of a model's pool.
+        """Returns the layout of a model's pool.
 
         Args:
           patterns: one for each layer; None takes the model's own.
@@ -125,7 +125,7 @@ class KVLayout:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer its group, and its index among the group's layers."""
+        """Returns for each layer its group, and its index among the group's layers."""
         found = {layer: (g, at) for g, group in enumerate(self.groups) for at, layer in enumerate(group.layers)}
         return tuple(found[layer] for layer in range(len(found)))
 
@@ -140,15 +140,15 @@ class KVLayout:
         return len(self.groups) * self.block_bytes // self.block_size
 
     def blocks_of(self, max_tokens: int, chunk: int = 1) -> int:
-        """Most blocks that a sequence holds at once in all groups; arguments as of `table_width`."""
+        """Returns the maximum number of blocks of a sequence in all groups; arguments as in `table_width`."""
         return sum(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
 
     def leaf(self, name: str) -> Leaf:
-        """The leaf of a name; "kv" holds keys and values."""
+        """Returns the leaf with this name; "kv" holds keys and values."""
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
     def table_width(self, max_tokens: int, chunk: int = 1) -> int:
-        """Most blocks that a sequence holds at once in one group while it computes chunks of up to `chunk` tokens.
+        """Returns the maximum number of blocks of a sequence in one group, with chunks of up to `chunk` tokens.
 
         Args:
           max_tokens: length at which the sequence ends.
@@ -156,7 +156,7 @@ class KVLayout:
         return max(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
 
     def local(self, num_devices: int) -> KVLayout:
-        """What one of several devices holds of a pool that they share by kv head: all blocks, of its heads alone.
+        """Returns one device's layout of a pool that several devices share by kv head: all blocks, only its heads.
 
         Raises:
           ValueError: the heads do not divide.
@@ -172,7 +172,7 @@ class KVLayout:
         return dataclasses.replace(self, leaves=tuple(map(share, self.leaves)))
 
     def split(self, blocks: np.ndarray) -> dict[str, np.ndarray]:
-        """Views [n, *shape] of the leaves in blocks [n, block_bytes] of bytes, where one leaf follows the other."""
+        """Returns views [n, *shape] of the leaves in blocks [n, block_bytes] of bytes, which hold leaf after leaf."""
         found, start = {}, 0
         for leaf in self.leaves:
             part = blocks[:, start : start + leaf.nbytes]

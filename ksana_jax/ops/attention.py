@@ -1,4 +1,4 @@
-"""Paged attention: the contract, and the XLA reference that all others are held to."""
+"""Paged attention: the contract, and the XLA reference against which all implementations are tested."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
 
 
 class PartialAttention(NamedTuple):
-    """Attention of queries [T] to some of their keys, in float32, to be merged with that to others.
+    """Attention of queries [T] to some of their keys, in float32, to be merged with other parts.
 
     top: [T, N] largest score, -inf where a query saw none. total: [T, N] sum of exp(score - top). out: [T, N, H] values
     weighted by exp(score - top).
@@ -116,7 +116,7 @@ class PartialAttention(NamedTuple):
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
-    """Attention of the same queries to the keys of both. Source: online softmax, arXiv:1805.02867, section 3."""
+    """Merges partial attention of the same queries to different keys (online softmax, arXiv:1805.02867, section 3)."""
     top = jnp.maximum(a.top, b.top)
     base = jnp.where(jnp.isfinite(top), top, 0.0)  # exp(-inf - 0) is 0 for queries that have seen nothing yet
     fade_a, fade_b = jnp.exp(a.top - base), jnp.exp(b.top - base)
@@ -126,12 +126,12 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
 
 
 def normalised(seen: PartialAttention) -> jax.Array:
-    """Softmax-weighted values [T, N, H]; zeros for queries that saw nothing."""
+    """Returns the softmax-weighted values [T, N, H]; zeros for queries that saw nothing."""
     return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
 
 
 class _Tiles(NamedTuple):
-    """Tiles of Q queries, each with a block table of its own; or one value for each of these arrays.
+    """Tiles of Q queries, each with its own block table; or one value for each of these arrays.
 
     q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. tables, starts:
     [S, P].
@@ -148,7 +148,7 @@ PADDING = _Tiles(q=0, q_sink=0, positions=-1, tables=0, starts=FAR)
 
 
 def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
-    """Attention of single tokens to the blocks that their groups share: a group is a tile of queries with one table."""
+    """Attends single tokens to the blocks that their groups share; a group is a tile of queries with one table."""
     batch, shape = context.batch, context.shape
     rows, groups, count = shape.shared_rows, shape.num_groups, shape.parts[0].count
 
@@ -162,7 +162,7 @@ def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialA
 
 
 def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> PartialAttention:
-    """Attention of S*Q tokens, in small groups of tiles whose tables are alike in length."""
+    """Attends S*Q tokens, in small groups of tiles whose tables have similar lengths."""
     s, width = tiles.positions.shape
     group = max(GROUP_QUERIES // width, 1)
     if s <= group:
@@ -184,7 +184,7 @@ def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> P
 
 
 def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> PartialAttention:
-    """Attention of S*Q tokens, a piece of their block tables at a time, with an online softmax.
+    """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
     width P that the step was compiled for.
@@ -249,7 +249,7 @@ def _absorb_sinks(
 def _absorb(
     state: PartialAttention, q_SKRH, k_SKCH, v_SKCH, kv_pos_SC, tiles: _Tiles, context: AttentionContext, sinks=False
 ) -> PartialAttention:
-    """One step of the online softmax: adds the keys that these queries see, or of them those that are repositioned."""
+    """Adds the visible keys, or only the repositioned ones, to the online softmax."""
     q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
     chosen_SQC = context.pattern.visible(q_pos, kv_pos)
     if tiles.q_sink is not None:
@@ -273,7 +273,7 @@ def _absorb(
 
 
 def sink_query_position(pattern: PatternArrays, positions, sink):
-    """Where queries at some positions stand when they look at a repositioned sink; shapes broadcast.
+    """Returns the positions from which queries look at a repositioned sink; shapes broadcast.
 
     StreamingLLM's stand at one place for all sinks, LM-Infinite's at `sink_ceiling` from each. Where the keys of all
     sinks are turned back to position 0, that is sink 0.

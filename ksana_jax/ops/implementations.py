@@ -15,7 +15,7 @@ from ksana_jax.ops.requirements import Requirements
 
 
 class Implementation(NamedTuple):
-    """One that keeps the contracts of `attention.write` and `attention.ragged_paged_attention`.
+    """An implementation with the contracts of `attention.write` and `attention.ragged_paged_attention`.
 
     schedule: (context, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None where there
       is nothing to share.
@@ -71,7 +71,7 @@ IMPLEMENTATIONS = (
 
 
 def choose(needs: Requirements, name: str = "auto") -> Implementation:
-    """The first implementation that serves some needs, or the one of a name.
+    """Returns the first implementation that supports the requirements, or the one with the given name.
 
     Raises:
       ValueError: there is none of that name, or it does not serve.
@@ -88,7 +88,7 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
 
 
 def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
-    """For each implementation of paged attention: its name, whether it is the one used, and why (not).
+    """Returns, for each implementation of paged attention, its name, whether it is used, and why (not).
 
     Args:
       needs: by default those of a Llama-8B in bfloat16 with blocks of 64, on this process's device.

@@ -1,4 +1,4 @@
-"""Kernels of `pallas_kernels` behind the engine's contract: steps taken apart into decodes, tiles and shared blocks."""
+"""Runs the kernels of `pallas_kernels` on the engine's steps, split into decodes, tiles and shared blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
 
 
 class Kernels(NamedTuple):
-    """Kernels that together serve a step.
+    """The kernels that together serve a step.
 
     decode, ragged: for tiles of one query and of more.
     prefill: for tiles of PREFILL_ROWS and more rows, queries x query heads of a group, where it takes them.
@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
     kv_write: Kernel[Written] | None = None
 
     def serving(self, call: Call, asked: contract.Call) -> Kernel[Result]:
-        """The kernel for one call."""
+        """Returns the kernel for one call."""
         if call.tile == 1:
             return self.decode
         # What is shared is few tiles over many keys: they are split among all workers by the other one alone.
@@ -55,7 +55,7 @@ class Kernels(NamedTuple):
         return self.ragged if self.prefill.unsupported(asked) else self.prefill
 
     def schedule(self, context: AttentionContext, cache: KVCache, num_heads: int) -> tuple[Any, ...]:
-        """What layers with one pattern share in a step: one for each call of a kernel."""
+        """Computes the work lists of a step, one per kernel call, which layers with one pattern share."""
         pattern, found = kernel_pattern(context.pattern), []
         for call in calls(context.batch, context.shape):
             tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
@@ -68,7 +68,7 @@ class Kernels(NamedTuple):
     def write(
         self, q, k, v, cache: KVCache, context: AttentionContext, angles, scale: float
     ) -> tuple[Queries, KVCache]:
-        """As `attention.write`, with queries for sinks [T, J, N, H], one for each of the J rotated sinks."""
+        """Does `attention.write`; also returns sink queries [T, J, N, H], one per repositioned sink."""
         rope, sink_angles = context.rope, None
         if context.num_rotated_sinks:
             sinks = jnp.arange(context.num_rotated_sinks)
@@ -100,7 +100,7 @@ class Kernels(NamedTuple):
     def attend(
         self, queries: Queries, cache: KVCache, context: AttentionContext, work: tuple[Any, ...] | None
     ) -> jax.Array:
-        """As `attention.ragged_paged_attention`, on pools in bfloat16 and float16; gives the dtype of queries."""
+        """Does `attention.ragged_paged_attention` on bfloat16 and float16 pools; the result has the queries' dtype."""
         pattern, found = kernel_pattern(context.pattern), []
         for i, call in enumerate(calls(context.batch, context.shape)):
             q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
@@ -127,18 +127,18 @@ class Call(NamedTuple):
     shared: bool = False
 
     def take(self, x: jax.Array, fill) -> jax.Array:
-        """The tokens of x [T, ...] as tiles [S, tile, ...]."""
+        """Reshapes tokens of x [T, ...] to tiles [S, tile, ...]."""
         x = x[self.start : self.start + self.count]
         pad = ((0, -self.count % self.tile), *((0, 0),) * (x.ndim - 1))
         return jnp.pad(x, pad, constant_values=fill).reshape(-1, self.tile, *x.shape[1:])
 
     def give(self, x: jax.Array) -> jax.Array:
-        """Tiles [S, tile, ...] as tokens [count, ...]."""
+        """Reshapes tiles [S, tile, ...] to tokens [count, ...]."""
         return x.reshape(-1, *x.shape[2:])[: self.count]
 
 
 def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
-    """The calls that make up a step: its parts, then the first part over what groups of its tokens share."""
+    """Returns the kernel calls of a step: its parts, then the first part over the blocks that groups share."""
     made = []
 
     def add(start: int, count: int, tile: int, tables, starts, shared: bool = False) -> None:
@@ -153,7 +153,7 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
 
 
 def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
-    """One call of a kernel in its contract's form. Shared blocks hold neither repositioned sinks nor learned ones."""
+    """Converts a call to the kernels' contract. Shared blocks have neither repositioned nor learned sinks."""
     merges = context.shape.shared_rows > 0
     options = contract.Options(
         q_sink=None if call.shared else q_sink,
@@ -176,7 +176,7 @@ def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
-    """A layer's numbers for the kernels, which call them what `PatternArrays` does.
+    """Returns a layer's pattern for the kernels; fields have the names of `PatternArrays`.
 
     Raises:
       NotImplementedError: a pattern has fields that the kernels do not read.
@@ -187,19 +187,19 @@ def kernel_pattern(pattern: PatternArrays) -> Pattern:
 
 
 def _unread(pattern_fields: tuple[str, ...]) -> str | None:
-    """Why kernels cannot serve patterns of some fields, or None. The numbers are data: no value of them is exempt."""
+    """Returns why kernels cannot serve patterns with some fields, or None; independent of the fields' values."""
     unread = [name for name in pattern_fields if name not in Pattern._fields]
     return f"attention patterns have {', '.join(unread)}, which the kernels do not read" if unread else None
 
 
 def _seen(result: contract.Result) -> PartialAttention:
-    """A kernel's result as one of several that are merged: its log-sum-exp is the weight of all of it."""
+    """Returns a kernel's result as a partial result for merging, weighted by its log-sum-exp."""
     assert result.lse is not None
     return PartialAttention(result.lse, jnp.isfinite(result.lse).astype(jnp.float32), result.out)
 
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
-    """What kernels do not support of some needs, in their own words, or None."""
+    """Returns what the kernels do not support among the requirements, in their own words, or None."""
     if reason := _unread(needs.pattern_fields):
         return reason
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
@@ -209,7 +209,7 @@ def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
 
 
 def _example(needs: Requirements, tile: int) -> contract.Call:
-    """A call of one tile, by its shapes."""
+    """Returns the shapes of a call with one tile."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.dtype)
     queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_rotated_sinks
@@ -225,7 +225,7 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
 
 
 def _example_write(needs: Requirements) -> contract.Write:
-    """A write of two tokens, by its shapes."""
+    """Returns the shapes of a write of two tokens."""
     array = jax.ShapeDtypeStruct
     q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
     half = array((2, needs.head_dim // 2), jnp.float32)

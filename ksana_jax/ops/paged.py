@@ -1,4 +1,4 @@
-"""How queries meet keys in the engine: rotates, writes this step's keys and values to their blocks, attends."""
+"""Paged attention in a model's forward: rotates, writes this step's keys and values to their blocks, attends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def paged_attend(
     sink_logits: Sequence[jax.Array | None],
     places: Sequence[tuple[int, int]],
 ) -> Attend:
-    """An `Attend` whose state is the KVCache.
+    """Returns an `Attend` whose state is the KVCache.
 
     Args:
       batches: the step's arrays on the device, of each group of layers; see `StepArrays.of_group`.

@@ -1,4 +1,4 @@
-"""The paged KV pool on the device. Knows blocks and slots; who owns them is the host's business.
+"""The paged KV pool on the device. Knows blocks and slots, not their owners.
 
 The leaf "kv" [M, L, 2, K, B, H] holds keys (0) and values (1) of all layers, so that moving a block to another memory
 is one contiguous copy, and the compiled step has one large buffer to donate. It is read and written through a flat view
@@ -31,7 +31,7 @@ class KVCache:
         return self.leaves["kv"]
 
     def with_kv(self, kv: jax.Array) -> KVCache:
-        """The pool with other keys and values."""
+        """Returns the pool with other keys and values."""
         return KVCache(self.leaves | {"kv": kv})
 
     @property
@@ -50,7 +50,7 @@ class KVCache:
         return self.kv.reshape(-1, *self.kv.shape[4:])
 
     def _rows(self, layer: int, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Indices [..., K] into the flat view of keys and of values of blocks [...]."""
+        """Returns indices [..., K] into the flat view of the keys and values of blocks [...]."""
         _, num_layers, _, num_kv_heads, _, _ = self.kv.shape
         keys = ((block_ids * num_layers + layer) * 2 * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
         return keys, keys + num_kv_heads
@@ -64,7 +64,7 @@ class KVCache:
         return self.with_kv(kv)
 
     def read(self, layer: int, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [..., K, P*B, H] of one layer in blocks [..., P]; float32 where bits are stored in uint16."""
+        """Reads keys and values [..., K, P*B, H] of one layer from blocks [..., P]; float32 if bits are stored in uint16."""
         _, _, _, num_kv_heads, block_size, head_dim = self.kv.shape
         shape = (*block_ids.shape[:-1], num_kv_heads, block_ids.shape[-1] * block_size, head_dim)
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
@@ -84,5 +84,5 @@ class KVCache:
 
 
 def make_cache(layout: KVLayout, num_blocks: int) -> KVCache:
-    """An empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
+    """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
     return KVCache({leaf.name: jnp.zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves})

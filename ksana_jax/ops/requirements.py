@@ -1,4 +1,4 @@
-"""What an implementation of paged attention is asked to support. Knows a model, its pool and a device; no kernels."""
+"""Requirements on an implementation of paged attention. Knows a model, its pool and a device; no kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Requirements(NamedTuple):
     def of(
         cls, config: ModelConfig, layout: KVLayout, *, num_rotated_sinks: int = 0, device: Any = None
     ) -> Requirements:
-        """Those of a model and its pool on a device, by default jax's first one."""
+        """Returns the requirements of a model and its pool on a device, by default jax's first one."""
         device = device or jax.devices()[0]
         found = getattr(device, "compute_capability", None)
         return cls(

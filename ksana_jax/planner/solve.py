@@ -1,4 +1,4 @@
-"""Where the memory of a device goes for a model, and the largest batch, context and window. Allocates nothing."""
+"""Plans a device's memory for a model: the use of memory, and the largest batch, context and window. Allocates none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where the memory goes at a batch and a context, and the largest of each; bytes on the device.
+    """Memory use at a batch and a context, and the largest of each that fits; in bytes on the device.
 
     weights_bytes + step_bytes + alpha_bytes_per_request * batch + kv_bytes_per_token * tokens_held = total_bytes.
 
@@ -104,7 +104,7 @@ def plan(
 
 
 def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Callable[[str], Any] | None) -> StepCost:
-    """What a step takes, from steps compiled for the device if that can be done here."""
+    """Measures a step's memory, from steps compiled for the device if that is possible here."""
     target = compile_target(device)
     if target and say:
         say(f"compiling steps for {target.device}: about a minute")
@@ -121,7 +121,7 @@ def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Calla
 
 
 def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Plan:
-    """The plan at the request's batch and context, or at the largest batch and the model's max_position."""
+    """Returns the plan at the request's batch and context, or at the largest batch and the model's max_position."""
     asked, step, budget = memory.request, memory.step, memory.budget
     context = asked.context or config.max_position
     max_batch, width = memory.max_batch(context), memory.width(context)
@@ -158,7 +158,7 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
 
 
 def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
-    """The config of a directory, of a config.json or of a shipped model, and a name for it."""
+    """Reads the config of a directory, a config.json or a shipped model; returns it and a name."""
     path = model_path(model)
     if path.is_file():
         if path.name != "config.json":
@@ -178,7 +178,7 @@ def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -
 
 
 def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> Iterator[Change]:
-    """Limits under other settings; the step's buffers are assumed to stay as measured."""
+    """Returns the limits under other settings; the step's buffers are assumed unchanged."""
     for name, model, changed in _variants(config, memory.request, context):
         asked = dataclasses.replace(memory.request, **changed)
         other = Memory.of(model, asked, memory.budget, memory.step)
@@ -193,7 +193,7 @@ def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> I
 
 
 def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator[tuple[str, ModelConfig, dict]]:
-    """Name, model, and changed fields of the request."""
+    """Yields name, model, and changed fields of the request."""
     for heads, name in ((8, "GQA, 8 kv heads"), (1, "MQA, 1 kv head")):
         if heads < config.num_kv_heads and config.num_heads % heads == 0:
             yield name, dataclasses.replace(config, num_kv_heads=heads), {}

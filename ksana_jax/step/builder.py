@@ -1,4 +1,4 @@
-"""Lays a scheduled step out as padded arrays. No jax."""
+"""Turns scheduled steps into padded arrays. No jax."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BatchBuilder:
     min_saved_tokens: int = 256
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
-        """A scheduled step as an executor takes it.
+        """Returns a scheduled step as the input of an executor.
 
         Returns:
           The step, and for each of `batch.rows` the index in [0, T) of the last of its tokens that are computed.
@@ -72,7 +72,7 @@ class BatchBuilder:
         return step, ends
 
     def _with_decodes(self, shape: StepShape, decodes: np.ndarray, rows: Rows) -> StepArrays:
-        """The arrays of a step with its decodes filled in; the rest is padding."""
+        """Returns the arrays of a step with its decodes filled in; the rest is padding."""
         tokens, groups, width = shape.num_tokens, rows.num_groups, shape.table_width
         tables = groups, shape.num_tiles, width
         at = rows.num_computed[decodes]
@@ -123,7 +123,7 @@ class BatchBuilder:
         return shape, arrays, np.argsort(found.order).astype(np.int32)
 
     def _put_chunks(self, shape: StepShape, arrays: StepArrays, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
-        """Writes longer chunks into the tiles of the last part; returns where the last token of each went."""
+        """Writes longer chunks into the tiles of the last part; returns the index of each one's last token."""
         *_, ((_, size), tokens, tiles) = shape.places()
         tile, ends = 0, []
         for row, count in zip(batch.chunks.tolist(), batch.counts.tolist(), strict=True):
@@ -149,7 +149,7 @@ class BatchBuilder:
             arrays.block_starts[group, tiles, :width] = starts[:width]
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
-        """Fills in what the rows ask for beyond greedy tokens."""
+        """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
         running, sampled = batch.rows, batch.sampled
         if not np.count_nonzero(rows.asks[running]):  # a tenth of the time of any()
             return
