@@ -64,7 +64,7 @@ class KVCache:
         return self.with_kv(kv)
 
     def read(self, layer: int, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Reads keys and values [..., K, P*B, H] of one layer from blocks [..., P]; float32 if bits are stored in uint16."""
+        """Reads keys and values [..., K, P*B, H] of one layer from blocks [..., P]; uint16 bits become float32."""
         _, _, _, num_kv_heads, block_size, head_dim = self.kv.shape
         shape = (*block_ids.shape[:-1], num_kv_heads, block_ids.shape[-1] * block_size, head_dim)
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
