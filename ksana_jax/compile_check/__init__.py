@@ -1,1 +1,1 @@
-"""Compiles kernels and steps for hardware that is not there."""
+"""Compiles kernels and steps for absent hardware."""

@@ -1,4 +1,4 @@
-"""`ksana kernels check`: the kernels, and whole steps of the engine, compiled for a GPU where there is none."""
+"""`ksana kernels check`: compiles the kernels, and whole steps of the engine, for an absent GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = tuple(
 
 
 def cases(target: aot.Target) -> list[Case]:
-    """Steps of a Llama-8B shape in bfloat16, rows of up to 8k tokens, by implementation of paged attention."""
+    """Returns steps of a Llama-8B shape in bfloat16, rows of up to 8k tokens, by implementation of paged attention."""
     used, *others = ("hopper", "triton", "xla") if target.hopper else ("triton", "xla")
     return [
         Case(
@@ -52,7 +52,7 @@ def cases(target: aot.Target) -> list[Case]:
 
 
 def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: int = 4096):
-    """A step of the engine's own Runner. The pool of 4,096 blocks is 32 GiB."""
+    """Lowers a step of the engine's own Runner. The pool of 4,096 blocks is 32 GiB."""
     params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
     device = aot.device(target)
     runner = Runner(
@@ -71,7 +71,7 @@ def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: in
 
 
 def main(target: str, *, only: str, as_json: bool) -> int:
-    """Checks, prints, and returns the exit status: 1 when something failed, 2 when the extra is not installed.
+    """Runs and prints the checks; returns the exit status: 1 if something failed, 2 if the extra is not installed.
 
     Raises:
       ValueError: no such target, no such case.

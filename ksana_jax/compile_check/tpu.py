@@ -1,4 +1,4 @@
-"""`ksana kernels check --target v5e`: the engine's steps, and jax's own kernel, compiled for a TPU where there is none.
+"""`ksana kernels check --target v5e`: compiles the engine's steps, and jax's own kernel, for an absent TPU.
 
 The steps run the XLA path of attention. jax's kernel is compiled behind the contract, where it needs the visible blocks
 gathered, and over a pool that rests in the kernel's own order, where it needs nothing: see `tpu_attention`.
@@ -53,7 +53,7 @@ DECODE, PREFILL = (StepShape((part,), TABLE_WIDTH, max_sampled=8) for part in (P
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program. lower: (sharding of a device, num_blocks) to the lowered program."""
+    """A program to compile. lower: (sharding of a device, num_blocks) -> the lowered program."""
 
     name: str
     config: dict[str, Any]
@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 
 
 def _step(shape: StepShape, sharding, num_blocks: int):
-    """A step of the engine's own Runner."""
+    """Lowers a step of the engine's own Runner."""
     device = next(iter(sharding.device_set))
     runner = Runner(
         LLAMA,
@@ -91,7 +91,7 @@ def _step(shape: StepShape, sharding, num_blocks: int):
 
 
 def _gathered(shape: StepShape, sharding, num_blocks: int):
-    """Attention of one layer behind the contract."""
+    """Lowers one layer's attention by jax's kernel behind the contract."""
     q, tables, starts, positions, _ = tiles(shape)
     pool = (num_blocks, LLAMA.num_layers, 2, LLAMA.num_kv_heads, BLOCK_SIZE, LLAMA.head_dim)
 
@@ -102,7 +102,7 @@ def _gathered(shape: StepShape, sharding, num_blocks: int):
 
 
 def _in_order(shape: StepShape, sharding, num_blocks: int):
-    """Keys and values are written and attended to, layer by layer, in a pool [M, L, B, 2K, H] that is donated."""
+    """Lowers writes and attention, layer by layer, in a donated pool [M, L, B, 2K, H]."""
 
     def run(pool, q, tables, starts, positions, slots, kv):
         layers, block_size = pool.shape[1:3]
@@ -120,7 +120,7 @@ def _in_order(shape: StepShape, sharding, num_blocks: int):
 
 
 def tiles(shape: StepShape):
-    """Shapes of q, tables, starts, positions and slots of a step of one part."""
+    """Returns the shapes of q, tables, starts, positions and slots of a step with one part."""
     [(count, width)] = shape.parts
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = jax.ShapeDtypeStruct((count, width, LLAMA.num_heads, LLAMA.head_dim), jnp.bfloat16)
@@ -137,14 +137,14 @@ def lower(sharding, function, *args, **options):
 
 
 def missing() -> str | None:
-    """What has to be installed before anything can be compiled for a TPU; None where all is there."""
+    """Returns what must be installed to compile for a TPU; None if nothing is missing."""
     if importlib.util.find_spec("libtpu") is not None:
         return None
     return f"compiling for a TPU needs libtpu; install the extra: pip install 'ksana-jax[{EXTRA}]'"
 
 
 def topology(target: str):
-    """Sharding on one device of a target, and a context in which kernels are lowered for it."""
+    """Returns a sharding on one device of a target, and a context in which kernels are lowered for it."""
     from jax.experimental import topologies
 
     name, kind, accelerator = TARGETS[target]
@@ -163,7 +163,7 @@ def topology(target: str):
 
 
 def compile_case(case: Case, target: str, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
-    """Compiles a case: a row of the report, in which "reason" says what is wrong with it, or None."""
+    """Compiles a case; returns a row of the report, whose "reason" is the problem, or None."""
     began = time.perf_counter()
     row: dict[str, Any] = {"name": case.name, "config": case.config}
     try:
@@ -195,7 +195,7 @@ def _num_bytes(array) -> int:
 
 
 def main(target: str = "v5e", *, only: str = "", as_json: bool = False) -> int:
-    """Checks, prints, and returns the exit status: 1 when something failed, 2 when the extra is not installed.
+    """Runs and prints the checks; returns the exit status: 1 if something failed, 2 if the extra is not installed.
 
     Raises:
       ValueError: no such case.

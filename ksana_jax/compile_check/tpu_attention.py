@@ -26,7 +26,7 @@ TOKENS_AT_ONCE, QUERIES_AT_ONCE = 512, 32
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the kernel runs: tokens of text and queries that it looks at together."""
+    """Sizes of the kernel's pieces: tokens of text and queries that it processes together."""
 
     tokens_at_once: int = TOKENS_AT_ONCE
     queries_at_once: int = QUERIES_AT_ONCE

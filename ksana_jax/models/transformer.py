@@ -1,4 +1,4 @@
-"""One decoder-only forward for every family: what a layer is made of is data, `ModelConfig.layers`.
+"""One decoder-only forward for all families; layers are described by data, `ModelConfig.layers`.
 
 It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
 writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
@@ -79,7 +79,7 @@ def final_norm(params: Params, x: jax.Array, *, config: ModelConfig) -> jax.Arra
 
 
 def queries_keys_values(x: jax.Array, p: LayerParams, spec: AttentionSpec, norm: Normalise, linear: Linear):
-    """Projects x [..., D] to q [..., N, H], k and v [..., K, H], normalised per head where the layer has such norms."""
+    """Projects x [..., D] to q [..., N, H], k and v [..., K, H]; normalises heads if the layer has such norms."""
     kv_heads = (*x.shape[:-1], spec.num_kv_heads, spec.head_dim)
     q = linear(x, p.w_q, p.b_q).reshape(*x.shape[:-1], spec.num_heads, spec.head_dim)
     k, v = linear(x, p.w_k, p.b_k).reshape(kv_heads), linear(x, p.w_v, p.b_v).reshape(kv_heads)
@@ -89,6 +89,6 @@ def queries_keys_values(x: jax.Array, p: LayerParams, spec: AttentionSpec, norm:
 
 
 def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Linear = linear) -> jax.Array:
-    """Scores [..., V] in float32 of hidden states [..., D]."""
+    """Computes scores [..., V] in float32 from hidden states [..., D]."""
     head = params.embed if params.head is None else params.head
     return soft_capped(linear(hidden, head, dtype=jnp.float32), config.logit_soft_cap)

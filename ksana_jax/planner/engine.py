@@ -1,4 +1,4 @@
-"""What the engine asks of the planner: the size of its pool, and afterwards how right that was."""
+"""Sizes the engine's pool, and compares planned with measured memory afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("ksana_jax")
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """Bytes that the engine is expected to take on its device.
+    """Predicted bytes of an engine on its device.
 
     step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
     """
@@ -101,7 +101,7 @@ def _check_host_memory(num_bytes: int) -> None:
 
 
 class Compared(NamedTuple):
-    """Bytes predicted and measured; None where that is not known."""
+    """Predicted and measured bytes; None if unknown."""
 
     predicted: int | None
     measured: int | None
@@ -114,7 +114,7 @@ class Compared(NamedTuple):
 
 
 def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Compared]:
-    """What a plan said and what came of it: weights, pool, step and peak.
+    """Compares a plan with measured memory: weights, pool, step and peak.
 
     Args:
       runner: warmed up; its largest compiled step is taken.

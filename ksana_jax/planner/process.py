@@ -1,4 +1,4 @@
-"""Memory of this process and of its device, and what jax itself takes of it on the CPU."""
+"""Measures the memory of this process and of its device, and jax's own share of it on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER_PROGRAM_PART_BYTES = 5 * MIB
 
 
 def resident_bytes(highest: bool = False) -> int | None:
-    """Resident memory of this process, or the highest it has been; None where the system has no /proc (not Linux)."""
+    """Returns the current or peak resident memory of this process; None if there is no /proc (not Linux)."""
     jax.devices()  # what jax's backend takes is there from here on
     if not highest:
         return_free_memory()
@@ -35,14 +35,14 @@ def resident_bytes(highest: bool = False) -> int | None:
 
 
 def return_free_memory() -> None:
-    """Gives the system what the C library keeps of freed memory: compiling Python's sources alone leaves 40 MB."""
+    """Returns freed memory from the C library to the system: compiling Python's sources alone leaves 40 MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
 
 
 def device_peak_bytes() -> int | None:
-    """The most that the first device's allocator has given out; of the process, where that is the CPU."""
+    """Returns the peak bytes of the first device's allocator; on the CPU, those of the process."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return resident_bytes(highest=True)

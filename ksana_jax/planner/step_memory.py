@@ -1,4 +1,4 @@
-"""What a compiled step takes besides weights and pool: its arrays, results and temporary buffers.
+"""Memory of a compiled step besides weights and pool: its arrays, results and temporary buffers.
 
 Programs are compiled from shapes alone, so a model of any size can be looked at anywhere. Where a step is one program,
 two and three layers of a deep model are compiled: each further layer adds as much as the third did, which is little,
@@ -37,7 +37,7 @@ NUM_BLOCKS = 256
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a step's two programs, of which one runs after the other: the network, and the choice of tokens.
+    """Bytes of a step's two programs, which run one after the other: the network, and sampling.
 
     Choosing is by temperature; penalties, biases and log-probabilities take more arrays of the vocabulary's size.
     """
@@ -63,17 +63,17 @@ class Line:
     tiles: int
 
     def alpha(self, width: int) -> int:
-        """Bytes per row, at a width of the block tables."""
+        """Returns the bytes per row, at a width of the block tables."""
         return math.ceil(self.per_row + self.per_entry * width)
 
     def constant(self, width: int) -> int:
-        """Bytes with no row, at a width of the block tables."""
+        """Returns the bytes without rows, at a width of the block tables."""
         return math.ceil(self.fixed + self.per_entry * self.tiles * width)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """A step's bytes as a function of its rows: of its programs, whichever takes most.
+    """A step's bytes as a function of its rows: the maximum over its programs.
 
     target: what it was compiled for.
     """
@@ -82,7 +82,7 @@ class StepCost:
     target: str
 
     def line(self, rows: int, width: int) -> Line:
-        """That of the program that takes most."""
+        """Returns the line of the program that takes the most memory."""
         return max(self.lines, key=lambda line: line.constant(width) + line.alpha(width) * rows)
 
     def bytes(self, rows: int, width: int) -> int:
@@ -94,7 +94,7 @@ NO_STEP = StepCost((Line(0, 0, 0, 0),), "nothing")
 
 
 def described(target: aot.Target | None = None) -> str:
-    """What is compiled for, in words: a GPU that need not be here, or this process's device."""
+    """Names the device that steps are compiled for: an absent GPU, or this process's device."""
     device = aot.device(target) if target else jax.devices()[0]
     return f"{device.platform} ({device.device_kind}), jax {jax.__version__}"
 
@@ -124,7 +124,7 @@ def step_bytes(
     embedding_device: str = "device",
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
-    """What each of some shapes of steps takes, compiled from shapes alone for a GPU or the device of this process."""
+    """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device."""
     compiled = functools.partial(
         _compiled,
         shapes=shapes,
@@ -179,7 +179,7 @@ def _compiled(
 
 @contextlib.contextmanager
 def _compiling_for(target: aot.Target | None):
-    """Where steps are compiled for a GPU that need not be here; None changes nothing."""
+    """Returns a context in which steps are compiled for an absent GPU; None changes nothing."""
     if target is None:
         yield
         return

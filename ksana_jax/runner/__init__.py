@@ -1,1 +1,1 @@
-"""The model on a device: compiled steps, the KV pool and its moves."""
+"""Runs the model on a device: compiled steps, the KV pool and its moves."""

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation that says what it compiles. Knows no steps."""
+"""Compiles functions ahead of time and logs each. Knows no steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("ksana_jax")
 
 
 def compiled(key: Any, lower: Callable[[], Any]) -> Callable:
-    """Traces and compiles a function, and logs its key and the seconds that each took.
+    """Traces and compiles a function, and logs its key and the seconds of both.
 
     Args:
       key: what the function is kept under, such as a `StepShape`.
@@ -23,7 +23,7 @@ def compiled(key: Any, lower: Callable[[], Any]) -> Callable:
 
 
 def compile_all(functions: Mapping[Any, Callable[[], Any]], workers: int) -> dict[Any, Callable]:
-    """Compiles functions, `workers` at once; arguments of each as in `compiled`.
+    """Compiles functions with `workers` threads; the arguments of each are those of `compiled`.
 
     All are traced by the calling thread, whose jax settings may be its own.
     """
@@ -39,7 +39,7 @@ def compile_all(functions: Mapping[Any, Callable[[], Any]], workers: int) -> dic
 
 
 def _traced(key: Any, lower: Callable[[], Any]) -> Callable[[], Callable]:
-    """What compiles a function that this call has traced."""
+    """Traces a function; returns a function that compiles it."""
     began = time.perf_counter()
     lowered = lower()
     return functools.partial(_compile, key, lowered, time.perf_counter() - began)

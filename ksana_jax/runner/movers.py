@@ -1,4 +1,4 @@
-"""Copies whole blocks between the device's pool, the host's, and within the pool. Knows arrays and indices only."""
+"""Copies whole blocks between the device's and the host's pools, and within the device's. Knows arrays and indices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def staging_memory(device: Any) -> str:
 
 
 class BlockMover:
-    """Makes `step.Moves` on a pool, of all its leaves alike.
+    """Makes the copies of `kv.moves.Moves` on a pool, for all its leaves.
 
     Args:
       layout, num_blocks: of the pool.
@@ -70,13 +70,13 @@ class BlockMover:
         return len(self._compiled)
 
     def warm_up(self) -> None:
-        """Compiles what any moves can need."""
+        """Compiles the functions that any moves can need."""
         for size in SIZES:
             for function in (self._copy, self._gather, self._scatter):
                 function(size)
 
     def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[Saved], float]:
-        """Makes moves, as far as the device is concerned.
+        """Starts moves on the device.
 
         Returns:
           The pool, saves that `finish` must take in, and the seconds it took where that was waited for, or 0.
@@ -114,7 +114,7 @@ class BlockMover:
         return cache, saved, 0.0
 
     def finish(self, saved: list[Saved]) -> None:
-        """Takes saves in, which the device has been copying meanwhile."""
+        """Copies finished saves to the host's blocks."""
         for slots, data in saved:
             for name, leaf in data.items():
                 self._host[name][slots] = np.asarray(leaf)[: len(slots)]
@@ -138,7 +138,7 @@ class BlockMover:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
 
     def _targets(self, ids: np.ndarray, size: int) -> np.ndarray:
-        """Ids to write to, padded with one that does not exist."""
+        """Returns target ids, padded with an id that does not exist."""
         return np.pad(ids, (0, size - len(ids)), constant_values=self._num_blocks)
 
     def _function(self, name: str, size: int, run: Callable, *arguments: Any, donates: bool = True) -> Callable:
@@ -163,7 +163,7 @@ def _copied(cache: KVCache, old: jax.Array, new: jax.Array) -> KVCache:
 
 
 def _pieces(pairs: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Froms and tos, in pieces of SIZES; froms are padded with their last one, tos are as many as there are."""
+    """Yields source and target ids in batches of SIZES; sources are padded with the last one, targets are not."""
     found = []
     for start in range(0, len(pairs), SIZES[-1]):
         some = pairs[start : start + SIZES[-1]]

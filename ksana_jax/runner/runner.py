@@ -42,7 +42,7 @@ SCORED_AT_ONCE = 128
 
 
 class _Seen(NamedTuple):
-    """The patterns of all layers: as given, which layers are alike, and as arrays. They change together."""
+    """The patterns of all layers: as given, as arrays, and which layers are alike. They change together."""
 
     patterns: tuple[AttentionPattern, ...]
     alike: tuple[int, ...]
@@ -50,7 +50,7 @@ class _Seen(NamedTuple):
 
 
 class _Submitted(NamedTuple):
-    """A step that the device computes; see `step.Pending`."""
+    """A step that the device is computing; see `step.Pending`."""
 
     finish_moves: Callable[[], None]
     move_s: float
@@ -68,7 +68,7 @@ def _fetch(scores: Any) -> TokenScores | None:
 
 
 class Runner:
-    """The model on one device, with its KV pool: an `Executor`.
+    """An `Executor` that runs the model on one device, with its KV pool.
 
     Args:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
@@ -126,21 +126,21 @@ class Runner:
 
     @property
     def num_compilations(self) -> int:
-        """Functions compiled so far."""
+        """Number of functions compiled so far."""
         return len(self._compiled) + self.mover.num_compilations
 
     @property
     def programs(self) -> dict[Any, Any]:
-        """What is compiled: steps by their StepShape, and others by tuples that begin with "sample" or "score"."""
+        """Compiled programs: steps by their StepShape, others by tuples that begin with "sample" or "score"."""
         return dict(self._compiled)
 
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
-        """What each layer attends to."""
+        """The attention pattern of each layer."""
         return self._seen.patterns
 
     def check_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Checks that steps can serve some patterns.
+        """Checks that the compiled steps can serve these patterns.
 
         Raises:
           ValueError: more sinks are repositioned than the compiled step has room for.
@@ -181,7 +181,7 @@ class Runner:
         self.mover.reset()
 
     def submit(self, step: StepInput) -> _Submitted:
-        """Starts one step; see `step.Executor`. A shape that is new is compiled first."""
+        """Starts one step; see `step.Executor`. New shapes are compiled first."""
         saved, move_s = [], 0.0
         if step.moves is not None:
             self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
@@ -256,7 +256,7 @@ class Runner:
         return self._program(*self._sample_program(hidden, count, sampling, num_top))
 
     def lower_step(self, shape: StepShape):
-        """Lowers a step as one program, without compiling it, to look at the program."""
+        """Lowers a step as one program without compiling it, for inspection."""
         return lower_whole(self._network, shape, self._seen.alike, *self._step_arguments(shape))
 
     def _lower_step(self, shape: StepShape):
@@ -266,7 +266,7 @@ class Runner:
         return self.lower_step(shape)
 
     def _step_arguments(self, shape: StepShape):
-        """Arguments of a step's program, or their shapes."""
+        """Returns the arguments of a step's program, or their shapes."""
         tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         groups = len(self.layout.groups)
@@ -289,7 +289,7 @@ class Runner:
         return self.params, self.cache, arrays, self._seen.arrays
 
     def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
-        """Key of the program that chooses tokens, and what lowers it."""
+        """Returns the key of the program that samples tokens, and a function that lowers it."""
         dense = sampling is not None and sampling.counts is not None
 
         def lower():
@@ -299,7 +299,7 @@ class Runner:
         return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lower
 
     def _score_program(self, num_tokens: int, num_top: int):
-        """Key of the program that scores prompt tokens, and what lowers it."""
+        """Returns the key of the program that scores prompt tokens, and a function that lowers it."""
 
         def lower():
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
@@ -311,7 +311,7 @@ class Runner:
 
 
 def _sampling_shapes(size: int, vocab_size: int | None) -> Any:
-    """Shapes of SamplingArrays; those of penalties and biases where a vocabulary is given."""
+    """Returns the shapes of SamplingArrays; with penalties and biases if a vocabulary size is given."""
 
     def array(dtype, *more: int) -> Any:
         return jax.ShapeDtypeStruct((size, *more), dtype)
