@@ -61,7 +61,6 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     num_scored: int = 1
-    first_token_s: float | None = None
     forks: list[Sequence] = dataclasses.field(default_factory=list)
     num_prompt: int = dataclasses.field(init=False)
 
@@ -183,7 +182,7 @@ class Rows:
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Adds one token to each of some rows; returns their new lengths."""
+        """Appends one token to each row; returns the new lengths."""
         at = self.num_tokens[rows]
         longest = int(at.max(initial=0))
         if longest >= self.token_ids.shape[1]:

@@ -22,8 +22,8 @@ class Completion:
 
     Args:
       index: in [0, n).
-      tokenizer: makes text; None makes none.
-      streams: whether text is wanted while it grows. Otherwise it is made at the end, unless stop strings need it.
+      tokenizer: decodes tokens; None leaves the text empty.
+      streams: decode each token as it comes. Otherwise tokens are decoded at the end, unless stop strings need them.
     """
 
     index: int
@@ -56,19 +56,19 @@ class Completion:
         """Whether it needs each token as soon as it is sampled."""
         return self.streams or bool(self._stops) or self.logprobs is not None
 
-    def add(self, token: int, scores: TokenScores | None, tile: int) -> str | None:
+    def add(self, token: int, scores: TokenScores | None, at: int) -> str | None:
         """Adds a new token.
 
         Args:
-          scores: of the step's tiles; this token's are at index `tile`.
+          scores: of the step's sampled tokens; those of this token are at index `at`.
 
         Returns:
-          The stop string that it has completed, if any.
+          The stop string that the token completes, if any.
         """
         self.token_ids.append(token)
         if self.logprobs is not None and scores is not None:
-            self.logprobs.append(top_logprobs(scores, tile, token, self.seq.params.logprobs or 0))
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[tile])
+            self.logprobs.append(top_logprobs(scores, at, token, self.seq.params.logprobs or 0))
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
         if self._detokenizer is None or not (self.streams or self._stops):
             return None
         if self.seq.finish_reason is FinishReason.STOP:  # an id that ends the output has no text
@@ -148,7 +148,7 @@ class Completion:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request in the engine: its prompt and its n completions.
+    """A request in the engine, with its prompt and n completions.
 
     Attributes:
       news: where the request is put whenever there is something new to report; None while nobody reads it so.

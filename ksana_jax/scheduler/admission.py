@@ -79,10 +79,10 @@ class Admission:
         """Whether a waiting sequence can start: whether the blocks it holds and its first chunk fit.
 
         Args:
-          reserve: blocks that stay free, so that those who run can go on.
-          hit: what it found in the cache, pinned.
-          alone: nothing runs; then part of a chunk is better than waiting for ever, and sequences that wait give up the
-            blocks that they share.
+          hit: its cached prefix, pinned.
+          alone: nothing runs; then part of a chunk is better than waiting for ever, and other waiting sequences give up
+            the blocks that they share.
+          reserve: blocks that stay free for the running rows.
         """
         device, size, total = self.memory.device, self.memory.block_size, len(seq.token_ids)
         kv, held = seq.kv, seq.kv.held
@@ -134,5 +134,5 @@ class Admission:
         kv.has_read, kv.read = False, set()
         self.memory.disk_reads.end(kv)
         self.row_blocks.rows.place(seq, row)
-        self.row_blocks.bring(row, seq, held, forked)
+        self.row_blocks.fill(row, seq, held, forked)
         return row, len(seq.token_ids) - held.num_computed

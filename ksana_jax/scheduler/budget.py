@@ -11,8 +11,8 @@ from ksana_jax.step.contract import Part
 class StepBudget:
     """The remaining tokens of a step, and its remaining query tiles for rows that compute more than one token.
 
-    tiles: how many there would be of each width, the widest first. All tiles of a step have one width: the widest that
-      holds its chunks.
+    tiles: number of free tiles of each width, the widest first. All tiles of a step have one width: the widest of which
+      there are enough for its chunks.
     """
 
     tokens: int

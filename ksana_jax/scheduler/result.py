@@ -10,8 +10,10 @@ from ksana_jax.sequence import Sequence
 
 
 class StepResult(NamedTuple):
-    """Rows that got a token, the tokens, the rows that ended by it, and all sequences that ended.
+    """Changes that the tokens of a step made.
 
+    rows, tokens, ended: rows that got a token, the token of each, and whether it ended the row's sequence.
+    finished: all sequences that ended.
     beams: rows that have computed all their tokens and whose request chooses the next one.
     """
 

@@ -27,7 +27,7 @@ class RowBlocks:
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
         self.rows, self.memory = rows, memory
         self._lives = [group.live for group in layout.groups]
-        # Groups with one live range hold blocks of the same positions, which are looked at once for all of them.
+        # Groups with the same live range hold blocks of the same positions, so these are examined once for all of them.
         self._windowed = [
             (live, np.array([group for group, other in enumerate(self._lives) if other == live]))
             for live in dict.fromkeys(self._lives)
@@ -36,7 +36,7 @@ class RowBlocks:
         self._size = memory.block_size
         self._groups = np.arange(rows.num_groups)[:, None]
 
-    def bring(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
+    def fill(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
         """Puts a sequence's blocks, and the tokens computed in them, into an empty row."""
         r = self.rows
         origins = np.broadcast_to(np.asarray(held.origins, np.uint8), len(held.ids))
@@ -232,7 +232,7 @@ class RowBlocks:
         count = dead.sum(axis=1, dtype=np.int32)
         if not np.count_nonzero(count):
             return
-        order = np.argsort(dead, axis=1, kind="stable")  # the living move up, the dead are at the end
+        order = np.argsort(dead, axis=1, kind="stable")  # live blocks move up, dead ones go to the end
         tail = slice(width - int(count.max()), width)
         is_dead = np.arange(tail.start, width) >= (width - count)[:, None]
         at = rows[:, None] * r.block_tables.shape[2] + order
