@@ -19,18 +19,18 @@ from ksana_jax.units import GIB
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer; letters as in `ksana_jax.__doc__`. `layers` has it layer by layer.
+    """Configures a decoder-only transformer; `layers` gives the specification of each layer.
 
     Args:
-      rope, pattern: rotary embedding, and which positions are seen: one for all layers or a tuple with one for each.
+      rope, pattern: rotary embedding and attention pattern, one for all layers or a tuple with one per layer.
       attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
-      soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap).
-      sinks: each head has a learned logit that joins the softmax's denominator and has no value.
-      mlp: kind of the feed-forward parts, a name in `models.mlp.MLPS`.
+      soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap); None for no cap.
+      sinks: each head has a learned logit, without a value vector, in the softmax's denominator.
+      mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
       norm: kind of the norms, a name in `models.layers.NORMS`.
-      sandwich_norms: whether the outputs of attention and feed-forward part are normalised too, before they are added.
+      sandwich_norms: whether the outputs of attention and MLP are also normalised before they are added.
       embed_scale: factor of the embedding's rows.
-      max_position: tokens; the context that the model was trained for.
+      max_position: context length in tokens that the model was trained for.
     """
 
     family: str = "llama"
@@ -85,10 +85,10 @@ class ModelConfig:
         return found
 
     def validate(self) -> ModelConfig:
-        """Returns itself.
+        """Checks the fields; returns itself.
 
         Raises:
-          ConfigError: listing everything that makes this shape impossible.
+          ConfigError: fields are invalid; one line lists all problems.
         """
         if found := self.problems():
             raise ConfigError("; ".join(found))
@@ -134,44 +134,44 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs; every default works on a laptop.
+    """Configures the engine; every default works on a laptop.
 
     Args:
-      dtype: of weights and KV: "f32", "bf16" or "f16", in any common spelling ("float32", "half", jnp.bfloat16). "auto"
-        is what the checkpoint says that it is in, but "f32" for "f16" on a CPU, where XLA multiplies float16 3 to 20
-        times slower (2048 x 8192, 1 to 32 rows).
-      block_size: tokens of a KV block.
-      num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates what max_num_seqs
+      dtype: dtype of weights and KV: "f32", "bf16" or "f16", in any common spelling ("float32", "half", jnp.bfloat16).
+        "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times
+        slower (2048 x 8192, 1 to 32 rows).
+      block_size: tokens per KV block.
+      num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates as many as max_num_seqs
         sequences need, within memory_bytes.
       max_model_len: maximum tokens of a sequence, prompt plus output; None takes the model's max_position.
       max_num_seqs: maximum number of sequences that run at once.
       max_num_batched_tokens: maximum number of tokens computed in a step.
-      query_tile: tokens of one sequence that form a tile of attention in a step; many short chunks get tiles of a
-        quarter of it. On a Hopper GPU tiles of 128 and more queries x query heads of a group have a kernel of their
-        own: 32 with groups of four, 128 with MHA.
+      query_tile: tokens of one sequence that form an attention tile in a step; many short chunks get tiles of a quarter
+        of it. Hopper GPUs have a separate kernel for tiles of at least 128 queries x query heads of a group, reached
+        with a query_tile of 32 with groups of four and 128 with MHA.
       policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
         "package.module:name" of your own, or the function itself.
       max_rotated_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions; None
-        takes what the pattern needs. A sweep over patterns on one engine sets it to the largest of them.
-      memory_bytes: upper limit of the pool when neither num_blocks nor memory_fraction is given.
+        takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
+      memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
       memory_fraction: fraction of the device's memory that weights, pool and the temporary buffers of a step may take
-        together when num_blocks is None; see `planner`.
-      enable_prefix_caching: keep full blocks after use and find them again by their content. Off by default, because a
-        measurement that repeats its prompts would otherwise measure the cache.
+        together, if num_blocks is None; see `planner`.
+      enable_prefix_caching: keep full blocks after use and reuse them by content. Off by default, because a measurement
+        that repeats its prompts would otherwise measure the cache.
       prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
         "package.module:name" of your own, or the function itself.
       shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
       preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"
-        drops them, "auto" chooses what is cheaper by measured copies and steps. Without host memory it is "recompute".
-      host_cache_bytes: host memory, allocated at the start, for swapped sequences and cached prefixes.
-      disk_cache_dir: folder of the disk tier; None is no disk tier.
+        drops them, "auto" chooses the cheaper one by measured times. Without host memory, "recompute" is used.
+      host_cache_bytes: bytes of host memory, allocated at the start, for swapped sequences and cached prefixes.
+      disk_cache_dir: folder of the disk tier; None for no disk tier.
       disk_cache_bytes: maximum bytes of this model's files in that folder; files of other models are not counted.
       cache_write: when cached prefixes are written to the next slower tier: "back" when they are replaced, "through"
         when they are computed, "drop" never.
       embedding_device: where the token embedding is stored and looked up.
-      attention_implementation: name of an implementation of paged attention; "auto" takes the first that serves the
+      attention_implementation: name of an implementation of paged attention; "auto" takes the first that supports the
         model on this device. `ksana doctor` lists them.
-      seed: seed of requests that have none of their own.
+      seed: seed for requests without a seed.
     """
 
     dtype: str = "f32"

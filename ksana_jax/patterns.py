@@ -61,7 +61,7 @@ class AttentionPattern:
       num_sinks: number of first tokens of the text that stay visible.
       stride: 1 is dense; 2 sees every second token of the window (dilated).
       global_every: positions that are multiples of this stay visible.
-      sink_position: the position from which a query looks at a sink. None, the default, becomes "cache" where there are
+      sink_position: the position from which a query looks at a sink. None, the default, becomes "cache" if there are
         both a window and sinks, and "absolute" otherwise.
         "absolute": its own position i.
         "cache": min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
@@ -70,7 +70,7 @@ class AttentionPattern:
       sink_ceiling: tokens; only with "ceiling", where it defaults to the window.
 
     Raises:
-      ValueError: a number is out of range, or the sink position lacks what it needs.
+      ValueError: a number is out of range, or sink_position needs a field that is not set.
     """
 
     window: int | None = None

@@ -55,7 +55,7 @@ class SamplingParams:
 
     Args:
       n: completions per prompt; with beam_width, how many of the best beams are returned.
-      beam_width: 0 samples; otherwise the number of beams of a beam search, which takes no other way of choosing.
+      beam_width: 0 samples; otherwise the number of beams of a beam search, which excludes other sampling settings.
       length_penalty: beams are ranked by the sum of their log-probabilities / (tokens ** length_penalty).
       temperature: 0 takes the most probable token.
       top_k: most probable tokens kept; 0 or -1 keeps all.
@@ -65,24 +65,24 @@ class SamplingParams:
       presence_penalty: subtracted once from the logits of tokens in the output.
       frequency_penalty: subtracted from the logits for each time a token is in the output.
       logit_bias: {token id: added to its logit}, -100 to 100.
-      seed: same tokens whatever shares the batch; None draws one from the engine's seed.
+      seed: gives the same tokens in any batch; None derives one from the engine's seed.
       stop: a string or strings that end the output and are not part of it.
       stop_token_ids: ids that end the output.
-      ignore_eos: go on after an end-of-sequence id.
-      min_tokens: no end-of-sequence or stop id before that many tokens.
-      max_tokens: most tokens of output; None goes on to max_model_len.
-      bad_words: strings whose tokens, as the tokenizer writes them at the start of a text or after a space, are never
-        completed; the same letters in other tokens are not caught.
+      ignore_eos: continue after an end-of-sequence id.
+      min_tokens: minimum number of tokens before an end-of-sequence or stop id.
+      max_tokens: maximum number of output tokens; None continues to max_model_len.
+      bad_words: strings whose tokens, as tokenized at the start of a text or after a space, are never completed; other
+        tokenizations of a string are not caught.
       allowed_token_ids: the only ids that may be chosen; None allows all.
-      logprobs: log-probabilities of that many top tokens, and of the chosen one; None for none.
-      prompt_logprobs: the same for each prompt token.
-      detokenize: whether to make text.
-      skip_special_tokens: leave special tokens out of the text.
+      logprobs: number of top tokens whose log-probabilities are returned with that of the chosen token; None for none.
+      prompt_logprobs: number of top tokens whose log-probabilities are returned for each prompt token; None for none.
+      detokenize: whether to produce text.
+      skip_special_tokens: omit special tokens from the text.
 
     Log-probabilities are those of the model, before penalties, temperature and truncation.
 
     Raises:
-      ValueError: a field is out of range, with the range.
+      ValueError: a field is out of range; the message gives the range.
     """
 
     n: int = 1
@@ -226,10 +226,10 @@ class RequestInput(NamedTuple):
 
     Args:
       prompt_token_ids: integers [n].
-      prompt: its text, where it has one.
-      cache_salt: only requests of the same salt share cached prefixes.
-      request_id: None numbers it.
-      streams: whether its text is wanted while it grows; beams have none before the end.
+      prompt: its text, if any.
+      cache_salt: prefixes are shared only among requests with equal salts.
+      request_id: None assigns a number.
+      streams: whether its text is needed as it grows; beams have none before the end.
     """
 
     prompt_token_ids: np.ndarray
@@ -249,11 +249,11 @@ class Logprob(NamedTuple):
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """One completion.
+    """One completion of a request.
 
-    logprobs: {token_id: Logprob} for each token, the chosen and the top ones, if asked for.
-    cumulative_logprob: sum over the tokens, where log-probabilities were asked for, and of a beam; None otherwise.
-    error: why it ended, where finish_reason is "error".
+    logprobs: for each token {token_id: Logprob} of the chosen and the top tokens, if requested.
+    cumulative_logprob: sum over the tokens, for beams and if log-probabilities were requested; None otherwise.
+    error: why it ended, if finish_reason is "error".
     """
 
     index: int
@@ -275,9 +275,9 @@ class RequestMetrics:
     """Times of a request in seconds on the engine's clock; None for events that have not happened.
 
     ttft_s: from arrival to the first token. tpot_s: mean time per later token of the longest completion.
-    num_output_tokens: of all completions. num_preemptions: times it had to make room. num_cached_tokens: of its prompt,
-    taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows have come by, {"computed": 3, ...}, see
-    `kv.state.Origin`; those that a running row has computed are added when it leaves.
+    num_output_tokens: tokens of all completions. num_preemptions: number of preemptions. num_cached_tokens: prompt
+    tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
+    see `kv.state.Origin`; blocks computed by a running row are added when it leaves.
     """
 
     arrival_s: float
@@ -305,8 +305,8 @@ class RequestOutput:
     """The output of a request so far.
 
     prompt_logprobs: None for the first prompt token, which nothing predicts, then {token_id: Logprob} for each; None
-    unless asked for.
-    num_cached_tokens: of the prompt, taken from the prefix cache.
+    unless requested.
+    num_cached_tokens: prompt tokens taken from the prefix cache.
     """
 
     request_id: str
@@ -319,10 +319,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def check(self) -> RequestOutput:
-        """Returns the output itself.
+        """Checks for errors; returns the output itself.
 
         Raises:
-          FloatingPointError: a completion has ended with an error: its scores were not finite.
+          FloatingPointError: a completion ended with an error, because its scores were not finite.
         """
         for output in self.outputs:
             if output.error is not None:

@@ -39,19 +39,19 @@ logger = logging.getLogger("ksana_jax")
 
 
 class LLM:
-    """A model behind the paged engine; names as in vLLM.
+    """Runs a model on the paged engine; names as in vLLM.
 
     Args:
-      model: a Hugging Face directory, or "ksana-tiny", the model that comes with the package.
-      pattern: which positions are attended to: an `AttentionPattern`, its fields as a dict, a preset's name such as
-        "streaming_llm" (`kv.presets`), or a list with one for each layer; None takes the model's own.
+      model: a Hugging Face directory, or "ksana-tiny", the model that ships with the package.
+      pattern: attention pattern: an `AttentionPattern`, its fields as a dict, a preset's name such as "streaming_llm"
+        (`pattern_presets`), or a list with one per layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
-      tokenizer: None loads the directory's, if it has one; another directory loads that one's.
+      tokenizer: a tokenizer, or the directory of one; None loads the model directory's, if it has one.
       settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ... vLLM's names
         such as gpu_memory_utilization work too, see docs/coming-from-vllm.md.
 
     Raises:
-      ValueError: the model or the settings cannot be; the message says which and why.
+      ValueError: the model or a setting is invalid; the message says which and why.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LLM:
         if self.engine.max_model_len - 1 > model.max_position:
             warnings.warn(
                 f"max_model_len is {self.engine.max_model_len:,}, the model was trained for {model.max_position:,} "
-                "positions: beyond them only patterns with a window keep it on known ground",
+                "positions: beyond them, only patterns with a window stay within the trained distances",
                 stacklevel=3,
             )
         pool_bytes = self.num_blocks * self.block_bytes
@@ -186,7 +186,7 @@ class LLM:
         return self.engine.records
 
     def memory_usage(self) -> dict[str, Compared]:
-        """Bytes of weights, pool, a step and the peak, as planned and as measured; of use after `warm_up`."""
+        """Returns planned and measured bytes of weights, pool, a step and the peak; meaningful after `warm_up`."""
         return usage(self.memory_plan, self.runner, self._resident_before)
 
     def clear_records(self) -> None:
@@ -195,12 +195,12 @@ class LLM:
     def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
         """Changes the attention pattern without loading or compiling anything; None takes the model's own.
 
-        Layers stay in the groups of the pattern that this engine was made with, and a group keeps what any of its
-        layers sees: where layers differ, an engine made with their patterns holds less.
+        Layers stay in the groups of the pattern with which the engine was built, and a group keeps what any of its
+        layers sees: if layers differ, an engine built with their patterns holds less.
 
         Raises:
           RuntimeError: requests are running.
-          ValueError: the pattern has more rotated sinks than `max_rotated_sinks`.
+          ValueError: the pattern has more repositioned sinks than `max_rotated_sinks`.
         """
         model = self.model_config
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
@@ -210,10 +210,10 @@ class LLM:
     def warm_up(
         self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> int:
-        """Compiles every step that sequences of up to max_len tokens can need; returns how many functions were new.
+        """Compiles every step that sequences of up to max_len tokens can need; returns the number of new functions.
 
         Args:
-          sampling_params: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
+          sampling_params: parameters of later requests, in any mixture; plain greedy sampling is always included.
         """
         before = self.num_compilations
         longest = max_len or self.engine.max_model_len
@@ -248,16 +248,16 @@ class LLM:
 
         Args:
           prompts: a text, token ids, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of those.
-          sampling_params: one for all, or one for each; None takes the defaults.
-          prompt_token_ids: the prompts, where they are all token ids.
+          sampling_params: one for all prompts, or one per prompt; None takes the defaults.
+          prompt_token_ids: the prompts, if all of them are token ids.
           use_tqdm: draw a progress bar on standard error.
-          others: keywords of vLLM's that change nothing here.
+          others: vLLM keywords that have no effect here.
 
         Returns:
-          One output for each prompt, in order.
+          One output per prompt, in order.
 
         Raises:
-          ValueError: a request can never be served; then none of this call is, and others go on.
+          ValueError: a request can never be served; then none of this call is served, and other requests continue.
           RuntimeError: a failure in a step of another thread or stream has ended the requests.
         """
         vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
@@ -282,8 +282,8 @@ class LLM:
 
         Args:
           prompts, sampling_params: as in `generate`.
-          delta: yield only what is new: text, token_ids and log-probabilities since the request's last output. That
-            takes time proportional to what is new; whole outputs, copied at each token, take quadratic time.
+          delta: yield only new text, token_ids and log-probabilities since the request's last output, in time
+            proportional to their length; complete outputs, copied at each token, take quadratic time.
         """
         requests = self._make_requests(prompts, sampling_params, streams=True)
         return self.engine.serve(requests, Request.take_delta if delta else Request.output)
