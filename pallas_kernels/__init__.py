@@ -1,7 +1,7 @@
-"""Pallas kernels: a small library of its own. Plain arrays in, plain arrays out; imports only jax.
+"""Pallas kernels: a small independent library. Plain arrays in, plain arrays out; imports only jax.
 
-Nothing here knows requests, blocks' owners or models, so that a kernel can be taken out, tested and timed alone. The
-engine reaches kernels through `ksana_jax.ops` only, where each stands beside a reference that it must equal.
+Nothing here knows requests, owners of blocks or models, so a kernel can be extracted, tested and timed alone. The
+engine reaches kernels only through `ksana_jax.ops`, where each is tested against a reference.
 
 `contract` has the types of calls and their results, `reference` and `kv_write_reference` what they mean, `registry` the
 kernels by name.

@@ -1,7 +1,7 @@
 """Arguments for attention kernels: one list of specs that tests, compile checks and benchmarks share.
 
-Data are random anew for each seed, and unkind: block ids are shuffled, tables go on with valid ids of blocks that hold
-NaN, and so do the slots of a row's last block that it has not reached, and blocks of which the pattern shows nothing.
+Data are random for each seed, and adversarial: block ids are shuffled, tables continue with valid ids of blocks of
+NaN, and unused slots of a row's last block, and blocks that the pattern hides, hold NaN as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Spec:
     layer: the one of num_layers that is attended to; the others hold other data.
     codes: int4, int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
     sink_queries: J of q_sink; 0 for no sink query.
-    evict_every: each so many-th block of a row is missing from its table, except the first and those with queries;
+    evict_every: every n-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
     slack: entries of the table beyond the longest row.
     """
@@ -59,7 +59,7 @@ class Spec:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Shape and what is out of the ordinary, for example q1_n4_k2_h64_b16_bfloat16_window=40_rows=130/1,1/1."""
+        """Returns shape and unusual fields, for example q1_n4_k2_h64_b16_bfloat16_window=40_rows=130/1,1/1."""
         parts = [f"q{self.q_tile}", f"n{self.num_heads}", f"k{self.num_kv_heads}", f"h{self.head_dim}"]
         parts += [f"b{self.block_size}", self.dtype] + [self.codes] * bool(self.codes)
         parts += [f"{k}={v}" for k, v in self.pattern._asdict().items() if v != getattr(FULL, k)]
@@ -72,7 +72,7 @@ class Spec:
 
 
 class Layout(NamedTuple):
-    """Where a spec's tokens are, as numpy arrays. readable: [M, B] which slots of the pool hold numbers."""
+    """Places of a spec's tokens, as numpy arrays. readable: [M, B] whether each slot of the pool holds numbers."""
 
     tables: np.ndarray
     starts: np.ndarray
@@ -116,7 +116,7 @@ def layout(spec: Spec) -> Layout:
 
 
 def make(spec: Spec) -> Call:
-    """A call on jax's default device.
+    """Makes a call on jax's default device.
 
     Scores have a standard deviation of 2, so that a softmax is neither flat nor a single token.
     """
@@ -148,7 +148,7 @@ def make(spec: Spec) -> Call:
 
 
 def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
-    """Pool, and scales where there are codes; numbers where readable [M, B], else NaN."""
+    """Makes a pool, with scales if it has codes; numbers where readable [M, B], else NaN."""
     shape = (len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
     if spec.codes == "int4":
         return _four_bits(rng.standard_normal(shape, np.float32), readable)
@@ -165,7 +165,7 @@ def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
 
 
 def _quantised(rng: np.random.Generator, block: np.ndarray):
-    """Random codes and scales of a block [L, 2, K, B, H]. Values are up to 2^6 times larger or smaller than keys."""
+    """Draws codes and scales of a block [L, 2, K, B, H]. Values are up to 2^6 times larger or smaller than keys."""
     x = rng.standard_normal(block.shape, np.float32)
     largest = 127.0 if block.dtype == np.int8 else float(jnp.finfo(block.dtype).max)
     scale = np.abs(x).max(axis=-1) / largest
@@ -175,7 +175,7 @@ def _quantised(rng: np.random.Generator, block: np.ndarray):
 
 
 def _four_bits(x, readable: np.ndarray):
-    """Codes and scales of a pool [M, L, 2, K, B, H], NaN for groups and tokens without a readable [M, B] slot."""
+    """Makes codes and scales of a pool [M, L, 2, K, B, H], NaN for groups and tokens without a readable slot."""
     codes, scales = map(np.array, jax.jit(int4.quantise)(x))
     written = readable.reshape(len(readable), 1, 1, -1, 1, int4.GROUP)  # [M, L, K, G, 2, H] of scales
     nan = jnp.bfloat16(jnp.nan)
@@ -185,7 +185,7 @@ def _four_bits(x, readable: np.ndarray):
 
 
 def _each(common: dict, *variations: dict) -> tuple[Spec, ...]:
-    """A spec for each variation, with seeds that rise from the common one."""
+    """Makes a spec for each variation, with seeds that count up from the common one."""
     seed = common.get("seed", 0)
     return tuple(Spec(**{**common, "seed": seed + i, **variation}) for i, variation in enumerate(variations))
 

@@ -36,7 +36,7 @@ class Pool(NamedTuple):
     scales: Array | None = None
 
     def check_scales(self) -> None:
-        """Raises ValueError where codes have no scales, numbers have some, or the scales are of another pool."""
+        """Raises ValueError if codes have no scales, numbers have scales, or the scales do not fit the pool."""
         if (self.kv.dtype.itemsize == 1) != (self.scales is not None):
             raise ValueError(f"a pool of {self.kv.dtype} with{'out' if self.scales is None else ''} scales")
         if self.scales is None:
@@ -55,7 +55,7 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """What a call asks for beyond softmax attention with a pattern.
+    """Options of a call beyond softmax attention with a pattern.
 
     q_sink: [S, Q, J, N, H], sink queries: where `pattern.repositioned`, the sink at text position j is scored with
       [:, :, min(j, J - 1)] of these instead of q. Without them no sink is repositioned. Where `pattern.sink_position`
@@ -109,7 +109,7 @@ class Call:
 
     @property
     def effective_pattern(self) -> Pattern:
-        """The pattern, which repositions no sinks where there are no queries for them."""
+        """The pattern of the call; without sink queries, it repositions no sinks."""
         return self.pattern if self.num_sink_queries else self.pattern._replace(sink_position=0)
 
     @property
@@ -117,7 +117,7 @@ class Call:
         return jnp.dtype(self.options.out_dtype or self.q.dtype)
 
     def replace(self, **changes: Any) -> Call:
-        """A copy with other fields; those of the options may be given by name."""
+        """Returns a copy with other fields; fields of the options may be given by name."""
         of_options = {name: changes.pop(name) for name in list(changes) if name in OPTIONS}
         options = dataclasses.replace(changes.pop("options", self.options), **of_options)
         return dataclasses.replace(self, options=options, **changes)
@@ -127,7 +127,7 @@ OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
 
 
 class Result(NamedTuple):
-    """What a call gives; None what was not asked for. Slots that no query sees may hold anything and never show.
+    """The result of a call; fields that were not requested are None. Slots that no query sees have no influence.
 
     out: [S, Q, N, H], accumulated in float32; zeros where a query sees nothing, as padding does.
     lse: [S, Q, N] float32, natural logarithm of the softmax's denominator, for merging; -inf where a query sees
@@ -144,7 +144,7 @@ class Result(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Write:
-    """One layer's keys and values of a step, to be stored in the pool; its queries, to be made ready for attention.
+    """Stores one layer's keys and values of a step in the pool, and prepares its queries for attention.
 
     Queries and keys are normed where there are weights, queries are scaled, both are rotated: all in float32, rounded
     once. Rope turns pairs of halves, element i with i + H / 2, as Hugging Face checkpoints do.
@@ -174,7 +174,7 @@ class Write:
 
 
 class Written(NamedTuple):
-    """What a write gives.
+    """The result of a write.
 
     q: [T, N, H] in q's dtype. pool: the one of the call, updated; slots that were not written keep their bits.
     q_sink: [T, J, N, H], the queries rotated by `Write.sink_rope` instead; None without.
@@ -209,11 +209,11 @@ class Kernel(NamedTuple, Generic[AnyResult]):
         return self._replace(tuning=dataclasses.replace(self.tuning, **changes))
 
     def work(self, call: Call | Write) -> Any:
-        """What this call can share with others; None where there is nothing."""
+        """Computes what this call can share with others; None if there is nothing to share."""
         return None if self.schedule is None else self.schedule(call, tuning=self.tuning)
 
     def unsupported(self, call: Call | Write) -> str | None:
-        """Why the kernel does not take a call, or None. Runs nothing; arrays may be jax.ShapeDtypeStruct."""
+        """Returns why the kernel does not support a call, or None. Runs nothing; arrays may be jax.ShapeDtypeStruct."""
         try:
             jax.eval_shape(lambda call: self(call), call)
         except NotImplementedError as error:
@@ -222,7 +222,7 @@ class Kernel(NamedTuple, Generic[AnyResult]):
 
 
 def check_options(call: Call, *reads: str) -> None:
-    """Raises NotImplementedError where a call has options, or scales, that a kernel does not read.
+    """Raises NotImplementedError if a call has options, or scales, that a kernel does not read.
 
     Args:
       reads: names of fields of Options, and "scales" for pools of codes.

@@ -1,4 +1,4 @@
-"""Which text positions a query sees, in seven numbers; and which blocks hold any of them. Works inside jit."""
+"""Patterns in seven numbers: which text positions a query sees, and which blocks hold any of them. Works in jit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pallas_kernels.mask import FAR
 
 
 def _rem(x, divisor) -> jax.Array:
-    """Remainder of x >= 0, in one operation, which kernels can compile."""
+    """Computes the remainder of x >= 0 in one operation, which kernels can compile."""
     x = jnp.asarray(x, jnp.int32)
     return jax.lax.rem(x, jnp.broadcast_to(jnp.asarray(divisor, jnp.int32), x.shape))
 
 
 class Pattern(NamedTuple):
-    """Key j is seen by query i where j <= i and (near, or sink, or global):
+    """An attention pattern: key j is seen by query i if j <= i and (near, or sink, or global):
 
       near    i - j < window and (i - j) % stride == 0
       sink    j < num_sinks

@@ -1,6 +1,6 @@
 """Ragged paged attention in plain jnp and float32: every slot of the table, one mask, one softmax.
 
-It is what the kernels must equal. Small and obvious rather than fast: one tile after the other, its keys and values
+Kernels are tested against it. It is small and obvious rather than fast: one tile after the other, its keys and values
 gathered and its whole score matrix held.
 """
 
@@ -44,7 +44,7 @@ def attend(call: Call, work: None = None, *, tuning: None = None) -> Result:
 
 
 def probability_mass(call: Call, lse: jax.Array) -> jax.Array:
-    """`Result.mass` of a call whose log-sum-exp [S, Q, N] is known; it holds the learned sink logits."""
+    """Computes `Result.mass` of a call from its log-sum-exp [S, Q, N], which includes the learned sink logits."""
     num_kv_heads = call.pool.kv.shape[3]
 
     def weigh(tile):
@@ -57,12 +57,12 @@ def probability_mass(call: Call, lse: jax.Array) -> jax.Array:
 
 
 def _tiles(call: Call):
-    """What differs from tile to tile."""
+    """Returns the arrays of a call that differ between tiles."""
     return call.tables, call.starts, call.positions, call.q, call.options.q_sink
 
 
 def _gather(call: Call, tile):
-    """Of a tile's T = P * B slots: values [T, K, H], whether each query sees each [Q, T], and scores [Q, N, T]."""
+    """Returns for a tile's T = P * B slots values [T, K, H], visibility [Q, T] and scores [Q, N, T]."""
     table, start, position, q, q_sink = tile
     pool, pattern = call.pool, call.effective_pattern
     kv_pos = (start[:, None] + jnp.arange(pool.kv.shape[4])).reshape(-1)
@@ -73,13 +73,13 @@ def _gather(call: Call, tile):
         int4_codes = pool.kv.dtype == jnp.int4
         blocks = int4.dequantise(pool.kv[table, call.layer], scales) if int4_codes else blocks * scales[..., None]
     slots = blocks.transpose(1, 0, 3, 2, 4).reshape(2, kv_pos.shape[0], pool.kv.shape[3], pool.kv.shape[5])
-    # A weight of 0 does not silence a NaN in a slot that nobody has written.
+    # A weight of 0 does not silence a NaN in a slot that was never written.
     k, v = jnp.where(seen.any(axis=0)[:, None, None], slots, 0.0)
     return v, seen, _scores(q, q_sink, k, position, kv_pos, pattern, call.options.soft_cap)
 
 
 def _scores(q, q_sink, k, position, kv_pos, pattern: Pattern, soft_cap):
-    """[Q, N, T] of queries [Q, N, H], those for repositioned sinks [Q, J, N, H] or None, and keys [T, K, H]."""
+    """Scores [Q, N, T] of queries [Q, N, H] and sink queries [Q, J, N, H] (or None) with keys [T, K, H]."""
     q = q.astype(jnp.float32)
     k = _per_head(k, q.shape[1])
     scores = jnp.einsum("QNH,TNH->QNT", q, k, precision="highest")
@@ -94,7 +94,7 @@ def _scores(q, q_sink, k, position, kv_pos, pattern: Pattern, soft_cap):
 
 
 def _per_head(x, num_heads: int):
-    """[T, K, H] to [T, N, H]: a kv head for each query head of its group."""
+    """Repeats [T, K, H] to [T, N, H]: each kv head for the query heads of its group."""
     return jnp.repeat(x, num_heads // x.shape[1], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""All kernels by name; each keeps the contract of `contract` and is held to a reference."""
+"""All kernels by name; each has the contract of `contract` and is tested against a reference."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pallas_kernels.hopper import prefill as hopper_prefill
 from pallas_kernels.triton import decode as triton_decode
 from pallas_kernels.triton import ragged as triton_ragged
 
-# Attention, held to `reference`.
+# Attention, tested against `reference`.
 KERNELS: dict[str, Kernel[Result]] = {
     "hopper_decode": hopper_decode.KERNEL,
     "hopper_prefill": hopper_prefill.KERNEL,
     "triton_decode": triton_decode.KERNEL,
     "triton_ragged": triton_ragged.KERNEL,
 }
-# Writes of keys and values, held to `kv_write_reference`.
+# Writes of keys and values, tested against `kv_write_reference`.
 KV_WRITES: dict[str, Kernel[Written]] = {
     "hopper_kv_write": hopper_kv_write.KERNEL,
 }

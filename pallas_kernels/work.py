@@ -1,4 +1,4 @@
-"""The work of one step, cut into equal parts: made once on the device, used by all layers that share a pattern.
+"""The work list of a step, cut into equal parts: built once on the device, for all layers that share a pattern.
 
 A query tile is a few queries of one row, for example the one token of a decoding row. Of its block table only the
 blocks with something visible are kept, cut into units of at most 64 tokens; units are read TILE_KV tokens at a time:
@@ -35,7 +35,7 @@ MASK, DIRTY, REPOSITIONED = 1, 2, 4
 
 
 def unit_tokens(block_size: int) -> int:
-    """Tokens that are read with one copy: a block, or half of one of 128.
+    """Returns the tokens that one copy reads: a block, or half a block of 128.
 
     Raises:
       NotImplementedError: the block size is not 16, 32, 64 or 128.
@@ -46,7 +46,7 @@ def unit_tokens(block_size: int) -> int:
 
 
 class Work(NamedTuple):
-    """Arrays int32. S query tiles, K kv heads, U units of a table, W workers, N = S*K + W segments at most.
+    """A work list as int32 arrays. S query tiles, K kv heads, U units of a table, W workers, N = S*K + W segments.
 
     units: [S, U] index of a unit in the pool seen as units, without layer, head and key/value; the live ones first.
     starts: [S, U] text position of each unit's first slot; FAR where there is none.
@@ -69,13 +69,13 @@ class Work(NamedTuple):
 
 
 def units_per_block_id(pool_shape) -> int:
-    """Units of a pool [M, L, 2, K, B, H] from one block id to the next."""
+    """Returns the number of units of a pool [M, L, 2, K, B, H] from one block id to the next."""
     _, num_layers, two, num_kv_heads, block_size, _ = pool_shape
     return num_layers * two * num_kv_heads * (block_size // unit_tokens(block_size))
 
 
 def split_tiles(tables, starts, positions, queries: int):
-    """Query tiles [S, Q] cut into those of at most `queries` queries, each with its row's tables [S, P] and starts."""
+    """Cuts query tiles [S, Q] into tiles of at most `queries` queries, each with its row's tables [S, P] and starts."""
     s, width = positions.shape
     per_tile = min(queries, width)
     tiles = -(-width // per_tile)
@@ -100,7 +100,7 @@ class Units(NamedTuple):
 
 
 def units_of(tables, starts, positions, pattern: Pattern, block_size: int, per_block_id: int) -> Units:
-    """Units of tables [S, P] with starts [S, P], for queries at positions [S, Q].
+    """Returns the units of tables [S, P] with starts [S, P], for queries at positions [S, Q].
 
     Args:
       per_block_id: as `units_per_block_id` gives it.
@@ -116,7 +116,7 @@ def units_of(tables, starts, positions, pattern: Pattern, block_size: int, per_b
 
 
 def placed(place, width: int, blocks, starts):
-    """Blocks and their starts [S, U] at other places of rows of `width`; those sent to `width` are dropped."""
+    """Moves blocks and their starts [S, U] to other places in rows of `width`; those sent to `width` are dropped."""
     row = jnp.arange(len(place))[:, None]
     blocks = jnp.zeros((len(place), width), jnp.int32).at[row, place].set(blocks, mode="drop")
     return blocks, jnp.full((len(place), width), FAR, jnp.int32).at[row, place].set(starts, mode="drop")
@@ -167,7 +167,7 @@ def schedule(
 
 
 def _stretches(pieces, num_kv_heads: int, num_workers: int):
-    """Segments, first and of_pair of a `Work`, of each tile's number of pieces [S]."""
+    """Returns segments, first and of_pair of a `Work`, from each tile's number of pieces [S]."""
     length = jnp.repeat(pieces, num_kv_heads)
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(length).astype(jnp.int32)])
     total = begin[-1]

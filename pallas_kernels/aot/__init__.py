@@ -1,8 +1,8 @@
-"""Compiles for a GPU on a machine without one. Knows chips by their description, no kernels.
+"""Compiles for a GPU on a machine without one. Knows descriptions of chips, no kernels.
 
-XLA asks a GPU about itself before it compiles; here a file answers instead. The plugin is the real one, so what comes
-out is what the chip would run: machine code, registers, memory. Only what is measured on a chip is missing: XLA chooses
-its own matrix products without having timed them.
+XLA queries the GPU before it compiles; here a file answers instead. The plugin is the real one, so the output is
+what the chip would run: machine code, registers, memory. Only measurements on the chip are missing: XLA chooses
+its own matrix products without timing them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def targets() -> list[str]:
 
 
 def target(name: str) -> Target:
-    """A target by name.
+    """Returns a target by name.
 
     Raises:
       ValueError: there is none of that name.
@@ -76,7 +76,7 @@ def target(name: str) -> Target:
 
 
 def missing() -> str | None:
-    """What has to be installed before anything can be compiled for a GPU; None where all is there."""
+    """Returns what must be installed to compile for a GPU; None if nothing is missing."""
     install = f"; install the extra: pip install 'ksana-jax[{EXTRA}]'"
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return f"compiling for a GPU needs {PLUGIN}{install}"
@@ -87,7 +87,7 @@ def missing() -> str | None:
 
 
 def find_ptxas() -> str | None:
-    """ptxas of the package nvidia-cuda-nvcc, or another on the PATH."""
+    """Returns the path of ptxas: that of the package nvidia-cuda-nvcc, or another on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*/bin/ptxas")):
@@ -97,7 +97,7 @@ def find_ptxas() -> str | None:
 
 @functools.cache
 def device(target: Target):
-    """That GPU, as jax knows one to compile for; it holds no arrays."""
+    """Returns a jax device that represents the target for compilation; it holds no arrays."""
     from jax.experimental import topologies
 
     described_by = {"target_config": target.description, "topology": "1x1x1"}
@@ -105,7 +105,7 @@ def device(target: Target):
 
 
 def placed(target: Target, arrays):
-    """Shapes of a tree of arrays, as of arrays on that GPU: what is lowered for them is lowered for it."""
+    """Returns the shapes of a tree of arrays, placed on the target, so functions are lowered for it."""
     import jax
 
     there = jax.sharding.SingleDeviceSharding(device(target))
@@ -113,7 +113,7 @@ def placed(target: Target, arrays):
 
 
 def described(target: Target):
-    """A context in which jax lowers for that GPU, not for the one it finds. jax 0.10.2 takes any GPU for a Hopper."""
+    """Returns a context in which jax lowers for the target, not its own GPU. jax 0.10.2 takes any GPU for a Hopper."""
     import jax
 
     try:
@@ -125,7 +125,7 @@ def described(target: Target):
 
 
 def lower(target: Target, function, *args, donate_argnums=()):
-    """Lowers a function for that GPU.
+    """Lowers a function for the target.
 
     Args:
       args: trees of arrays or of jax.ShapeDtypeStruct.

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU, here, without one, and says what came out. Fails on what would be slow or not start.
+"""Compiles every kernel for an absent GPU, and reports. Fails on kernels that would be slow or would not start.
 
     python -m pallas_kernels.aot.check --target h200 [--only REGEX] [--json [PATH]]
 

@@ -1,4 +1,4 @@
-"""Reads what compilers leave behind, and judges it. Knows texts and numbers; no jax."""
+"""Reads and judges the output of compilers. Knows texts and numbers; no jax."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class Memory:
 
 
 def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
-    """What is wrong with a kernel, each in a few words.
+    """Returns the problems of a compiled kernel, a few words each.
 
     Args:
       shared_limit: bytes of shared memory that the chip has for one block of threads.

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: their configuration, matrices in shared memory, the launch."""
+"""Shared parts of the Hopper kernels: configuration, matrices in shared memory, the launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG2E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a kernel is compiled for.
+    """The configuration for which a kernel is compiled.
 
     rows: queries x query heads of a group, a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once. codes: dtype of a quantised pool; dtype is
@@ -84,7 +84,7 @@ def layout(width: int, num_bytes: int | float):
 
 
 def check_heads(call: Call, dtypes) -> None:
-    """Raises NotImplementedError where a call's dtype, head dim or group is not one that the kernels support."""
+    """Raises NotImplementedError if the kernels do not support a call's dtype, head dim or group."""
     pool = call.pool.kv
     if pool.dtype not in dtypes:
         supported = ", ".join(str(jnp.dtype(x)) for x in dtypes)

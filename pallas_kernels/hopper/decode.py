@@ -1,4 +1,4 @@
-"""Attention of few queries to a row, on Hopper: a call cut and packed for its kernels, and their results unpacked."""
+"""Attention with few queries per row on Hopper: packs a call for its kernels, and unpacks their results."""
 
 from __future__ import annotations
 

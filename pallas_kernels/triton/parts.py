@@ -1,4 +1,4 @@
-"""What the Pallas-Triton kernels of attention share: their loop over keys and values, and the arrays that it reads.
+"""Shared parts of the Pallas-Triton attention kernels: the loop over keys and values, and the arrays that it reads.
 
 jax has deprecated its Triton back end: the day it goes, this folder goes.
 
