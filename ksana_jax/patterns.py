@@ -18,7 +18,11 @@ from pallas_kernels import mask
 from pallas_kernels.mask import FAR
 
 SinkPosition = Literal["absolute", "cache", "ceiling"]
-SINK_POSITIONS: tuple[SinkPosition, ...] = ("absolute", "cache", "ceiling")
+SINK_POSITIONS: tuple[SinkPosition, ...] = (
+    "absolute",
+    "cache",
+    "ceiling",
+)  # by index, as `mask.repositioned` reads them
 
 
 class PatternArrays(NamedTuple):

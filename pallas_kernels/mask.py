@@ -28,7 +28,10 @@ def visible(pattern: Any, q_pos, kv_pos, remainder: Callable[[Any, Any], Any] = 
 
 
 def repositioned(pattern: Any, q_pos, kv_pos):
-    """Whether each key is a sink that a query looks at from elsewhere than its own position; shapes broadcast."""
+    """Whether each key is a sink that a query looks at from elsewhere than its own position; shapes broadcast.
+
+    Where `sink_position` is 1 these are all sinks, where it is 2 those beyond both the window and `sink_ceiling`.
+    """
     distance = q_pos - kv_pos
     beyond = (distance >= pattern.window) & (distance > pattern.sink_ceiling)
     return (kv_pos < pattern.num_sinks) & ((pattern.sink_position == 1) | ((pattern.sink_position == 2) & beyond))
