@@ -215,5 +215,5 @@ def _part(some: float, whole: float, of_nothing: float = 0.0) -> float:
 
 
 def _written(o: Ownership) -> str:
-    name = f"{o.request_id}/{o.index}" if o.request_id else "nobody"
+    name = f"{o.request_id}/{o.index}" if o.request_id else "no request"
     return name + (f" {o.doing}" if o.doing != "runs" else "") + (f" ({o.origin})" if o.origin else "")

@@ -87,7 +87,7 @@ class BlockManager:
 
     def keep(self, block: int) -> None:
         """Marks a held block to become idle, not free, when its last owner leaves."""
-        assert self.ref_count[block] > 0, "a block nobody holds has nothing to keep"
+        assert self.ref_count[block] > 0, "only a held block can be kept"
         self.kept[block] = True
 
     def forget(self, block: int) -> None:
@@ -111,10 +111,10 @@ class BlockManager:
         counts = np.bincount(np.concatenate([_NONE, *owned]), minlength=self.num_blocks)
         wrong = np.flatnonzero(counts != self.ref_count)
         some = wrong[:8]
-        assert not len(wrong), f"blocks {some}: {self.ref_count[some]} owners in the books, {counts[some]} found"
+        assert not len(wrong), f"blocks {some}: {self.ref_count[some]} owners counted, {counts[some]} found"
         idle = self.kept & (counts == 0)
         lists = np.bincount(self._free[: self.num_free], minlength=self.num_blocks) + (counts > 0) + idle
         odd = np.flatnonzero(lists != 1)[:8]
         assert not len(odd), f"blocks {odd} are {lists[odd]} times among those that are free, held or idle"
         num_idle = np.count_nonzero(idle)
-        assert num_idle == self.num_idle, f"{self.num_idle} idle blocks in the books, {num_idle} found"
+        assert num_idle == self.num_idle, f"{self.num_idle} idle blocks counted, {num_idle} found"

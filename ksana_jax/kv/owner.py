@@ -30,5 +30,5 @@ class Owner(NamedTuple):
 
     @property
     def label(self) -> str:
-        name = f"{self.request_id}/{self.index}" if self.request_id else "(nobody)"
+        name = f"{self.request_id}/{self.index}" if self.request_id else "(no request)"
         return name if self.doing == "runs" else f"{name} {self.doing}"

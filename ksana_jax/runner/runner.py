@@ -37,7 +37,7 @@ COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": 1},
     "gpu": {"xla_disable_hlo_passes": "rematerialization"},
 }
-# Scores of the whole vocabulary are made for so many prompt tokens at a time.
+# Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
 SCORED_AT_ONCE = 128
 
 

@@ -135,8 +135,8 @@ def harm_in_no_list(blocks, ids):
     ("harm", "words"),
     [
         (harm_nothing, None),
-        (harm_lost_owner, r"\[1\] owners in the books, \[0\] found"),
-        (harm_unknown_owner, r"\[1\] owners in the books, \[2\] found"),
+        (harm_lost_owner, r"\[1\] owners counted, \[0\] found"),
+        (harm_unknown_owner, r"\[1\] owners counted, \[2\] found"),
         (harm_free_and_held, r"blocks \[0 3\] are \[2 0\] times among"),
         (harm_free_twice, r"are \[0 2\] times among"),
         (harm_in_no_list, r"are \[0\] times among"),
