@@ -18,11 +18,8 @@ from pallas_kernels import mask
 from pallas_kernels.mask import FAR
 
 SinkPosition = Literal["absolute", "cache", "ceiling"]
-SINK_POSITIONS: tuple[SinkPosition, ...] = (
-    "absolute",
-    "cache",
-    "ceiling",
-)  # by index, as `mask.repositioned` reads them
+# By index, as `mask.repositioned` reads them.
+SINK_POSITIONS: tuple[SinkPosition, ...] = ("absolute", "cache", "ceiling")
 
 
 class PatternArrays(NamedTuple):
