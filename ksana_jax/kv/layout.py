@@ -118,7 +118,7 @@ class KVLayout:
         return cls(groups, block_size, (Leaf("kv", shape, stored),))
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
-        """The same groups of layers under other patterns. A group keeps what any of its layers sees: blocks stay as
+        """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks stay as
         they are, and least is kept by an engine that was made with these patterns."""
         groups = (KVGroup(g.layers, LiveRange.of([patterns[layer] for layer in g.layers])) for g in self.groups)
         return dataclasses.replace(self, groups=tuple(groups))

@@ -50,7 +50,7 @@ def device_peak_bytes() -> int | None:
 
 
 def compiled_bytes(functions: Mapping[Any, Any]) -> int:
-    """What XLA:CPU keeps of compiled functions in the process's memory. functions: `Runner.programs`."""
+    """Returns the bytes that XLA:CPU keeps of compiled functions in memory. functions: `Runner.programs`."""
     steps = [(key, compiled_programs(found)) for key, found in functions.items() if isinstance(key, StepShape)]
     parts = sum(len(shape.parts) * (len(programs) - 2) for shape, programs in steps)
     return COMPILER_BYTES + len(functions) * FUNCTION_BYTES + parts * LAYER_PROGRAM_PART_BYTES

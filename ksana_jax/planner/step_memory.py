@@ -100,7 +100,7 @@ def described(target: aot.Target | None = None) -> str:
 
 
 def program_bytes(compiled: Any) -> int:
-    """Bytes that a compiled step, or another program, takes while it runs, besides weights and pool."""
+    """Returns the bytes that a compiled step or another program takes while it runs, besides weights and pool."""
     return max(map(_program_bytes, compiled_programs(compiled)))
 
 

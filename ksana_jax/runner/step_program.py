@@ -31,7 +31,7 @@ BY_LAYER = frozenset({"cpu"})
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What an engine's steps are compiled for, besides their shapes.
+    """Everything besides shapes for which an engine's steps are compiled.
 
     ropes: of each layer.
     places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
@@ -47,7 +47,7 @@ class Network:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """For each layer the first one that is computed alike. Patterns are data and make no difference."""
+        """Returns for each layer the first one computed alike. Patterns are data and make no difference."""
         specs = [_without_pattern(spec) for spec in self.config.layers]
         return tuple(map(specs.index, specs))
 
@@ -74,7 +74,7 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], *argum
 def lower_by_layer(
     network: Network, shape: StepShape, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays
 ) -> LoweredByLayer:
-    """Lowers a step as programs that run in turn and together are the one of `lower_whole`."""
+    """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
     ends, place = params.replace(layers=()), (jax.ShapeDtypeStruct((), np.int32),) * 3  # pyright: ignore[reportAttributeAccessIssue]
     x = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays.tokens)
     layers = {

@@ -147,7 +147,7 @@ class StepArrays(NamedTuple):
     shared_starts: Array | None = None
 
     def of_group(self, group: Array) -> StepArrays:
-        """What attention in the layers of one group sees: without the axis Gk. group: an index, traced or not."""
+        """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""
         found = self._replace(
             cache_positions=self.cache_positions[group],
             slots=self.slots[group],
