@@ -151,8 +151,8 @@ class EngineConfig:
         with a query_tile of 32 with groups of four and 128 with MHA.
       policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
         "package.module:name" of your own, or the function itself.
-      max_rotated_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions; None
-        takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
+      max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
+        None takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
       memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
       memory_fraction: fraction of the device's memory that weights, pool and the temporary buffers of a step may take
         together, if num_blocks is None; see `planner`.
@@ -182,7 +182,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     query_tile: int = 32
     policy: Any = "fcfs"
-    max_rotated_sinks: int | None = None
+    max_repositioned_sinks: int | None = None
     memory_bytes: int = 2 * GIB
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
@@ -205,7 +205,7 @@ class EngineConfig:
             *(checks.integer(name, getattr(self, name), 1, most) for name, most in sizes.items()),
             checks.integer("num_blocks", self.num_blocks, 1, MAX_TOKENS, optional=True),
             checks.integer("max_model_len", self.max_model_len, 1, MAX_TOKENS, optional=True),
-            checks.integer("max_rotated_sinks", self.max_rotated_sinks, 0, optional=True),
+            checks.integer("max_repositioned_sinks", self.max_repositioned_sinks, 0, optional=True),
             checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
             checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
             checks.integer("seed", self.seed, -(2**63), 2**63 - 1),
@@ -227,12 +227,12 @@ class EngineConfig:
             )
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
-        """Returns the config with max_model_len and max_rotated_sinks filled in where they are None."""
-        rotated = max(pattern.num_rotated_sinks for pattern in patterns)
+        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""
+        rotated = max(pattern.num_repositioned_sinks for pattern in patterns)
         return dataclasses.replace(
             self,
             max_model_len=self.max_model_len or model.max_position,
-            max_rotated_sinks=rotated if self.max_rotated_sinks is None else self.max_rotated_sinks,
+            max_repositioned_sinks=rotated if self.max_repositioned_sinks is None else self.max_repositioned_sinks,
         )
 
     def plain(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class AttentionPattern:
         return "cache" if self.window is not None and self.num_sinks else "absolute"
 
     @property
-    def num_rotated_sinks(self) -> int:
+    def num_repositioned_sinks(self) -> int:
         """Number of repositioned sinks, at which queries look from a position other than their own."""
         return 0 if self.sink_position == "absolute" else self.num_sinks
 

@@ -17,4 +17,4 @@ PATTERNS = {
     "LM-Infinite, low ceiling": AttentionPattern(window=WINDOW, num_sinks=4, sink_position="ceiling", sink_ceiling=5),
 }
 # Repositioned sinks, at most.
-MAX_ROTATED_SINKS = max(p.num_rotated_sinks for p in PATTERNS.values())
+MAX_ROTATED_SINKS = max(p.num_repositioned_sinks for p in PATTERNS.values())

@@ -24,7 +24,7 @@ def test_sinks_of_a_window_are_seen_at_cache_positions_unless_told_otherwise(giv
     pattern = AttentionPattern(**given)
     assert pattern.sink_position == stands
     assert pattern == AttentionPattern(**{**given, "sink_position": stands}), "the default is a value like any other"
-    assert pattern.num_rotated_sinks == (2 if stands != "absolute" else 0)
+    assert pattern.num_repositioned_sinks == (2 if stands != "absolute" else 0)
 
 
 def test_a_pattern_is_named_by_what_was_chosen():

@@ -62,7 +62,7 @@ def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: in
         num_blocks=num_blocks,
         layout=KVLayout.of(LLAMA_8B, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
         max_model_len=LLAMA_8B.max_position,
-        max_rotated_sinks=0,
+        max_repositioned_sinks=0,
         attention=attention,
         device=device,
     )

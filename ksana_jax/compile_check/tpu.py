@@ -84,7 +84,7 @@ def _step(shape: StepShape, sharding, num_blocks: int):
         num_blocks=num_blocks,
         layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
         max_model_len=LLAMA.max_position,
-        max_rotated_sinks=0,
+        max_repositioned_sinks=0,
         device=device,
     )
     return runner.lower_step(shape)

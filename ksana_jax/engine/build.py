@@ -122,7 +122,7 @@ def _on_device(
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
-    assert config.max_model_len is not None and config.max_rotated_sinks is not None
+    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     if config.embedding_device == "host":
         check_embedding_on_host(model)
     platform = str(jax.devices()[0].platform)
@@ -133,7 +133,7 @@ def _on_device(
         patterns=patterns,
         layout=layout,
         max_model_len=config.max_model_len,
-        max_rotated_sinks=config.max_rotated_sinks,
+        max_repositioned_sinks=config.max_repositioned_sinks,
         embedding_device=config.embedding_device,
         attention=config.attention_implementation,
     )
@@ -189,13 +189,13 @@ def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str
 
 def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
     config = half.config
-    assert config.num_blocks is not None and config.max_rotated_sinks is not None
+    assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     return BatchBuilder(
         buckets or Buckets.of(config, half.platform),
         config.block_size,
         config.num_blocks,
         vocab_size,
-        sink_width=-(-config.max_rotated_sinks // config.block_size),
+        sink_width=-(-config.max_repositioned_sinks // config.block_size),
     )
 
 

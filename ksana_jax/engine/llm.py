@@ -200,7 +200,7 @@ class LLM:
 
         Raises:
           RuntimeError: requests are running.
-          ValueError: the pattern has more repositioned sinks than `max_rotated_sinks`.
+          ValueError: the pattern has more repositioned sinks than `max_repositioned_sinks`.
         """
         model = self.model_config
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)

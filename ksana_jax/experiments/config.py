@@ -113,10 +113,10 @@ class Plan:
         """Returns each trial once, in the order of the rows."""
         return list({t.id: t for row in self.rows for t in row.trials}.values())
 
-    def max_rotated_sinks(self, trial: Trial) -> int:
+    def max_repositioned_sinks(self, trial: Trial) -> int:
         """Maximum number of repositioned sinks in any trial that shares this trial's engine."""
         patterns = [p for t in self.trials if t.engine_key == trial.engine_key for p in patterns_of(t.config)]
-        return max((p.num_rotated_sinks for p in patterns), default=0)
+        return max((p.num_repositioned_sinks for p in patterns), default=0)
 
 
 def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:

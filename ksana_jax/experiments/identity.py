@@ -16,6 +16,9 @@ from ksana_jax.config import EngineConfig
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.patterns import AttentionPattern
 
+# Settings of the engine that records of earlier versions have by another name.
+RENAMED = {"max_rotated_sinks": "max_repositioned_sinks"}
+
 
 def canonical(value: Any) -> str:
     """Returns JSON with sorted keys and no spaces, so equal values give equal text."""
@@ -29,8 +32,9 @@ def trial_id(config: Mapping[str, Any]) -> str:
       ConfigError: its task is unknown.
     """
     parts: dict[str, Any] = dict(config)
-    for name, kind in (("engine", EngineConfig), ("settings", task_named(config["task"]).Settings)):
-        parts[name] = differing(config[name], kind)
+    engine = {RENAMED.get(name, name): value for name, value in config["engine"].items()}
+    parts["engine"] = differing(engine, EngineConfig)
+    parts["settings"] = differing(config["settings"], task_named(config["task"]).Settings)
     if config["pattern"] is not None:
         parts["pattern"] = _pattern(config["pattern"])
     parts["layer_patterns"] = [_pattern(p) for p in config["layer_patterns"]]

@@ -80,7 +80,7 @@ class EnginePool:
             self._make_llm = LLM
         default = dataclasses.asdict(EngineConfig())
         given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
-        given.setdefault("max_rotated_sinks", self._plan.max_rotated_sinks(trial))
+        given.setdefault("max_repositioned_sinks", self._plan.max_repositioned_sinks(trial))
         return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
 
 

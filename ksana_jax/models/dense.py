@@ -47,7 +47,7 @@ def _attend(
     params: Params, length: int, config: ModelConfig, max_len: int | None, keep: Callable[[Any, jax.Array], Any]
 ) -> Attend:
     """Returns an `Attend` that updates its state by `keep(state, probabilities [..., N, T, T])` in each layer."""
-    if any(layer.attention.pattern.num_rotated_sinks for layer in config.layers):
+    if any(layer.attention.pattern.num_repositioned_sinks for layer in config.layers):
         raise ValueError("dense attention supports sinks only at their own positions; the engine supports the others")
     positions = jnp.arange(length)
     ropes = layer_ropes(config, max_len or length)

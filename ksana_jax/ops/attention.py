@@ -27,7 +27,7 @@ class AttentionContext(NamedTuple):
 
     layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
     of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
-    positions a query sees, this layer's numbers. num_rotated_sinks: maximum number of repositioned sinks. soft_cap:
+    positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's
     denominator.
     """
@@ -37,7 +37,7 @@ class AttentionContext(NamedTuple):
     shape: StepShape
     pattern: PatternArrays
     rope: Rope
-    num_rotated_sinks: int
+    num_repositioned_sinks: int
     soft_cap: float | None = None
     sink_logits: jax.Array | None = None
 
@@ -66,7 +66,7 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
     cache = cache.write(context.layer, context.batch.slots, rope.rotate(k, angles), v)
     q = q * scale
     q_sink = None
-    if context.num_rotated_sinks:
+    if context.num_repositioned_sinks:
         q_sink = rope.rotate(q, rope.angles(sink_query_position(context.pattern, context.batch.positions, 0)))
     return Queries(rope.rotate(q, angles), q_sink), cache
 
@@ -237,7 +237,7 @@ def _absorb_sinks(
     state: PartialAttention, q_sink_SKRH, tiles: _Tiles, cache: KVCache, context: AttentionContext
 ) -> PartialAttention:
     """Adds the repositioned sinks, which are in the first blocks of a table."""
-    first, rope = slice(-(-context.num_rotated_sinks // cache.block_size)), context.rope
+    first, rope = slice(-(-context.num_repositioned_sinks // cache.block_size)), context.rope
     kv_pos_SC = _slot_positions(tiles.starts[:, first], cache.block_size)
     k, v = cache.read(context.layer, tiles.tables[:, first])
     # "ceiling" wants one distance for all sinks: their keys are turned back to position 0.

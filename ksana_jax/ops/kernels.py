@@ -60,8 +60,8 @@ class Kernels(NamedTuple):
         for call in calls(context.batch, context.shape):
             tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
             q = jax.ShapeDtypeStruct((*tiles, *shape), cache.kv.dtype)
-            q_sink = jax.ShapeDtypeStruct((*tiles, context.num_rotated_sinks, *shape), cache.kv.dtype)
-            asked = _ask(call, context, pattern, cache, q, q_sink if context.num_rotated_sinks else None)
+            q_sink = jax.ShapeDtypeStruct((*tiles, context.num_repositioned_sinks, *shape), cache.kv.dtype)
+            asked = _ask(call, context, pattern, cache, q, q_sink if context.num_repositioned_sinks else None)
             found.append(self.serving(call, asked).work(asked))
         return tuple(found)
 
@@ -70,13 +70,15 @@ class Kernels(NamedTuple):
     ) -> tuple[Queries, KVCache]:
         """Does `attention.write`; also returns sink queries [T, J, N, H], one per repositioned sink."""
         rope, sink_angles = context.rope, None
-        if context.num_rotated_sinks:
-            sinks = jnp.arange(context.num_rotated_sinks)
+        if context.num_repositioned_sinks:
+            sinks = jnp.arange(context.num_repositioned_sinks)
             sink_angles = rope.angles(sink_query_position(context.pattern, context.batch.positions[:, None], sinks))
         if self.kv_write is None:
-            queries, cache = write(q, k, v, cache, context._replace(num_rotated_sinks=0), angles, scale)
+            queries, cache = write(q, k, v, cache, context._replace(num_repositioned_sinks=0), angles, scale)
             if sink_angles is not None:
-                again = jnp.broadcast_to((q * scale)[:, None], (q.shape[0], context.num_rotated_sinks, *q.shape[1:]))
+                again = jnp.broadcast_to(
+                    (q * scale)[:, None], (q.shape[0], context.num_repositioned_sinks, *q.shape[1:])
+                )
                 queries = queries._replace(q_sink=rope.rotate(again, sink_angles))
             return queries, cache
 
@@ -212,7 +214,7 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
     """Returns the shapes of a call with one tile."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.dtype)
-    queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_rotated_sinks
+    queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_repositioned_sinks
     options = contract.Options(
         q_sink=floats((1, tile, num_sinks, *queries)) if num_sinks else None,
         sinks=jax.ShapeDtypeStruct((needs.num_heads,), jnp.float32) if needs.sinks else None,

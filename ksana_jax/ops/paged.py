@@ -24,7 +24,7 @@ def paged_attend(
     *,
     layers: Sequence[LayerSpec],
     ropes: Sequence[Rope],
-    num_rotated_sinks: int,
+    num_repositioned_sinks: int,
     implementation: Implementation,
     alike: Sequence[int],
     sink_logits: Sequence[jax.Array | None],
@@ -36,7 +36,7 @@ def paged_attend(
       batches: the step's arrays on the device, of each group of layers; see `StepArrays.of_group`.
       patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
       layers, ropes: of each layer its spec and its rope; layers with one rope share its angles.
-      num_rotated_sinks: most sinks at "cache" or "ceiling" positions.
+      num_repositioned_sinks: most sinks at "cache" or "ceiling" positions.
       sink_logits: learned logits [N] of each layer's heads, or None.
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
         schedules.
@@ -50,7 +50,14 @@ def paged_attend(
         spec, rope = layers[layer].attention, ropes[layer]
         group, at = places[layer]
         context = AttentionContext(
-            at, batches[group], shape, patterns.layer(layer), rope, num_rotated_sinks, spec.soft_cap, sink_logits[layer]
+            at,
+            batches[group],
+            shape,
+            patterns.layer(layer),
+            rope,
+            num_repositioned_sinks,
+            spec.soft_cap,
+            sink_logits[layer],
         )
         if implementation.schedule and alike[layer] not in plans:
             plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)

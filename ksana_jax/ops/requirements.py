@@ -16,7 +16,7 @@ class Requirements(NamedTuple):
 
     platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
     dtype: NumPy's name of the type in which keys and values are stored.
-    num_rotated_sinks: maximum number of repositioned sinks.
+    num_repositioned_sinks: maximum number of repositioned sinks.
     soft_cap: whether scores are capped. sinks: whether heads have learned sink logits.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than was asked for.
@@ -29,14 +29,14 @@ class Requirements(NamedTuple):
     num_kv_heads: int
     head_dim: int
     block_size: int
-    num_rotated_sinks: int = 0
+    num_repositioned_sinks: int = 0
     pattern_fields: tuple[str, ...] = patterns.PatternArrays._fields
     soft_cap: bool = False
     sinks: bool = False
 
     @classmethod
     def of(
-        cls, config: ModelConfig, layout: KVLayout, *, num_rotated_sinks: int = 0, device: Any = None
+        cls, config: ModelConfig, layout: KVLayout, *, num_repositioned_sinks: int = 0, device: Any = None
     ) -> Requirements:
         """Returns the requirements of a model and its pool on a device, by default jax's first one."""
         device = device or jax.devices()[0]
@@ -49,7 +49,7 @@ class Requirements(NamedTuple):
             config.num_kv_heads,
             config.head_dim,
             layout.block_size,
-            num_rotated_sinks,
+            num_repositioned_sinks,
             patterns.PatternArrays._fields,
             config.soft_cap is not None,
             config.sinks,

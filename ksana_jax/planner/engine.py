@@ -44,7 +44,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     Raises:
       ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
     """
-    assert config.max_model_len is not None and config.max_rotated_sinks is not None
+    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     block_bytes = layout.block_bytes
     weights = weights_bytes(model, config.dtype, config.embedding_device)
     _check_host_memory(config.host_cache_bytes)
@@ -63,7 +63,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             largest,
             dtype=config.dtype,
             block_size=config.block_size,
-            max_rotated_sinks=config.max_rotated_sinks,
+            max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
         )
         device, step = this_device(), max(found.peak for found in measured)

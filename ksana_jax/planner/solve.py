@@ -114,7 +114,7 @@ def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Calla
         block_size=asked.block_size,
         query_tile=asked.query_tile,
         max_num_batched_tokens=asked.max_num_batched_tokens,
-        max_rotated_sinks=asked.num_sinks,
+        max_repositioned_sinks=asked.num_sinks,
         embedding_device=asked.embedding_device,
         target=target,
     )

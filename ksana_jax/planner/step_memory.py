@@ -120,7 +120,7 @@ def step_bytes(
     *,
     dtype: str,
     block_size: int,
-    max_rotated_sinks: int = 0,
+    max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
@@ -131,7 +131,7 @@ def step_bytes(
         target=target,
         dtype=dtype,
         block_size=block_size,
-        max_rotated_sinks=max_rotated_sinks,
+        max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
     )
     one_program = (aot.device(target) if target else jax.devices()[0]).platform not in BY_LAYER
@@ -202,7 +202,7 @@ def measure_step(
     block_size: int = 16,
     query_tile: int = 32,
     max_num_batched_tokens: int = 512,
-    max_rotated_sinks: int = 0,
+    max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
     target: aot.Target | None = None,
 ) -> StepCost:
@@ -214,7 +214,7 @@ def measure_step(
         [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
         dtype=dtype,
         block_size=block_size,
-        max_rotated_sinks=max_rotated_sinks,
+        max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
         target=target,
     )

@@ -74,7 +74,7 @@ class Runner:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
       layout, num_blocks: of the pool.
       max_model_len: longest text; some kinds of rope depend on it.
-      max_rotated_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
+      max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       attention: name of an implementation of paged attention; "auto" takes the first that serves.
@@ -94,7 +94,7 @@ class Runner:
         layout: KVLayout,
         num_blocks: int,
         max_model_len: int,
-        max_rotated_sinks: int,
+        max_repositioned_sinks: int,
         num_host_blocks: int = 0,
         embedding_device: str = "device",
         attention: str = "auto",
@@ -105,11 +105,11 @@ class Runner:
         self.embeds_on_host = embedding_device == "host"
         device = device or jax.devices()[0]
         self.platform = device.platform
-        needs = Requirements.of(config, layout, num_rotated_sinks=max_rotated_sinks, device=device)
+        needs = Requirements.of(config, layout, num_repositioned_sinks=max_repositioned_sinks, device=device)
         self.implementation = choose(needs, attention)
-        self.num_rotated_sinks = max_rotated_sinks
+        self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
-        self.sink_width = -(-max_rotated_sinks // layout.block_size)
+        self.sink_width = -(-max_repositioned_sinks // layout.block_size)
         make = functools.partial(make_cache, layout, num_blocks)
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
@@ -122,7 +122,7 @@ class Runner:
     def _network(self) -> Network:
         options = COMPILER_OPTIONS.get(self.platform)
         places = self.layout.places
-        return Network(self.config, self.ropes, places, self.num_rotated_sinks, self.implementation, options)
+        return Network(self.config, self.ropes, places, self.num_repositioned_sinks, self.implementation, options)
 
     @property
     def num_compilations(self) -> int:
@@ -145,12 +145,12 @@ class Runner:
         Raises:
           ValueError: more sinks are repositioned than the compiled step has room for.
         """
-        room = self.num_rotated_sinks
+        room = self.num_repositioned_sinks
         for p in patterns:
-            if p.num_rotated_sinks > room:
+            if p.num_repositioned_sinks > room:
                 raise ValueError(
                     f"the pattern has {p.num_sinks} sinks at {p.sink_position!r} positions, this engine was made for "
-                    f"at most {room}; give it max_rotated_sinks={p.num_sinks}"
+                    f"at most {room}; give it max_repositioned_sinks={p.num_sinks}"
                 )
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:

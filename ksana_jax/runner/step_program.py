@@ -41,7 +41,7 @@ class Network:
     config: ModelConfig
     ropes: tuple[Rope, ...]
     places: tuple[tuple[int, int], ...]
-    num_rotated_sinks: int
+    num_repositioned_sinks: int
     implementation: Implementation
     options: dict[str, Any] | None
 
@@ -138,7 +138,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
         patterns,
         layers=network.config.layers,
         ropes=network.ropes,
-        num_rotated_sinks=network.num_rotated_sinks,
+        num_repositioned_sinks=network.num_repositioned_sinks,
         implementation=network.implementation,
         alike=alike,
         sink_logits=[p.sink_logits for p in params.layers],
@@ -161,7 +161,7 @@ def step_layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Ne
         jax.tree.map(lambda numbers: numbers[layer][None], patterns),
         layers=(spec,),
         ropes=(network.ropes[kind],),
-        num_rotated_sinks=network.num_rotated_sinks,
+        num_repositioned_sinks=network.num_repositioned_sinks,
         implementation=network.implementation,
         alike=(0,),
         sink_logits=(p.sink_logits,),

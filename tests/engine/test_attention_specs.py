@@ -53,7 +53,7 @@ def make_llm(params, **settings) -> LLM:
         query_tile=8,
         max_model_len=64,
         max_num_batched_tokens=24,
-        max_rotated_sinks=4,
+        max_repositioned_sinks=4,
         **settings,
     )
 

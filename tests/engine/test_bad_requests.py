@@ -180,7 +180,7 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
     [
         ({"blok_size": 8}, "LLM has no setting 'blok_size'; the nearest is 'block_size'"),
         ({"block_size": 0}, "block_size is 0, must be an integer from 1"),
-        ({"max_rotated_sinks": -1}, "max_rotated_sinks is -1, must be an integer from 0 or None"),
+        ({"max_repositioned_sinks": -1}, "max_repositioned_sinks is -1, must be an integer from 0 or None"),
         ({"dtype": "f64"}, "dtype is 'f64', must be one of f32, bf16, f16, auto"),
         ({"policy": "random"}, "policy is 'random', must be one of fcfs"),
         ({"policy": []}, r"policy is \[\], must be one of fcfs"),

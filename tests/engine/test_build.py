@@ -32,7 +32,7 @@ REFUSED = {
     "replacement": ({"prefix_replacement": "mru"}, "prefix_replacement is 'mru', must be one of lru"),
     "preset": ({"pattern": "slidng"}, "there is no attention pattern 'slidng'"),
     "patterns": ({"pattern": ["full"] * 3}, "3 attention patterns were given, the model has 2 layers"),
-    "sinks": ({"pattern": SINKS, "max_rotated_sinks": 1}, "2 sinks at 'cache' positions.* at most 1"),
+    "sinks": ({"pattern": SINKS, "max_repositioned_sinks": 1}, "2 sinks at 'cache' positions.* at most 1"),
     "implementation": ({"attention_implementation": "hopper"}, "attention_implementation 'hopper': .*GPU"),
     "host memory": ({"host_cache_bytes": 10**15}, "host_cache_bytes is 1,000,000,000,000,000 .*this machine has"),
     "pool": ({"num_blocks": 10**9, "memory_fraction": None}, "1,000,000,000 KV blocks of .* bytes take"),

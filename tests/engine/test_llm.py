@@ -268,9 +268,9 @@ def test_the_pattern_changes_only_while_nothing_runs(llm):
 
 
 def test_the_layer_with_too_many_sinks_is_named():
-    llm = make_llm(max_rotated_sinks=3)
+    llm = make_llm(max_repositioned_sinks=3)
     patterns = [AttentionPattern(), AttentionPattern(window=4, num_sinks=17, sink_position="ceiling")]
-    with pytest.raises(ValueError, match=r"17 sinks at 'ceiling' positions.*give it max_rotated_sinks=17"):
+    with pytest.raises(ValueError, match=r"17 sinks at 'ceiling' positions.*give it max_repositioned_sinks=17"):
         llm.set_pattern(patterns)
 
 

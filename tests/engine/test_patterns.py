@@ -66,7 +66,7 @@ def engines():
                 max_num_seqs=3,
                 query_tile=8,
                 max_model_len=128,
-                max_rotated_sinks=16,
+                max_repositioned_sinks=16,
             )
         return made[key]
 
@@ -153,7 +153,9 @@ def test_a_pool_of_little_more_than_a_window_serves_a_long_text():
     assert max(r.peak_blocks for r in llm.records) <= small
 
 
-def test_more_rotated_sinks_than_the_engine_was_made_for_are_refused(engines):
+def test_more_repositioned_sinks_than_the_engine_was_made_for_are_refused(engines):
     llm = engines("GQA", 16, 8)
-    with pytest.raises(ValueError, match=r"17 sinks at 'cache' positions.*at most 16; give it max_rotated_sinks=17"):
+    with pytest.raises(
+        ValueError, match=r"17 sinks at 'cache' positions.*at most 16; give it max_repositioned_sinks=17"
+    ):
         llm.set_pattern(AttentionPattern(window=WINDOW, num_sinks=17, sink_position="cache"))

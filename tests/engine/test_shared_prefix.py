@@ -50,7 +50,7 @@ def watch(llm):
 def test_rows_that_share_a_prefix_score_as_the_dense_definition_says(name):
     config, params = model()
     pattern = PATTERNS[name]
-    llm = make_sharing_llm(max_rotated_sinks=8)
+    llm = make_sharing_llm(max_repositioned_sinks=8)
     llm.set_pattern(pattern)
     shared_tables = watch(llm)
     rng = np.random.default_rng(0)

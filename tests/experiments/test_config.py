@@ -183,7 +183,7 @@ def test_trials_share_an_engine_when_only_pattern_settings_or_seed_differ(model)
     made = plan(small(model, seeds=[0, 1], variants=variants))
     keys = [row.trials[0].engine_key for row in made.rows]
     assert keys[0] == keys[1] == keys[3] != keys[2]
-    assert [made.max_rotated_sinks(row.trials[0]) for row in made.rows] == [3, 3, 0, 3]
+    assert [made.max_repositioned_sinks(row.trials[0]) for row in made.rows] == [3, 3, 0, 3]
 
 
 def test_layers_can_have_patterns_of_their_own(model):
@@ -218,7 +218,7 @@ def test_a_preset_is_given_by_name_and_other_fields_replace_its_numbers(model):
     assert patterns == [[AttentionPattern(window=w, num_sinks=4, sink_position="cache")] for w in (8, 16)]
     rows = plan(small(model, grid={"pattern": ["full", "streaming_llm"]})).rows
     assert [row.trials[0].label for row in rows] == ["pattern=full", "pattern=streaming_llm"]
-    assert made.max_rotated_sinks(made.trials[0]) == 4
+    assert made.max_repositioned_sinks(made.trials[0]) == 4
 
 
 def test_a_trial_does_not_depend_on_the_form_in_which_its_pattern_was_given(model):

@@ -57,6 +57,15 @@ def test_a_run_of_an_earlier_version_has_nothing_left_to_do(old_folder):
     assert [len(r.trials) for r in report(old_folder).rows] == [2] * 8
 
 
+def test_a_setting_that_was_renamed_keeps_its_trials():
+    start = next(r for r in map(json.loads, OLD_RECORDS.read_text().splitlines()) if r["kind"] == "start")
+    now, before, other = (json.loads(json.dumps(start["config"])) for _ in range(3))
+    for config, name in ((now, "max_repositioned_sinks"), (before, "max_rotated_sinks"), (other, "unknown")):
+        config["engine"].pop("max_rotated_sinks")
+        config["engine"][name] = 4
+    assert identity.trial_id(before) == identity.trial_id(now) != identity.trial_id(other)
+
+
 def test_an_earlier_version_s_folder_takes_new_trials(old_folder):
     outcome = run(plan({**OLD, "seeds": [0, 2]}), old_folder)
     assert (outcome.num_done, outcome.num_skipped) == (8, 8)

@@ -118,7 +118,7 @@ def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm
 def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
     _, made, engines = measured
     (engine,) = engines
-    assert engine.given["max_rotated_sinks"] == 2
+    assert engine.given["max_repositioned_sinks"] == 2
     assert engine.given["max_model_len"] == 129
     assert [r.mean("compiled_while_timed") for r in made.rows] == [0, 0, 0, 0]
     # Steps of 16 tokens, then the 9 of a recomputed window; nothing for sliding or sinks.

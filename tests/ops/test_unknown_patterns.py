@@ -60,7 +60,7 @@ def runner_on(device, attend: str = "auto") -> Runner:
         layout=LAYOUT,
         num_blocks=4,
         max_model_len=128,
-        max_rotated_sinks=0,
+        max_repositioned_sinks=0,
         attention=attend,
         device=device,
     )

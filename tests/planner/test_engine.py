@@ -43,7 +43,7 @@ def steps(device, monkeypatch):
 def sized(**settings):
     config, _ = model()
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
-    asked = EngineConfig(**few | {"max_model_len": 64, "max_rotated_sinks": 0} | settings)
+    asked = EngineConfig(**few | {"max_model_len": 64, "max_repositioned_sinks": 0} | settings)
     layout = KVLayout.of(config, dtype=asked.dtype, block_size=asked.block_size, platform="cpu")
     return pool_size(config, asked, layout)
 
