@@ -13,10 +13,11 @@ from ksana_jax.step.contract import StepShape
 from ksana_jax.units import MIB
 
 # What the compiler leaves behind when it is first used, what each function keeps, and what a step keeps for each part
-# (decodes, tiles) and each program of layers. Measured on XLA:CPU of jax 0.10.2, with ksana-tiny and eight layers of
-# bench-s and 10 to 28 functions. The compiler takes up to 20 MiB more or less from run to run.
+# (decodes, tiles) and each program of layers. Measured on XLA:CPU of jax 0.10.2 and 0.12, with ksana-tiny and eight
+# layers of bench-s, 10 to 28 functions. jax 0.12 takes up to 80 MiB less, a busy machine up to 70 MiB more: these
+# numbers lie between.
 # Where all programs come from the compilation cache, the compiler is never used and about 100 MiB of it are not taken.
-COMPILER_BYTES = 165 * MIB
+COMPILER_BYTES = 122 * MIB
 FUNCTION_BYTES = 4 * MIB
 LAYER_PROGRAM_PART_BYTES = 5 * MIB
 
