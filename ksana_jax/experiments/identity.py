@@ -32,7 +32,7 @@ def trial_id(config: Mapping[str, Any]) -> str:
       ConfigError: its task is unknown.
     """
     parts: dict[str, Any] = dict(config)
-    engine = {RENAMED.get(name, name): value for name, value in config["engine"].items()}
+    engine = {RENAMED[name] if name in RENAMED else name: value for name, value in config["engine"].items()}
     parts["engine"] = differing(engine, EngineConfig)
     parts["settings"] = differing(config["settings"], task_named(config["task"]).Settings)
     if config["pattern"] is not None:
