@@ -48,12 +48,12 @@ def test_the_kernels_pattern_shows_the_same_keys_and_repositions_the_same_sinks(
 
 
 @pytest.mark.parametrize("kernel", TRITON)
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("dilated", "LM-Infinite"), PATTERNS))
 def test_triton_computes_every_pattern(kernel, name):
     check(TRITON[kernel], spec_of(DECODE if kernel == "decode" else CHUNK, name))
 
 
-@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("dilated", "LM-Infinite"), PATTERNS))
+@pytest.mark.parametrize("name", soak_unless(lambda name: name == "dilated", PATTERNS))
 def test_hopper_computes_every_pattern(name):
     tuned = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
 
