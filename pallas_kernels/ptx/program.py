@@ -7,6 +7,7 @@ it leaves is emulated; everything else is evaluated by jax on the CPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -229,9 +230,17 @@ def _custom_call(lowered):
     return found[0].operation, list(operations[-1].operands)
 
 
+@functools.cache
+def _dump_folder() -> tempfile.TemporaryDirectory:
+    """Creates the folder for this process's PTX; it goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="ptx-")
+
+
 def _build(lowered) -> tuple[Kernel, Launch]:
     """Compiles what calls one kernel and reads what the compiler leaves behind."""
-    folder = Path(os.environ.setdefault("MOSAIC_GPU_DUMP_TO", tempfile.mkdtemp(prefix="ptx-")))
+    if "MOSAIC_GPU_DUMP_TO" not in os.environ:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = _dump_folder().name
+    folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     before = set(folder.glob("*.ptx"))
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache  # a program that is taken from there leaves nothing

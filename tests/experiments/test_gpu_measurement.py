@@ -141,6 +141,7 @@ def test_swapped_columns_are_found_by_column_head_and_row_and_dumped(tmp_path):
     assert (np.load(path) == np.stack([out[1], right[1]])).all()
 
 
+@pytest.mark.soak
 def test_correctness_begins_with_llamas_shapes_and_hoppers_kernels(tmp_path, monkeypatch):
     assert [(s.num_heads, s.head_dim, s.block_size) for s in correctness.specs(False)[:4]] == [
         (32, 128, 64),

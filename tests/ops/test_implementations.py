@@ -120,7 +120,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kernels", "name", "shared"),
-    soak_unless(lambda case: case[:2] in ((TRITON, "StreamingLLM"), (HOPPER, "sliding")), CASES),
+    soak_unless(lambda case: case == (HOPPER, "sliding", True), CASES),
     ids=lambda x: {TRITON: "triton", HOPPER: "hopper"}.get(x),
 )
 def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=4):

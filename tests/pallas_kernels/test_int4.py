@@ -73,6 +73,7 @@ def test_parts_of_groups_are_refused(shape):
         int4.quantise(jnp.zeros(shape))
 
 
+@pytest.mark.soak
 def test_full_blocks_and_the_newest_tokens_merge_by_their_log_sum_exp():
     whole = jnp.asarray(blocks(3, 1, 2, 1, 64, 64))  # two full blocks, and 20 tokens in the third
     codes, scales = int4.quantise(whole[:2])

@@ -55,6 +55,7 @@ def test_two_warpgroups_equal_the_reference_without_races(spec):
         check(KERNEL.tuned(num_workers=3), spec)
 
 
+@pytest.mark.soak
 def test_layers_can_share_one_work_list():
     spec = TINY[0]
     call, kernel = make(spec).replace(return_lse=False), KERNEL.tuned(num_workers=2)

@@ -49,6 +49,7 @@ def test_decode_does_not_depend_on_where_the_work_is_cut(num_workers):
     check(decode.tuned(num_workers=num_workers), SMALL[0])
 
 
+@pytest.mark.soak
 def test_blocks_out_of_sight_are_not_in_the_work():
     spec = Spec(rows=((2048, 1), (2040, 1)), pattern=WINDOW)
     work = parts.schedule(make(spec), num_workers=16)
