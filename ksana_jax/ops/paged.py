@@ -24,6 +24,7 @@ def paged_attend(
     *,
     layers: Sequence[LayerSpec],
     ropes: Sequence[Rope],
+    angles: Sequence[tuple[jax.Array, jax.Array]],
     num_repositioned_sinks: int,
     implementation: Implementation,
     alike: Sequence[int],
@@ -35,33 +36,31 @@ def paged_attend(
     Args:
       batches: the step's arrays on the device, of each group of layers; see `StepArrays.of_group`.
       patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
-      layers, ropes: of each layer its spec and its rope; layers with one rope share its angles.
+      layers, ropes, angles: of each layer its spec, its rope, and the rope's angles at the step's text positions.
       num_repositioned_sinks: most sinks at "cache" or "ceiling" positions.
       sink_logits: learned logits [N] of each layer's heads, or None.
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
         schedules.
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     """
-    distinct = {id(rope): rope for rope in ropes}
-    angles = {key: rope.angles(batches[0].positions) for key, rope in distinct.items()}
     plans: dict[int, Any] = {}
 
     def attend(layer: int, q, k, v, cache: KVCache):
-        spec, rope = layers[layer].attention, ropes[layer]
+        spec = layers[layer].attention
         group, at = places[layer]
         context = AttentionContext(
             at,
             batches[group],
             shape,
             patterns.layer(layer),
-            rope,
+            ropes[layer],
             num_repositioned_sinks,
             spec.soft_cap,
             sink_logits[layer],
         )
         if implementation.schedule and alike[layer] not in plans:
             plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)
-        queries, cache = implementation.write(q, k, v, cache, context, angles[id(rope)], spec.scale)
+        queries, cache = implementation.write(q, k, v, cache, context, angles[layer], spec.scale)
         out = implementation.attend(queries, cache, context, plans.get(alike[layer]))
         return out.astype(q.dtype), cache
 

@@ -51,6 +51,16 @@ class Network:
         specs = [_without_pattern(spec) for spec in self.config.layers]
         return tuple(map(specs.index, specs))
 
+    @property
+    def rope_kinds(self) -> tuple[int, ...]:
+        """Returns for each layer the first one with the same rope."""
+        ropes = [id(rope) for rope in self.ropes]
+        return tuple(map(ropes.index, ropes))
+
+    def angles(self, positions: jax.Array) -> dict[int, tuple[jax.Array, jax.Array]]:
+        """Computes the angles of each rope at positions [T], by its kind."""
+        return {kind: self.ropes[kind].angles(positions) for kind in dict.fromkeys(self.rope_kinds)}
+
     def jit(self, function: Any, donated: str | None = None, **static: Any) -> Any:
         run = functools.partial(function, network=self, **static)
         return jax.jit(run, donate_argnames=donated, compiler_options=self.options)
@@ -76,15 +86,15 @@ def lower_by_layer(
 ) -> LoweredByLayer:
     """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
     ends, place = params.replace(layers=()), (jax.ShapeDtypeStruct((), np.int32),) * 3  # pyright: ignore[reportAttributeAccessIssue]
-    x = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays.tokens)
+    x, on_device, angles = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays)
     layers = {
         kind: network.jit(step_layer, donated="cache", shape=shape, kind=kind).lower(
-            params.layers[kind], cache, x, arrays, patterns, place
+            params.layers[kind], cache, x, on_device, angles[network.rope_kinds[kind]], patterns, place
         )
         for kind in dict.fromkeys(network.kinds)
     }
-    first = network.jit(step_first).lower(ends, arrays.tokens)
-    return LoweredByLayer(network, first, layers, network.jit(step_last).lower(ends, x, arrays.sampled))
+    first, last = network.jit(step_first).lower(ends, arrays), network.jit(step_last).lower(ends, x, on_device.sampled)
+    return LoweredByLayer(network, first, layers, last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +122,16 @@ class StepByLayer:
         self._first, self._last = first, last
         places = [(group, at, layer) for layer, (group, at) in enumerate(network.places)]
         self._layers = [
-            (layers[kind], jax.device_put(tuple(map(np.int32, place))))
-            for kind, place in zip(network.kinds, places, strict=True)
+            (layers[kind], rope, jax.device_put(tuple(map(np.int32, place))))
+            for kind, rope, place in zip(network.kinds, network.rope_kinds, places, strict=True)
         ]
 
     def __call__(self, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""
-        arrays, ends = jax.device_put(arrays), params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
-        x = self._first(ends, arrays.tokens)
-        for p, (run, place) in zip(params.layers, self._layers, strict=True):
-            cache, x = run(p, cache, x, arrays, patterns, place)
+        ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+        x, arrays, angles = self._first(ends, arrays)
+        for p, (run, rope, place) in zip(params.layers, self._layers, strict=True):
+            cache, x = run(p, cache, x, arrays, angles[rope], patterns, place)
         return cache, *self._last(ends, x, arrays.sampled)
 
 
@@ -132,12 +142,14 @@ def compiled_programs(step: Any) -> tuple[Any, ...]:
 
 def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
     batches = [arrays.of_group(group) for group in range(len(arrays.slots))]
+    angles = network.angles(arrays.positions)
     attend = paged_attend(
         batches,
         shape,
         patterns,
         layers=network.config.layers,
         ropes=network.ropes,
+        angles=[angles[kind] for kind in network.rope_kinds],
         num_repositioned_sinks=network.num_repositioned_sinks,
         implementation=network.implementation,
         alike=alike,
@@ -148,11 +160,15 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
     return cache, hidden, hidden[arrays.sampled]
 
 
-def step_first(params, tokens, *, network: Network):
-    return embedded(params, tokens, config=network.config)
+def step_first(params, arrays, *, network: Network):
+    """Embeds the tokens, and gives what all layers read: the arrays, on the device from here on (as arguments of six
+    programs each would be copied six times; `jax.device_put` takes a third of a millisecond), and angles of the ropes.
+    """
+    x = embedded(params, arrays.tokens, config=network.config)
+    return x, arrays._replace(tokens=None), network.angles(arrays.positions)
 
 
-def step_layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Network, shape, kind: int):
+def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, network: Network, shape, kind: int):
     group, at, layer = place
     spec = network.config.layers[kind]
     attend = paged_attend(
@@ -161,6 +177,7 @@ def step_layer(p: LayerParams, cache, x, arrays, patterns, place, *, network: Ne
         jax.tree.map(lambda numbers: numbers[layer][None], patterns),
         layers=(spec,),
         ropes=(network.ropes[kind],),
+        angles=(angles,),
         num_repositioned_sinks=network.num_repositioned_sinks,
         implementation=network.implementation,
         alike=(0,),
