@@ -44,6 +44,7 @@ def test_rounds_go_to_and_fro_and_drop_who_fails():
     assert times["a"].rounds == (1.0,) * 3 and set(times) == {"a", "c"} and str(failed["b"]) == "gone"
 
 
+@pytest.mark.soak
 def test_the_first_case_is_timed_before_the_last_is_lowered(tmp_path, monkeypatch):
     monkeypatch.setattr(race_module, "FIRST_S", 1.0)
     lowered = []
@@ -243,6 +244,7 @@ def test_decode_shapes_have_the_bytes_of_the_plan():
         assert case.num_layers * case.bytes >= cases.ROTATED_BYTES  # nothing is found in the L2
 
 
+@pytest.mark.soak
 def test_arguments_are_of_the_shapes_that_programs_are_compiled_for():
     for case in (
         cases.Case("a", (40, 7), 16, 4, 2, 64, tiny=True),
@@ -299,6 +301,7 @@ def test_a_wrong_candidate_is_timed_but_marked_and_one_that_cannot_run_is_report
     assert race(context, "decode, blocks of 64", [Entry(case, tried)]) == measured
 
 
+@pytest.mark.soak
 def test_throughput_compiles_late_steps_when_they_are_asked_for(tmp_path, monkeypatch):
     def late(context, lowered, **_):
         return {name: TimeoutError("it was not compiled in time") for name, _ in lowered}
@@ -314,6 +317,7 @@ def test_throughput_compiles_late_steps_when_they_are_asked_for(tmp_path, monkey
     assert result["output_tokens"] > 0 and result["seconds"]
 
 
+@pytest.mark.soak
 def test_a_decode_step_is_taken_apart(tmp_path):
     config = dataclasses.replace(throughput.SMALL, num_layers=1)
     llm = step.make_llm(config, ((4, 32),), block_size=16)

@@ -48,7 +48,7 @@ def test_the_kernels_pattern_shows_the_same_keys_and_repositions_the_same_sinks(
 
 
 @pytest.mark.parametrize("kernel", TRITON)
-@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("dilated", "LM-Infinite"), PATTERNS))
+@pytest.mark.parametrize("name", soak_unless(lambda name: name == "LM-Infinite", PATTERNS))
 def test_triton_computes_every_pattern(kernel, name):
     check(TRITON[kernel], spec_of(DECODE if kernel == "decode" else CHUNK, name))
 

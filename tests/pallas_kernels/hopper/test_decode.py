@@ -41,7 +41,7 @@ KERNEL = decode.KERNEL.tuned(interpret=PARAMS)
 SPECS = (*TINY, *TINY_QUANTISED)
 
 
-@pytest.mark.parametrize("spec", soak_unless(lambda spec: not spec.codes, SPECS), ids=str)
+@pytest.mark.parametrize("spec", soak_unless(TINY[::3].__contains__, SPECS), ids=str)
 def test_the_hopper_kernel_equals_the_reference_without_races(spec):
     workers = WORKERS[SPECS.index(spec) % len(WORKERS)]
     with interpreting():
