@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it.
 LEAVES = "errors units lazy checks plugins files folder_lock interrupts compilation_cache metrics dtypes"
-ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec config request tokenizers"
+ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec config request tokenizers recall"
 HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "models ops sampling runner loading"
 ENGINE = "planner engine"

@@ -1,0 +1,13 @@
+"""Generates recall examples: a text with facts, a question about one of them, and its answer. Pure Python, no data.
+
+    example = recall.make_example("needle", tokenizer.encode, num_tokens=1024, seed=0, depth=0.25)
+
+Texts look like Python source. Facts are assignments, and the last line begins one whose right side is the answer.
+Reading order: `example` (lengths, ids), `kinds` (what each kind asks), `lines` (facts and filler).
+"""
+
+from ksana_jax.recall.example import Example, check_kind, make_example
+from ksana_jax.recall.kinds import KINDS
+from ksana_jax.recall.lines import Draft, Writer
+
+__all__ = ["Example", "make_example", "check_kind", "KINDS", "Draft", "Writer"]
