@@ -20,6 +20,7 @@ CONTENTS = {
     "Using it": [
         "docs/concepts.md",
         "docs/commands.md",
+        "docs/evaluation.md",
         "docs/yaml.md",
         "docs/coming-from-vllm.md",
         "docs/jax.md",

@@ -42,6 +42,7 @@ def _options(
 COMMANDS = (
     studies.run,
     studies.report,
+    studies.compare,
     studies.export,
     studies.inspect,
     tasks.tasks,

@@ -1,4 +1,4 @@
-"""`ksana run`, `report`, `export` and `inspect`: runs experiments and shows their results."""
+"""`ksana run`, `report`, `compare`, `export` and `inspect`: runs experiments and shows their results."""
 
 from __future__ import annotations
 
@@ -37,6 +37,24 @@ def report(
     from ksana_jax.experiments.command import report_and_show
 
     report_and_show(folders, out)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="the run to compare with it", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="folder for compare.md and compare.json", show_default="none")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compares two runs row by row: what differs between their trials, and a paired t-test for each number.
+
+    Rows are joined with those of the nearest settings. Runs that scored different texts are refused. `ksana report A B`
+    shows the same runs in one table and figure, without a test.
+    """
+    from ksana_jax.experiments.command import compare_and_show
+
+    compare_and_show(a, b, out, as_json)
 
 
 def export(

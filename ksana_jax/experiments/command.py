@@ -1,19 +1,23 @@
-"""`ksana run` and `ksana report`: runs an experiment, writes its report and prints it."""
+"""`ksana run`, `report` and `compare`: runs an experiment, writes and prints its report, and compares two runs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from ksana_jax.experiments import progress, tables
+from ksana_jax.experiments import comparison_tables, progress, tables
+from ksana_jax.experiments.combine import combine
 from ksana_jax.experiments.compare import compare
 from ksana_jax.experiments.config import load
 from ksana_jax.experiments.records import Shard
 from ksana_jax.experiments.report import Report, draw, read_report, write_tables
 from ksana_jax.experiments.run import run
+from ksana_jax.files import write_atomic
 
 _WIDEST = 1000  # characters
 
@@ -50,7 +54,7 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
       out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
     """
     one = len(folders) == 1
-    made = read_report(folders[0]) if one else compare(folders)
+    made = read_report(folders[0]) if one else combine(folders)
     out = folders[0] if one and out is None else out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -62,17 +66,40 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
         Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
 
 
+def compare_and_show(a: Path, b: Path, out: Path | None = None, as_json: bool = False) -> None:
+    """Prints run B against run A, row by row.
+
+    Args:
+      out: folder for compare.md and compare.json; None writes nothing.
+      as_json: also print one line of JSON, with every number of the summaries.
+    """
+    made = compare(a, b)
+    line = json.dumps(comparison_tables.plain(made), allow_nan=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / "compare.md", comparison_tables.markdown(made))
+        write_atomic(out / "compare.json", line + "\n")
+    _print(made.title, comparison_tables.terminal(made), "", comparison_tables.notes(made))
+    if out is not None:
+        Console(highlight=False).print(f"{escape(str(out))}: compare.md, compare.json")
+    if as_json:
+        print(line)
+
+
 def _show(made: Report) -> None:
     """Prints table, conclusion and notes."""
-    Console(highlight=False).print(f"[italic]{escape(made.title)}[/italic]")
-    table = tables.terminal(made.rows, made.columns)
+    _print(made.title, tables.terminal(made.rows, made.columns), made.conclusion, made.notes)
+
+
+def _print(title: str, table: Table, conclusion: str, notes: Sequence[str]) -> None:
+    Console(highlight=False).print(f"[italic]{escape(title)}[/italic]")
     # A narrow terminal wraps the table's lines, because squeezed numbers are unreadable.
     console = Console(highlight=False)
     console.width = max(console.width, _WIDEST)
     width = console.measure(table).maximum
     Console(highlight=False, width=width).print(table)
     console = Console(highlight=False)
-    if made.conclusion:
-        console.print(f"[bold]{escape(made.conclusion)}[/bold]")
-    for note in made.notes:
+    if conclusion:
+        console.print(f"[bold]{escape(conclusion)}[/bold]")
+    for note in notes:
         console.print(f"[dim]{escape(note)}[/dim]")

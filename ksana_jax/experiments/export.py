@@ -6,9 +6,7 @@ import csv
 import io
 from pathlib import Path
 
-from ksana_jax.config import ConfigError
-from ksana_jax.experiments.records import read
-from ksana_jax.experiments.report import summary
+from ksana_jax.experiments.report import read_planned, summary
 from ksana_jax.experiments.tables import csv_text
 from ksana_jax.experiments.tasks import task_named
 
@@ -22,18 +20,16 @@ def export(folder: Path) -> str:
       FileNotFoundError: the folder has no records.
       ConfigError: the records contain no plan, or are not valid records.
     """
-    records = read(folder)
-    if records.plan is None:
-        raise ConfigError(f"{folder}: the records name no experiment")
-    name = records.plan["task"]
+    records, plan = read_planned(folder)
+    name = plan["task"]
     task = task_named(name)
     found = []
-    for row in records.plan["rows"]:
+    for row in plan["rows"]:
         for trial in row["trials"]:
             if trial in records.done:
                 left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
                 found.append((left, {key: value for key, value, _ in summary(task, name, trial, records.done[trial])}))
-    point = list(records.plan["rows"][0]["point"]) if records.plan["rows"] else []
+    point = list(plan["rows"][0]["point"]) if plan["rows"] else []
     keys = list(dict.fromkeys(key for _, numbers in found for key in numbers))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -31,6 +31,15 @@ def trial_id(config: Mapping[str, Any]) -> str:
     Raises:
       ConfigError: its task is unknown.
     """
+    return hashlib.sha256(canonical(defining(config)).encode()).hexdigest()[:12]
+
+
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a resolved config that define a trial: those other than the defaults, by current names.
+
+    Raises:
+      ConfigError: its task is unknown.
+    """
     parts: dict[str, Any] = dict(config)
     engine = {RENAMED[name] if name in RENAMED else name: value for name, value in config["engine"].items()}
     parts["engine"] = differing(engine, EngineConfig)
@@ -39,8 +48,7 @@ def trial_id(config: Mapping[str, Any]) -> str:
         parts["pattern"] = _pattern(config["pattern"])
     parts["layer_patterns"] = [_pattern(p) for p in config["layer_patterns"]]
     # An empty pattern is full attention; None, or an empty list, equals a key that an older config does not have.
-    parts = {name: value for name, value in parts.items() if value is not None and value != []}
-    return hashlib.sha256(canonical(parts).encode()).hexdigest()[:12]
+    return {name: value for name, value in parts.items() if value is not None and value != []}
 
 
 def recorded_id(start: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 The rule for tables and sentences: two rows differ if their means are more than two standard deviations apart. If both
 measured the same samples (texts), the deviation is that of their differences on each sample, which removes variation
 between samples; otherwise it is pooled over both rows. A single value has no deviation, so nothing is resolved.
+
+Two whole runs are compared by a paired t-test instead (`paired_p`), row by row.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+from scipy.special import stdtr
+
 from ksana_jax.experiments.tasks.results import Column, ResultRow
 
 NUM_DEVIATIONS = 2
+SIGNIFICANT = 0.05  # level of the paired test
 
 
 def differ(a: ResultRow, b: ResultRow, key: str) -> bool:
@@ -33,6 +38,20 @@ def paired_differences(a: ResultRow, b: ResultRow, key: str) -> list[float]:
     if len(mine) < 2 or None in mine or mine.keys() != theirs.keys():
         return []
     return [mine[sample] - theirs[sample] for sample in mine]
+
+
+def paired_p(differences: Sequence[float]) -> float | None:
+    """Returns the two-sided p-value of a paired t-test (Student 1908) that the mean difference is 0.
+
+    None for fewer than two differences. Differences that are all equal have no deviation: p is 1 if they are 0, else 0.
+    """
+    count = len(differences)
+    if count < 2:
+        return None
+    mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
+    if deviation == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stdtr(count - 1, -abs(mean) / (deviation / math.sqrt(count))))
 
 
 def leaders(rows: Sequence[ResultRow], column: Column) -> list[ResultRow]:

@@ -49,13 +49,24 @@ def report(folder: Path) -> Report:
 
 def read_report(folder: Path) -> Report:
     """Returns the report of a folder's records; writes nothing."""
+    records, plan = read_planned(folder)
+    task = task_named(plan["task"])
+    rows = result_rows(records, task)
+    notes = [*_progress_note(rows), *_shared_note(records, rows)]
+    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed)
+
+
+def read_planned(folder: Path) -> tuple[Records, dict[str, Any]]:
+    """Returns the records of a folder, and the last plan among them.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records contain no plan, or are not valid records.
+    """
     records = read(folder)
     if records.plan is None:
         raise ConfigError(f"{folder}: the records name no experiment")
-    task = task_named(records.plan["task"])
-    rows = result_rows(records, task)
-    notes = [*_progress_note(rows), *_shared_note(records, rows)]
-    return report_of_rows(records.plan["name"], records.plan["title"], task, rows, notes, records.failed)
+    return records, records.plan
 
 
 def report_of_rows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str
     for row in rows:
         left = [row.label] * labelled + [MISSING if row.point[k] is None else str(row.point[k]) for k in keys]
         left = [_line(text) for text in left]
-        cells.append(left + [_cell(row, c) for c in columns])
+        cells.append(left + [with_deviation(row.values.get(c.key, ()), c) for c in columns])
         bold.append([False] * len(left) + [id(row) in best for best in leading])
     return heads, cells, bold
 
@@ -36,19 +37,34 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _cell(row: ResultRow, column: Column) -> str:
-    mean, sd = row.mean(column.key), row.sd(column.key)
-    if mean is None:
+def with_deviation(values: Sequence[float], column: Column) -> str:
+    """Formats mean ± standard deviation of a column's values; a dash if there are none."""
+    if not values:
         return MISSING
-    return column.write(mean) + (f" ± {column.write(sd)}" if sd is not None and not (column.exact and sd == 0) else "")
+    mean = column.write(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    sd = statistics.stdev(values)
+    return mean if column.exact and sd == 0 else f"{mean} ± {column.write(sd)}"
 
 
 def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
-    heads, cells, bold = grid(rows, columns)
-    num_left = len(heads) - len(columns)
+    return markdown_grid(title, *grid(rows, columns), len(columns), notes)
+
+
+def markdown_grid(
+    title: str,
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    bold: Sequence[Sequence[bool]],
+    num_right: int,
+    notes: Sequence[str],
+) -> str:
+    """Returns a table of texts; its last num_right columns are set to the right."""
+    num_left = len(heads) - num_right
     lines = [f"## {_line(title)}", ""] if title else []
-    lines += ["| " + " | ".join(heads) + " |"]
-    lines += ["|" + "|".join([" --- "] * num_left + [" ---: "] * len(columns)) + "|"]
+    lines += ["| " + " | ".join(head.replace("|", "\\|") for head in heads) + " |"]
+    lines += ["|" + "|".join([" --- "] * num_left + [" ---: "] * num_right) + "|"]
     for texts, bolds in zip(cells, bold, strict=True):
         marked = [f"**{t}**" if b else t.replace("|", "\\|") for t, b in zip(texts, bolds, strict=True)]
         lines.append("| " + " | ".join(marked) + " |")
@@ -142,16 +158,18 @@ def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str
 
 def terminal(rows: Sequence[ResultRow], columns: Sequence[Column]):
     """Returns the table for a rich console; heads are split over two lines if possible."""
+    return terminal_grid(*grid(rows, columns), len(columns))
+
+
+def terminal_grid(heads: Sequence[str], cells: Sequence[Sequence[str]], bold: Sequence[Sequence[bool]], num_right: int):
+    """Does `terminal` for a table of texts, whose last num_right columns are set to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
-    heads, cells, bold = grid(rows, columns)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
-        table.add_column(
-            escape(head.replace(" ", "\n", 1)), justify="left" if i < len(heads) - len(columns) else "right"
-        )
+        table.add_column(escape(head.replace(" ", "\n", 1)), justify="left" if i < len(heads) - num_right else "right")
     for texts, bolds in zip(cells, bold, strict=True):
         table.add_row(*(f"[bold]{escape(t)}[/bold]" if b else escape(t) for t, b in zip(texts, bolds, strict=True)))
     return table

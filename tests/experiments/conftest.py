@@ -13,6 +13,7 @@ import fake_llm
 import fake_task
 
 from ksana_jax.experiments import run as run_module
+from ksana_jax.experiments.config import plan
 from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks import TASKS
 
@@ -64,3 +65,18 @@ def make_llm(monkeypatch):
     """The fake engine; its `instances` are those built in this test."""
     monkeypatch.setattr(fake_llm.FakeLLM, "instances", [])
     return fake_llm.FakeLLM
+
+
+@pytest.fixture
+def make_run(model, text, make_llm, tmp_path):
+    """Runs a perplexity experiment into a folder of that name."""
+
+    def make(folder, **fields):
+        engine = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+        settings = {"texts": [text], "num_texts": 1, "num_tokens": 64, **fields.pop("settings", {})}
+        given = {"model": model, "engine": engine, "settings": settings, "seeds": [0, 1], **fields}
+        outcome = run_module.run(plan(given), tmp_path / folder, make_llm=make_llm)
+        assert not outcome.failed
+        return tmp_path / folder
+
+    return make

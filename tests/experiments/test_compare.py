@@ -1,141 +1,136 @@
-"""Runs side by side in one table, as CSV with a row a trial, and token by token."""
+"""Two runs row by row: which rows belong together, what differs, a paired test, and what is refused."""
 
-import csv
-import io
-import shutil
+import json
+import math
 
-import numpy as np
 import pytest
 
 from ksana_jax import cli
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments import comparison_tables, noise
 from ksana_jax.experiments.compare import compare
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.export import export
 from ksana_jax.experiments.run import run
 
 
-def ksana(*args):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(a) for a in args])
-    assert not ended.value.code
-
-
 @pytest.fixture
-def make_run(model, text, make_llm, tmp_path):
-    """Runs a perplexity experiment into a folder of that name."""
+def make_fake(fake, model, tmp_path):
+    """Runs the fake task, whose value is 10 x + y (lines - 1) / 2 + seed, into a folder of that name."""
 
     def make(folder, **fields):
-        engine = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 1}
-        settings = {"texts": [text], "num_texts": 1, "num_tokens": 64, **fields.pop("settings", {})}
-        given = {"model": model, "engine": engine, "settings": settings, "seeds": [0, 1], **fields}
-        outcome = run(plan(given), tmp_path / folder, make_llm=make_llm)
-        assert not outcome.failed
+        run(plan({"task": "fake", "model": model, "seeds": [0, 1, 2], **fields}), tmp_path / folder)
         return tmp_path / folder
 
     return make
 
 
-def test_runs_on_the_same_texts_stand_in_one_table(make_run, tmp_path, text, capsys):
-    a = make_run("a", variants=[{"name": "full"}])
-    copied = tmp_path / "other name.txt"
-    shutil.copy(text, copied)
-    b = make_run("b", settings={"texts": [str(copied)]}, grid={"pattern.window": [4, 8]})
-    made = compare([a, b])
-    assert [(row.label, row.point) for row in made.rows] == [
-        ("a: full", {"pattern.window": None}),
-        ("b", {"pattern.window": 4}),
-        ("b", {"pattern.window": 8}),
+def lines(made):
+    """The table's lines without heads, bold cells in asterisks."""
+    _, cells, bold = comparison_tables.grid(made)
+    return [[f"*{c}*" if b else c for c, b in zip(*row, strict=True)] for row in zip(cells, bold, strict=True)]
+
+
+def test_p_is_that_of_students_distribution():
+    # Its closed forms for one and two degrees of freedom; differences of mean 2 and 3.
+    t = 2 / (math.sqrt(2) / math.sqrt(2))
+    assert noise.paired_p([1, 3]) == pytest.approx(1 - 2 / math.pi * math.atan(t), rel=1e-12)
+    t = 3 / (math.sqrt(7) / math.sqrt(3))
+    assert noise.paired_p([-1, -2, -6]) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-12)
+    assert noise.paired_p([5]) is None and noise.paired_p([]) is None
+    assert noise.paired_p([0.0, 0.0]) == 1 and noise.paired_p([0.5, 0.5]) == 0
+
+
+def test_rows_of_equal_settings_are_paired_by_seed(make_fake):
+    grid = {"settings.x": [1, 2]}
+    made = compare(make_fake("a", grid=grid), make_fake("b", grid=grid, settings={"y": 0.25}))
+    # The seeds add 0, 1 and 2 to both, so every difference is -0.25 although the deviations are 1.
+    mean = [row for row in lines(made) if row[1] == "mean"]
+    assert mean == [
+        ["x 1", "mean", "11.500 ± 1.000", "*11.250 ± 1.000*", "-0.250 ± 0.000", "3", "<0.001"],
+        ["x 2", "mean", "21.500 ± 1.000", "*21.250 ± 1.000*", "-0.250 ± 0.000", "3", "<0.001"],
     ]
-    full, narrow, wide = (row.mean("ppl_32_64") for row in made.rows)
-    assert full < wide < narrow
-    # They saw the same texts, called differently, and are compared on each.
-    assert any("if rows scored the same texts" in note for note in made.notes)
-    assert not any("NOT COMPARABLE" in note for note in made.notes)
-    ksana("report", a, b, "--out", tmp_path / "both")
-    assert "a: full" in capsys.readouterr().out
-    assert {"table.md", "table.csv", "table.tex", "figure.png"} <= {p.name for p in (tmp_path / "both").iterdir()}
+    assert comparison_tables.notes(made)[0] == "b differs from a in settings.y 0.5 → 0.25."
+
+
+def test_seeds_that_only_one_run_has_are_left_out(make_fake):
+    made = compare(make_fake("a"), make_fake("b", seeds=[1, 2, 7], settings={"x": 2}))
+    assert lines(made)[0][2:] == ["*12.000 ± 0.707*", "22.000 ± 0.707", "+10.000 ± 0.000", "2", "<0.001"]
+
+
+def test_one_seed_is_not_resolved(make_fake):
+    made = compare(make_fake("a", seeds=[0]), make_fake("b", seeds=[0], settings={"x": 2}))
+    assert lines(made)[0][1:] == ["mean", "10.500", "20.500", "+10.000", "1", "not resolved"]
+    assert "One pair has no deviation: not resolved." in comparison_tables.notes(made)
+
+
+def test_rows_are_joined_with_the_nearest_ones_only(make_fake):
+    a = make_fake("a", grid={"settings.x": [1, 2, 3]})
+    b = make_fake("b", grid={"settings.x": [2, 1, 5, 7]}, settings={"y": 0.25})
+    made = compare(a, b)
+    assert [(row.a and row.a.name, row.b and row.b.name) for row in made.rows] == [
+        ("x 1", "x 1"),
+        ("x 2", "x 2"),
+        ("x 3", None),
+        (None, "x 5"),
+        (None, "x 7"),
+    ]
+    assert [row[2:] for row in lines(made) if row[:2] == ["x 3", "mean"]] == [["31.500 ± 1.000", "—", "—", "0", "—"]]
+    said = comparison_tables.notes(made)
+    assert "Only in a, or without one nearest row in the other: x 3." in said
+    assert "Only in b, or without one nearest row in the other: x 5; x 7." in said
+
+
+def test_a_single_row_is_the_baseline_of_all(make_fake):
+    made = compare(make_fake("a", variants=[{"name": "base"}]), make_fake("b", grid={"settings.x": [2, 3]}))
+    assert [row.name for row in made.rows] == ["base | x 2", "base | x 3"]
+    assert [row.differs for row in made.rows] == [{"settings.x": (1, 2)}, {"settings.x": (1, 3)}]
+    assert "base | x 3: also settings.x 1 → 3." in comparison_tables.notes(made)
+
+
+def test_rows_without_a_finished_trial_are_named(make_fake):
+    made = compare(make_fake("a", grid={"settings.x": [1, 2]}), make_fake("b", grid={"settings.x": [1, 2]}))
+    assert comparison_tables.notes(made)[0] == "b and a have the same settings."
+    failing = make_fake("c", grid={"settings.x": [1, 2]}, settings={"fail_at": 2})
+    made = compare(make_fake("d", grid={"settings.x": [1, 2]}), failing)
+    assert "c has no finished trial of: x 2." in comparison_tables.notes(made)
+
+
+def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path, text):
+    a = make_run("a", pattern={"window": 4})
+    b = make_run("b", pattern={"window": 4, "num_sinks": 1, "sink_position": "absolute"})
+    made = compare(a, b)
+    (ppl,) = (row for row in lines(made) if row[1] == "ppl 32–63")
+    # A sink is one more key that a query sees, on which the fake model's predictions depend.
+    assert ppl[-2:] == ["2", "<0.001"] and ppl[3].startswith("*")
+    (row,) = made.rows
+    assert row.differs == {"pattern.num_sinks": (0, 1)}
+    assert any(line[1] == "live KV, KiB" and line[-1] == "exact" for line in lines(made))
+    (tmp_path / "other.txt").write_text("9876543210" * 40)
+    other = make_run("c", settings={"texts": [str(tmp_path / "other.txt")]})
+    with pytest.raises(ConfigError, match=r"a and c scored different texts or positions \(2 and 2 draws, 0 in common"):
+        compare(a, other)
+
+
+def test_the_command_writes_markdown_and_json(make_fake, tmp_path, capsys):
+    a, b = make_fake("a"), make_fake("b", settings={"y": 0.25})
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", str(a), str(b), "--out", str(tmp_path / "c"), "--json"])
+    assert not ended.value.code
+    *shown, line = capsys.readouterr().out.splitlines()
+    assert shown[0] == "b against a"
+    said = json.loads(line)
+    assert said == json.loads((tmp_path / "c" / "compare.json").read_text())
+    (row,) = said["rows"]
+    assert row["differs"] == {"settings.y": [0.5, 0.25]}
+    assert row["numbers"]["mean"] == {
+        "title": "mean",
+        "a": {"mean": 11.5, "sd": 1.0},
+        "b": {"mean": 11.25, "sd": 1.0},
+        "difference": {"mean": -0.25, "sd": 0.0},
+        "num_pairs": 3,
+        "p": 0.0,
+        "better": "b",
+    }
+    table = (tmp_path / "c" / "compare.md").read_text()
+    assert "| this configuration | mean | 11.500 ± 1.000 | **11.250 ± 1.000** | -0.250 ± 0.000 | 3 | <0.001 |" in table
     assert not (a / "table.md").exists()
-
-
-def test_runs_on_other_texts_of_the_same_name_are_refused(make_run, tmp_path):
-    folders = []
-    for name, content in (("a", "0123456789"), ("b", "9876543210")):
-        path = tmp_path / name / "x.txt"
-        path.parent.mkdir()
-        path.write_text(content * 40)
-        folders.append(make_run(f"run {name}", settings={"texts": [str(path)]}))
-    with pytest.raises(ConfigError, match=r"run a and run b scored different texts or positions \(2 and 2 draws, 0 in"):
-        compare(folders)
-
-
-def test_runs_of_other_lengths_and_seeds_are_refused(make_run):
-    a = make_run("a")
-    with pytest.raises(ConfigError, match=r"scored different texts or positions \(2 and 2 draws, 0 in common\)"):
-        compare([a, make_run("b", settings={"num_tokens": 63})])
-    with pytest.raises(ConfigError, match=r"\(2 and 1 draws, 1 in common\)"):
-        compare([a, make_run("c", seeds=[0])])
-    with pytest.raises(ConfigError, match="a folder is named twice"):
-        compare([a, a.parent / "a" / "."])
-
-
-def test_runs_of_different_tasks_are_refused(make_run, fake, model, tmp_path):
-    run(plan({"task": "fake", "model": model}), tmp_path / "fake")
-    with pytest.raises(ConfigError, match="a is of task Perplexity, fake of Fake"):
-        compare([make_run("a"), tmp_path / "fake"])
-
-
-def test_an_export_has_a_row_for_each_finished_trial(make_run, tmp_path, capsys):
-    folder = make_run("a", grid={"pattern.window": [4, 8]}, variants=[{"name": "=x"}])
-    rows = list(csv.DictReader(io.StringIO(export(folder))))
-    assert [(r["row"], r["pattern.window"], r["seed"]) for r in rows] == [
-        ("'=x", w, s) for w in ("4", "8") for s in ("0", "1")
-    ]
-    assert len({r["trial"] for r in rows}) == 4
-    (first, *_) = compare([folder, make_run("b")]).rows
-    assert {float(r["ppl_32_64"]) for r in rows[:2]} == set(first.values["ppl_32_64"])
-    assert all(float(r["tokens_per_s"]) > 0 for r in rows)
-    ksana("export", folder)
-    assert capsys.readouterr().out == export(folder)
-    ksana("export", folder, "--out", tmp_path / "all.csv")
-    assert (tmp_path / "all.csv").read_text() == export(folder)
-
-
-def test_an_export_leaves_out_what_is_not_finished(make_run):
-    folder = make_run("a")
-    lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
-    (folder / "records.jsonl").write_text("".join(lines[:-1]))
-    assert [r["seed"] for r in csv.DictReader(io.StringIO(export(folder)))] == ["0"]
-
-
-def test_saved_tokens_are_those_that_the_perplexity_is_made_of(make_run):
-    folder = make_run("a", settings={"save_tokens": True, "num_texts": 2}, seeds=[0])
-    (row,) = compare([folder, make_run("b", settings={"num_texts": 2}, seeds=[0])]).rows[:1]
-    name = next(m["file"] for m in row.trials[0] if m["metric"] == "tokens")
-    with np.load(folder / name) as saved:
-        tokens = {key: saved[key] for key in saved.files}
-    assert set(tokens) == {"text_digest", "position", "token_id", "logprob"}
-    assert {len(column) for column in tokens.values()} == {2 * 63}
-    assert tokens["position"].tolist() == [*range(1, 64)] * 2
-    digests = {m["text_digest"] for m in row.trials[0] if m["metric"] == "nll"}
-    assert set(tokens["text_digest"].tolist()) == digests and len(digests) == 2
-    assert np.exp(-tokens["logprob"].mean()) == pytest.approx(row.mean("ppl"), rel=1e-12)
-    # The tokenizer of these tests has bytes.
-    assert bytes(tokens["token_id"][:10].tolist()) == b"0123456789"
-
-
-def test_a_recomputed_row_saves_its_sample(make_run, monkeypatch):
-    from fake_llm import fake_recompute_score
-
-    from ksana_jax.engine import recompute
-
-    monkeypatch.setattr(recompute, "score", fake_recompute_score)
-    settings = {"save_tokens": True, "method": "recompute", "sampled_per_bucket": 2}
-    folder = make_run("a", settings=settings, pattern={"window": 8}, seeds=[0])
-    (path,) = folder.glob("*.tokens.npz")
-    with np.load(path) as saved:
-        assert len(saved["position"]) == 6 and saved["position"].min() >= 16
-
-
-def test_tokens_are_not_kept_unless_asked_for(make_run):
-    assert not list(make_run("a").glob("*.npz"))
