@@ -30,7 +30,7 @@ def test_help_takes_less_than_half_a_second_of_cpu():
     after = os.times()
     assert done.returncode == 0
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
-    for command in ("run", "report", "inspect", "generate", "plan", "train", "doctor", "bench", "kernels"):
+    for command in ("run", "report", "compare", "inspect", "generate", "plan", "train", "doctor", "bench", "kernels"):
         assert command in done.stdout
 
 
