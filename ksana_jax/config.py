@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ksana_jax import checks
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import ConfigError
-from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig
+from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, per_layer
 from ksana_jax.plugins import name_of
 from ksana_jax.units import GIB
@@ -25,7 +25,8 @@ class ModelConfig:
       rope, pattern: rotary embedding and attention pattern, one for all layers or a tuple with one per layer.
       attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
       soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap); None for no cap.
-      sinks: each head has a learned logit, without a value vector, in the softmax's denominator.
+      sinks: each head has a logit without a key or a value in the softmax's denominator: "learned", or "zero" for
+        softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
       mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
       norm: kind of the norms, a name in `models.layers.NORMS`.
       sandwich_norms: whether the outputs of attention and MLP are also normalised before they are added.
@@ -51,7 +52,7 @@ class ModelConfig:
     attention_scale: float | None = None
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
-    sinks: bool = False
+    sinks: SinkLogits | None = None
     mlp: str = "swiglu"
     norm: str = "rms"
     sandwich_norms: bool = False
@@ -76,6 +77,7 @@ class ModelConfig:
         optional = ("attention_scale", "soft_cap", "logit_soft_cap")
         problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
         problems += [checks.number(name, getattr(self, name), above=0) for name in ("norm_eps", "embed_scale")]
+        problems.append(checks.one_of("sinks", self.sinks, (None, "learned", "zero")))
         found += filter(None, problems)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             numbers = {"rope theta": rope.theta, "rope factor": rope.factor}

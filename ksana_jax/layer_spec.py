@@ -7,6 +7,8 @@ from typing import Literal
 
 from ksana_jax.patterns import AttentionPattern
 
+SinkLogits = Literal["learned", "zero"]
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -40,7 +42,9 @@ class AttentionSpec:
     pattern: positions that the layer was trained to see; an engine may use another pattern.
     scale: factor of the scores, applied before the soft cap.
     soft_cap: scores become cap * tanh(score / cap); None for no cap.
-    sinks: each head has a learned logit, without a value vector, in the softmax's denominator.
+    sinks: a logit of each head in the softmax's denominator, without a key or a value, so that a head can attend to
+      nothing. "learned" is a parameter (gpt-oss, arXiv:2508.10925); "zero" is fixed at 0, which gives
+      exp(x_i) / (1 + sum_j exp(x_j)), softmax-off-by-one (arXiv:2309.17453, section 3.3); None for no such logit.
     """
 
     num_heads: int
@@ -50,7 +54,7 @@ class AttentionSpec:
     pattern: AttentionPattern
     scale: float
     soft_cap: float | None
-    sinks: bool
+    sinks: SinkLogits | None
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool

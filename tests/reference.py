@@ -50,13 +50,14 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cac
         mask, stands = literal(pat, i, j)
         if in_cache is not None:
             mask = mask & in_cache[index]
+        sink_logits = f64(p.sink_logits) if spec.sinks == "learned" else np.zeros(heads)
         out = np.zeros((t, heads, h))
         for n in range(heads):
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
             scores = np.where(mask, _capped((q_ij * k[None, :, n]).sum(-1) * spec.scale, spec.soft_cap), -np.inf)
             top = scores.max(-1, keepdims=True)
             w = np.exp(scores - top)
-            sink = 0 if p.sink_logits is None else np.exp(f64(p.sink_logits)[n] - top)
+            sink = 0 if spec.sinks is None else np.exp(sink_logits[n] - top)
             out[:, n] = (w / (w.sum(-1, keepdims=True) + sink)) @ v[:, n]
         x = x + out.reshape(t, -1) @ f64(p.w_o).T
         y = _norm(x, f64(p.mlp_norm), config.norm_eps)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.layers import soft_capped
-from ksana_jax.models.params import Params
+from ksana_jax.models.params import Params, sink_logits
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import Attend, forward, logits
 
@@ -18,7 +18,7 @@ from ksana_jax.models.transformer import Attend, forward, logits
 def dense_attend(params: Params, length: int, *, config: ModelConfig, max_len: int | None = None) -> Attend:
     """Returns an `Attend` for `forward`: attention over texts [..., length] from position 0, softmax in float32.
 
-    Each layer uses its own rope, pattern, scale, soft cap and learned sinks.
+    Each layer uses its own rope, pattern, scale, soft cap and sink logits.
 
     Args:
       max_len: tokens of the longest text to serve, for `make_rope`; None takes `length`.
@@ -60,7 +60,7 @@ def _attend(
         scores = jnp.einsum("...tkgh,...ckh->...kgtc", grouped, k, preferred_element_type=jnp.float32) * spec.scale
         visible = spec.pattern.visible(positions[:, None], positions)
         scores = jnp.where(visible, soft_capped(scores, spec.soft_cap), -jnp.inf)
-        weights = _softmax(scores, params.layers[layer].sink_logits)
+        weights = _softmax(scores, sink_logits(params.layers[layer], spec))
         out = jnp.einsum("...kgtc,...ckh->...tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         state = keep(state, weights.reshape(*weights.shape[:-4], -1, length, length))
         return out.reshape(q.shape).astype(q.dtype), state
@@ -68,10 +68,10 @@ def _attend(
     return attend
 
 
-def _softmax(scores: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
-    """Softmax of scores [..., K, G, T, C] over C; learned sink logits [N], if any, are added to the denominator."""
-    if sink_logits is None:
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Softmax of scores [..., K, G, T, C] over C; sink logits [N], if any, are added to the denominator."""
+    if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
-    sinks = sink_logits.astype(jnp.float32).reshape(scores.shape[-4:-2])[..., None, None]
+    sinks = sinks.astype(jnp.float32).reshape(scores.shape[-4:-2])[..., None, None]
     scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     return jax.nn.softmax(scores, axis=-1)[..., :-1]

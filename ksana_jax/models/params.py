@@ -42,7 +42,7 @@ class LayerParams:
     b_down: jax.Array | None = None  # [D]
     q_norm: jax.Array | None = None  # [H]
     k_norm: jax.Array | None = None  # [H]
-    sink_logits: jax.Array | None = None  # [N]
+    sink_logits: jax.Array | None = None  # [N]; see `sink_logits`
     post_attn_norm: jax.Array | None = None  # [D]
     post_mlp_norm: jax.Array | None = None  # [D]
 
@@ -71,9 +71,14 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
         shapes |= {"b_o": (d,)}
     if spec.qk_norm:
         shapes |= {"q_norm": (h,), "k_norm": (h,)}
-    if spec.sinks:
+    if spec.sinks == "learned":
         shapes |= {"sink_logits": (spec.num_heads,)}
     return shapes
+
+
+def sink_logits(params: LayerParams, spec: AttentionSpec) -> jax.Array | None:
+    """Returns the logits [N] that a layer's softmax has besides its scores, learned or 0, or None if it has none."""
+    return jnp.zeros(spec.num_heads, jnp.float32) if spec.sinks == "zero" else params.sink_logits
 
 
 def param_shapes(config: ModelConfig) -> Params:
@@ -111,16 +116,17 @@ def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: floa
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
-    leaves = []
-    for index, (path, shape) in enumerate(paths):
+    leaves, index = [], 0
+    for path, shape in paths:
         name = path[-1].name
+        index += name != "sink_logits"  # so that models that differ only in them start from the same matrices
         if "norm" in name:
             leaf = jnp.full(shape, norm_kind(config.norm).identity, dtype)
         elif name.startswith("b_") or name == "sink_logits":
             leaf = jnp.zeros(shape, dtype)
         else:
             scale = std / (2 * config.num_layers) ** 0.5 if name in ("w_o", "w_down") else std
-            leaf = _draw(jax.random.fold_in(key, index), scale, shape=shape, dtype=dtype)
+            leaf = _draw(jax.random.fold_in(key, index - 1), scale, shape=shape, dtype=dtype)
         leaves.append(jax.block_until_ready(leaf))
     return jax.tree.unflatten(tree, leaves)
 

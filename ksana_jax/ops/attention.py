@@ -28,7 +28,7 @@ class AttentionContext(NamedTuple):
     layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
     of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
     positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
-    scores become cap * tanh(score / cap). sink_logits: [N], one learned logit per head, which joins the softmax's
+    scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
     denominator.
     """
 

@@ -38,7 +38,7 @@ def paged_attend(
       patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
       layers, ropes, angles: of each layer its spec, its rope, and the rope's angles at the step's text positions.
       num_repositioned_sinks: most sinks at "cache" or "ceiling" positions.
-      sink_logits: learned logits [N] of each layer's heads, or None.
+      sink_logits: logits [N] of each layer's heads (`models.params.sink_logits`), or None.
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
         schedules.
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.

@@ -17,7 +17,7 @@ class Requirements(NamedTuple):
     platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
     dtype: NumPy's name of the type in which keys and values are stored.
     num_repositioned_sinks: maximum number of repositioned sinks.
-    soft_cap: whether scores are capped. sinks: whether heads have learned sink logits.
+    soft_cap: whether scores are capped. sinks: whether heads have sink logits.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than was asked for.
     """
@@ -52,7 +52,7 @@ class Requirements(NamedTuple):
             num_repositioned_sinks,
             patterns.PatternArrays._fields,
             config.soft_cap is not None,
-            config.sinks,
+            config.sinks is not None,
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import LayerSpec
-from ksana_jax.models.params import LayerParams, Params
+from ksana_jax.models.params import LayerParams, Params, sink_logits
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, forward, run_layer
 from ksana_jax.ops.implementations import Implementation
@@ -153,7 +153,9 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
         num_repositioned_sinks=network.num_repositioned_sinks,
         implementation=network.implementation,
         alike=alike,
-        sink_logits=[p.sink_logits for p in params.layers],
+        sink_logits=[
+            sink_logits(p, layer.attention) for p, layer in zip(params.layers, network.config.layers, strict=True)
+        ],
         places=network.places,
     )
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config)
@@ -181,7 +183,7 @@ def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, net
         num_repositioned_sinks=network.num_repositioned_sinks,
         implementation=network.implementation,
         alike=(0,),
-        sink_logits=(p.sink_logits,),
+        sink_logits=(sink_logits(p, spec.attention),),
         places=((0, at),),
     )
     x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec)

@@ -10,6 +10,7 @@ computes scores for keys of a later block.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,32 +31,38 @@ def _visible(rows: int, num_keys: int, start: int) -> jax.Array:
     return jnp.arange(num_keys) <= positions[:, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _attend_block(q, k, v, start: int):
-    """Attends queries [batch, K, G*Q, H] at positions start .. C-1 to keys and values [batch, K, C, H]."""
-    return _block_forward(q, k, v, start)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_block(q, k, v, sinks, start: int):
+    """Attends queries [batch, K, G*Q, H] at positions start .. C-1 to keys and values [batch, K, C, H].
+
+    sinks: [K, G*Q] float32 sink logit of each query, or None.
+    """
+    return _block_forward(q, k, v, sinks, start)[0]
 
 
-def _block_forward(q, k, v, start):
+def _block_forward(q, k, v, sinks, start):
     scores = _dot(q, k, 3) * q.shape[-1] ** -0.5
     scores = jnp.where(_visible(q.shape[2], k.shape[2], start), scores, -jnp.inf)
     log_sum = jax.nn.logsumexp(scores, axis=-1)
+    if sinks is not None:
+        log_sum = jnp.logaddexp(log_sum, sinks)
     weights = jnp.exp(scores - log_sum[..., None]).astype(q.dtype)
     out = _dot(weights, v, 2).astype(q.dtype)
-    return out, (q, k, v, log_sum, out)
+    return out, (q, k, v, sinks, log_sum, out)
 
 
 def _block_backward(start, saved, grad):
-    q, k, v, log_sum, out = saved
+    q, k, v, sinks, log_sum, out = saved
     scale, visible = q.shape[-1] ** -0.5, _visible(q.shape[2], k.shape[2], start)
-    # Softmax: d scores = p (d p - sum_c p d p), and that sum over keys equals out . grad.
+    # Softmax: d scores = p (d p - sum_c p d p), and that sum over keys equals out . grad. A sink logit's d p is 0.
     mean = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=-1)
     weights = jnp.where(visible.T, jnp.exp(_dot(k, q, 3) * scale - log_sum[..., None, :]), 0.0)  # [.., C, G*Q]
     grad_scores = (weights * (_dot(v, grad, 3) - mean[..., None, :]) * scale).astype(q.dtype)
     grad_q = _transposed(_dot(_transposed(k), grad_scores, 2))
     grad_k = _dot(grad_scores, q, 2)
     grad_v = _dot(weights.astype(q.dtype), grad, 2)
-    return tuple(g.astype(q.dtype) for g in (grad_q, grad_k, grad_v))
+    grad_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - log_sum) * mean, axis=0)
+    return *(g.astype(q.dtype) for g in (grad_q, grad_k, grad_v)), grad_sinks
 
 
 def _transposed(a: jax.Array) -> jax.Array:
@@ -66,17 +73,18 @@ def _transposed(a: jax.Array) -> jax.Array:
 _attend_block.defvjp(_block_forward, _block_backward)
 
 
-def training_attend(rope: Rope, length: int, block: int = 128) -> Attend:
+def training_attend(rope: Rope, length: int, sink_logits: Sequence[jax.Array | None], block: int = 128) -> Attend:
     """Returns dense causal attention over [batch, length] tokens at positions 0, 1, ...; softmax in float32.
 
     Args:
+      sink_logits: [N] of each layer (`models.params.sink_logits`), or None.
       block: number of queries in a block.
     """
     angles = rope.angles(jnp.arange(length))
 
     def attend(layer, q, k, v, state):
-        del layer
         q, k = rope.rotate(q, angles), rope.rotate(k, angles)
+        sinks = sink_logits[layer]
         batch, _, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[2]
         q = q.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [batch, K, G, T, H]
@@ -85,7 +93,10 @@ def training_attend(rope: Rope, length: int, block: int = 128) -> Attend:
         for start in range(0, length, block):
             end = min(start + block, length)
             q_block = q[:, :, :, start:end].reshape(batch, num_kv_heads, -1, head_dim)
-            out = jnp.asarray(_attend_block(q_block, k[:, :, :end], v[:, :, :end], start))
+            of_rows = None
+            if sinks is not None:
+                of_rows = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), end - start, axis=1)
+            out = jnp.asarray(_attend_block(q_block, k[:, :, :end], v[:, :, :end], of_rows, start))
             outs.append(out.reshape(batch, num_kv_heads, -1, end - start, head_dim))
         out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4)
         return out.reshape(batch, length, num_heads, head_dim), state

@@ -39,26 +39,32 @@ class TokenFiles:
             found.append(np.stack([cuts[:-1], cuts[1:]], axis=1))
         return np.concatenate(found)
 
-    def sequences(self, pieces: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns inputs and targets [len(pieces), length] int32; each input begins with the beginning-of-text token.
+    def sequences(self, pieces: np.ndarray, length: int, bos: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns inputs and targets [len(pieces), length] int32; target i of a sequence follows input i.
 
-        Target i of a sequence follows input i; targets beyond the end of a piece are IGNORED.
+        Args:
+          bos: inputs begin with the beginning-of-text token, and the targets are the pieces. Otherwise, the inputs are
+            the pieces, and a file's first token is never a target. Targets beyond the end of a piece, or of its file,
+            are IGNORED.
         """
         inputs = np.full((len(pieces), length), EOS_ID, np.int32)
         targets = np.full((len(pieces), length), IGNORED, np.int32)
-        inputs[:, 0] = BOS_ID
         for row, (begin, end) in enumerate(pieces):
             piece = self.tokens[begin:end]
-            targets[row, : len(piece)] = piece
-            inputs[row, 1 : len(piece)] = piece[:-1]
+            if bos:
+                inputs[row, 0], inputs[row, 1 : len(piece)], targets[row, : len(piece)] = BOS_ID, piece[:-1], piece
+            else:
+                following = self.tokens[begin + 1 : end + 1]  # one less at the very end
+                inputs[row, : len(piece)], targets[row, : len(following)] = piece, following
+                targets[row, : len(piece)][piece == EOS_ID] = IGNORED
         return inputs, targets
 
 
 class Batches:
     """An endless series of batches that depend only on seed and step, so a resumed run sees the same batches."""
 
-    def __init__(self, files: TokenFiles, *, context: int, batch_size: int, seed: int):
-        self.files, self.context, self.batch_size, self.seed = files, context, batch_size, seed
+    def __init__(self, files: TokenFiles, *, context: int, batch_size: int, seed: int, bos: bool):
+        self.files, self.context, self.batch_size, self.seed, self.bos = files, context, batch_size, seed, bos
         # Shift 0 gives the fewest pieces, so all epochs have at least this many steps, and a step determines its epoch.
         self.steps_per_epoch = max(1, len(files.pieces(context)) // batch_size)
         self._epoch, self._pieces = -1, np.zeros((0, 2), np.int64)
@@ -71,4 +77,4 @@ class Batches:
             pieces = self.files.pieces(self.context, int(rng.integers(self.context)))
             self._epoch, self._pieces = epoch, rng.permutation(pieces)
         rows = np.arange(index * self.batch_size, (index + 1) * self.batch_size) % len(self._pieces)
-        return self.files.sequences(self._pieces[rows], self.context)
+        return self.files.sequences(self._pieces[rows], self.context, self.bos)

@@ -11,6 +11,11 @@ from ksana_jax.training.settings import TrainConfig
 from ksana_jax.training.sinks import EPSILON, SPAN
 
 _ROWS = 12
+_SINKS = {
+    None: "",
+    "learned": " Each head has a learned sink logit.",
+    "zero": " Each head has a sink logit of 0 (softmax-off-by-one).",
+}
 
 
 def model_card(config: TrainConfig, log: str) -> str:
@@ -22,8 +27,8 @@ def model_card(config: TrainConfig, log: str) -> str:
     facts = [
         f"Shape: {model.num_layers} layers, width {model.d_model}, {model.num_heads} query and {model.num_kv_heads} "
         f"key/value heads of {model.head_dim}, SwiGLU {model.d_ff}, RoPE {model.rope_theta:g}, tied embeddings.",
-        f"Context: {config.context} tokens. The beginning-of-text token is at position 0 of every training sequence, "
-        "and no sequence crosses a file.",
+        f"Context: {config.context} tokens. The beginning-of-text token is at position 0 of "
+        f"{'every' if config.bos else 'no'} training sequence, and no sequence crosses a file.{_SINKS[model.sinks]}",
         f"Tokenizer: SentencePiece BPE with {config.vocab_size} pieces and byte fallback; encoding is lossless. "
         "tokenizer.json has the same pieces and ids as tokenizer.model.",
         "Data: the *.py files of the standard library, tests included, without duplicates. The files of heldout.txt, "

@@ -85,7 +85,7 @@ def _make_tokens(config: TrainConfig, path: Path, texts: list[tuple[str, str]], 
         )
 
 
-def heldout_sequences(held: TokenFiles, context: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def heldout_sequences(held: TokenFiles, context: int, count: int, bos: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns inputs and targets [count, context] of full held-out pieces, evenly spread over the files.
 
     Raises:
@@ -97,7 +97,7 @@ def heldout_sequences(held: TokenFiles, context: int, count: int) -> tuple[np.nd
         longest = int(np.max(np.diff(held.starts)))
         raise ConfigError(f"the longest held-out file has {longest} tokens, evaluation needs {context}")
     chosen = full[np.linspace(0, len(full) - 1, min(count, len(full))).astype(int)]
-    return held.sequences(chosen, context)
+    return held.sequences(chosen, context, bos)
 
 
 def run(config: TrainConfig) -> None:
@@ -124,8 +124,10 @@ class _Run:
     def __init__(self, config: TrainConfig):
         train_files, held_files = prepare(config)
         self._config, self._out, self._model = config, Path(config.out_dir), config.model_config()
-        self._batches = Batches(train_files, context=config.context, batch_size=config.batch_size, seed=config.seed)
-        self._held_out = heldout_sequences(held_files, config.context, config.eval_sequences)
+        self._batches = Batches(
+            train_files, context=config.context, batch_size=config.batch_size, seed=config.seed, bos=config.bos
+        )
+        self._held_out = heldout_sequences(held_files, config.context, config.eval_sequences, config.bos)
         logger.info(
             "%d training tokens, %d held out, %.2f M parameters, %d steps per epoch",
             len(train_files.tokens),
@@ -214,7 +216,7 @@ def export(config: TrainConfig, state: TrainState) -> Path:
     directory = Path(config.export_dir) if config.export_dir else out / "export"
     directory.mkdir(parents=True, exist_ok=True)
     files = {name: read_bytes(out / name) for name in ("tokenizer.model", "heldout.txt", "train_log.jsonl")}
-    files |= tokenizer_files(files["tokenizer.model"])
+    files |= tokenizer_files(files["tokenizer.model"], config.bos)
     files["MODEL_CARD.md"] = model_card(config, files["train_log.jsonl"].decode()).encode()
     for name, content in files.items():
         write_atomic(directory / name, content)

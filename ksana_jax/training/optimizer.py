@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.params import Params, init_params
+from ksana_jax.models.params import Params, init_params, sink_logits
 from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import forward, logits
 from ksana_jax.training.attention import training_attend
@@ -62,7 +62,8 @@ def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> flo
 def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Computes logits [batch, T, V] in float32 of texts [batch, T] under full attention, in the weights' dtype."""
     length, spec = tokens.shape[-1], config.layers[0].attention
-    attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length)
+    sinks = [sink_logits(p, layer.attention) for p, layer in zip(params.layers, config.layers, strict=True)]
+    attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length, sinks)
     hidden, _ = forward(params, tokens, attend, None, config=config, linear=linear)
     return logits(params, hidden, config=config, linear=linear)
 

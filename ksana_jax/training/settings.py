@@ -26,6 +26,7 @@ class ModelShape:
     head_dim: int = 64
     d_ff: int = 512
     rope_theta: float = 10_000.0
+    sinks: str | None = None
 
 
 @dataclasses.dataclass
@@ -39,7 +40,8 @@ class TrainConfig:
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
-      context: tokens per training sequence, including the beginning-of-text token.
+      bos: whether position 0 of every sequence holds the beginning-of-text token; the exported tokenizer then adds it.
+      context: tokens per training sequence, including the beginning-of-text token if there is one.
       batch_size: sequences per step.
       learning_rate: peak; linear warm-up over warmup_steps, constant, linear decay to 0 in the last decay_fraction.
       num_steps: optimiser steps of the whole run, or None; budget_s: its training seconds, or None. Whichever ends
@@ -60,6 +62,7 @@ class TrainConfig:
     model: ModelShape = dataclasses.field(default_factory=ModelShape)
     vocab_size: int = 1024
     tokenizer_sample_bytes: int = 6_000_000
+    bos: bool = True
     context: int = 256
     batch_size: int = 16
     learning_rate: float = 3e-3
@@ -84,12 +87,12 @@ class TrainConfig:
         shape = dataclasses.asdict(self.model)
         theta = shape.pop("rope_theta")
         return ModelConfig(
-            family="llama",
+            family="llama" if self.model.sinks is None else "llama_sinks",
             vocab_size=self.vocab_size,
             rope=RopeConfig(theta=theta),
             tie_embeddings=True,
             max_position=self.context,
-            bos_id=1,
+            bos_id=1 if self.bos else None,
             eos_ids=(2,),
             **shape,
         )

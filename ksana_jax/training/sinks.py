@@ -17,14 +17,19 @@ from ksana_jax.training.batches import IGNORED
 EPSILON, SPAN = 0.3, 64
 
 
-def first_token_attention(params: Params, inputs, *, config: ModelConfig) -> jax.Array:
-    """Computes the mean attention [L, batch, N] of queries 0 .. T-1 of inputs [batch, T] to position 0 (alpha_1).
+def resting_attention(params: Params, inputs, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Computes the mean attention of queries 0 .. T-1 of inputs [batch, T] to position 0 and to the sink logits.
 
-    Query 0 counts as well, with attention 1. Uniform causal attention gives 0.074 at T = 64.
+    Query 0 counts as well, with attention 1 if there are no sink logits. Uniform causal attention pays 0.074 to
+    position 0 at T = 64.
+
+    Returns:
+      [L, batch, N] to position 0 (alpha_1), and [L, batch, N] to the sink logit of each head.
 
     Source: arXiv:2410.10781, section 3.1.
     """
-    return jnp.mean(attention_weights(params, inputs, config=config)[..., 0], axis=-1)
+    weights = attention_weights(params, inputs, config=config)
+    return jnp.mean(weights[..., 0], axis=-1), 1 - jnp.mean(jnp.sum(weights, axis=-1), axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -32,8 +37,7 @@ def _batch_metrics(params, inputs, targets, *, config: ModelConfig):
     scored = targets != IGNORED
     scores = dense_logits(params, inputs, config=config)
     losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.where(scored, targets, 0))
-    first = first_token_attention(params, inputs[:, :SPAN], config=config)
-    return jnp.sum(losses * scored), jnp.sum(scored), first
+    return jnp.sum(losses * scored), jnp.sum(scored), resting_attention(params, inputs[:, :SPAN], config=config)
 
 
 def evaluate(params: Params, inputs: np.ndarray, targets: np.ndarray, *, config: ModelConfig, batch_size: int) -> dict:
@@ -41,18 +45,25 @@ def evaluate(params: Params, inputs: np.ndarray, targets: np.ndarray, *, config:
 
     Returns:
       heldout_loss: nats per token. sink_1: fraction of (layer, head, sequence) whose first token receives more than
-      EPSILON of the attention, averaged over the first SPAN tokens (Sink_1 of arXiv:2410.10781, with a
-      beginning-of-text token). first_token_attention: [L], mean per layer.
+      EPSILON of the attention, averaged over the first SPAN tokens (Sink_1 of arXiv:2410.10781; the first token is the
+      beginning-of-text token if the sequences have one). first_token_attention: [L], mean per layer.
+      sink_logit_attention: [L], the mean that sink logits take, if the model has them.
     """
-    total, count, first = 0.0, 0, []
+    total, count, batches = 0.0, 0, []
     for begin in range(0, len(inputs), batch_size):
         rows = slice(begin, begin + batch_size)
-        loss, scored, weights = _batch_metrics(params, inputs[rows], targets[rows], config=config)
+        loss, scored, attention = _batch_metrics(params, inputs[rows], targets[rows], config=config)
         total, count = total + float(loss), count + int(scored)
-        first.append(np.asarray(weights))
-    received = np.concatenate(first, axis=1)
-    return {
+        batches.append(np.asarray(attention))
+    received, given_up = np.concatenate(batches, axis=2)
+    measured = {
         "heldout_loss": round(total / max(count, 1), 5),
         "sink_1": round(float(np.mean(received > EPSILON)), 4),
-        "first_token_attention": [round(float(layer), 4) for layer in received.mean(axis=(1, 2))],
+        "first_token_attention": _by_layer(received),
     }
+    return measured | ({"sink_logit_attention": _by_layer(given_up)} if config.sinks else {})
+
+
+def _by_layer(attention: np.ndarray) -> list[float]:
+    """Averages attention [L, sequences, N] over sequences and heads."""
+    return [round(float(layer), 4) for layer in attention.mean(axis=(1, 2))]

@@ -11,7 +11,7 @@ from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
-from ksana_jax.models.params import init_params
+from ksana_jax.models.params import init_params, num_params
 from ksana_jax.step.contract import StepShape
 from tests.engine.small import expect_dense
 from tests.reference import reference_logprobs
@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
     max_position=256,
     attention_scale=0.6,
     soft_cap=1.5,
-    sinks=True,
+    sinks="learned",
     logit_soft_cap=4.0,
     rope=(RopeConfig(theta=100.0), RopeConfig(theta=10_000.0)),
     pattern=(AttentionPattern(window=9), AttentionPattern()),
@@ -44,9 +44,9 @@ def params():
     return dataclasses.replace(params, layers=tuple(layers))
 
 
-def make_llm(params, **settings) -> LLM:
+def make_llm(params, config=CONFIG, **settings) -> LLM:
     return LLM.from_params(
-        CONFIG,
+        config,
         params,
         block_size=8,
         max_num_seqs=8,
@@ -65,6 +65,17 @@ def test_each_layer_has_its_own_rope_and_window_and_all_are_capped_scaled_and_ha
     # A user's pattern takes the place of the model's, and repositioned sinks turn by each layer's own rope.
     streaming = AttentionPattern(window=6, num_sinks=3)
     expect_dense(llm, CONFIG, params, [rng.integers(0, 61, 40)], streaming)
+
+
+def test_softmax_off_by_one_has_a_sink_logit_of_zero_and_no_parameter(params):
+    text = np.random.default_rng(7).integers(0, 61, 40)
+    config = dataclasses.replace(CONFIG, sinks="zero")
+    without = jax.tree.map(np.asarray, init_params(config, seed=3, std=0.4))
+    assert num_params(config) == num_params(dataclasses.replace(CONFIG, sinks=None)) == num_params(CONFIG) - 2 * 4
+    expect_dense(make_llm(without, config), config, without, [text], AttentionPattern(window=6, num_sinks=3))
+    zeros = [p.replace(sink_logits=jnp.zeros(4)) for p in params.layers]
+    learned = dense_logits(params.replace(layers=tuple(zeros)), jnp.asarray(text), config=CONFIG)
+    np.testing.assert_array_equal(dense_logits(without, jnp.asarray(text), config=config), learned)
 
 
 def test_learned_sinks_join_a_softmax_once_where_rows_share_their_prefix(params):
@@ -97,6 +108,7 @@ def test_dense_logits_and_weights_see_scale_caps_sinks_ropes_and_windows(params)
     [
         ({"soft_cap": 0.0}, "soft_cap is 0.0, must be a finite number above 0 or None"),
         ({"attention_scale": -1.0}, "attention_scale is -1.0"),
+        ({"sinks": True}, "sinks is True, must be one of None, learned, zero"),
         ({"rope": (RopeConfig(),)}, "rope has 1 entries, the model has 2 layers"),
         ({"rope": (RopeConfig(), RopeConfig(theta=-1.0))}, "rope theta is -1.0"),
     ],

@@ -28,6 +28,22 @@ def test_golden_models_survive_a_round_trip(tmp_path, case):
     jax.tree.map(np.testing.assert_array_equal, reread, params)
 
 
+@pytest.mark.parametrize("kind", ["learned", "zero"])
+def test_models_with_sink_logits_survive_a_round_trip(tmp_path, kind):
+    config = dataclasses.replace(TINY, family="llama_sinks", sinks=kind)
+    params = init_params(config, std=0.2)
+    if kind == "learned":
+        logits = np.linspace(-1, 3, config.num_layers * config.num_heads, dtype=np.float32).reshape(
+            -1, config.num_heads
+        )
+        layers = [p.replace(sink_logits=jnp.asarray(x)) for p, x in zip(params.layers, logits, strict=True)]
+        params = params.replace(layers=tuple(layers))
+    export_hf(tmp_path, config, params)
+    again, reread = load_model(tmp_path)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, reread, params)
+
+
 def test_weights_are_written_in_their_own_dtype(tmp_path):
     params = init_params(TINY, dtype=jnp.bfloat16)
     export_hf(tmp_path, TINY, params)

@@ -103,7 +103,8 @@ def test_golden_files_notice_each_missing_feature_of_a_gemma(name):
 
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
-    assert {c.family for c in configs.values()} == set(FAMILIES)
+    ours = {"llama_sinks"}  # transformers has no such model
+    assert {c.family for c in configs.values()} == set(FAMILIES) - ours
     kinds = {layer.attention.rope.kind for c in configs.values() for layer in c.layers}
     assert kinds == {"default", "linear", "dynamic", "llama3", "yarn"}
     assert {c.num_heads // c.num_kv_heads for c in configs.values()} == {1, 2, 4}

@@ -24,6 +24,8 @@ GEMMA_SHAPE = {
 WRITABLE = [
     ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
     ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
+    ModelConfig(family="llama_sinks", num_layers=2, sinks="learned", qkv_bias=True, out_bias=True),
+    ModelConfig(family="llama_sinks", num_layers=2, sinks="zero", tie_embeddings=True),
     ModelConfig(family="mistral", num_layers=2, pattern=AttentionPattern(window=9), rope=ROPES["linear"][1]),
     ModelConfig(family="mistral", num_layers=2, rope=ROPES["llama3"][1], max_position=8192),
     ModelConfig(family="qwen2", num_layers=2, qkv_bias=True, pattern=SLIDING),
@@ -58,6 +60,8 @@ def test_written_config_reads_back_as_the_same_model(config):
     [
         ({"pattern": AttentionPattern(window=9)}, "pattern window=9"),
         ({"qk_norm": True}, "qk_norm True"),
+        ({"sinks": "zero"}, "sinks zero"),
+        ({"family": "llama_sinks"}, "attention_sinks is None"),
         ({"qkv_bias": True}, "out_bias False"),
         ({"family": "mistral", "pattern": AttentionPattern(window=9, num_sinks=1)}, "pattern"),
         ({"family": "mistral", "mlp_bias": True}, "mlp_bias True"),

@@ -68,7 +68,7 @@ def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
     assert unsupported(plain, H200._replace(sinks=True)) == "this kernel does not support sinks"
     # Kernels of this project have both.
     assert choose(H200._replace(soft_cap=True, sinks=True)).name == "hopper"
-    capped = ModelConfig(soft_cap=50.0, sinks=True)
+    capped = ModelConfig(soft_cap=50.0, sinks="zero")
     needs = Requirements.of(capped, KVLayout.of(capped, dtype="bf16", block_size=32, platform="cpu"))
     assert needs.soft_cap and needs.sinks and choose(needs).name == "xla"
 

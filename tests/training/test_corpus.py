@@ -57,7 +57,7 @@ def test_training_batches_hold_no_held_out_text(finished, corpus_dir):
     tokenizer = load_tokenizer(finished / "tokenizer.model")
     with np.load(finished / "tokens.npz") as arrays:
         files = TokenFiles(arrays["train"], arrays["train_starts"])
-    batches = Batches(files, context=64, batch_size=4, seed=0)
+    batches = Batches(files, context=64, batch_size=4, seed=0, bos=True)
     seen = set()
     for step in range(3 * batches.steps_per_epoch):
         _, targets = batches[step]
@@ -89,7 +89,7 @@ def test_sequences_begin_with_bos_and_stay_within_a_file():
     files = TokenFiles.encode(["abcdefghij", "xyz"], lambda text: [ord(letter) for letter in text])
     pieces = files.pieces(4)
     assert pieces.tolist() == [[0, 4], [4, 8], [8, 11], [11, 15]]
-    inputs, targets = files.sequences(pieces, 4)
+    inputs, targets = files.sequences(pieces, 4, bos=True)
     assert inputs[0].tolist() == [1, ord("a"), ord("b"), ord("c")]
     assert targets[0].tolist() == [ord(letter) for letter in "abcd"]
     assert inputs[2].tolist() == [1, ord("i"), ord("j"), 2], "what follows the end of the file is not scored"
@@ -100,10 +100,21 @@ def test_sequences_begin_with_bos_and_stay_within_a_file():
     assert shifted.tolist() == [[0, 3], [3, 7], [7, 11], [11, 14], [14, 15]]
 
 
+def test_without_bos_sequences_are_pieces_and_each_token_but_a_files_first_is_a_target():
+    files = TokenFiles.encode(["abcdefghij", "xyz"], lambda text: [ord(letter) for letter in text])
+    inputs, targets = files.sequences(files.pieces(4), 4, bos=False)
+    a, x = ord("a"), ord("x")
+    assert inputs[:3].tolist() == [[a, a + 1, a + 2, a + 3], [a + 4, a + 5, a + 6, a + 7], [a + 8, a + 9, 2, 2]]
+    assert targets[1].tolist() == [a + 5, a + 6, a + 7, a + 8], "the last target is the next piece's first token"
+    assert targets[2].tolist() == [a + 9, 2, IGNORED, IGNORED], "nothing follows the end of a file"
+    assert inputs[3].tolist() == [x, x + 1, x + 2, 2]
+    assert targets[3].tolist() == [x + 1, x + 2, 2, IGNORED]
+
+
 def test_an_epoch_shows_every_token_once_and_epochs_differ():
     text = "".join(chr(300 + i) for i in range(1000))
     files = TokenFiles.encode([text], lambda text: [ord(letter) for letter in text])
-    batches = Batches(files, context=10, batch_size=7, seed=3)
+    batches = Batches(files, context=10, batch_size=7, seed=3, bos=True)
     epochs = []
     for epoch in range(2):
         steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
@@ -112,5 +123,5 @@ def test_an_epoch_shows_every_token_once_and_epochs_differ():
         assert len(tokens) == len(set(tokens.tolist()))
         assert len(tokens) > 0.9 * len(files.tokens)
     assert not all(np.array_equal(a, b) for a, b in zip(*epochs, strict=True))
-    again = Batches(files, context=10, batch_size=7, seed=3)
+    again = Batches(files, context=10, batch_size=7, seed=3, bos=True)
     np.testing.assert_array_equal(again[batches.steps_per_epoch][1], epochs[1][0])

@@ -49,7 +49,7 @@ def test_exported_model_has_the_loss_and_sinks_that_the_log_says(finished):
     config, params = load_model(finished / "export")
     with np.load(finished / "tokens.npz") as arrays:
         held = TokenFiles(arrays["held"], arrays["held_starts"])
-    measured = evaluate(params, *heldout_sequences(held, 64, 8), config=config, batch_size=4)
+    measured = evaluate(params, *heldout_sequences(held, 64, 8, bos=True), config=config, batch_size=4)
     assert measured.keys() == {"heldout_loss", "sink_1", "first_token_attention"}
     assert measured.items() <= last_record(finished).items()
 

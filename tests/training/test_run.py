@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ksana_jax.loading import load_model
+from ksana_jax.tokenizers import load_tokenizer
 from ksana_jax.training import loop, train, trainlog
+from ksana_jax.training.tokenizer import load_tokenizer as load_spm
 
 # Stops like a machine that loses power: after the line of step 15, five steps beyond the only checkpoint.
 KILLED = """
@@ -134,3 +137,19 @@ def test_run_limited_by_time_ends_decayed_and_saved(tmp_path, tiny_config, monke
     assert "heldout_loss" in records[-1]
     newest = max((tmp_path / "checkpoints").iterdir())
     assert newest.name == f"step_{records[-1]['step']:08d}"
+
+
+@pytest.mark.parametrize("kind", ["learned", "zero"])
+def test_model_with_sink_logits_and_no_bos_is_trained_and_exported(tmp_path, tiny_config, kind):
+    overrides = [f"out_dir={tmp_path}", f"model.sinks={kind}", "bos=false", "num_steps=10"]
+    train(str(tiny_config), overrides)
+    assert 0 < min(log_of(tmp_path)[-1]["sink_logit_attention"]) < 0.5
+    config, params = load_model(tmp_path / "export")
+    assert (config.sinks, config.bos_id) == (kind, None)
+    if kind == "learned":
+        assert all(np.abs(layer.sink_logits).min() > 0 for layer in params.layers), "each head's logit has moved"
+    tokenizer = load_tokenizer(tmp_path / "export")
+    assert tokenizer.bos_id is None
+    assert tokenizer.encode("x") == load_spm(tmp_path / "tokenizer.model").encode("x")
+    card = (tmp_path / "export" / "MODEL_CARD.md").read_text()
+    assert "at position 0 of no training sequence" in " ".join(card.split())

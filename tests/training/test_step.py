@@ -1,5 +1,8 @@
 """One training step: the same numbers as the plain model, gradients included."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,7 @@ from ksana_jax.models.params import init_params
 from ksana_jax.training.batches import IGNORED
 from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
 from ksana_jax.training.settings import ModelShape, TrainConfig
-from ksana_jax.training.sinks import EPSILON, evaluate, first_token_attention
+from ksana_jax.training.sinks import EPSILON, evaluate, resting_attention
 
 SHAPE = ModelConfig(
     vocab_size=300,
@@ -34,6 +37,16 @@ def params():
     return init_params(SHAPE, seed=1, std=0.2)
 
 
+def with_sinks(kind):
+    """The model with sink logits: config and params; learned ones differ from head to head."""
+    config = dataclasses.replace(SHAPE, sinks=kind)
+    params = init_params(config, seed=1, std=0.2)
+    if kind == "learned":
+        layer = params.layers[0].replace(sink_logits=jnp.asarray([-1.0, 0.5, 2.0, 3.0]))
+        params = params.replace(layers=(layer,))
+    return config, params
+
+
 @pytest.fixture(scope="module")
 def batch():
     rng = np.random.default_rng(0)
@@ -48,8 +61,8 @@ def reference(params, batch):
     return jax.jit(jax.value_and_grad(reference_loss))(params, *batch)
 
 
-def reference_loss(params, inputs, targets):
-    scores = dense_logits(params, inputs, config=SHAPE)
+def reference_loss(params, inputs, targets, config=SHAPE):
+    scores = dense_logits(params, inputs, config=config)
     losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(targets, 0))
     return jnp.sum(losses * (targets != IGNORED)) / jnp.sum(targets != IGNORED)
 
@@ -69,6 +82,22 @@ def test_loss_and_gradients_are_those_of_the_model(params, batch, reference, dty
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
         difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
         assert difference < tolerance, f"{jax.tree_util.keystr(path)}: {difference}"
+
+
+@pytest.mark.parametrize("kind", ["learned", "zero"])
+def test_loss_and_gradients_with_sink_logits_are_those_of_the_model(batch, reference, kind):
+    config, params = with_sinks(kind)
+    expected, expected_grads = jax.jit(jax.value_and_grad(functools.partial(reference_loss, config=config)))(
+        params, *batch
+    )
+    assert abs(float(expected - reference[0])) > 1e-3, "the logits make a difference"
+    step = jax.jit(jax.value_and_grad(functools.partial(loss_fn, config=config, dtype=jnp.float32)))
+    loss, grads = step(params, *batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
+        difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+        assert difference < 1e-4, f"{jax.tree_util.keystr(path)}: {difference}"
+    assert (grads.layers[0].sink_logits is None) == (kind == "zero")
 
 
 def test_weight_decay_shrinks_matrices_only():
@@ -103,11 +132,17 @@ def test_sink_metric_counts_heads_that_rest_on_the_first_token(params, batch, re
     inputs, targets = batch
     weights = np.asarray(jax.jit(attention_weights, static_argnames="config")(params, inputs[:, :64], config=SHAPE))
     received = weights[..., 0].mean(axis=-1)  # [L, batch, N]
-    first = jax.jit(first_token_attention, static_argnames="config")(params, inputs[:, :64], config=SHAPE)
+    first, given_up = jax.jit(resting_attention, static_argnames="config")(params, inputs[:, :64], config=SHAPE)
     np.testing.assert_allclose(first, received, atol=1e-6)
+    np.testing.assert_allclose(given_up, 0, atol=1e-6)
     measured = evaluate(params, inputs, targets, config=SHAPE, batch_size=2)
     assert measured["sink_1"] == pytest.approx(np.mean(received > EPSILON), abs=1e-4)
     assert measured["heldout_loss"] == pytest.approx(float(reference[0]), rel=1e-4)
+
+    config = dataclasses.replace(SHAPE, sinks="zero")
+    zeros = init_params(config, std=0.0)  # query i pays 1 / (i + 2) to each position and to the sink logit
+    measured = evaluate(zeros, inputs, targets, config=config, batch_size=2)
+    assert measured["first_token_attention"] == measured["sink_logit_attention"] == [0.0587]
 
     even = init_params(SHAPE, std=0.0)  # all scores are equal: query i pays 1 / (i + 1) to position 0
     assert evaluate(even, inputs, targets, config=SHAPE, batch_size=2)["first_token_attention"] == [0.0741]
