@@ -7,6 +7,7 @@ import math
 import textwrap
 
 from ksana_jax.models.params import num_params
+from ksana_jax.training.recall_mix import KINDS
 from ksana_jax.training.settings import TrainConfig
 from ksana_jax.training.sinks import EPSILON, SPAN
 
@@ -32,7 +33,7 @@ def model_card(config: TrainConfig, log: str) -> str:
         f"Tokenizer: SentencePiece BPE with {config.vocab_size} pieces and byte fallback; encoding is lossless. "
         "tokenizer.json has the same pieces and ids as tokenizer.model.",
         "Data: the *.py files of the standard library, tests included, without duplicates. The files of heldout.txt, "
-        "chosen by a hash of their names, were never trained on.",
+        "chosen by a hash of their names, were never trained on." + _recall(config),
         f"Optimiser: AdamW, peak rate {config.learning_rate:g}, betas {config.beta1:g} and {config.beta2:g}, weight "
         f"decay {config.weight_decay:g} on matrices, clip {config.clip_norm:g}; {config.warmup_steps} steps of "
         f"warm-up, then constant, then linear to 0 in the last {config.decay_fraction:.0%}.",
@@ -55,6 +56,12 @@ def model_card(config: TrainConfig, log: str) -> str:
         "The training text is the Python Software Foundation's, under the PSF License; none of it is included here."
     )
     return "\n".join(lines) + "\n"
+
+
+def _recall(config: TrainConfig) -> str:
+    if not config.recall_fraction:
+        return ""
+    return f" {config.recall_fraction:.0%} of the sequences are generated recall examples instead ({', '.join(KINDS)})."
 
 
 def _measurements(measured: list[dict]) -> list[str]:

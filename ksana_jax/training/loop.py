@@ -23,9 +23,10 @@ from ksana_jax.training.checkpoints import Progress
 from ksana_jax.training.corpus import source_texts, split_texts
 from ksana_jax.training.hf_tokenizer import tokenizer_files
 from ksana_jax.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step
+from ksana_jax.training.recall_mix import RecallMix
 from ksana_jax.training.resume import check_same, fixed_fields, tokens_source
 from ksana_jax.training.settings import TrainConfig
-from ksana_jax.training.sinks import evaluate
+from ksana_jax.training.sinks import evaluate, recall_accuracy
 from ksana_jax.training.tokenizer import load_tokenizer, train_tokenizer
 from ksana_jax.training.trainlog import TrainLog
 
@@ -127,6 +128,7 @@ class _Run:
         self._batches = Batches(
             train_files, context=config.context, batch_size=config.batch_size, seed=config.seed, bos=config.bos
         )
+        self._mix = self._recall_mix()
         self._held_out = heldout_sequences(held_files, config.context, config.eval_sequences, config.bos)
         logger.info(
             "%d training tokens, %d held out, %.2f M parameters, %d steps per epoch",
@@ -146,6 +148,17 @@ class _Run:
         self._losses: list[Any] = []  # of steps since the last line of the log
         self.is_over = self._reached_end()
 
+    def _recall_mix(self) -> RecallMix | None:
+        config = self._config
+        if not config.recall_fraction:
+            return None
+        encode = load_tokenizer(self._out / "tokenizer.model").encode
+        mix = RecallMix(
+            encode, context=config.context, bos=config.bos, fraction=config.recall_fraction, seed=config.seed
+        )
+        self._questions = mix.held_out(config.batch_size)
+        return mix
+
     def open_log(self) -> None:
         self._log = TrainLog(self._out / "train_log.jsonl", self._saved.step)
 
@@ -154,6 +167,8 @@ class _Run:
         config = self._config
         rate = config.learning_rate * learning_rate_scale(config, self._num_steps, self._elapsed_s())
         inputs, targets = self._batches[self._num_steps]
+        if self._mix:
+            inputs, targets = self._mix.mixed(self._num_steps, inputs, targets)
         if len(self._losses) > 1:
             self._losses[-2].block_until_ready()  # at most one step runs ahead on the device
         self.state, loss = self._train_step(self.state, inputs, targets, np.float32(rate))
@@ -186,6 +201,8 @@ class _Run:
             record |= evaluate(
                 self.state.params, *self._held_out, config=self._model, batch_size=self._config.batch_size
             )
+            if self._mix:
+                record["recall_accuracy"] = recall_accuracy(self.state.params, self._questions, config=self._model)
         self._log.write(record)
         logger.info("%s", record)
         self._logged_s, self._logged_tokens, self._losses = self._elapsed_s(), self._num_tokens, []

@@ -41,6 +41,7 @@ class TrainConfig:
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
       bos: whether position 0 of every sequence holds the beginning-of-text token; the exported tokenizer then adds it.
+      recall_fraction: fraction of sequences that are recall examples (`ksana_jax.recall`) instead of text.
       context: tokens per training sequence, including the beginning-of-text token if there is one.
       batch_size: sequences per step.
       learning_rate: peak; linear warm-up over warmup_steps, constant, linear decay to 0 in the last decay_fraction.
@@ -63,6 +64,7 @@ class TrainConfig:
     vocab_size: int = 1024
     tokenizer_sample_bytes: int = 6_000_000
     bos: bool = True
+    recall_fraction: float = 0.0
     context: int = 256
     batch_size: int = 16
     learning_rate: float = 3e-3
@@ -123,6 +125,7 @@ class TrainConfig:
         problems += [
             *(checks.number(name, getattr(self, name), 0) for name in ("warmup_steps", "weight_decay")),
             *(checks.number(name, getattr(self, name), 0, below=1) for name in ("beta1", "beta2")),
+            checks.number("recall_fraction", self.recall_fraction, 0, 1),
             checks.number("decay_fraction", self.decay_fraction, 0, 1),
             checks.one_of("compute_dtype", self.compute_dtype, ("f32", "bf16")),
         ]

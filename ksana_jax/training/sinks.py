@@ -1,8 +1,9 @@
-"""Metrics of a training run: held-out loss, and the attention paid to the first token."""
+"""Metrics of a training run: held-out loss, the attention paid to the first token, accuracy of recall."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,26 @@ def evaluate(params: Params, inputs: np.ndarray, targets: np.ndarray, *, config:
         "first_token_attention": _by_layer(received),
     }
     return measured | ({"sink_logit_attention": _by_layer(given_up)} if config.sinks else {})
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _answered(params, inputs, targets, *, config: ModelConfig):
+    best = jnp.argmax(dense_logits(params, inputs, config=config), axis=-1)
+    return jnp.all((best == targets) | (targets == IGNORED), axis=-1)
+
+
+def recall_accuracy(
+    params: Params, questions: Mapping[str, tuple[np.ndarray, np.ndarray]], *, config: ModelConfig
+) -> dict[str, float]:
+    """Computes the fraction of questions that greedy decoding answers, by kind.
+
+    Args:
+      questions: by kind inputs and targets [questions, T]; only the tokens of answers are targets.
+    """
+    return {
+        kind: round(float(np.mean(_answered(params, inputs, targets, config=config))), 4)
+        for kind, (inputs, targets) in questions.items()
+    }
 
 
 def _by_layer(attention: np.ndarray) -> list[float]:
