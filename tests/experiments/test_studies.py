@@ -19,7 +19,8 @@ def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
 
 def test_every_folder_with_a_readme_is_a_study_or_a_script():
     explained = {readme.parent.name for readme in (ROOT / "experiments").glob("*/README.md")}
-    assert explained - {"gpu"} == {study.name for study in STUDIES} >= {"quickstart"}
+    # Scripts; the models of trained_sinks are not trained yet.
+    assert explained - {"gpu", "trained_sinks"} == {study.name for study in STUDIES} >= {"quickstart"}
 
 
 def test_readme_shows_the_table_of_the_quickstart():
