@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax import __version__, interrupts
-from ksana_jax.cli import chat, groups, logs, machine, studies, tasks, text, training
+from ksana_jax.cli import chat, evaluation, groups, logs, machine, studies, tasks, text, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = groups.group(
@@ -55,6 +55,9 @@ COMMANDS = (
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
 
+# All of its arguments are those of another program.
+app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
+
 bench = groups.group("Benchmarks of the engine on this machine.")
 bench.command("host", cls=groups.Command)(machine.bench_host)
 bench.command("throughput", cls=groups.Command)(machine.bench_throughput)
@@ -96,14 +99,14 @@ def _run(argv: list[str]) -> None:
     except ImportError as error:
         if debug:
             raise
-        print(f"ksana: error: {error}; {_why_missing(error)}", file=sys.stderr)
+        print(f"ksana: error: {error}{_why_missing(error)}", file=sys.stderr)
         sys.exit(2)
 
 
 def _why_missing(error: ImportError) -> str:
-    """Advises on a module that was not found."""
+    """Advises on a module that was not found; empty if the error itself does."""
     package = (error.name or "").partition(".")[0]
     places = [*getattr(sys.modules.get(package), "__path__", ())]
     if package == "pallas_kernels" and places:
-        return f"{places[0]} shadows ksana_jax's package {package!r}: remove its folder from PYTHONPATH, or rename it"
-    return "is everything installed? (pip install -e .)"
+        return f"; {places[0]} shadows ksana_jax's package {package!r}: remove its folder from PYTHONPATH, or rename it"
+    return "" if "pip install" in str(error) else "; is everything installed? (pip install -e .)"
