@@ -109,7 +109,7 @@ class KsanaLM(TemplateLM):
         parts = [fitted(context or prefix, continuation, limit) for _, context, continuation in requests]
         lengths = [len(context or prefix) + len(continuation) for _, context, continuation in requests]
         _warn_shortened([length - limit for length in lengths], f"{limit:,} tokens, continuation included,")
-        found = [tuple(result) for result in self._score(parts, disable_tqdm)]
+        found = [(result.logprob, result.greedy) for result in self._score(parts, disable_tqdm)]
         for (key, _, _), result in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, result)
         return found

@@ -37,7 +37,7 @@ def max_part_tokens(llm: LLM) -> int:
     return llm.engine.max_model_len - 1
 
 
-def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], None] = lambda count: None) -> list[Score]:
+def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], object] = lambda count: None) -> list[Score]:
     """Scores parts of any lengths; the engine batches them.
 
     Args:
