@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ksana_jax import checks
-from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, per_layer
@@ -139,9 +139,12 @@ class EngineConfig:
     """Configures the engine; every default works on a laptop.
 
     Args:
-      dtype: dtype of weights and KV: "f32", "bf16" or "f16", in any common spelling ("float32", "half", jnp.bfloat16).
-        "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times
-        slower (2048 x 8192, 1 to 32 rows).
+      dtype: dtype of weights and activations: "f32", "bf16" or "f16", in any common spelling ("float32", "half",
+        jnp.bfloat16). "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16
+        3 to 20 times slower (2048 x 8192, 1 to 32 rows).
+      kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
+        (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2"; or "package.module:name"
+        of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head.
       block_size: tokens per KV block.
       num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates as many as max_num_seqs
         sequences need, within memory_bytes.
@@ -177,6 +180,7 @@ class EngineConfig:
     """
 
     dtype: str = "f32"
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -201,6 +205,7 @@ class EngineConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
+        object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
         sizes = {name: MAX_TOKENS for name in ("block_size", "max_num_batched_tokens", "query_tile")}
         sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}
         checks.require(
@@ -227,6 +232,11 @@ class EngineConfig:
             raise ConfigError(
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )
+
+    @property
+    def kv_dtype(self) -> str:
+        """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
         """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""

@@ -85,8 +85,6 @@ each step is scheduled
     num_scheduler_steps = 1 | 1
 weights are f32, bf16 or f16
     quantization = None | "awq"
-keys and values have the engine's dtype
-    kv_cache_dtype = "auto" | "auto"; "fp8"
 weights stay on the device; embedding_device="host" moves the embedding to the host
     cpu_offload_gb = 0, 0.0 | 4
 jax chooses the device: set JAX_PLATFORMS=cpu in the environment for the CPU
@@ -221,7 +219,8 @@ def _refuse_unless_neutral(entry: Name, value: Any) -> None:
 # vLLM keywords that are the same here, each with a value for the documentation and its test.
 SAME = {
     LLM: """
-dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; max_model_len=128; max_num_seqs=8;
+dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
+kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
 max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; seed=1; load_format="dummy";
 tokenizer="ksana-tiny"
 """,

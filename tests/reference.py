@@ -25,11 +25,12 @@ def _rotate(x, positions, theta):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cache=None) -> np.ndarray:
+def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cache=None, stored=None) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
     Args:
       in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
+      stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
     """
     patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
 
@@ -44,9 +45,11 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cac
         spec = layer.attention
         y = _norm(x, f64(p.attn_norm), config.norm_eps)
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
-        k = np.repeat((y @ f64(p.w_k).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
-        v = np.repeat((y @ f64(p.w_v).T).reshape(t, kv_heads, h), heads // kv_heads, 1)
-        k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, heads)), spec.rope.theta)
+        k, v = ((y @ f64(w).T).reshape(t, kv_heads, h) for w in (p.w_k, p.w_v))
+        k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, kv_heads)), spec.rope.theta)
+        if stored is not None:
+            k, v = stored(k), stored(v)
+        k, v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))
         mask, stands = literal(pat, i, j)
         if in_cache is not None:
             mask = mask & in_cache[index]

@@ -12,7 +12,10 @@ from ksana_jax.cli.options import AsJson
 def plan(
     model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
-    dtype: Annotated[str, typer.Option(help="dtype of weights and KV: f32, bf16 or f16")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="dtype of weights: f32, bf16 or f16")] = "bf16",
+    kv_dtype: Annotated[
+        str, typer.Option(help="how KV is stored: f32, bf16, f16, int8, fp8_e4m3, fp8_e5m2; auto: as the weights")
+    ] = "auto",
     batch: Annotated[int | None, typer.Option(help="concurrent requests", show_default="as many as fit")] = None,
     context: Annotated[int | None, typer.Option(help="tokens per request", show_default="the model's")] = None,
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
@@ -34,6 +37,7 @@ def plan(
         buckets=buckets,
         as_json=as_json,
         dtype=dtype,
+        kv_cache_dtype=kv_dtype,
         batch=batch,
         context=context,
         window=window,

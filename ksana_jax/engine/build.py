@@ -68,7 +68,7 @@ def build_engine(
     if executor is None:
         half = _on_device(model, params, config, seen, programs)
     else:
-        layout = KVLayout.of(model, seen, dtype=config.dtype, block_size=config.block_size, platform="cpu")
+        layout = KVLayout.of(model, seen, dtype=config.kv_dtype, block_size=config.block_size, platform="cpu")
         half = _DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     return Engine(
         _scheduler(half, clock, memory),
@@ -126,7 +126,7 @@ def _on_device(
     if config.embedding_device == "host":
         check_embedding_on_host(model)
     platform = str(jax.devices()[0].platform)
-    layout = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
+    layout = KVLayout.of(model, patterns, dtype=config.kv_dtype, block_size=config.block_size, platform=platform)
     make_runner = functools.partial(
         Runner,
         model,
@@ -152,7 +152,9 @@ def _on_device(
     )
     digest = ""
     if config.enable_prefix_caching:
-        digest = fingerprint(model, params, dtype=config.dtype, max_model_len=config.max_model_len)
+        digest = fingerprint(
+            model, params, dtype=config.dtype, kv_dtype=config.kv_dtype, max_model_len=config.max_model_len
+        )
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
     config = dataclasses.replace(config, num_blocks=plan.num_blocks)

@@ -14,12 +14,13 @@ from ksana_jax.models.params import Params
 _SAMPLED = 4096
 
 
-def fingerprint(config: ModelConfig, params: Params, *, dtype: str, max_model_len: int) -> str:
+def fingerprint(config: ModelConfig, params: Params, *, dtype: str, kv_dtype: str, max_model_len: int) -> str:
     """Returns a hex digest of the model's config, a sample of every weight, and all else that determines KV values.
 
+    A layer computes from what the layers below read of the cache, so how keys and values are stored counts too.
     Attention patterns are not included; see `kv.prefix_index`.
     """
-    digest = hashlib.sha256(f"{config} {dtype}".encode())
+    digest = hashlib.sha256(f"{config} {dtype} {kv_dtype}".encode())
     if any(layer.attention.rope.kind == "dynamic" for layer in config.layers):  # stretched by the longest text
         digest.update(b"%d" % max_model_len)
     for path, leaf in jax.tree.flatten_with_path(params)[0]:

@@ -148,9 +148,10 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
+        stored = "" if self.config.kv_dtype == self.config.dtype else f", KV in {self.config.kv_dtype}"
         model, config, pool = self.model_config, self.config, byte_size(self.num_blocks * self.block_bytes)
         parts = (
-            f"{self.name}: {model.family}, {num_params(model):,} weights, {config.dtype}",
+            f"{self.name}: {model.family}, {num_params(model):,} weights, {config.dtype}{stored}",
             f"{self.num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",
             f"max_model_len {config.max_model_len:,}",
             f"attention {' | '.join(dict.fromkeys(map(str, self.patterns)))}",

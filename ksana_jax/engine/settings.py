@@ -9,6 +9,7 @@ from typing import Any
 from ksana_jax import vllm_names
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.scheduler.policies import find_scheduling_policy
 
@@ -37,11 +38,13 @@ def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
 
 
 def check_policies(config: EngineConfig) -> EngineConfig:
-    """Checks the names of a configuration's policies, which `config` itself cannot import; returns the configuration.
+    """Checks the names of policies and codecs, which `config` itself cannot import; returns the configuration.
 
     Raises:
-      ConfigError: there is no such policy.
+      ConfigError: there is no such policy or codec.
     """
+    if config.kv_cache_dtype != "auto":
+        find_codec(config.kv_cache_dtype)
     find_scheduling_policy(config.policy)
     find_replacement_policy(config.prefix_replacement)
     return config

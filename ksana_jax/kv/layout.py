@@ -13,18 +13,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import ml_dtypes  # noqa: F401  registers "bfloat16" with NumPy
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.patterns import AttentionPattern, LiveRange, per_layer
 
-# NumPy's names of the types in which keys and values of an engine dtype are stored.
-STORED = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-# XLA:CPU converts a whole bfloat16 pool at each scatter (110 ms for 128 MB on jax 0.10.2, against 0.01 ms for uint16
-# and float16), so there bfloat16 is stored as its bits.
-STORED_ON_CPU = STORED | {"bf16": "uint16"}
-
+# Types whose bits are stored on a CPU: XLA:CPU converts a whole pool of them at each scatter (bfloat16: 110 ms for 128
+# MB on jax 0.10.2, against 0.01 ms for uint16 and float16).
+BITS_ON_CPU = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
@@ -87,13 +84,13 @@ class KVLayout:
       groups: each block belongs to one of them and holds the layers of that group.
       block_size: B, tokens in a block.
       leaves: arrays of the pool; kv heads are an axis of their own in each, so that a pool can be sharded by head.
-      codec: how keys and values are encoded in the leaves.
+      codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
     """
 
     groups: tuple[KVGroup, ...]
     block_size: int
     leaves: tuple[Leaf, ...] = ()
-    codec: str = "raw"
+    codec: str = "f32"
 
     @classmethod
     def of(
@@ -109,13 +106,15 @@ class KVLayout:
 
         Args:
           patterns: one for each layer; None takes the model's own.
-          dtype: "f32", "bf16" or "f16".
+          dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec.
           platform: "cpu", "gpu", "tpu", ...; changes how numbers are stored, not how many bytes they take.
         """
         groups = group_layers(per_layer(model.pattern if patterns is None else patterns, model.num_layers))
-        stored = (STORED_ON_CPU if platform == "cpu" else STORED)[dtype]
-        shape = (len(groups[0].layers), 2, model.num_kv_heads, block_size, model.head_dim)
-        return cls(groups, block_size, (Leaf("kv", shape, stored),))
+        shape = (len(groups[0].layers), 2, model.num_kv_heads, block_size)
+        bits = BITS_ON_CPU if platform == "cpu" else {}
+        arrays = find_codec(dtype).arrays(model.head_dim).items()
+        leaves = (Leaf(name, (*shape, *of_vector), bits.get(stored, stored)) for name, (of_vector, stored) in arrays)
+        return cls(groups, block_size, tuple(leaves), dtype)
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
         """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks stay as
@@ -144,7 +143,7 @@ class KVLayout:
         return sum(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
 
     def leaf(self, name: str) -> Leaf:
-        """Returns the leaf with this name; "kv" holds keys and values."""
+        """Returns the leaf with this name; "kv" holds keys and values, or their codes."""
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
     def table_width(self, max_tokens: int, chunk: int = 1) -> int:

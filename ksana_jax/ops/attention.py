@@ -250,6 +250,8 @@ def _absorb(
     state: PartialAttention, q_SKRH, k_SKCH, v_SKCH, kv_pos_SC, tiles: _Tiles, context: AttentionContext, sinks=False
 ) -> PartialAttention:
     """Adds the visible keys, or only the repositioned ones, to the online softmax."""
+    # Queries are not rounded to the type of stored keys: a pool may be narrower than the engine's dtype, or wider.
+    k_SKCH, v_SKCH = (x.astype(jnp.promote_types(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
     q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
     chosen_SQC = context.pattern.visible(q_pos, kv_pos)
     if tiles.q_sink is not None:

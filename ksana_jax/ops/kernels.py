@@ -28,6 +28,9 @@ from pallas_kernels.registry import KERNELS, KV_WRITES
 
 PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
+# Codecs whose leaves are a `contract.Pool`: numbers, or codes with scales.
+FLOATS, CODES = ("f32", "bf16", "f16"), ("int8", "fp8_e4m3")
+
 # The kernels' `Pattern.sink_position` counts in the same order.
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
 
@@ -59,8 +62,10 @@ class Kernels(NamedTuple):
         pattern, found = kernel_pattern(context.pattern), []
         for call in calls(context.batch, context.shape):
             tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
-            q = jax.ShapeDtypeStruct((*tiles, *shape), cache.kv.dtype)
-            q_sink = jax.ShapeDtypeStruct((*tiles, context.num_repositioned_sinks, *shape), cache.kv.dtype)
+            # Only the queries' shapes are read; kernels that take codes have queries in 16 bits.
+            dtype = jnp.bfloat16 if cache.codec in CODES else cache.kv.dtype
+            q = jax.ShapeDtypeStruct((*tiles, *shape), dtype)
+            q_sink = jax.ShapeDtypeStruct((*tiles, context.num_repositioned_sinks, *shape), dtype)
             asked = _ask(call, context, pattern, cache, q, q_sink if context.num_repositioned_sinks else None)
             found.append(self.serving(call, asked).work(asked))
         return tuple(found)
@@ -102,7 +107,7 @@ class Kernels(NamedTuple):
     def attend(
         self, queries: Queries, cache: KVCache, context: AttentionContext, work: tuple[Any, ...] | None
     ) -> jax.Array:
-        """Does `attention.ragged_paged_attention` on bfloat16 and float16 pools; the result has the queries' dtype."""
+        """Does `attention.ragged_paged_attention` on pools of 16 or 8 bits; the result has the queries' dtype."""
         pattern, found = kernel_pattern(context.pattern), []
         for i, call in enumerate(calls(context.batch, context.shape)):
             q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
@@ -174,7 +179,7 @@ def _pool(cache: KVCache) -> contract.Pool:
 
 def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
     scales = {} if pool.scales is None else {"scale": pool.scales}
-    return KVCache(cache.leaves | {"kv": pool.kv} | scales)
+    return KVCache(cache.leaves | {"kv": pool.kv} | scales, cache.codec)
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
@@ -202,7 +207,7 @@ def _seen(result: contract.Result) -> PartialAttention:
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns what the kernels do not support among the requirements, in their own words, or None."""
-    if reason := _unread(needs.pattern_fields):
+    if reason := _unread(needs.pattern_fields) or _unread_codec(needs):
         return reason
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if reason := kernel.unsupported(_example(needs, tile)):
@@ -210,10 +215,19 @@ def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
     return None if kernels.kv_write is None else kernels.kv_write.unsupported(_example_write(needs))
 
 
+def _unread_codec(needs: Requirements) -> str | None:
+    query_dtype = needs.query_dtype or needs.dtype
+    if needs.codec not in (*FLOATS, *CODES):
+        return f"keys and values are stored as {needs.codec}; the kernels read {', '.join((*FLOATS, *CODES))}"
+    if query_dtype != needs.dtype if needs.codec in FLOATS else query_dtype == "float32":
+        return f"queries in {query_dtype}, keys and values in {needs.dtype}: the kernels would round the queries"
+    return None
+
+
 def _example(needs: Requirements, tile: int) -> contract.Call:
     """Returns the shapes of a call with one tile."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.dtype)
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.query_dtype or needs.dtype)
     queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_repositioned_sinks
     options = contract.Options(
         q_sink=floats((1, tile, num_sinks, *queries)) if num_sinks else None,
@@ -229,14 +243,16 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
 def _example_write(needs: Requirements) -> contract.Write:
     """Returns the shapes of a write of two tokens."""
     array = jax.ShapeDtypeStruct
-    q, k = (array((2, n, needs.head_dim), needs.dtype) for n in (needs.num_heads, needs.num_kv_heads))
+    dtype = needs.query_dtype or needs.dtype
+    q, k = (array((2, n, needs.head_dim), dtype) for n in (needs.num_heads, needs.num_kv_heads))
     half = array((2, needs.head_dim // 2), jnp.float32)
     return contract.Write(q, k, k, _example_pool(needs), array((2,), jnp.int32), (half, half))
 
 
 def _example_pool(needs: Requirements) -> contract.Pool:
     shape = (2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim)
-    return contract.Pool(jax.ShapeDtypeStruct(shape, needs.dtype))
+    scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs.codec in CODES else None
+    return contract.Pool(jax.ShapeDtypeStruct(shape, needs.dtype), scales)
 
 
 HOPPER = Kernels(

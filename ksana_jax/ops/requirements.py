@@ -15,7 +15,8 @@ class Requirements(NamedTuple):
     """Hardware, shapes and patterns that an implementation must support.
 
     platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
-    dtype: NumPy's name of the type in which keys and values are stored.
+    dtype: NumPy's name of the type in which keys and values are stored. codec: how they are encoded in it, see
+      `KVLayout`. query_dtype: NumPy's name of the queries' type; None where it is dtype.
     num_repositioned_sinks: maximum number of repositioned sinks.
     soft_cap: whether scores are capped. sinks: whether heads have sink logits.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
@@ -33,10 +34,18 @@ class Requirements(NamedTuple):
     pattern_fields: tuple[str, ...] = patterns.PatternArrays._fields
     soft_cap: bool = False
     sinks: bool = False
+    codec: str = "bf16"
+    query_dtype: str | None = None
 
     @classmethod
     def of(
-        cls, config: ModelConfig, layout: KVLayout, *, num_repositioned_sinks: int = 0, device: Any = None
+        cls,
+        config: ModelConfig,
+        layout: KVLayout,
+        *,
+        num_repositioned_sinks: int = 0,
+        query_dtype: str | None = None,
+        device: Any = None,
     ) -> Requirements:
         """Returns the requirements of a model and its pool on a device, by default jax's first one."""
         device = device or jax.devices()[0]
@@ -53,6 +62,8 @@ class Requirements(NamedTuple):
             patterns.PatternArrays._fields,
             config.soft_cap is not None,
             config.sinks is not None,
+            layout.codec,
+            query_dtype,
         )
 
 

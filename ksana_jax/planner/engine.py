@@ -62,6 +62,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             model,
             largest,
             dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             block_size=config.block_size,
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ksana_jax import checks
 from ksana_jax.config import MAX_SEQS, MAX_TOKENS, ConfigError, ModelConfig
-from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import check_embedding_on_host
 from ksana_jax.patterns import AttentionPattern, per_layer
@@ -21,12 +22,13 @@ class PlanRequest:
 
     batch, context: None takes the largest batch, and the model's max_position.
     window, num_sinks: attention pattern of all layers; window None takes the model's own pattern.
-    dtype: dtype of weights, keys and values.
+    dtype: dtype of weights. kv_cache_dtype: how keys and values are stored; "auto" is dtype; see `EngineConfig`.
     prefix_share: leading fraction of each text that all requests share and that is held once.
     memory_fraction: fraction of the device's memory that the plan may use.
     """
 
     dtype: str = "bf16"
+    kv_cache_dtype: str = "auto"
     batch: int | None = None
     context: int | None = None
     window: int | None = None
@@ -40,6 +42,8 @@ class PlanRequest:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
+        find_codec(self.kv_dtype)
         checks.require(
             *(checks.integer(name, getattr(self, name), optional=True) for name in ("batch", "window")),
             checks.integer("context", self.context, 1, MAX_TOKENS, optional=True),
@@ -51,6 +55,11 @@ class PlanRequest:
         )
         if self.num_sinks and self.window is None:
             raise ConfigError(f"num_sinks is {self.num_sinks}, but window is None")
+
+    @property
+    def kv_dtype(self) -> str:
+        """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +87,7 @@ class Memory:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
         patterns = per_layer(pattern, config.num_layers)
         # The number of bytes is the same on every platform.
-        layout = KVLayout.of(config, patterns, dtype=asked.dtype, block_size=asked.block_size, platform="gpu")
+        layout = KVLayout.of(config, patterns, dtype=asked.kv_dtype, block_size=asked.block_size, platform="gpu")
         if asked.prefix_share and any(group.live.window is not None for group in layout.groups):
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":

@@ -70,7 +70,7 @@ def show(found: Plan, console: Console) -> None:
         ("M: weights", found.weights_bytes, asked.dtype + host),
         ("M: a step", found.step_bytes, "without requests"),
         ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} per request"),
-        ("beta TN", kv, f"{found.kv_bytes_per_token:,} per token, {found.tokens_held:,} tokens in {asked.dtype}"),
+        ("beta TN", kv, f"{found.kv_bytes_per_token:,} per token, {found.tokens_held:,} tokens in {asked.kv_dtype}"),
         ("total", found.total_bytes, "fits" if found.fits else f"{byte_size(too_much)} too much"),
     ]
     for name, num_bytes, source in rows:
@@ -131,6 +131,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
     config, _ = read_model(model)
     engine = EngineConfig(
         dtype=asked.dtype,
+        kv_cache_dtype=asked.kv_cache_dtype,
         block_size=asked.block_size,
         max_num_seqs=found.batch,
         max_num_batched_tokens=asked.max_num_batched_tokens,
@@ -143,6 +144,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         config,
         shapes,
         dtype=asked.dtype,
+        kv_dtype=asked.kv_dtype,
         block_size=asked.block_size,
         embedding_device=asked.embedding_device,
         target=target,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.dtypes import DTYPES
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.models.params import num_params
 from ksana_jax.patterns import AttentionPattern
@@ -111,6 +112,7 @@ def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Calla
     return measure_step(
         config,
         dtype=asked.dtype,
+        kv_dtype=asked.kv_dtype,
         block_size=asked.block_size,
         query_tile=asked.query_tile,
         max_num_batched_tokens=asked.max_num_batched_tokens,
@@ -198,7 +200,10 @@ def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator
         if heads < config.num_kv_heads and config.num_heads % heads == 0:
             yield name, dataclasses.replace(config, num_kv_heads=heads), {}
     if asked.dtype == "f32":
-        yield "weights and KV in bf16", config, {"dtype": "bf16"}
+        name = "weights and KV in bf16" if asked.kv_cache_dtype == "auto" else "weights in bf16"
+        yield name, config, {"dtype": "bf16"}
+    if asked.kv_dtype in DTYPES:
+        yield "KV in int8", config, {"kv_cache_dtype": "int8"}
     if asked.window is None and config.pattern == AttentionPattern() and not asked.prefix_share:
         window = max(context // 4, 1)
         yield f"window {window:,} + 4 sinks", config, {"window": window, "num_sinks": 4}

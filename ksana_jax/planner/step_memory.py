@@ -119,17 +119,23 @@ def step_bytes(
     shapes: Sequence[StepShape],
     *,
     dtype: str,
+    kv_dtype: str | None = None,
     block_size: int,
     max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
-    """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device."""
+    """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device.
+
+    Args:
+      dtype, kv_dtype: of weights, and of keys and values; by default they are equal.
+    """
     compiled = functools.partial(
         _compiled,
         shapes=shapes,
         target=target,
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         block_size=block_size,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
@@ -150,13 +156,14 @@ def _compiled(
     shapes: Sequence[StepShape],
     target: aot.Target | None,
     dtype: str,
+    kv_dtype: str,
     block_size: int,
     **settings: Any,
 ) -> list[StepBytes]:
     params = abstract_params(config, dtype)
     device = aot.device(target) if target else jax.devices()[0]
     patterns = (FULL,) * config.num_layers
-    layout = KVLayout.of(config, patterns, dtype=dtype, block_size=block_size, platform=device.platform)
+    layout = KVLayout.of(config, patterns, dtype=kv_dtype, block_size=block_size, platform=device.platform)
     found = []
     with _compiling_for(target):
         runner = Runner(
@@ -199,6 +206,7 @@ def measure_step(
     config: ModelConfig,
     *,
     dtype: str,
+    kv_dtype: str | None = None,
     block_size: int = 16,
     query_tile: int = 32,
     max_num_batched_tokens: int = 512,
@@ -206,13 +214,18 @@ def measure_step(
     embedding_device: str = "device",
     target: aot.Target | None = None,
 ) -> StepCost:
-    """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles."""
+    """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles.
+
+    Args:
+      dtype, kv_dtype: as in `step_bytes`.
+    """
     tiles = most_tiles(max_num_batched_tokens, query_tile)[0]
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
     measured = step_bytes(
         config,
         [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
         dtype=dtype,
+        kv_dtype=kv_dtype,
         block_size=block_size,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,

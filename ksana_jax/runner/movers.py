@@ -155,7 +155,8 @@ def _gathered(cache: KVCache, ids: jax.Array) -> dict[str, jax.Array]:
 
 
 def _scattered(cache: KVCache, ids: jax.Array, data: dict[str, jax.Array]) -> KVCache:
-    return KVCache({name: leaf.at[ids].set(data[name], mode="drop") for name, leaf in cache.leaves.items()})
+    leaves = {name: leaf.at[ids].set(data[name], mode="drop") for name, leaf in cache.leaves.items()}
+    return KVCache(leaves, cache.codec)
 
 
 def _copied(cache: KVCache, old: jax.Array, new: jax.Array) -> KVCache:

@@ -105,7 +105,13 @@ class Runner:
         self.embeds_on_host = embedding_device == "host"
         device = device or jax.devices()[0]
         self.platform = device.platform
-        needs = Requirements.of(config, layout, num_repositioned_sinks=max_repositioned_sinks, device=device)
+        needs = Requirements.of(
+            config,
+            layout,
+            num_repositioned_sinks=max_repositioned_sinks,
+            query_dtype=params.final_norm.dtype.name,
+            device=device,
+        )
         self.implementation = choose(needs, attention)
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)

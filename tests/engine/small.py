@@ -81,7 +81,13 @@ def model():
 SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
 # What the compiled functions of one model depend on beside the shapes of a step: what a `Runner` is given of a config.
 _OF_A_RUNNER = operator.attrgetter(
-    "dtype", "num_blocks", "block_size", "max_repositioned_sinks", "embedding_device", "attention_implementation"
+    "dtype",
+    "kv_dtype",
+    "num_blocks",
+    "block_size",
+    "max_repositioned_sinks",
+    "embedding_device",
+    "attention_implementation",
 )
 _programs: dict = collections.defaultdict(dict)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
@@ -39,6 +40,24 @@ def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
     for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": "float32"}, {"compute_capability": (7, 0)}):
         assert choose(H200._replace(**other)).name == "xla", other
     assert choose(Requirements("cpu", None, "uint16", 4, 2, 64, 16)).name == "xla"
+
+
+def test_pools_of_codes_get_kernels_that_read_their_codec():
+    codes = H200._replace(dtype="int8", codec="int8", query_dtype="bfloat16")
+    assert choose(codes).name == "hopper"
+    assert choose(codes._replace(dtype="float8_e4m3fn", codec="fp8_e4m3", query_dtype="float16")).name == "hopper"
+    for other in (
+        {"query_dtype": "float32"},  # it would be rounded to 16 bits
+        {"compute_capability": (8, 0)},
+        {"codec": "my_module:Int8"},  # the same dtype, but who knows what it means
+        {"dtype": "float8_e5m2", "codec": "fp8_e5m2"},
+        {"dtype": "float16", "codec": "f16"},
+    ):
+        assert choose(codes._replace(**other)).name == "xla", other
+    config = ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64)
+    layout = KVLayout.of(config, dtype="int8", block_size=32, platform="gpu")
+    needs = Requirements.of(config, layout, query_dtype="bfloat16")
+    assert (needs.codec, needs.dtype, needs.query_dtype) == ("int8", "int8", "bfloat16")
 
 
 def test_what_an_implementation_lacks_is_said():
@@ -73,7 +92,7 @@ def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
     assert needs.soft_cap and needs.sinks and choose(needs).name == "xla"
 
 
-def make_step(seed: int, shared: bool, tile: int = 4):
+def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):
     """Five decodes of which one is padding, two tiles of one row; NaN in every slot that nobody has written.
 
     Where shared, the first three decodes share three leading blocks, and the last one of them is in the window.
@@ -106,33 +125,35 @@ def make_step(seed: int, shared: bool, tile: int = 4):
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
     shape = StepShape((Part(5, 1), Part(2, tile)), width, max_sampled=7, shared_rows=3 if shared else 0)
     q = jnp.asarray(rng.standard_normal((len(positions), N, H)) * 2 * H**-0.5, jnp.bfloat16)
-    blocks = jnp.asarray(pool, jnp.bfloat16)
-    return q, KVCache({"kv": blocks}), jax.tree.map(jnp.asarray, batch), shape
+    cache = KVCache(find_codec(codec).encode(jnp.asarray(pool, jnp.bfloat16), jnp), codec)
+    return q, cache, jax.tree.map(jnp.asarray, batch), shape
 
 
 # What the rows share is attended to once: only where sinks stand in their own places.
 CASES = [
-    *((TRITON, name, pattern.sink_position == "absolute") for name, pattern in PATTERNS.items()),
-    (HOPPER, "LM-Infinite", False),
-    (HOPPER, "sliding", True),
+    *((TRITON, name, pattern.sink_position == "absolute", "bf16") for name, pattern in PATTERNS.items()),
+    (HOPPER, "LM-Infinite", False, "bf16"),
+    (HOPPER, "sliding", True, "bf16"),
+    (HOPPER, "sliding", True, "int8"),
+    (HOPPER, "LM-Infinite", False, "fp8_e4m3"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kernels", "name", "shared"),
-    soak_unless(lambda case: case == (HOPPER, "sliding", True), CASES),
+    ("kernels", "name", "shared", "codec"),
+    soak_unless(lambda case: case == (HOPPER, "sliding", True, "bf16"), CASES),
     ids=lambda x: {TRITON: "triton", HOPPER: "hopper"}.get(x),
 )
-def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=4):
+def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec, tile=4):
     pattern = PATTERNS[name]
-    q, cache, batch, shape = make_step(len(name), shared, tile)
+    q, cache, batch, shape = make_step(len(name), shared, tile, codec)
     rotated = 0 if pattern.sink_position == "absolute" else MAX_ROTATED_SINKS
     numbers = jax.tree.map(jnp.asarray, pattern.arrays())
     context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
     if name in ("sliding", "global"):  # also what a model may ask for beyond its patterns
         context = context._replace(soft_cap=1.5, sink_logits=jnp.linspace(-1.0, 2.0, N))
     angles = context.rope.angles(batch.positions)
-    exact = cache.with_kv(cache.kv.astype(jnp.float32))
+    exact = KVCache({"kv": jnp.asarray(find_codec(codec).decode(cache.leaves, jnp), jnp.float32)}, "f32")
     nothing = jnp.zeros((len(q), K, H), q.dtype)  # no slot is in the pool
     queries, exact = write(q, nothing, nothing, exact, context, angles, 1.0)
     expected = np.asarray(ragged_paged_attention(queries, exact, context))
@@ -151,13 +172,13 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, tile=
 @several_warpgroups
 @pytest.mark.parametrize("name", ["sliding", "StreamingLLM"])
 def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name):
-    test_kernels_serve_a_step_as_the_reference_does(HOPPER, name, name == "sliding", tile=64)
+    test_kernels_serve_a_step_as_the_reference_does(HOPPER, name, name == "sliding", "bf16", tile=64)
 
 
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
     def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER, **asked) -> tuple[str, ...]:
         _, _, batch, shape = make_step(0, shared=True, tile=tile)
-        cache = KVCache({"kv": jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)})
+        cache = KVCache({"kv": jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)}, "bf16")
         context = AttentionContext(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
         named = {
             name: kernel and kernel._replace(schedule=lambda call, tuning, name=name: name)
@@ -191,17 +212,20 @@ def test_attention_of_a_device_with_some_of_the_heads_is_that_of_those_heads():
 
     whole, group = attend(q, cache), N // K
     for device in range(K):
-        part = KVCache({"kv": cache.kv[:, :, :, device : device + 1]})
+        part = KVCache({"kv": cache.kv[:, :, :, device : device + 1]}, "bf16")
         assert part.kv.shape[1:] == layout.local(K).leaf("kv").shape
         heads = slice(device * group, (device + 1) * group)
         # The same sums; how XLA orders them may depend on the number of heads.
         np.testing.assert_allclose(attend(q[:, heads], part), whole[:, heads], rtol=1e-5, atol=1e-6)
 
 
-def test_the_fused_write_stores_and_rotates_as_the_reference_does():
+@pytest.mark.parametrize("codec", soak_unless(lambda codec: codec != "fp8_e4m3", ["bf16", "int8", "fp8_e4m3"]))
+def test_the_fused_write_stores_and_rotates_as_the_reference_does(codec):
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.standard_normal((3, n, H)), jnp.bfloat16) for n in (N, K, K))
-    pool = KVCache({"kv": jnp.asarray(rng.standard_normal((4, 2, 2, K, B, H)), jnp.bfloat16)})
+    pool = KVCache(
+        find_codec(codec).encode(jnp.asarray(rng.standard_normal((4, 2, 2, K, B, H)), jnp.bfloat16), jnp), codec
+    )
     positions = jnp.array([40, 3, -1])
     batch = StepArrays(None, positions, positions, jnp.array([17, 63, 4 * B]), None, None, None)
     pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
@@ -213,15 +237,17 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does():
         got, got_pool = fused(q, k, v, pool)
     assert got.q_sink is not None and expected.q_sink is not None
     # The kernel rounds once, the reference before the rotation too: a unit in the last place of bfloat16.
-    for a, b in (
-        (got.q[:2], expected.q[:2]),
-        (got.q_sink[:2, 1], expected.q_sink[:2]),
-        (got_pool.kv, expected_pool.kv),
-    ):
+    for a, b in ((got.q[:2], expected.q[:2]), (got.q_sink[:2, 1], expected.q_sink[:2])):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=2**-7)
+    stored, as_expected = (find_codec(codec).decode(p.leaves, jnp) for p in (got_pool, expected_pool))
+    # That unit can round to the next code, which is a step further: in e4m3 an eighth of the number.
+    step = {"bf16": 2**-7, "int8": 2**-5, "fp8_e4m3": 2**-3}[codec]
+    np.testing.assert_allclose(np.float32(stored), np.float32(as_expected), rtol=step, atol=step)
     untouched = np.ones(got_pool.kv.shape, bool)
     untouched[[1, 3], 1, :, :, [1, 15]] = False
-    assert (np.asarray(got_pool.kv) == np.asarray(pool.kv))[untouched].all()
+    for name, leaf in got_pool.leaves.items():
+        there = untouched[..., 0] if name == "scale" else untouched
+        assert (np.asarray(leaf) == np.asarray(pool.leaves[name]))[there].all() and there.any()
 
 
 def test_the_needs_of_a_model_are_those_of_this_device():

@@ -157,6 +157,11 @@ def test_changes_are_the_plans_of_what_they_name():
     exact = made(context=2048, dtype="f32")
     change = {c.name: c for c in exact.changes}["weights and KV in bf16"]
     assert (change.kv_bytes_per_token * 2, change.weights_bytes * 2) == (exact.kv_bytes_per_token, exact.weights_bytes)
+    # Codes of one byte, and a float32 scale for each key and value of 128 numbers.
+    assert changes["KV in int8"].kv_bytes_per_token * 2 * 128 == found.kv_bytes_per_token * (128 + 4)
+    stored = made(context=2048, kv_cache_dtype="int8")
+    assert changes["KV in int8"].max_batch == stored.max_batch > found.max_batch
+    assert "KV in int8" not in {c.name for c in stored.changes}
     assert changes["MQA, 1 kv head"].kv_bytes_per_token * 32 == found.kv_bytes_per_token
     assert changes["GQA, 8 kv heads"].kv_bytes_per_token * 4 == found.kv_bytes_per_token
 
@@ -178,8 +183,7 @@ def test_a_model_is_a_directory_a_config_json_or_an_embedded_one(monkeypatch):
     ("request_", "message"),
     [
         ({"dtype": "int4"}, "dtype is 'int4', must be one of f32, bf16, f16"),
-        # No engine stores keys and values in another type than weights.
-        ({"kv_dtype": "int8"}, "plan has no argument kv_dtype"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype is 'int3', must be one of f32, bf16, f16, int8"),
         ({"batch": 0}, "batch is 0, must be an integer from 1 or None"),
         ({"context": 2**30}, "context is 1,073,741,824, must be an integer from 1 to 1,073,741,823 or None"),
         ({"window": -1}, "window is -1, must be an integer from 1"),

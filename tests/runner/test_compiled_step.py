@@ -95,15 +95,16 @@ BLOCK_NUMBERS = 2 * 2 * 2 * 16 * 8
 SHAPES = [StepShape((Part(8, 1), *tiles), 4, max_sampled=8) for tiles in ((), (Part(1, 16),))]
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+@pytest.fixture(scope="module", params=["f32", "bf16", "int8", "fp8_e5m2"])
 def large_pool(request):
     config, params = model()
     params = jax.tree.map(lambda x: x.astype("bfloat16" if request.param == "bf16" else "float32"), params)
-    num_blocks = POOL_BYTES // (BLOCK_NUMBERS * (2 if request.param == "bf16" else 4))
+    num_blocks = POOL_BYTES // (BLOCK_NUMBERS * {"f32": 4, "bf16": 2}.get(request.param, 1))
     llm = LLM.from_params(
         config,
         params,
-        dtype=request.param,
+        dtype="bf16" if request.param == "bf16" else "f32",
+        kv_cache_dtype=request.param,
         block_size=16,
         num_blocks=num_blocks,
         max_num_seqs=8,
@@ -111,7 +112,8 @@ def large_pool(request):
         query_tile=16,
         max_model_len=64,
     )
-    assert llm.runner.cache.kv.nbytes == POOL_BYTES == llm.num_blocks * llm.block_bytes
+    cache = llm.runner.cache
+    assert cache.kv.nbytes == POOL_BYTES and cache.nbytes == llm.num_blocks * llm.block_bytes
     return llm
 
 

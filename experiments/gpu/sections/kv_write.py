@@ -23,7 +23,7 @@ TOLERANCE = 4e-3  # rounded once to 8 bits, perhaps to the other side
 def xla_flat(call: Write, work: None = None, *, tuning: None = None) -> Written:
     """What the engine does without a kernel: rotates, then scatters rows of a flat view of the pool."""
     q, k = (kv_write_reference.rotated(x.astype(jnp.float32), call.rope).astype(x.dtype) for x in (call.q, call.k))
-    return Written(q, Pool(KVCache({"kv": call.pool.kv}).write(call.layer, call.slots, k, call.v).kv))
+    return Written(q, Pool(KVCache({"kv": call.pool.kv}, "bf16").write(call.layer, call.slots, k, call.v).kv))
 
 
 def writers() -> dict[str, tuple[Kernel[Written], bool]]:

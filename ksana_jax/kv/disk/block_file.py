@@ -55,7 +55,7 @@ class BlockFormat:
 
     model_fingerprint: str
     leaves: tuple[Leaf, ...]
-    codec: str = "raw"
+    codec: str = "f32"
 
     @classmethod
     def of(cls, layout: KVLayout, model_fingerprint: str) -> BlockFormat:

@@ -155,7 +155,7 @@ def test_the_reference_is_what_the_engine_does_in_five_operations():
     rope, positions = make_rope(RopeConfig(), 64), jnp.asarray([0, 5, 900, 3, 0, 77])
     slots = jnp.where(call.slots < 0, NUM_SLOTS, call.slots)
     angles = rope.angles(positions)
-    cache = KVCache({"kv": call.pool.kv}).write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
+    cache = KVCache({"kv": call.pool.kv}, "f32").write(1, slots, rope.rotate(rms_norm(k, k_norm, 1e-6), angles), v)
     own = kv_write_reference.write(Write(q, k, v, call.pool, slots, angles, 1, q_norm, k_norm, q_scale=0.125))
     np.testing.assert_allclose(own.q, rope.rotate(rms_norm(q, q_norm, 1e-6) * 0.125, angles), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(own.pool.kv, cache.kv, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,50 @@
+"""What a codec is. Knows one vector of one token and head at a time; no blocks, no jax.
+
+The formulas take an array namespace, `numpy` or `jax.numpy`, as in `patterns`: the compiled step and the tests run the
+same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  registers "bfloat16" and the float8 types with NumPy
+import numpy as np
+
+
+class Codec(Protocol):
+    """Encodes each key and each value vector by itself, once, when it is written.
+
+    Every query reads the stored numbers, also those of its own step: results do not depend on the size of chunks.
+    """
+
+    def arrays(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns the arrays that hold a vector: by name, shape and NumPy's name of the dtype.
+
+        The codes are called "kv". Each array becomes a leaf of the pool, see `kv.layout`.
+        """
+        ...
+
+    def encode(self, x: Any, xp: Any) -> dict[str, Any]:
+        """Returns the arrays, [..., *shape] each, that hold vectors x [..., H].
+
+        Args:
+          xp: array namespace, `numpy` or `jax.numpy`.
+        """
+        ...
+
+    def decode(self, stored: Mapping[str, Any], xp: Any) -> Any:
+        """Returns the vectors [..., H] that arrays hold, in a float type. Integers may stand for the bits of a float
+        type, see `numbers`."""
+        ...
+
+
+def numbers(x: Any, dtype: str, xp: Any) -> Any:
+    """Returns numbers of a float type; where x holds their bits, as unsigned integers, in float32."""
+    if np.dtype(x.dtype).kind != "u":
+        return x
+    if dtype == "bfloat16":
+        # A shift widens bfloat16 to float32; XLA:CPU multiplies float32 faster than small bfloat16 batches.
+        return (x.astype(xp.uint32) << 16).view(xp.float32)
+    return x.view(dtype).astype(xp.float32)
