@@ -143,8 +143,9 @@ class EngineConfig:
         jnp.bfloat16). "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16
         3 to 20 times slower (2048 x 8192, 1 to 32 rows).
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
-        (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2"; or "package.module:name"
-        of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head.
+        (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
+        "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
+        int2 a float16 scale and zero per token and 64 channels of a KV head.
       block_size: tokens per KV block.
       num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates as many as max_num_seqs
         sequences need, within memory_bytes.

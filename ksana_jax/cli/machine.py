@@ -14,7 +14,10 @@ def plan(
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
     dtype: Annotated[str, typer.Option(help="dtype of weights: f32, bf16 or f16")] = "bf16",
     kv_dtype: Annotated[
-        str, typer.Option(help="how KV is stored: f32, bf16, f16, int8, fp8_e4m3, fp8_e5m2; auto: as the weights")
+        str,
+        typer.Option(
+            help="how KV is stored: f32, bf16, f16, int8, fp8_e4m3, fp8_e5m2, int4, int3, int2; auto: as the weights"
+        ),
     ] = "auto",
     batch: Annotated[int | None, typer.Option(help="concurrent requests", show_default="as many as fit")] = None,
     context: Annotated[int | None, typer.Option(help="tokens per request", show_default="the model's")] = None,

@@ -30,7 +30,7 @@ class KVCache:
 
     @property
     def kv(self) -> jax.Array:
-        """Keys and values, or their codes [M, L, 2, K, B, H]."""
+        """Keys and values [M, L, 2, K, B, H], or their codes; packed ones take less than H."""
         return self.leaves["kv"]
 
     def with_kv(self, kv: jax.Array) -> KVCache:
@@ -70,16 +70,23 @@ class KVCache:
         codec, kv_heads = find_codec(self.codec), self.kv.shape[3]
         shape = (*block_ids.shape[:-1], kv_heads, block_ids.shape[-1] * self.block_size)
 
-        def decoded(rows):
-            found = {}
-            for name in codec.arrays(self.kv.shape[-1]):
-                leaf = self.leaves[name]
-                pieces = leaf.reshape(-1, *leaf.shape[4:])[rows]
-                found[name] = pieces.reshape(*shape, *leaf.shape[5:])
-            return codec.decode(found, jnp)
-
-        k, v = (decoded(jnp.moveaxis(rows, -1, -2)) for rows in self._rows(layer, block_ids))  # heads before blocks
+        rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
+        k, v = (codec.decode(_Gathered(self.leaves, r, shape), jnp) for r in rows)
         return k, v
+
+
+class _Gathered(dict):
+    """Pieces [*shape, ...] of those leaves that a codec asks for.
+
+    rows: [..., K, P], indices into the flat views of leaves. shape: (..., K, P*B).
+    """
+
+    def __init__(self, leaves: dict[str, jax.Array], rows: jax.Array, shape: tuple[int, ...]):
+        self._leaves, self._at, self._shape = leaves, rows, shape
+
+    def __missing__(self, name: str) -> jax.Array:
+        leaf = self._leaves[name]
+        return leaf.reshape(-1, *leaf.shape[4:])[self._at].reshape(*self._shape, *leaf.shape[5:])
 
 
 def _stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -40,6 +40,10 @@ class Definition:
     def _rounded(self, x, top):
         if self.name == "int8":
             return np.round(x / top * 127) * top / 127
+        if self.name == "int3":
+            low = x.min(-1, keepdims=True)
+            first, step = (np.float64(np.float16(a)) for a in (low, (x.max(-1, keepdims=True) - low) / 7))
+            return first + np.clip(np.round((x - first) / step), 0, 7) * step
         if self.name == "fp8_e4m3":
             return np.clip(x / top * 448, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * top / 448
         return x.astype(ml_dtypes.float8_e5m2).astype(np.float64)
@@ -56,7 +60,7 @@ def text_without_ties(name: str) -> tuple[np.ndarray, np.ndarray]:
     raise AssertionError("no such text")
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2", "int3"])
 def test_an_engine_computes_what_a_dense_model_does_with_keys_and_values_by_definition(name):
     config, params = model()
     text, expected = text_without_ties(name)
@@ -123,6 +127,8 @@ def test_cached_blocks_on_disk_are_those_of_one_codec(tmp_path):
 def test_a_vector_takes_the_bytes_of_its_arrays(name, platform):
     config, _ = model()
     of_number, of_vector = {"f32": (4, 0), "int8": (1, 4), "fp8_e4m3": (1, 4), "fp8_e5m2": (1, 0)}.get(name, (2, 0))
+    if name in ("int4", "int3", "int2"):
+        of_number, of_vector = int(name[-1]) / 8, 4
     layout = KVLayout.of(config, dtype=name, block_size=16, platform=platform)
     assert layout.token_bytes == 2 * 2 * config.num_kv_heads * (of_number * config.head_dim + of_vector)
     llm = make_llm(kv_cache_dtype=name)
@@ -158,5 +164,5 @@ class Halves:
 
 
 def test_unknown_names_are_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int3', must be one of f32, bf16"):
-        make_llm(kv_cache_dtype="int3")
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int5', must be one of f32, bf16"):
+        make_llm(kv_cache_dtype="int5")

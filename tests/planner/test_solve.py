@@ -183,7 +183,7 @@ def test_a_model_is_a_directory_a_config_json_or_an_embedded_one(monkeypatch):
     ("request_", "message"),
     [
         ({"dtype": "int4"}, "dtype is 'int4', must be one of f32, bf16, f16"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype is 'int3', must be one of f32, bf16, f16, int8"),
+        ({"kv_cache_dtype": "int5"}, "kv_cache_dtype is 'int5', must be one of f32, bf16, f16, int8"),
         ({"batch": 0}, "batch is 0, must be an integer from 1 or None"),
         ({"context": 2**30}, "context is 1,073,741,824, must be an integer from 1 to 1,073,741,823 or None"),
         ({"window": -1}, "window is -1, must be an integer from 1"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ksana_jax.kv.codecs.base import Codec
 from ksana_jax.kv.codecs.floats import Float
+from ksana_jax.kv.codecs.packed import Packed
 from ksana_jax.kv.codecs.scaled import Scaled
 from ksana_jax.plugins import resolve
 
@@ -21,6 +22,9 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "int8": functools.partial(Scaled, "int8", 127.0),
     "fp8_e4m3": functools.partial(Scaled, "float8_e4m3fn", 448.0),
     "fp8_e5m2": functools.partial(Float, "float8_e5m2"),
+    "int4": functools.partial(Packed, 4),
+    "int3": functools.partial(Packed, 3),
+    "int2": functools.partial(Packed, 2),
 }
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.errors import ConfigError
+from ksana_jax.kv.codecs.packed import Packed
 from ksana_jax.kv.codecs.registry import CODECS, find_codec
 
 RNG = np.random.default_rng(11)
@@ -19,6 +20,7 @@ def outliers() -> np.ndarray:
     return x
 
 
+PACKED = {"int4": 4, "int3": 3, "int2": 2}
 VECTORS = {
     "normal": RNG.standard_normal((600, H)),
     "outliers": outliers(),
@@ -40,6 +42,8 @@ def half_a_step(name: str, x: np.ndarray) -> np.ndarray:
     if name == "fp8_e4m3":
         scale = np.maximum(top, 1e-30) / 448
         return np.maximum(power_below(x / scale) * 2.0**-4, 2.0**-10) * scale
+    if name in PACKED:
+        return np.broadcast_to(np.ptp(x, axis=-1, keepdims=True) / (2 ** PACKED[name] - 1) / 2, x.shape)
     bits, smallest = {"f32": (24, -149), "bf16": (8, -133), "f16": (11, -24), "fp8_e5m2": (3, -16)}[name]
     return np.maximum(power_below(x) * 2.0**-bits, 2.0 ** (smallest - 1))
 
@@ -54,10 +58,20 @@ def stored(name: str, x: np.ndarray) -> np.ndarray:
 def test_each_number_is_wrong_by_half_a_step_at_most(name, kind):
     x = VECTORS[kind].astype(np.float32).astype(np.float64)
     error, bound = np.abs(stored(name, x) - x), half_a_step(name, x)
-    # float32 rounds the scale, its reciprocal, the code and their product.
-    assert (error <= bound * (1 + 1e-4) + np.abs(x) * 2.0**-22).all()
+    # float32 rounds the scale, its reciprocal, the code and their product; float16 scale and zero of packed codes.
+    rounding = np.abs(x) * 2.0**-22
+    if name in PACKED:
+        rounding = (np.abs(x).max(-1, keepdims=True) + np.ptp(x, axis=-1, keepdims=True)) * 2.0**-10 + 2.0**-24
+    assert (error <= bound * (1 + 1e-4) + rounding).all()
     if name != "f32" and kind == "normal":
         assert error.max() > 0.8 * bound[error == error.max()].min()  # the bound is not loose
+
+
+def packed_definition(x: np.ndarray, bits: int) -> np.ndarray:
+    """Asymmetric codes over all H channels, which are one group."""
+    zero = x.min(-1, keepdims=True).astype(np.float16).astype(np.float64)
+    scale = (np.ptp(x, axis=-1, keepdims=True) / (2**bits - 1)).astype(np.float16).astype(np.float64)
+    return zero + np.clip(np.round((x - zero) / scale), 0, 2**bits - 1) * scale
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -71,6 +85,9 @@ def test_what_is_read_is_the_definition_but_for_ties(name):
         "int8": lambda: np.round(x / (top / 127)) * (top / 127),
         "fp8_e4m3": lambda: (x / (top / 448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * (top / 448),
         "fp8_e5m2": lambda: x.astype(ml_dtypes.float8_e5m2),
+        "int4": lambda: packed_definition(x, 4),
+        "int3": lambda: packed_definition(x, 3),
+        "int2": lambda: packed_definition(x, 2),
     }[name]().astype(np.float64)
     differs = np.abs(stored(name, x) - expected) > 1e-6 * np.abs(expected) + 1e-12
     assert differs.mean() < 1e-4
@@ -90,6 +107,19 @@ def test_what_is_not_a_number_stays_so(name):
     assert np.isfinite(found[0]).all() and np.isnan(found[1, 5])
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_codes_are_packed_and_groups_of_channels_have_their_own_scale(bits):
+    x = np.repeat(np.float32([[1.0], [1000.0]]), 64, axis=1).reshape(1, 128) * np.linspace(-1, 1, 128, dtype=np.float32)
+    codec = Packed(bits)
+    parts = codec.encode(x, np)
+    assert {name: (part.shape[1:], part.dtype.name) for name, part in parts.items()} == codec.arrays(128)
+    assert parts["kv"].nbytes == 128 * bits // 8 and parts["scale"].shape == (1, 2)
+    error = np.abs(codec.decode(parts, np) - x)
+    assert error[:, :64].max() < 1 / (2**bits - 1) and error[:, 64:].max() > 10
+    with pytest.raises(ConfigError, match="head_dim is 6: its codes of 2 bits do not fill whole bytes"):
+        Packed(2).arrays(6)
+
+
 def test_codecs_that_do_not_exist_are_refused():
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int3', must be one of f32, bf16, f16, int8, fp8_e4m3"):
-        find_codec("int3")
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int5', must be one of f32, bf16, f16, int8, fp8_e4m3"):
+        find_codec("int5")
