@@ -15,7 +15,7 @@ HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "models ops sampling runner loading"
 ENGINE = "planner engine"
 AROUND_IT = "inspect bench compile_check training"
-FRONT = "ksana_jax experiments evaluation cli __main__"
+FRONT = "ksana_jax evaluation experiments cli __main__"
 ROOMS = " ".join((LEAVES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 
 

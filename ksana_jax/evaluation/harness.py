@@ -11,7 +11,6 @@ from ksana_jax import LLM
 from ksana_jax.errors import ConfigError
 from ksana_jax.evaluation.generation import cut, prompt_room, sampling_params, stop_strings
 from ksana_jax.evaluation.scoring import Part, fitted, max_part_tokens, score, windows
-from ksana_jax.experiments import dotted
 from ksana_jax.tokenizers import render_chat
 
 try:
@@ -165,12 +164,14 @@ class KsanaLM(TemplateLM):
 
 
 def read_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `LLM` from arguments with dotted names; a preset's name and fields of `pattern` combine."""
-    plain = {name: value for name, value in settings.items() if "." not in name}
-    fields = dotted.nested({name: value for name, value in settings.items() if "." in name})
-    if "pattern" in fields and isinstance(plain.get("pattern"), str):
-        plain["pattern"] = {"preset": plain["pattern"]}
-    return dotted.merge(plain, fields)
+    """Returns arguments of `LLM` from arguments of which some are dotted; a preset's name and its fields combine."""
+    found = {name: value for name, value in settings.items() if "." not in name}
+    for name, value in settings.items():
+        argument, dot, field = name.partition(".")
+        if dot:
+            fields = found.get(argument) or {}
+            found[argument] = {**({"preset": fields} if isinstance(fields, str) else fields), field: value}
+    return found
 
 
 def _warn_shortened(excess: Sequence[int], limit: str) -> None:

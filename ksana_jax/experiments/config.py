@@ -28,6 +28,7 @@ from ksana_jax.experiments import dotted
 from ksana_jax.experiments.identity import canonical, trial_id
 from ksana_jax.experiments.models import fingerprint, num_layers, training_context
 from ksana_jax.experiments.tasks import task_named
+from ksana_jax.experiments.text_files import MissingInput
 from ksana_jax.pattern_presets import read_pattern
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.shipped import experiment_names, experiment_path
@@ -51,6 +52,7 @@ class Experiment:
     variants: named rows, each {name: ..., dotted.key: value}; empty for a single row.
     grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most 10,000.
     seeds: each row runs once per seed; tables then give mean and standard deviation.
+    fetch: what to download, under which licence and to where; the error if an input file is missing.
     """
 
     name: str = ""
@@ -65,6 +67,7 @@ class Experiment:
     variants: list[Any] = dataclasses.field(default_factory=list)
     grid: dict[str, Any] = dataclasses.field(default_factory=dict)
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+    fetch: str = ""
 
 
 # Resolving a trial takes about a millisecond, running it at least seconds.
@@ -179,7 +182,13 @@ def plan(
     base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
     rows = []
     for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
-        config = _resolved(_merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True)))))
+        merged = _merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True))))
+        try:
+            config = _resolved(merged)
+        except MissingInput as error:
+            if not source["fetch"]:
+                raise
+            raise MissingInput(error.path, f"{error.path} is missing. {source['fetch']}") from error
         # A preset is shown by its name, other values as resolved.
         point = {
             k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)

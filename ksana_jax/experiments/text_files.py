@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,11 +25,19 @@ from ksana_jax.config import ConfigError
 _MAGIC = frozenset("*?[")
 
 
+class MissingInput(FileNotFoundError):
+    """An input file of an experiment does not exist. path: as given, without `..` where possible."""
+
+    def __init__(self, path: str, message: str):
+        super().__init__(message)
+        self.path = os.path.normpath(path)
+
+
 def candidates(entries: Sequence[str]) -> list[tuple[str, str]]:
     """Returns (name, text) for all entries, in their order; files of a folder or pattern are sorted.
 
     Raises:
-      FileNotFoundError: an entry names no file.
+      MissingInput: an entry names no file.
       ConfigError: a file is not UTF-8 text, or a line of JSON has no text in the field.
     """
     return list(_candidates(tuple(entries)))
@@ -37,6 +46,17 @@ def candidates(entries: Sequence[str]) -> list[tuple[str, str]]:
 def digest(entries: Sequence[str]) -> str:
     """Returns a digest of the names and contents of all candidates."""
     return _digest(tuple(entries))
+
+
+def content_digest(path: str, setting: str) -> str:
+    """Returns a digest of a file's bytes.
+
+    Raises:
+      MissingInput: there is no such file.
+    """
+    if not Path(path).is_file():
+        raise MissingInput(path, f"{setting}: {path}: no such file")
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=4)
@@ -91,9 +111,10 @@ def _files(entry: str, pattern: str) -> list[tuple[str, Path]]:
     named = [(name, p) for name, p in named if not any(part.startswith(".") for part in name.split("/"))]
     if not named:
         kind = "pattern matches no" if fixed < len(parts) else "folder holds no" if path.is_dir() else "no such"
-        raise FileNotFoundError(
+        raise MissingInput(
+            pattern,
             f"settings.texts: {entry}: {kind} text file. Entries of a YAML file are relative to its folder, those of "
-            "an override to the working directory"
+            "an override to the working directory",
         )
     return named
 
