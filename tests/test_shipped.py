@@ -66,6 +66,10 @@ def test_a_wheel_owns_two_packages_and_the_command(wheel):
         b"ksana",
         b"=",
         b"ksana_jax.__main__:main",
+        b"[lm_eval.models]",
+        b"ksana",
+        b"=",
+        b"ksana_jax.evaluation.harness:KsanaLM",
     ]
     # Checkouts and editable installs have configs/ next to the package; a wheel has it inside.
     assert {"ksana_jax/py.typed", "ksana_jax/configs/quickstart.yaml"} <= set(names)
