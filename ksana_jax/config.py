@@ -134,6 +134,17 @@ MAX_SEQS = 2**20
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "xla")
 
 
+def _layers(given: Any) -> tuple[int, ...]:
+    """Returns layers in rising order, each once.
+
+    Raises:
+      ConfigError: a value is not a list of integers from 0.
+    """
+    if not isinstance(given, (list, tuple)) or any(checks.integer("layer", layer, 0) for layer in given):
+        raise ConfigError(f"kv_full_precision_layers is {given!r:.60}, must be a list of layers, counted from 0")
+    return tuple(sorted(set(given)))
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Configures the engine; every default works on a laptop.
@@ -146,6 +157,8 @@ class EngineConfig:
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
         "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
         int2 a float16 scale and zero per token and 64 channels of a KV head.
+      kv_full_precision_layers: layers whose keys and values are stored in `dtype` nevertheless. Every group of layers
+        (`kv.layout`) must have equally many. On a GPU, XLA then computes the attention.
       block_size: tokens per KV block.
       num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates as many as max_num_seqs
         sequences need, within memory_bytes.
@@ -182,6 +195,7 @@ class EngineConfig:
 
     dtype: str = "f32"
     kv_cache_dtype: str = "auto"
+    kv_full_precision_layers: tuple[int, ...] = ()
     block_size: int = 16
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -207,6 +221,9 @@ class EngineConfig:
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
         object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
+        object.__setattr__(self, "kv_full_precision_layers", _layers(self.kv_full_precision_layers))
+        if self.kv_full_precision_layers and self.kv_cache_dtype == "auto":
+            raise ConfigError('kv_full_precision_layers needs another kv_cache_dtype than "auto"')
         sizes = {name: MAX_TOKENS for name in ("block_size", "max_num_batched_tokens", "query_tile")}
         sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}
         checks.require(

@@ -68,7 +68,7 @@ def build_engine(
     if executor is None:
         half = _on_device(model, params, config, seen, programs)
     else:
-        layout = KVLayout.of(model, seen, dtype=config.kv_dtype, block_size=config.block_size, platform="cpu")
+        layout = make_layout(model, seen, config, "cpu")
         half = _DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     return Engine(
         _scheduler(half, clock, memory),
@@ -80,6 +80,15 @@ def build_engine(
         memory_plan=half.plan,
         clock=clock,
     )
+
+
+def make_layout(model: ModelConfig, patterns: Seq[AttentionPattern], config: EngineConfig, platform: str) -> KVLayout:
+    """Returns the layout of an engine's pool."""
+    layout = KVLayout.of(model, patterns, dtype=config.kv_dtype, block_size=config.block_size, platform=platform)
+    if exact := config.kv_full_precision_layers:
+        raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
+        layout = layout.with_exact_layers(exact, raw.leaf("kv"))
+    return layout
 
 
 def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
@@ -126,7 +135,7 @@ def _on_device(
     if config.embedding_device == "host":
         check_embedding_on_host(model)
     platform = str(jax.devices()[0].platform)
-    layout = KVLayout.of(model, patterns, dtype=config.kv_dtype, block_size=config.block_size, platform=platform)
+    layout = make_layout(model, patterns, config, platform)
     make_runner = functools.partial(
         Runner,
         model,
@@ -153,7 +162,11 @@ def _on_device(
     digest = ""
     if config.enable_prefix_caching:
         digest = fingerprint(
-            model, params, dtype=config.dtype, kv_dtype=config.kv_dtype, max_model_len=config.max_model_len
+            model,
+            params,
+            dtype=config.dtype,
+            kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
+            max_model_len=config.max_model_len,
         )
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)

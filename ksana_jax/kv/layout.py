@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.patterns import AttentionPattern, LiveRange, per_layer
 
@@ -23,6 +23,8 @@ from ksana_jax.patterns import AttentionPattern, LiveRange, per_layer
 # MB on jax 0.10.2, against 0.01 ms for uint16 and float16).
 BITS_ON_CPU = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
+# Name of the leaf with keys and values of layers in full precision, see `KVLayout.with_exact_layers`.
+EXACT = "exact"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
 
@@ -121,6 +123,32 @@ class KVLayout:
         they are, and least is kept by an engine that was made with these patterns."""
         groups = (KVGroup(g.layers, LiveRange.of([patterns[layer] for layer in g.layers])) for g in self.groups)
         return dataclasses.replace(self, groups=tuple(groups))
+
+    def with_exact_layers(self, layers: Sequence[int], kv: Leaf) -> KVLayout:
+        """Returns this layout with some layers in full precision, beside the codes of the others in the same blocks.
+
+        Those layers come first in their groups. All blocks have the same size, so every group has as many of them.
+
+        Args:
+          kv: the leaf that would hold all layers of a group in full precision.
+
+        Raises:
+          ConfigError: there is no such layer, all are in full precision, or groups differ in their number.
+        """
+        last = len(self.places) - 1
+        if layers and max(layers) > last:
+            raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
+        counts = [sum(layer in layers for layer in group.layers) for group in self.groups]
+        if len(set(counts)) > 1:
+            held = ", ".join(f"{count} of {group.layers}" for count, group in zip(counts, self.groups, strict=True))
+            raise ConfigError(f"kv_full_precision_layers must be equally many in each group of layers: they are {held}")
+        if (num_coded := len(self.groups[0].layers) - counts[0]) < 1:
+            raise ConfigError("kv_full_precision_layers has all layers: leave kv_cache_dtype as it is")
+        order = [tuple(sorted(group.layers, key=lambda layer: layer not in layers)) for group in self.groups]
+        groups = (KVGroup(layers, group.live) for layers, group in zip(order, self.groups, strict=True))
+        leaves = (leaf._replace(shape=(num_coded, *leaf.shape[1:])) for leaf in self.leaves)
+        exact = Leaf(EXACT, (counts[0], *kv.shape[1:]), kv.dtype)
+        return dataclasses.replace(self, groups=tuple(groups), leaves=(*leaves, exact))
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:

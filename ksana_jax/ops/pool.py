@@ -9,12 +9,14 @@ this device: gathering whole [B, H] pieces with the heads outermost was 1.4 time
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import EXACT, KVLayout
 
 
 @flax.struct.dataclass
@@ -49,14 +51,27 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
-    def _rows(self, layer: int, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns indices [..., K] into the flat views of the keys and values of blocks [...]."""
         _, num_layers, _, num_kv_heads, *_ = self.kv.shape
         keys = ((block_ids * num_layers + layer) * 2 * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
         return keys, keys + num_kv_heads
 
-    def write(self, layer: int, slots: jax.Array, k: jax.Array, v: jax.Array) -> KVCache:
+    def _parts(self) -> tuple[KVCache, KVCache, int]:
+        """Returns the pool's layers in full precision, the others, and the number of the former in a group, where they
+        come first."""
+        exact = self.leaves[EXACT]
+        codes = {name: leaf for name, leaf in self.leaves.items() if name != EXACT}
+        return KVCache({"kv": exact}, EXACT_CODECS[exact.dtype.name]), KVCache(codes, self.codec), exact.shape[1]
+
+    def write(self, layer: int | jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> KVCache:
         """Encodes and stores k and v [T, K, H] of one layer at slots [T]; slots at or beyond M*B are dropped."""
+        if EXACT in self.leaves:
+            exact, codes, num_exact = self._parts()
+            # Writes to a layer that a part does not have are dropped; a negative index would count from the end.
+            of_codes = jnp.where(layer < num_exact, codes.kv.shape[1], layer - num_exact)
+            exact, codes = exact.write(layer, slots, k, v), codes.write(of_codes, slots, k, v)
+            return KVCache(codes.leaves | {EXACT: exact.kv}, self.codec)
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         heads, leaves = jnp.arange(self.kv.shape[3]), dict(self.leaves)
         for index, x in enumerate((k, v)):
@@ -65,14 +80,28 @@ class KVCache:
                 leaves[name] = at.set(_stored(part, leaves[name].dtype), mode="drop")
         return KVCache(leaves, self.codec)
 
-    def read(self, layer: int, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def read(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., K, P*B, H] of one layer from blocks [..., P]."""
+        if EXACT in self.leaves:
+            exact, codes, num_exact = self._parts()
+            if isinstance(layer, int):
+                return exact.read(layer, block_ids) if layer < num_exact else codes.read(layer - num_exact, block_ids)
+            parts = ((exact, layer), (codes, layer - num_exact))
+
+            def read(part: KVCache, layer: jax.Array):
+                return tuple(x.astype(jnp.float32) for x in part.read(layer, block_ids))
+
+            return jax.lax.cond(layer < num_exact, *(functools.partial(read, *part) for part in parts))
         codec, kv_heads = find_codec(self.codec), self.kv.shape[3]
         shape = (*block_ids.shape[:-1], kv_heads, block_ids.shape[-1] * self.block_size)
 
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
         k, v = (codec.decode(_Gathered(self.leaves, r, shape), jnp) for r in rows)
         return k, v
+
+
+# Codecs of layers in full precision, by how the pool stores them.
+EXACT_CODECS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint16": "bf16"}
 
 
 class _Gathered(dict):

@@ -8,7 +8,7 @@ import jax
 
 from ksana_jax import patterns
 from ksana_jax.config import ModelConfig
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import EXACT, KVLayout
 
 
 class Requirements(NamedTuple):
@@ -50,6 +50,7 @@ class Requirements(NamedTuple):
         """Returns the requirements of a model and its pool on a device, by default jax's first one."""
         device = device or jax.devices()[0]
         found = getattr(device, "compute_capability", None)
+        mixed = any(leaf.name == EXACT for leaf in layout.leaves)
         return cls(
             device.platform,
             None if found is None else _version(found),
@@ -62,7 +63,7 @@ class Requirements(NamedTuple):
             patterns.PatternArrays._fields,
             config.soft_cap is not None,
             config.sinks is not None,
-            layout.codec,
+            f"{layout.codec} beside full precision" if mixed else layout.codec,
             query_dtype,
         )
 

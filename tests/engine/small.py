@@ -83,6 +83,7 @@ SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched
 _OF_A_RUNNER = operator.attrgetter(
     "dtype",
     "kv_dtype",
+    "kv_full_precision_layers",
     "num_blocks",
     "block_size",
     "max_repositioned_sinks",

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ksana_jax import SamplingParams
+from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.config import ConfigError
 from ksana_jax.inspect import take_snapshot
 from ksana_jax.kv.codecs.registry import CODECS, find_codec
@@ -19,6 +19,7 @@ from tests.soak import soak_unless
 
 RNG = np.random.default_rng(4)
 PROMPTS = [{"prompt_token_ids": RNG.integers(2, VOCAB, n)} for n in (3, 17, 30, 9)]
+MIXED = (AttentionPattern(), AttentionPattern(window=8))
 # Small blocks and chunks; what they compile is shared.
 TIGHT = {"block_size": 4, "num_blocks": 14, "max_num_batched_tokens": 7, "query_tile": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -27,10 +28,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokeniz
 class Definition:
     """Codecs in float64, one rounding. Notes whether float32 could round a number the other way."""
 
-    def __init__(self, name: str):
-        self.name, self.certain = name, True
+    def __init__(self, name: str, exact: tuple[int, ...] = ()):
+        self.name, self.exact, self.certain, self.num_calls = name, exact, True, 0
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
+        layer, self.num_calls = self.num_calls // 2, self.num_calls + 1  # keys and values of each layer
+        if layer in self.exact:
+            return x
         top = np.abs(x).max(-1, keepdims=True)
         # Keys and values of the engine are off by about 1e-6 of their vector's largest number.
         low, x, high = (self._rounded(x + way * 2e-6 * top, top) for way in (-1, 0, 1))
@@ -49,30 +53,32 @@ class Definition:
         return x.astype(ml_dtypes.float8_e5m2).astype(np.float64)
 
 
-def text_without_ties(name: str) -> tuple[np.ndarray, np.ndarray]:
+def text_without_ties(name: str, exact: tuple[int, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
     """A text whose keys and values float32 and float64 round alike, and its log-probabilities."""
     config, params = model()
     for seed in range(200):
-        text, stored = np.random.default_rng(seed).integers(2, VOCAB, 10), Definition(name)
+        text, stored = np.random.default_rng(seed).integers(2, VOCAB, 10), Definition(name, exact)
         expected = reference_logprobs(params, config, text, stored=stored)
         if stored.certain:
             return text, expected
     raise AssertionError("no such text")
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2", "int3"])
-def test_an_engine_computes_what_a_dense_model_does_with_keys_and_values_by_definition(name):
+@pytest.mark.parametrize(
+    ("name", "exact"), [("int8", ()), ("fp8_e4m3", ()), ("fp8_e5m2", ()), ("int3", ()), ("int3", (0,)), ("int8", (1,))]
+)
+def test_an_engine_computes_what_a_dense_model_does_with_keys_and_values_by_definition(name, exact):
     config, params = model()
-    text, expected = text_without_ties(name)
+    text, expected = text_without_ties(name, exact)
     # In chunks of 7: a query reads the codes also of its own step.
-    llm = make_llm(kv_cache_dtype=name, **TIGHT)
+    llm = make_llm(kv_cache_dtype=name, kv_full_precision_layers=exact, **TIGHT)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     [output] = llm.generate({"prompt_token_ids": text}, asked)
     got = [entry[int(token)].logprob for token, entry in zip(text[1:], (output.prompt_logprobs or [])[1:], strict=True)]
     # float32 against float64 through two layers, as for an engine that stores float32.
     np.testing.assert_allclose(got, [expected[t, text[t + 1]] for t in range(len(text) - 1)], atol=1e-4)
-    exact = reference_logprobs(params, config, text)
-    assert np.abs(exact - expected).max() > 1e-3
+    full = reference_logprobs(params, config, text)
+    assert np.abs(full - expected).max() > 1e-3
 
 
 @functools.cache
@@ -166,3 +172,31 @@ class Halves:
 def test_unknown_names_are_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'int5', must be one of f32, bf16"):
         make_llm(kv_cache_dtype="int5")
+
+
+def test_layers_in_full_precision_share_blocks_with_those_in_codes():
+    llm = make_llm(kv_cache_dtype="int8", kv_full_precision_layers=[1], **TIGHT)
+    assert llm.runner.layout.groups[0].layers == (1, 0)
+    of_layer = {name: make_llm(kv_cache_dtype=name, **TIGHT).block_bytes // 2 for name in ("int8", "auto")}
+    assert llm.block_bytes == of_layer["int8"] + of_layer["auto"] == llm.runner.cache.nbytes // llm.num_blocks
+    alone = [tokens_of(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    swaps = {"preempt": "swap", "host_cache_bytes": 2**16}
+    together = make_llm(kv_cache_dtype="int8", kv_full_precision_layers=[1], **TIGHT | swaps)
+    assert tokens_of(together, PROMPTS, GREEDY) == alone
+    assert together.engine.memory.counters.swapped_out > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_full_precision_layers": [2]}, "kv_full_precision_layers has 2, the model has layers 0 to 1"),
+        ({"kv_full_precision_layers": [0, 1]}, "kv_full_precision_layers has all layers"),
+        ({"kv_full_precision_layers": [0], "pattern": MIXED}, r"they are 1 of \(0,\), 0 of \(1,\)"),
+        ({"kv_full_precision_layers": [-1]}, r"kv_full_precision_layers is \[-1\], must be a list of layers"),
+        ({"kv_full_precision_layers": 0}, "kv_full_precision_layers is 0, must be a list of layers"),
+        ({"kv_full_precision_layers": [0], "kv_cache_dtype": "auto"}, 'needs another kv_cache_dtype than "auto"'),
+    ],
+)
+def test_layers_that_cannot_be_in_full_precision_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_llm(**{"kv_cache_dtype": "int8"} | settings)
