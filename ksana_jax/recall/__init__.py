@@ -6,8 +6,8 @@ Texts look like Python source. Facts are assignments, and the last line begins o
 Reading order: `example` (lengths, ids), `kinds` (what each kind asks), `lines` (facts and filler).
 """
 
-from ksana_jax.recall.example import Example, check_kind, make_example
+from ksana_jax.recall.example import Example, check_example, make_example
 from ksana_jax.recall.kinds import KINDS
 from ksana_jax.recall.lines import Draft, Writer
 
-__all__ = ["Example", "make_example", "check_kind", "KINDS", "Draft", "Writer"]
+__all__ = ["Example", "make_example", "check_example", "KINDS", "Draft", "Writer"]

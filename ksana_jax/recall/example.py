@@ -60,25 +60,29 @@ def make_example(kind: Kind, encode: Encode, *, num_tokens: int, seed: int, **op
       ConfigError: no such kind or option, an option is out of range, or num_tokens is too small for the text without
         filler; gives the numbers.
     """
-    checks.require(checks.integer("num_tokens", num_tokens, 1), checks.integer("seed", seed, 0), error=ConfigError)
-    function = check_kind(kind, options)
-    write = function(random.Random(f"{name_of(kind)} {seed}"), **options)
-
-    def made(num_filler: int) -> Example:
-        return _cut(write(num_filler), encode)
-
-    shortest = made(0)
-    if (least := _size(shortest)) > num_tokens:
-        raise ConfigError(f"{name_of(kind)} examples have at least {least:,} tokens, num_tokens is {num_tokens:,}")
-    return _longest(made, shortest, num_tokens)
+    checks.require(checks.integer("seed", seed, 0), error=ConfigError)
+    write = _writer(kind, seed, options)
+    return _longest(
+        lambda num_filler: _cut(write(num_filler), encode), _shortest(kind, write, encode, num_tokens), num_tokens
+    )
 
 
-def check_kind(kind: Kind, options: Mapping[str, Any]) -> Callable[..., Writer]:
-    """Returns the function of a kind.
+def check_example(kind: Kind, encode: Encode | None, *, num_tokens: int, **options: Any) -> None:
+    """Checks the arguments of `make_example`, except for the seed, without writing a long text.
+
+    Args:
+      encode: None skips the check of the shortest text's length.
 
     Raises:
-      ConfigError: there is no such kind, or it has no option of a given name; the nearest is named.
+      ConfigError: as `make_example`.
     """
+    checks.require(checks.integer("num_tokens", num_tokens, 1), error=ConfigError)
+    write = _writer(kind, 0, options)
+    if encode is not None:
+        _shortest(kind, write, encode, num_tokens)
+
+
+def _writer(kind: Kind, seed: int, options: Mapping[str, Any]) -> Writer:
     function = resolve(kind, KINDS, "kind")
     known = list(inspect.signature(function).parameters)[1:]
     for option in options:
@@ -86,7 +90,16 @@ def check_kind(kind: Kind, options: Mapping[str, Any]) -> Callable[..., Writer]:
             close = nearest(str(option), known, cutoff=0.0)
             hint = f"; the nearest is {close!r}" if close else "; it has none"
             raise ConfigError(f"kind {name_of(kind)!r} has no option {option!r:.60}{hint}")
-    return function
+    return function(random.Random(f"{name_of(kind)} {seed}"), **options)
+
+
+def _shortest(kind: Kind, write: Writer, encode: Encode, num_tokens: int) -> Example:
+    """Returns the example without filler; raises ConfigError if it has more than num_tokens tokens."""
+    checks.require(checks.integer("num_tokens", num_tokens, 1), error=ConfigError)
+    shortest = _cut(write(0), encode)
+    if (least := _size(shortest)) > num_tokens:
+        raise ConfigError(f"{name_of(kind)} examples have at least {least:,} tokens, num_tokens is {num_tokens:,}")
+    return shortest
 
 
 def _cut(draft: Draft, encode: Encode) -> Example:

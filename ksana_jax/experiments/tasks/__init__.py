@@ -13,6 +13,7 @@ TASKS: dict[str, str] = {
     "prefix_cache": "ksana_jax.experiments.tasks.prefix_cache:PrefixCache",
     "harness": "ksana_jax.experiments.tasks.harness:Harness",
     "host_embedding": "ksana_jax.experiments.tasks.host_embedding:HostEmbedding",
+    "recall": "ksana_jax.experiments.tasks.recall:Recall",
 }
 
 
