@@ -25,12 +25,15 @@ def _rotate(x, positions, theta):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cache=None, stored=None) -> np.ndarray:
+def reference_logprobs(
+    params, config: ModelConfig, tokens, pattern=None, in_cache=None, stored=None, attention=None
+) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
     Args:
       in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
       stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
+      attention: a list to which the probabilities [T, T] of each head of each layer are appended, in order.
     """
     patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
 
@@ -61,7 +64,10 @@ def reference_logprobs(params, config: ModelConfig, tokens, pattern=None, in_cac
             top = scores.max(-1, keepdims=True)
             w = np.exp(scores - top)
             sink = 0 if spec.sinks is None else np.exp(sink_logits[n] - top)
-            out[:, n] = (w / (w.sum(-1, keepdims=True) + sink)) @ v[:, n]
+            w = w / (w.sum(-1, keepdims=True) + sink)
+            out[:, n] = w @ v[:, n]
+            if attention is not None:
+                attention.append(w)
         x = x + out.reshape(t, -1) @ f64(p.w_o).T
         y = _norm(x, f64(p.mlp_norm), config.norm_eps)
         gate = y @ f64(p.w_gate).T

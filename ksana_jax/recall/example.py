@@ -26,7 +26,7 @@ _SAMPLE = 16  # lines of filler from which tokens per line are estimated
 class Example:
     """A question about a text, and its answer.
 
-    prompt, answer: texts; the answer excludes the closing `'` of its line.
+    prompt, answer: texts. closing: the end of the answer's line.
     prompt_ids, answer_ids: their tokens, as in the encoded whole text. A token across the border belongs to the answer.
     distance: tokens from the end of the fact's line to the answer.
     chance: accuracy of a guess among the answers that the text leaves possible; see `Draft.num_choices`.
@@ -38,11 +38,12 @@ class Example:
     answer_ids: list[int]
     distance: int
     chance: float
+    closing: str
 
     @property
     def text(self) -> str:
         """The whole text, to train on: prompt, answer, and the end of its line."""
-        return f"{self.prompt}{self.answer}'\n"
+        return self.prompt + self.answer + self.closing
 
 
 def make_example(kind: Kind, encode: Encode, *, num_tokens: int, seed: int, **options: Any) -> Example:
@@ -106,7 +107,7 @@ def _cut(draft: Draft, encode: Encode) -> Example:
     """Encodes a text and cuts it between prompt and answer."""
     before = "".join(draft.lines[: draft.fact + 1])
     prompt = "".join(draft.lines) + draft.question
-    ids = encode(f"{prompt}{draft.answer}'\n")
+    ids = encode(prompt + draft.answer + draft.closing)
     begin = _common(ids, encode(prompt))
     if not begin:
         raise ConfigError("the tokenizer leaves no token of the prompt before the answer")
@@ -114,7 +115,7 @@ def _cut(draft: Draft, encode: Encode) -> Example:
     # A tokenizer may join the end of the answer with what follows; then the answer includes the end of its line.
     end = len(answered) if answered == ids[: len(answered)] else len(ids)
     distance = begin - _common(ids, encode(before))
-    return Example(prompt, draft.answer, ids[:begin], ids[begin:end], distance, 1 / draft.num_choices)
+    return Example(prompt, draft.answer, ids[:begin], ids[begin:end], distance, 1 / draft.num_choices, draft.closing)
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -7,9 +7,9 @@ import math
 import textwrap
 
 from ksana_jax.models.params import num_params
+from ksana_jax.models.sinks import EPSILON, SPAN
 from ksana_jax.training.recall_mix import KINDS
 from ksana_jax.training.settings import TrainConfig
-from ksana_jax.training.sinks import EPSILON, SPAN
 
 _ROWS = 12
 _SINKS = {

@@ -13,9 +13,8 @@ import optax
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import Params
+from ksana_jax.models.sinks import SPAN, received_attention, sink_strength
 from ksana_jax.training.batches import IGNORED
-
-EPSILON, SPAN = 0.3, 64
 
 
 def resting_attention(params: Params, inputs, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -30,7 +29,7 @@ def resting_attention(params: Params, inputs, *, config: ModelConfig) -> tuple[j
     Source: arXiv:2410.10781, section 3.1.
     """
     weights = attention_weights(params, inputs, config=config)
-    return jnp.mean(weights[..., 0], axis=-1), 1 - jnp.mean(jnp.sum(weights, axis=-1), axis=-1)
+    return received_attention(weights)[..., 0], 1 - jnp.mean(jnp.sum(weights, axis=-1), axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -46,7 +45,7 @@ def evaluate(params: Params, inputs: np.ndarray, targets: np.ndarray, *, config:
 
     Returns:
       heldout_loss: nats per token. sink_1: fraction of (layer, head, sequence) whose first token receives more than
-      EPSILON of the attention, averaged over the first SPAN tokens (Sink_1 of arXiv:2410.10781; the first token is the
+      0.3 of the attention, averaged over the first 64 tokens (Sink_1 of arXiv:2410.10781; the first token is the
       beginning-of-text token if the sequences have one). first_token_attention: [L], mean per layer.
       sink_logit_attention: [L], the mean that sink logits take, if the model has them.
     """
@@ -59,7 +58,7 @@ def evaluate(params: Params, inputs: np.ndarray, targets: np.ndarray, *, config:
     received, given_up = np.concatenate(batches, axis=2)
     measured = {
         "heldout_loss": round(total / max(count, 1), 5),
-        "sink_1": round(float(np.mean(received > EPSILON)), 4),
+        "sink_1": round(float(sink_strength(received[..., None])[0]), 4),
         "first_token_attention": _by_layer(received),
     }
     return measured | ({"sink_logit_attention": _by_layer(given_up)} if config.sinks else {})

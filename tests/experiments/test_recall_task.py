@@ -150,7 +150,7 @@ def test_log_probabilities_are_those_of_the_dense_model(tmp_path, one_layer):
     (row,) = reported(plan({**given, "settings": settings}), tmp_path, make_llm=engines).rows
     (llm,), (config, params) = engines, load_model(one_layer, load_format="dummy")
     answers = [m for m in row.trials[0] if m["metric"] == "answer"]
-    for seed, answer in enumerate(answers):
+    for seed, answer in enumerate(answers, start=2**32):
         example = make_example("needle", llm.tokenizer.encode, num_tokens=120, seed=seed, depth=0.5)
         ids = np.array(example.prompt_ids + example.answer_ids)
         scores = np.asarray(jax.nn.log_softmax(dense_logits(params, jnp.array(ids), config=config)), np.float64)

@@ -139,7 +139,7 @@ def test_bad_input_is_refused_with_the_numbers(kind, settings, said):
 
 
 def colours(rng):
-    """A kind in a file of the user's own."""
+    """A kind without filler."""
     colour = rng.choice(["red", "green", "blue"])
 
     def write(num_filler):
@@ -148,11 +148,15 @@ def colours(rng):
     return write
 
 
-def test_a_kind_of_the_users_own_is_a_function(tmp_path, monkeypatch):
+def test_a_kind_may_be_a_function_and_have_no_filler():
     mine = make_example(colours, encode, num_tokens=200, seed=3)
     assert mine.answer in ("red", "green", "blue") and mine.chance == 1 / 3
-    # It has no filler, so it stays short.
     assert mine.prompt.count("\n") == 1
-    (tmp_path / "my_kinds.py").write_text("from tests.recall.test_recall import colours\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert make_example("my_kinds:colours", encode, num_tokens=200, seed=3).prompt
+
+
+def test_the_example_of_a_kind_in_a_file_of_its_own_states_the_shelf(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for depth in (0, 0.5, 1):
+        example = make_example("own_recall:shelf", encode, num_tokens=1000, seed=3, depth=depth)
+        assert f"shelf {example.answer}.\n" in example.prompt and example.text.endswith(f"{example.answer}.\n")
+        assert 960 < len(encode(example.prompt + example.answer)) <= 1000

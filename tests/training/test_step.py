@@ -12,10 +12,11 @@ import pytest
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import init_params
+from ksana_jax.models.sinks import EPSILON
 from ksana_jax.training.batches import IGNORED
 from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
 from ksana_jax.training.settings import ModelShape, TrainConfig
-from ksana_jax.training.sinks import EPSILON, evaluate, resting_attention
+from ksana_jax.training.sinks import evaluate, resting_attention
 
 SHAPE = ModelConfig(
     vocab_size=300,

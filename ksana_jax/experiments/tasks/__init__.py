@@ -14,6 +14,7 @@ TASKS: dict[str, str] = {
     "harness": "ksana_jax.experiments.tasks.harness:Harness",
     "host_embedding": "ksana_jax.experiments.tasks.host_embedding:HostEmbedding",
     "recall": "ksana_jax.experiments.tasks.recall:Recall",
+    "sink_strength": "ksana_jax.experiments.tasks.sink_strength:SinkStrength",
 }
 
 

@@ -179,7 +179,9 @@ class Recall(BaseTask):
         if worst is not best:
             said += f"; {worst.name!r}: {shown(least)}"
             said += f" ({caveat})" if (caveat := noise.caveat(best, worst, key)) else ""
-        return f"{said}; chance is {100 * (best.mean('chance') or 0.0):.3g} %."
+        chance = best.mean("chance") or 0.0
+        above = "chance is" if key == "logprob" or most > chance else "no row exceeds chance,"
+        return f"{said}; {above} {100 * chance:.3g} %."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         if not recall_figure.draw(figure, [row for row in rows if row.trials]):
@@ -190,7 +192,8 @@ def _examples(settings: RecallSettings, llm: LLM, seed: int, value: Any) -> list
     if llm.tokenizer is None:
         raise ConfigError("recall texts need a tokenizer, which the model does not have")
     encode, options = llm.tokenizer.encode, settings.options_at(value)
-    seeds = range(seed << 32, (seed << 32) + settings.num_examples)
+    # Training with recall examples draws seeds below 2^32.
+    seeds = range(first := (seed + 1) << 32, first + settings.num_examples)
     return [make_example(settings.kind, encode, num_tokens=settings.num_tokens, seed=s, **options) for s in seeds]
 
 
