@@ -36,23 +36,31 @@ SHAPES = tuple(
     StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)
     for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)))
 )
+# Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
+# be more than a step's buffers, and as large as no weight.
+NUM_BLOCKS = (24_001, 4096)
 
 
 def cases(target: aot.Target) -> list[Case]:
-    """Returns steps of a Llama-8B shape in bfloat16, rows of up to 8k tokens, by implementation of paged attention."""
+    """Returns steps of a Llama-8B shape in bfloat16, rows of up to 8k tokens, by implementation of paged attention, and
+    on Hopper also with keys and values in 8 bits."""
     used, *others = ("hopper", "triton", "xla") if target.hopper else ("triton", "xla")
+    chosen = [(used, shape, "bf16") for shape in SHAPES] + [(other, SHAPES[1], "bf16") for other in others]
+    if target.hopper:
+        chosen += [("hopper", SHAPES[2], kv) for kv in ("int8", "fp8_e4m3")]
     return [
         Case(
             "step of Llama-8B",
-            {"attention": attention, "rows": shape.parts[0].count, "tiles": shape.num_tiles - shape.parts[0].count},
-            functools.partial(step, attention=attention, shape=shape),
+            {"attention": attention, "rows": shape.parts[0].count, "tiles": shape.num_tiles - shape.parts[0].count}
+            | ({} if kv == "bf16" else {"kv": kv}),
+            functools.partial(step, attention=attention, shape=shape, kv=kv, num_blocks=NUM_BLOCKS[kv == "bf16"]),
         )
-        for attention, shape in [*((used, shape) for shape in SHAPES), *((other, SHAPES[1]) for other in others)]
+        for attention, shape, kv in chosen
     ]
 
 
-def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: int = 4096):
-    """Lowers a step of the engine's own Runner. The pool of 4,096 blocks is 32 GiB."""
+def step(target: aot.Target, *, attention: str, shape: StepShape, kv: str = "bf16", num_blocks: int = 4096):
+    """Lowers a step of the engine's own Runner. kv: how keys and values are stored."""
     params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
     device = aot.device(target)
     runner = Runner(
@@ -60,7 +68,7 @@ def step(target: aot.Target, *, attention: str, shape: StepShape, num_blocks: in
         params,
         (FULL,) * LLAMA_8B.num_layers,
         num_blocks=num_blocks,
-        layout=KVLayout.of(LLAMA_8B, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
+        layout=KVLayout.of(LLAMA_8B, dtype=kv, block_size=BLOCK_SIZE, platform=device.platform),
         max_model_len=LLAMA_8B.max_position,
         max_repositioned_sinks=0,
         attention=attention,
