@@ -137,7 +137,7 @@ class Recall(BaseTask):
         return [
             *swept,
             Column("accuracy", "all, %" if swept else "correct, %", _percent, "max"),
-            Column("chance", "chance, %", lambda value: f"{100 * value:.3g}", exact=True),
+            Column("chance", "chance, %", _chance, exact=True),
             Column("logprob", "nats per answer token", number(2), "max"),
             Column("rank", "rank", number(1), "min"),
             Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
@@ -181,7 +181,7 @@ class Recall(BaseTask):
             said += f" ({caveat})" if (caveat := noise.caveat(best, worst, key)) else ""
         chance = best.mean("chance") or 0.0
         above = "chance is" if key == "logprob" or most > chance else "no row exceeds chance,"
-        return f"{said}; {above} {100 * chance:.3g} %."
+        return f"{said}; {above} {_chance(chance)} %."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         if not recall_figure.draw(figure, [row for row in rows if row.trials]):
@@ -246,6 +246,10 @@ def _means(answers: Sequence[Measurement], suffix: str) -> dict[str, float]:
         f"distance{suffix}": statistics.fmean(m["distance"] for m in answers),
         f"chance{suffix}": statistics.fmean(m["chance"] for m in answers),
     }
+
+
+def _chance(value: float) -> str:
+    return f"{100 * value:.3f}".rstrip("0").rstrip(".")
 
 
 def _percent(value: float) -> str:
