@@ -29,7 +29,7 @@ class KsanaLM(TemplateLM):
     """A model for lm-evaluation-harness that runs on this engine.
 
     Requests are given to the engine together, which batches them. A rolling log-likelihood is one pass over a text as
-    far as max_model_len allows, so that a window, sinks or eviction act on all of it.
+    far as max_model_len allows, so that a window and sinks act on all of it.
 
     Args:
       pretrained: an `LLM`, a Hugging Face directory, or "ksana-tiny".

@@ -1,7 +1,7 @@
 """Log-likelihoods of token ids on an engine. Knows no tokenizer and no evaluation harness.
 
-Each sequence is one request, computed in chunks through the engine's pool: a window, sinks or an eviction policy limit
-what each prediction sees, as they do for generated text.
+Each sequence is one request, whose tokens are scored as its prompt, in chunks through the engine's pool: a window and
+sinks limit what each prediction sees, as they do for generated text.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ def test_changed_data_make_other_trials(tmp_path):
     assert digests[0].keys() == {"data"} and digests[0] != digests[1]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not has_harness, reason="needs the extra eval")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["gsm8k", "ruler"])
