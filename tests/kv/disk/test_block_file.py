@@ -99,7 +99,7 @@ def test_files_of_another_kind_are_refused(path, content):
         ("leaves", (Leaf("kv", (2, 2, 3, 4), "int32"),), "its block is kv int32"),
         ("leaves", (Leaf("scores", (2, 2, 3, 4), "float32"),), "its block is scores float32"),
         ("leaves", BF16.leaves, "its block has 96 bytes, must be 192"),
-        ("codec", "int4", "its codec is 'int4', must be 'raw'"),
+        ("codec", "int4", "its codec is 'int4', must be 'f32'"),
     ],
 )
 def test_blocks_of_another_format_are_refused(path, field, value, message):
