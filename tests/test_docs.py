@@ -128,7 +128,15 @@ def test_pages_build_without_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["ksana_jax", "ksana_jax.models", "ksana_jax.loading", "ksana_jax.tokenizers", "ksana_jax.inspect"]
+    "module",
+    [
+        "ksana_jax",
+        "ksana_jax.models",
+        "ksana_jax.loading",
+        "ksana_jax.tokenizers",
+        "ksana_jax.inspect",
+        "ksana_jax.recall",
+    ],
 )
 def test_the_python_reference_lists_every_public_name(module):
     section = (DOCS / "api.md").read_text(encoding="utf-8").split(f"## `{module}`\n")[1].split("\n## ")[0]

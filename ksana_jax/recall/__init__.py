@@ -7,7 +7,6 @@ Reading order: `example` (lengths, ids), `kinds` (what each kind asks), `lines` 
 """
 
 from ksana_jax.recall.example import Example, check_example, make_example
-from ksana_jax.recall.kinds import KINDS
 from ksana_jax.recall.lines import Draft, Writer
 
-__all__ = ["Example", "make_example", "check_example", "KINDS", "Draft", "Writer"]
+__all__ = ["Example", "make_example", "check_example", "Draft", "Writer"]

@@ -26,10 +26,11 @@ _SAMPLE = 16  # lines of filler from which tokens per line are estimated
 class Example:
     """A question about a text, and its answer.
 
-    prompt, answer: texts. closing: the end of the answer's line.
-    prompt_ids, answer_ids: their tokens, as in the encoded whole text. A token across the border belongs to the answer.
-    distance: tokens from the end of the fact's line to the answer.
-    chance: accuracy of a guess among the answers that the text leaves possible; see `Draft.num_choices`.
+    Args:
+      prompt, answer, closing: texts; the closing ends the answer's line.
+      prompt_ids, answer_ids: tokens, as in the encoded whole text. A token across the border belongs to the answer.
+      distance: tokens from the end of the fact's line to the answer.
+      chance: accuracy of a guess among the answers that the text leaves possible; see `Draft.num_choices`.
     """
 
     prompt: str

@@ -30,11 +30,12 @@ _FILLER = (
 class Draft:
     """A text with its question, before it is cut into tokens.
 
-    lines: lines before the question, each ending in a line break.
-    fact: index of the line that holds the answer; the first such line if several are needed.
-    question, answer, closing: the last line in three parts, of which the model is asked for the second.
-    num_choices: number of answers that are equally likely to a model that cannot tell which fact is asked for: the
-      values in the text, or all values if the text has only one.
+    Args:
+      lines: lines before the question, each ending in a line break.
+      fact: index of the line that holds the answer; the first such line if several are needed.
+      question, answer, closing: the last line in three parts, of which the model is asked for the second.
+      num_choices: number of answers that are equally likely to a model that cannot tell which fact is asked for: the
+        values in the text, or all values if the text has only one.
     """
 
     lines: Sequence[str]

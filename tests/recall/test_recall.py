@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ksana_jax.config import ConfigError
-from ksana_jax.recall import KINDS, Draft, make_example
+from ksana_jax.recall import Draft, make_example
+from ksana_jax.recall.kinds import KINDS
 
 ASSIGNED = re.compile(r"(\w+) = ('?)(\w+)\2")
 BOS = 256
