@@ -179,6 +179,8 @@ class EngineConfig:
         that repeats its prompts would otherwise measure the cache.
       prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
         "package.module:name" of your own, or the function itself.
+      kv_eviction: method by which rows evict tokens that later queries could still see, and its settings, such as
+        {"method": "h2o", "budget": 0.2}: see `kv.eviction`. None evicts nothing.
       shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
       preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"
         drops them, "auto" chooses the cheaper one by measured times. Without host memory, "recompute" is used.
@@ -208,6 +210,7 @@ class EngineConfig:
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
     prefix_replacement: Any = "lru"
+    kv_eviction: dict[str, Any] | None = None
     shared_prefix_attention: bool = False
     preempt: Literal["swap", "recompute", "auto"] = "auto"
     host_cache_bytes: int = 0
@@ -243,6 +246,13 @@ class EngineConfig:
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
             error=ConfigError,
         )
+        if self.kv_eviction is not None and (self.enable_prefix_caching or self.shared_prefix_attention):
+            raise ConfigError(
+                "kv_eviction moves the tokens of a text within its blocks, so that no other text can use them: "
+                "enable_prefix_caching and shared_prefix_attention must be off"
+            )
+        if self.kv_eviction is not None and self.kv_full_precision_layers:
+            raise ConfigError("kv_eviction and kv_full_precision_layers cannot be combined: use one of them")
         folder = self.disk_cache_dir
         if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")

@@ -94,6 +94,7 @@ class Rows:
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
     forked: [R] whether the last block may have other owners, so it must be copied before it is written to.
+    evict_at: [Gk, R] number of computed tokens at which each group evicts next, and where chunks end; FAR for never.
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     is_beam: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
@@ -116,6 +117,7 @@ class Rows:
         self.prefix_end = np.zeros(num_rows, np.int32)
         self.return_at = np.zeros((num_groups, num_rows), np.int32)
         self.forked = np.zeros(num_rows, bool)
+        self.evict_at = np.full((num_groups, num_rows), FAR, np.int32)
         self.index_at = np.full(num_rows, FAR, np.int32)
         self.is_beam = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
@@ -177,9 +179,13 @@ class Rows:
         self.block_tables[:, row] = 0
         self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.is_beam[row] = False
-        self.index_at[row] = FAR
+        self.index_at[row] = self.evict_at[:, row] = FAR
         self.asks[row] = self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
+
+    def next_chunk(self, row: int) -> int:
+        """Returns how many tokens a row can compute at once: what is left, but no more than up to its next eviction."""
+        return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Appends one token to each row; returns the new lengths."""

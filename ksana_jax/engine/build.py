@@ -13,6 +13,7 @@ from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_policies, with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
@@ -84,7 +85,14 @@ def build_engine(
 
 def make_layout(model: ModelConfig, patterns: Seq[AttentionPattern], config: EngineConfig, platform: str) -> KVLayout:
     """Returns the layout of an engine's pool."""
-    layout = KVLayout.of(model, patterns, dtype=config.kv_dtype, block_size=config.block_size, platform=platform)
+    layout = KVLayout.of(
+        model,
+        patterns,
+        dtype=config.kv_dtype,
+        block_size=config.block_size,
+        platform=platform,
+        eviction=read_eviction(config.kv_eviction),
+    )
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
         layout = layout.with_exact_layers(exact, raw.leaf("kv"))
@@ -205,12 +213,14 @@ def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str
 def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
     config = half.config
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
+    method = None if half.layout.eviction is None else half.layout.eviction.method
     return BatchBuilder(
         buckets or Buckets.of(config, half.platform),
         config.block_size,
         config.num_blocks,
         vocab_size,
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
+        eviction=method if method is not None and method.tells_queries_apart else None,
     )
 
 

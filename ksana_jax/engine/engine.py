@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -17,6 +18,7 @@ from ksana_jax.engine.beam import advance
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.intake import Intake
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
 from ksana_jax.patterns import AttentionPattern
@@ -293,9 +295,26 @@ class Engine:
     def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         self._check_idle("the pattern changes only in between")
         self._changes.begin()
-        self.executor.set_patterns(patterns)
         layout = self.scheduler.layout.with_patterns(patterns)
+        self.executor.set_patterns(patterns)
         self.scheduler.set_layout(layout, self.memory.index.scope.seen_through(patterns))
+
+    def set_eviction(self, method: EvictionMethod) -> None:
+        """Changes the numbers of the eviction method.
+
+        Raises:
+          RuntimeError: requests are running.
+          ConfigError: see `KVLayout.with_eviction`.
+        """
+        self._changes.run(self._set_eviction, method)
+
+    def _set_eviction(self, method: EvictionMethod) -> None:
+        self._check_idle("the eviction method changes only in between")
+        layout = self.scheduler.layout.with_eviction(method)
+        self._changes.begin()
+        if self.builder.eviction is not None:
+            self.builder = dataclasses.replace(self.builder, eviction=method)
+        self.scheduler.set_layout(layout)
 
     def _check_idle(self, otherwise: str) -> None:
         if self.has_work:

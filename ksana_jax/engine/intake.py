@@ -103,11 +103,16 @@ class Intake:
     def _check_room(self, count: int, params: SamplingParams) -> None:
         """Checks that rows and pool have room for a prompt of `count` tokens."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
+        if params.num_sequences > 1 and scheduler.layout.eviction is not None:
+            raise ValueError(
+                f"{params.num_sequences} completions of one prompt share its blocks, and kv_eviction moves tokens "
+                "within blocks: send the prompt once for each completion, with seeds of their own"
+            )
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.blocks_to_finish(max_len) * max(params.beam_width, 1)
+        needed = scheduler.blocks_to_finish(max_len, count) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:
             raise ValueError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "

@@ -21,6 +21,7 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
 from ksana_jax.engine.settings import engine_config
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.params import Params, num_params
@@ -207,6 +208,21 @@ class LLM:
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
         self.runner.check_patterns(patterns)
         self.engine.set_patterns(patterns)
+
+    def set_kv_eviction(self, setting: Mapping[str, Any]) -> None:
+        """Changes the numbers of the eviction method, such as the budget, without loading or compiling anything.
+
+        Args:
+          setting: as `EngineConfig.kv_eviction`; the same method as that of the engine.
+
+        Raises:
+          RuntimeError: requests are running.
+          ConfigError: the setting is wrong, or needs an engine of its own.
+        """
+        method = read_eviction(setting)
+        if method is None:
+            raise ConfigError("kv_eviction None needs an engine of its own: this one evicts")
+        self.engine.set_eviction(method)
 
     def warm_up(
         self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None

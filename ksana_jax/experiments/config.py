@@ -29,6 +29,7 @@ from ksana_jax.experiments.identity import canonical, trial_id
 from ksana_jax.experiments.models import fingerprint, num_layers, training_context
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.experiments.text_files import MissingInput
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.pattern_presets import read_pattern
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.shipped import experiment_names, experiment_path
@@ -88,8 +89,12 @@ class Trial:
 
     @property
     def engine_key(self) -> str:
-        """Key that is equal for trials that can share a loaded engine; patterns are set without reloading."""
-        return canonical([self.config[k] for k in ("model", "load_format", "engine")])
+        """Key that is equal for trials that can share a loaded engine; patterns, and the numbers of an eviction method,
+        are set without reloading."""
+        engine = dict(self.config["engine"])
+        if (method := read_eviction(engine["kv_eviction"])) is not None:
+            engine["kv_eviction"] = [repr(method.compiled), method.layers]
+        return canonical([self.config["model"], self.config["load_format"], engine])
 
 
 @dataclasses.dataclass(frozen=True)

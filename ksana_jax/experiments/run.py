@@ -70,6 +70,8 @@ class EnginePool:
         assert llm is not None
         # None is the model's own.
         llm.set_pattern(patterns if trial.config["layer_patterns"] else next(iter(patterns), None))
+        if (eviction := trial.config["engine"]["kv_eviction"]) is not None:
+            llm.set_kv_eviction(eviction)
         llm.clear_records()
         return llm
 

@@ -14,6 +14,7 @@ class Counters:
     replaced, replaced_host: cached blocks replaced on the device, on the host.
     saved, loaded, copied: blocks moved from the device to the host, back, and within the device.
     swapped_out, swapped_in: of the blocks saved and loaded, those of preempted rows.
+    evicted: tokens evicted from running rows, of each group of layers.
     """
 
     queried_tokens: int = 0
@@ -28,3 +29,4 @@ class Counters:
     copied: int = 0
     swapped_out: int = 0
     swapped_in: int = 0
+    evicted: int = 0

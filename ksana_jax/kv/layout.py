@@ -17,7 +17,9 @@ import numpy as np
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.patterns import AttentionPattern, LiveRange, per_layer
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.patterns import FULL, AttentionPattern, LiveRange, per_layer
 
 # Types whose bits are stored on a CPU: XLA:CPU converts a whole pool of them at each scatter (bfloat16: 110 ms for 128
 # MB on jax 0.10.2, against 0.01 ms for uint16 and float16).
@@ -25,6 +27,8 @@ BITS_ON_CPU = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "u
 
 # Name of the leaf with keys and values of layers in full precision, see `KVLayout.with_exact_layers`.
 EXACT = "exact"
+# Names of leaves [Lg, 1, K, B] that eviction methods add: see `kv.eviction.base.Cached`.
+SCORE, TEXT_POSITION = "score", "text_position"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
 
@@ -45,35 +49,41 @@ class Leaf(NamedTuple):
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class KVGroup:
+class KVGroup(NamedTuple):
     """Layers that share a block table.
 
-    live: what later queries of at least one of them can still see.
+    live: what later queries of at least one of them can still see. share: their budget relative to that of the eviction
+    method, see `EvictionMethod.shares`; None if they evict nothing.
     """
 
     layers: tuple[int, ...]
     live: LiveRange
+    share: float | None = None
 
 
-def group_layers(patterns: Sequence[AttentionPattern]) -> tuple[KVGroup, ...]:
-    """Groups layers that keep the same positions, with the same number of layers per group, so that all blocks have
-    the same size and one free list serves all groups.
+def group_layers(
+    patterns: Sequence[AttentionPattern], shares: Sequence[float | None] | None = None
+) -> tuple[KVGroup, ...]:
+    """Groups layers that keep the same positions, or equally many, with the same number of layers per group, so that
+    all blocks have the same size and one free list serves all groups.
 
     8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
     unused room: at most an eighth of what the layers of that kind take.
+
+    Args:
+      shares: of the budget of an eviction method, for each layer; see `KVGroup`.
     """
-    kinds: dict[LiveRange, list[int]] = {}
+    kinds: dict[tuple[LiveRange, float | None], list[int]] = {}
     for layer, pattern in enumerate(patterns):
-        kinds.setdefault(LiveRange.of([pattern]), []).append(layer)
+        kinds.setdefault((LiveRange.of([pattern]), shares[layer] if shares else None), []).append(layer)
     size = max(
         size
         for size in range(1, len(patterns) + 1)
         if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())
     )
     return tuple(
-        KVGroup(tuple(layers[start : start + size]), live)
-        for live, layers in kinds.items()
+        KVGroup(tuple(layers[start : start + size]), live, share)
+        for (live, share), layers in kinds.items()
         for start in range(0, len(layers), size)
     )
 
@@ -87,12 +97,14 @@ class KVLayout:
       block_size: B, tokens in a block.
       leaves: arrays of the pool; kv heads are an axis of their own in each, so that a pool can be sharded by head.
       codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
+      eviction: when groups with a share of its budget evict tokens; None if none do.
     """
 
     groups: tuple[KVGroup, ...]
     block_size: int
     leaves: tuple[Leaf, ...] = ()
     codec: str = "f32"
+    eviction: EvictionSchedule | None = None
 
     @classmethod
     def of(
@@ -103,6 +115,7 @@ class KVLayout:
         dtype: str,
         block_size: int,
         platform: str,
+        eviction: EvictionMethod | None = None,
     ) -> KVLayout:
         """Returns the layout of a model's pool.
 
@@ -110,18 +123,35 @@ class KVLayout:
           patterns: one for each layer; None takes the model's own.
           dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec.
           platform: "cpu", "gpu", "tpu", ...; changes how numbers are stored, not how many bytes they take.
+          eviction: method by which layers that see everything evict tokens.
+
+        Raises:
+          ConfigError: no layer can evict, or see `EvictionSchedule`.
         """
-        groups = group_layers(per_layer(model.pattern if patterns is None else patterns, model.num_layers))
-        shape = (len(groups[0].layers), 2, model.num_kv_heads, block_size)
+        seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers)
+        groups = group_layers(seen, None if eviction is None else _shares(eviction, seen))
+        num_layers, heads = len(groups[0].layers), model.num_kv_heads
         bits = BITS_ON_CPU if platform == "cpu" else {}
-        arrays = find_codec(dtype).arrays(model.head_dim).items()
-        leaves = (Leaf(name, (*shape, *of_vector), bits.get(stored, stored)) for name, (of_vector, stored) in arrays)
-        return cls(groups, block_size, tuple(leaves), dtype)
+        leaves = [
+            Leaf(name, (num_layers, 2, heads, block_size, *of_vector), bits.get(stored, stored))
+            for name, (of_vector, stored) in find_codec(dtype).arrays(model.head_dim).items()
+        ]
+        if eviction is None:
+            return cls(groups, block_size, tuple(leaves), dtype)
+        of_token = (num_layers, 1, heads, block_size)
+        leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
+        leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
+        schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
+        return cls(groups, block_size, tuple(leaves), dtype, schedule)
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
         """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks stay as
         they are, and least is kept by an engine that was made with these patterns."""
-        groups = (KVGroup(g.layers, LiveRange.of([patterns[layer] for layer in g.layers])) for g in self.groups)
+        for group in self.groups:
+            if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
+                raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
+        lives = (LiveRange.of([patterns[layer] for layer in g.layers]) for g in self.groups)
+        groups = (g._replace(live=live) for g, live in zip(self.groups, lives, strict=True))
         return dataclasses.replace(self, groups=tuple(groups))
 
     def with_exact_layers(self, layers: Sequence[int], kv: Leaf) -> KVLayout:
@@ -157,6 +187,26 @@ class KVLayout:
         return tuple(found[layer] for layer in range(len(found)))
 
     @property
+    def evicts_from(self) -> tuple[EvictionMethod | None, ...]:
+        """Returns for each layer the method that evicts from it, None where nothing is evicted."""
+        if self.eviction is None:
+            return (None,) * len(self.places)
+        method = self.eviction.method.compiled
+        return tuple(None if self.groups[g].share is None else method for g, _ in self.places)
+
+    def with_eviction(self, method: EvictionMethod) -> KVLayout:
+        """Returns this layout with other numbers of its eviction method, such as the budget.
+
+        Raises:
+          ConfigError: programs that were compiled for this layout, or its groups of layers, do not fit the method.
+        """
+        mine = None if self.eviction is None else self.eviction.method
+        if mine is None or mine.compiled != method.compiled or mine.layers != method.layers:
+            raise ConfigError(f"an engine with kv_eviction {mine} cannot change to {method}: make an engine for it")
+        assert self.eviction is not None
+        return dataclasses.replace(self, eviction=dataclasses.replace(self.eviction, method=method))
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block: all leaves."""
         return sum(leaf.nbytes for leaf in self.leaves)
@@ -166,21 +216,31 @@ class KVLayout:
         """Bytes of one token in all layers."""
         return len(self.groups) * self.block_bytes // self.block_size
 
-    def blocks_of(self, max_tokens: int, chunk: int = 1) -> int:
+    def blocks_of(self, max_tokens: int, chunk: int = 1, num_prompt: int | None = None) -> int:
         """Returns the maximum number of blocks of a sequence in all groups; arguments as in `table_width`."""
-        return sum(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
+        return sum(self._max_blocks(max_tokens, chunk, num_prompt))
 
     def leaf(self, name: str) -> Leaf:
         """Returns the leaf with this name; "kv" holds keys and values, or their codes."""
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
-    def table_width(self, max_tokens: int, chunk: int = 1) -> int:
+    def table_width(self, max_tokens: int, chunk: int = 1, num_prompt: int | None = None) -> int:
         """Returns the maximum number of blocks of a sequence in one group, with chunks of up to `chunk` tokens.
 
         Args:
           max_tokens: length at which the sequence ends.
+          num_prompt: tokens of its prompt, on which evictions depend; None assumes the most blocks.
         """
-        return max(group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups)
+        return max(self._max_blocks(max_tokens, chunk, num_prompt))
+
+    def _max_blocks(self, max_tokens: int, chunk: int, num_prompt: int | None) -> list[int]:
+        """Returns the maximum number of blocks of a sequence in each group."""
+        found = [group.live.max_live_blocks(self.block_size, max_tokens, chunk) for group in self.groups]
+        for index, group in enumerate(self.groups):
+            if self.eviction is not None and group.share is not None:
+                cached = self.eviction.max_cached(index, max_tokens, num_prompt)
+                found[index] = min(found[index], -(-cached // self.block_size))
+        return found
 
     def local(self, num_devices: int) -> KVLayout:
         """Returns one device's layout of a pool that several devices share by kv head: all blocks, only its heads.
@@ -206,3 +266,12 @@ class KVLayout:
             found[leaf.name] = part.view(leaf.dtype).reshape(len(blocks), *leaf.shape)
             start += leaf.nbytes
         return found
+
+
+def _shares(eviction: EvictionMethod, patterns: Sequence[AttentionPattern]) -> list[float | None]:
+    """Returns the share of the budget of each layer; None for those whose pattern is not full attention."""
+    shares = eviction.shares(len(patterns))
+    found = [share if pattern == FULL else None for share, pattern in zip(shares, patterns, strict=True)]
+    if not any(share is not None for share in found):
+        raise ConfigError("kv_eviction evicts from layers with full attention, and no layer has that pattern")
+    return found

@@ -1,9 +1,10 @@
-"""Records copies of whole blocks, which the executor makes before a step computes. No jax."""
+"""Records moves of keys and values, which the executor makes before a step computes. No jax."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,30 +13,52 @@ from ksana_jax.kv.counters import Counters
 _NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
+class Evictions(NamedTuple):
+    """Evictions of n rows, each in one group of layers: int32 arrays [n], and block tables [n, P].
+
+    The kept tokens move to a row's first slots, each layer and head choosing its own; see `kv.eviction`.
+
+    tables: blocks of the row before; any valid id beyond them. num_tokens: cached before. num_kept: afterwards.
+    num_sinks, num_recent: first and newest tokens that are certainly kept. length: of the row's text. group: of layers.
+    """
+
+    tables: Any
+    num_tokens: Any
+    num_kept: Any
+    num_sinks: Any
+    num_recent: Any
+    length: Any
+    group: Any
+
+
 @dataclasses.dataclass
 class Moves:
-    """Blocks to copy before a step computes, in the order of the fields; each [n, 2] int32 of source and target ids.
+    """Moves before a step computes, in the order of the fields.
 
-    saves: device blocks to host slots. copies: device blocks to device blocks (copy-on-write), all read before any is
-    written. loads: host slots to device blocks.
+    All but evictions copy whole blocks and are [n, 2] int32 of source and target ids.
+
+    evictions: of the steps before, in their order. saves: device blocks to host slots. copies: device blocks to device
+    blocks (copy-on-write), all read before any is written. loads: host slots to device blocks.
     """
 
     saves: np.ndarray
     copies: np.ndarray
     loads: np.ndarray
+    evictions: Sequence[Evictions] = ()
 
 
 class PendingMoves:
     """Collects the moves recorded since the last step.
 
     saves: {host slot: device block}. copies: {new device block: the one it is copied from}.
-    loads: {device block: host slot}.
+    loads: {device block: host slot}. evictions: in the order of their steps.
     """
 
     def __init__(self, counters: Counters):
         self.saves: dict[int, int] = {}
         self.copies: dict[int, int] = {}
         self.loads: dict[int, int] = {}
+        self.evictions: list[Evictions] = []
         self._counters = counters
 
     def save(self, block: int, slot: int) -> None:
@@ -53,17 +76,23 @@ class PendingMoves:
         """Records a copy of a host slot to a device block."""
         self.loads[block] = slot
 
+    def evict(self, evictions: Evictions) -> None:
+        """Records evictions from the blocks of some rows."""
+        self.evictions.append(evictions)
+        self._counters.evicted += int((evictions.num_tokens - evictions.num_kept).sum())
+
     def take(self) -> Moves | None:
         """Returns the pending moves and clears them; None if there are none."""
-        if not (self.saves or self.copies or self.loads):
+        if not (self.saves or self.copies or self.loads or self.evictions):
             return None
         self._counters.loaded += len(self.loads)
         moves = Moves(
             _pairs((block, slot) for slot, block in self.saves.items()),
             _pairs((old, new) for new, old in self.copies.items()),
             _pairs((slot, block) for block, slot in self.loads.items()),
+            self.evictions,
         )
-        self.saves, self.copies, self.loads = {}, {}, {}
+        self.saves, self.copies, self.loads, self.evictions = {}, {}, {}, []
         return moves
 
 

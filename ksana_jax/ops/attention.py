@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
+from ksana_jax.ops.observation import ObservedQueries, Observer, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FAR, SINK_POSITIONS, PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
@@ -29,7 +30,7 @@ class AttentionContext(NamedTuple):
     of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
     positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
-    denominator.
+    denominator. observer: None where no eviction method looks on.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class AttentionContext(NamedTuple):
     num_repositioned_sinks: int
     soft_cap: float | None = None
     sink_logits: jax.Array | None = None
+    observer: Observer | None = None
 
 
 class Queries(NamedTuple):
@@ -63,7 +65,8 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
       The queries, those for sinks [T, N, H] rotated at `sink_query_position` of sink 0; and the cache.
     """
     rope = context.rope
-    cache = cache.write(context.layer, context.batch.slots, rope.rotate(k, angles), v)
+    unrotated = context.observer is not None and context.observer.unrotated_keys
+    cache = cache.write(context.layer, context.batch.slots, k if unrotated else rope.rotate(k, angles), v)
     q = q * scale
     q_sink = None
     if context.num_repositioned_sinks:
@@ -71,7 +74,20 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
     return Queries(rope.rotate(q, angles), q_sink), cache
 
 
-def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionContext, work: None = None) -> jax.Array:
+class Attended(NamedTuple):
+    """The result of attention.
+
+    out: [T, N, H] in float32 or the queries' dtype. Padding tokens (position -1) give zeros. Slots that no query sees
+      may hold anything.
+    masses: for each part of the step the attention weight [S, K, P*B] of each slot of its tiles' tables, summed over
+      the tile's queries and the query heads of each kv head; empty if none are observed.
+    """
+
+    out: jax.Array
+    masses: tuple[jax.Array, ...] = ()
+
+
+def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionContext, work: None = None) -> Attended:
     """Attends each packed token to the cached slots of its own row. XLA reference.
 
     Args:
@@ -79,28 +95,26 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
       work: what `Implementation.schedule` made of the step and the pattern; the reference needs nothing.
 
-    Returns:
-      [T, N, H] in float32. Padding tokens (position -1) give zeros. Slots that no query sees may hold anything.
-
     Source: PagedAttention, arXiv:2309.06180, section 4; sinks seen from other positions, StreamingLLM
     (arXiv:2309.17453, section 3.2) and LM-Infinite (arXiv:2308.16137, section 4): keys stay rotated where they are
     and the query is rotated a second time, so that blocks never change.
     """
     batch, shape = context.batch, context.shape
     q, q_sink = queries
-    parts = []
+    of_tokens = q, q_sink, batch.cache_positions, batch.positions, batch.query_numbers
+    parts, masses = [], []
     for part, tokens, tiles in shape.places():
-        q_SQNH, positions_SQ = (x[tokens].reshape(*part, *x.shape[1:]) for x in (q, batch.cache_positions))
-        q_sink_SQNH = None if q_sink is None else q_sink[tokens].reshape(q_SQNH.shape)
-        asked = _Tiles(q_SQNH, q_sink_SQNH, positions_SQ, batch.block_tables[tiles], batch.block_starts[tiles])
-        seen = _attend_tiles(asked, cache, context)
+        tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in of_tokens]
+        asked = _Tiles(*tiled, tables=batch.block_tables[tiles], starts=batch.block_starts[tiles])
+        seen, mass = _attend_tiles(asked, cache, context)
+        masses += [] if mass is None else [mass]
         if shape.shared_rows and not parts:
             seen = merge(seen, _attend_shared(q[tokens], cache, context))
         if context.sink_logits is not None:
-            sinks = jnp.broadcast_to(context.sink_logits.astype(jnp.float32), seen.top.shape)
+            sinks = _sinks(context, (*seen.top.shape, 1))[..., 0]
             seen = merge(seen, PartialAttention(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
         parts.append(normalised(seen))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return Attended(parts[0] if len(parts) == 1 else jnp.concatenate(parts), tuple(masses))
 
 
 class PartialAttention(NamedTuple):
@@ -133,18 +147,20 @@ def normalised(seen: PartialAttention) -> jax.Array:
 class _Tiles(NamedTuple):
     """Tiles of Q queries, each with its own block table; or one value for each of these arrays.
 
-    q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. tables, starts:
-    [S, P].
+    q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. text_positions,
+    numbers: [S, Q], for an observer. tables, starts: [S, P].
     """
 
     q: Any
     q_sink: Any
     positions: Any
+    text_positions: Any
+    numbers: Any
     tables: Any
     starts: Any
 
 
-PADDING = _Tiles(q=0, q_sink=0, positions=-1, tables=0, starts=FAR)
+PADDING = _Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR)
 
 
 def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
@@ -157,12 +173,18 @@ def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialA
         return jnp.pad(x, pad, constant_values=fill).reshape(groups, rows, *x.shape[1:])
 
     positions = tiled(batch.cache_positions[:count], PADDING.positions)
-    tiles = _Tiles(tiled(q_TNH, PADDING.q), None, positions, batch.shared_tables, batch.shared_starts)
-    return PartialAttention(*(x[:count] for x in _attend_tiles(tiles, cache, context)))
+    q_SQNH = tiled(q_TNH, PADDING.q)
+    tiles = _Tiles(q_SQNH, None, positions, None, None, batch.shared_tables, batch.shared_starts)
+    seen, _ = _attend_tiles(tiles, cache, context)
+    return PartialAttention(*(x[:count] for x in seen))
 
 
-def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> PartialAttention:
-    """Attends S*Q tokens, in small groups of tiles whose tables have similar lengths."""
+def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext):
+    """Attends S*Q tokens, in small groups of tiles whose tables have similar lengths.
+
+    Returns:
+      PartialAttention; and the weights [S, K, P*B] of the slots, None if they are not observed.
+    """
     s, width = tiles.positions.shape
     group = max(GROUP_QUERIES // width, 1)
     if s <= group:
@@ -174,16 +196,17 @@ def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> P
         return x.reshape(-1, group, *x.shape[1:])
 
     groups = _Tiles(*(None if x is None else grouped(x, fill) for x, fill in zip(tiles, PADDING, strict=True)))
-    seen = jax.lax.map(lambda tiles: _attend_group(tiles, cache, context), groups)
+    seen, mass = jax.lax.map(lambda tiles: _attend_group(tiles, cache, context), groups)
     back = jnp.argsort(order)
 
     def in_order(x):
         return x.reshape(-1, width, *x.shape[2:])[back].reshape(s * width, *x.shape[2:])
 
-    return PartialAttention(*(in_order(x) for x in seen))
+    mass = None if mass is None else mass.reshape(-1, *mass.shape[2:])[back]
+    return PartialAttention(*(in_order(x) for x in seen)), mass
 
 
-def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> PartialAttention:
+def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext):
     """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
@@ -191,17 +214,17 @@ def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> P
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
-    s, width, n, h = tiles.q.shape
-    kv_heads = cache.kv.shape[3]
-    piece = max(PIECE_TOKENS // cache.block_size, 1)
+    s, width, n, _ = tiles.q.shape
+    kv_heads, size, observer = cache.kv.shape[3], cache.block_size, context.observer
+    num_slots, piece = tiles.tables.shape[1] * size, max(PIECE_TOKENS // size, 1)
     pad = ((0, 0), (0, -tiles.tables.shape[1] % piece))
     tiles = tiles._replace(
         tables=jnp.pad(tiles.tables, pad), starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts)
     )
 
     def by_kv_head(x):  # heads that share keys become rows of one matrix: [S, K, G*Q, H]
-        x = x.reshape(s, width, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
-        return x.reshape(s, kv_heads, -1, h)
+        x = x.reshape(s, width, kv_heads, n // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+        return x.reshape(s, kv_heads, -1, x.shape[-1])
 
     def by_token(x):  # [S, K, G*Q, ...] -> [S*Q, N, ...]
         x = x.reshape(s, kv_heads, n // kv_heads, width, *x.shape[3:])
@@ -216,16 +239,44 @@ def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext) -> P
     if tiles.q_sink is not None:
         state = _absorb_sinks(state, by_kv_head(tiles.q_sink), tiles, cache, context)
 
-    def body(i, state):
+    def read(i):
         tables, starts = (
             jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
         )
         k, v = cache.read(context.layer, tables)
-        return _absorb(state, q_SKRH, k, v, _slot_positions(starts, cache.block_size), tiles, context)
+        kv_pos = _slot_positions(starts, size)
+        if observer is not None and observer.unrotated_keys:
+            k = _rotated(k, kv_pos, context.rope)
+        return k, v, kv_pos
 
-    longest = jnp.max(jnp.sum(tiles.starts < FAR, axis=1))
-    state = jax.lax.fori_loop(0, -(-longest // piece), body, state)
-    return PartialAttention(*(by_token(x) for x in state))
+    num_pieces = -(-jnp.max(jnp.sum(tiles.starts < FAR, axis=1)) // piece)
+    state = jax.lax.fori_loop(0, num_pieces, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, context), state)
+    mass = None
+    if observer is not None and observer.method.observes:
+
+        def scores_of(i):
+            k, _, kv_pos = read(i)
+            k = k.astype(jnp.promote_types(k.dtype, q_SKRH.dtype))
+            return _scores(q_SKRH, k, kv_pos, tiles, context), kv_pos
+
+        log_total = state.top + jnp.log(state.total)
+        if context.sink_logits is not None:
+            log_total = jnp.logaddexp(log_total, by_kv_head(_sinks(context, (s, width, n, 1)))[..., 0])
+        queries = ObservedQueries(tiles.text_positions, tiles.numbers, log_total)
+        most = tiles.tables.shape[1] // piece
+        mass = observed_mass(observer, queries, scores_of, num_pieces, most, piece * size)[..., :num_slots]
+    return PartialAttention(*(by_token(x) for x in state)), mass
+
+
+def _sinks(context: AttentionContext, shape: tuple[int, ...]):
+    """The learned sink logits of the heads for arrays [..., N, 1] of queries, in float32."""
+    assert context.sink_logits is not None
+    return jnp.broadcast_to(context.sink_logits.astype(jnp.float32)[:, None], shape)
+
+
+def _rotated(k_SKCH, positions_SC, rope: Rope):
+    """Rotates keys that were stored unrotated."""
+    return jnp.moveaxis(rope.rotate(jnp.moveaxis(k_SKCH, 1, 2), rope.angles(positions_SC)), 2, 1)
 
 
 def _slot_positions(starts_SP, block_size: int):
@@ -252,19 +303,11 @@ def _absorb(
     """Adds the visible keys, or only the repositioned ones, to the online softmax."""
     # Queries are not rounded to the type of stored keys: a pool may be narrower than the engine's dtype, or wider.
     k_SKCH, v_SKCH = (x.astype(jnp.promote_types(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
-    q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
-    chosen_SQC = context.pattern.visible(q_pos, kv_pos)
-    if tiles.q_sink is not None:
-        repositioned = context.pattern.repositioned(q_pos, kv_pos)
-        chosen_SQC &= repositioned if sinks else ~repositioned
-    group = q_SKRH.shape[2] // chosen_SQC.shape[1]
-    chosen_SRC = jnp.tile(chosen_SQC, (1, group, 1))
     # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
     newest_S = tiles.positions.max(axis=1)
     v_SKCH = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v_SKCH, 0)
     top, total, out = state
-    scores = jnp.einsum("SKRH,SKCH->SKRC", q_SKRH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
-    scores = jnp.where(chosen_SRC[:, None], soft_capped(scores, context.soft_cap), -jnp.inf)
+    scores = _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles, context, sinks)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # exp(-inf - 0) is 0 for queries that have seen nothing yet.
     base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
@@ -272,6 +315,19 @@ def _absorb(
     fade = jnp.exp(top - base)
     more = jnp.einsum("SKRC,SKCH->SKRH", weights.astype(v_SKCH.dtype), v_SKCH, preferred_element_type=jnp.float32)
     return PartialAttention(new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more)
+
+
+def _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles: _Tiles, context: AttentionContext, sinks=False):
+    """Returns scores [S, K, R, C] in float32; -inf for keys that are not visible, or not repositioned sinks."""
+    q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
+    chosen_SQC = context.pattern.visible(q_pos, kv_pos)
+    if tiles.q_sink is not None:
+        repositioned = context.pattern.repositioned(q_pos, kv_pos)
+        chosen_SQC &= repositioned if sinks else ~repositioned
+    group = q_SKRH.shape[2] // chosen_SQC.shape[1]
+    chosen_SRC = jnp.tile(chosen_SQC, (1, group, 1))
+    scores = jnp.einsum("SKRH,SKCH->SKRC", q_SKRH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
+    return jnp.where(chosen_SRC[:, None], soft_capped(scores, context.soft_cap), -jnp.inf)
 
 
 def sink_query_position(pattern: PatternArrays, positions, sink):

@@ -9,7 +9,7 @@ import jax
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.ops.attention import ragged_paged_attention, write
+from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 
@@ -24,7 +24,7 @@ class Implementation(NamedTuple):
 
     name: str
     write: Callable[..., tuple[Any, KVCache]]
-    attend: Callable[..., jax.Array]
+    attend: Callable[..., Attended]
     schedule: Callable[..., Any] | None
     unsupported: Callable[[Requirements], str | None]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.ops.attention import (
+    Attended,
     AttentionContext,
     PartialAttention,
     Queries,
@@ -106,19 +107,21 @@ class Kernels(NamedTuple):
 
     def attend(
         self, queries: Queries, cache: KVCache, context: AttentionContext, work: tuple[Any, ...] | None
-    ) -> jax.Array:
+    ) -> Attended:
         """Does `attention.ragged_paged_attention` on pools of 16 or 8 bits; the result has the queries' dtype."""
-        pattern, found = kernel_pattern(context.pattern), []
+        pattern, found, masses = kernel_pattern(context.pattern), [], []
         for i, call in enumerate(calls(context.batch, context.shape)):
             q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
             asked = _ask(call, context, pattern, cache, q, q_sink)
             result = self.serving(call, asked)(asked, None if work is None else work[i])
-            found.append(jax.tree.map(call.give, result))
+            if result.mass is not None:
+                masses.append(result.mass)
+            found.append(jax.tree.map(call.give, result._replace(mass=None)))
         if context.shape.shared_rows:
             shared = found.pop()
             found[0] = found[0]._replace(out=normalised(merge(_seen(found[0]), _seen(shared))))
         parts = [result.out.astype(queries.q.dtype) for result in found]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return Attended(parts[0] if len(parts) == 1 else jnp.concatenate(parts), tuple(masses))
 
 
 class Call(NamedTuple):
@@ -167,6 +170,7 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
         sinks=None if call.shared else context.sink_logits,
         soft_cap=context.soft_cap,
         return_lse=merges,
+        return_mass=context.observer is not None and context.observer.method.observes,
         out_dtype=jnp.float32 if merges else q.dtype,
     )
     tables, starts, positions = call.arrays
@@ -209,6 +213,12 @@ def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns what the kernels do not support among the requirements, in their own words, or None."""
     if reason := _unread(needs.pattern_fields) or _unread_codec(needs):
         return reason
+    if (method := needs.eviction) is not None:
+        name = f"kv_eviction {type(method).__name__}"
+        if method.positions == "cache":
+            return f"{name} stores keys unrotated, and the kernels read rotated ones"
+        if method.alters_logits or method.tells_queries_apart:
+            return f"{name} does not count the weights of all queries alike, as the kernels do"
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if reason := kernel.unsupported(_example(needs, tile)):
             return reason
@@ -233,6 +243,7 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
         q_sink=floats((1, tile, num_sinks, *queries)) if num_sinks else None,
         sinks=jax.ShapeDtypeStruct((needs.num_heads,), jnp.float32) if needs.sinks else None,
         soft_cap=1.0 if needs.soft_cap else None,
+        return_mass=needs.eviction is not None and needs.eviction.observes,
     )
     table = ints((1, 1))
     return contract.Call(

@@ -12,6 +12,7 @@ from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.attention import AttentionContext
 from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import PatternArrays
 from ksana_jax.step.contract import StepArrays, StepShape
@@ -30,6 +31,7 @@ def paged_attend(
     alike: Sequence[int],
     sink_logits: Sequence[jax.Array | None],
     places: Sequence[tuple[int, int]],
+    observers: Sequence[Observer | None],
 ) -> Attend:
     """Returns an `Attend` whose state is the KVCache.
 
@@ -42,6 +44,7 @@ def paged_attend(
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
         schedules.
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
+      observers: of each layer, None where nothing is evicted.
     """
     plans: dict[int, Any] = {}
 
@@ -57,11 +60,19 @@ def paged_attend(
             num_repositioned_sinks,
             spec.soft_cap,
             sink_logits[layer],
+            observers[layer],
         )
+        turns = angles[layer]
+        if (observer := context.observer) is not None:
+            cache = cache.enter(at, context.batch.slots, context.batch.positions)
+            if observer.unrotated_keys:
+                turns = context.rope.angles(context.batch.cache_positions)
         if implementation.schedule and alike[layer] not in plans:
             plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)
-        queries, cache = implementation.write(q, k, v, cache, context, angles[layer], spec.scale)
-        out = implementation.attend(queries, cache, context, plans.get(alike[layer]))
+        queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
+        out, masses = implementation.attend(queries, cache, context, plans.get(alike[layer]))
+        for (_, _, tiles), mass in zip(shape.places(), masses):
+            cache = cache.add_scores(at, context.batch.block_tables[tiles], mass)
         return out.astype(q.dtype), cache
 
     return attend

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import EXACT, KVLayout
+from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION, KVLayout
 
 
 @flax.struct.dataclass
@@ -80,6 +80,21 @@ class KVCache:
                 leaves[name] = at.set(_stored(part, leaves[name].dtype), mode="drop")
         return KVCache(leaves, self.codec)
 
+    def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
+        """Prepares what eviction methods keep of tokens [T] at slots [T]: no attention received, and text positions."""
+        block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
+        at = block_ids[:, None], layer, 0, jnp.arange(self.kv.shape[3]), offsets
+        new = {SCORE: 0.0, TEXT_POSITION: text_positions[:, None]}
+        leaves = {name: leaf.at[at].set(new[name], mode="drop") for name, leaf in self.leaves.items() if name in new}
+        return KVCache(self.leaves | leaves, self.codec)
+
+    def add_scores(self, layer: int, block_ids: jax.Array, mass: jax.Array) -> KVCache:
+        """Adds attention weights [S, K, P*B] to the scores of the slots of blocks [S, P]; blocks may repeat."""
+        s, num_kv_heads, _ = mass.shape
+        pieces = mass.reshape(s, num_kv_heads, -1, self.block_size).transpose(0, 2, 1, 3)
+        scores = self.leaves[SCORE].at[block_ids, layer, 0].add(pieces)
+        return KVCache(self.leaves | {SCORE: scores}, self.codec)
+
     def read(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., K, P*B, H] of one layer from blocks [..., P]."""
         if EXACT in self.leaves:
@@ -92,12 +107,15 @@ class KVCache:
                 return tuple(x.astype(jnp.float32) for x in part.read(layer, block_ids))
 
             return jax.lax.cond(layer < num_exact, *(functools.partial(read, *part) for part in parts))
-        codec, kv_heads = find_codec(self.codec), self.kv.shape[3]
-        shape = (*block_ids.shape[:-1], kv_heads, block_ids.shape[-1] * self.block_size)
+        shape = (*block_ids.shape[:-1], self.kv.shape[3], block_ids.shape[-1] * self.block_size)
 
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
-        k, v = (codec.decode(_Gathered(self.leaves, r, shape), jnp) for r in rows)
+        k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
         return k, v
+
+    def decoded(self, parts: dict[str, jax.Array]) -> jax.Array:
+        """Decodes parts of the codec's leaves to keys or values."""
+        return find_codec(self.codec).decode(parts, jnp)
 
 
 # Codecs of layers in full precision, by how the pool stores them.

@@ -8,6 +8,7 @@ import jax
 
 from ksana_jax import patterns
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.layout import EXACT, KVLayout
 
 
@@ -19,6 +20,7 @@ class Requirements(NamedTuple):
       `KVLayout`. query_dtype: NumPy's name of the queries' type; None where it is dtype.
     num_repositioned_sinks: maximum number of repositioned sinks.
     soft_cap: whether scores are capped. sinks: whether heads have sink logits.
+    eviction: method that evicts tokens; None if there is none.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than was asked for.
     """
@@ -36,6 +38,7 @@ class Requirements(NamedTuple):
     sinks: bool = False
     codec: str = "bf16"
     query_dtype: str | None = None
+    eviction: EvictionMethod | None = None
 
     @classmethod
     def of(
@@ -65,6 +68,7 @@ class Requirements(NamedTuple):
             config.sinks is not None,
             f"{layout.codec} beside full precision" if mixed else layout.codec,
             query_dtype,
+            None if layout.eviction is None else layout.eviction.method,
         )
 
 

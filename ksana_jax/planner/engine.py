@@ -66,6 +66,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             block_size=config.block_size,
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
+            eviction=None if layout.eviction is None else layout.eviction.method,
         )
         device, step = this_device(), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)

@@ -18,6 +18,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
@@ -123,6 +124,7 @@ def step_bytes(
     block_size: int,
     max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
+    eviction: EvictionMethod | None = None,
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
     """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device.
@@ -139,6 +141,7 @@ def step_bytes(
         block_size=block_size,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
+        eviction=eviction,
     )
     one_program = (aot.device(target) if target else jax.devices()[0]).platform not in BY_LAYER
     if config.num_layers <= ONE_MORE or not one_program:
@@ -158,12 +161,15 @@ def _compiled(
     dtype: str,
     kv_dtype: str,
     block_size: int,
+    eviction: EvictionMethod | None,
     **settings: Any,
 ) -> list[StepBytes]:
     params = abstract_params(config, dtype)
     device = aot.device(target) if target else jax.devices()[0]
     patterns = (FULL,) * config.num_layers
-    layout = KVLayout.of(config, patterns, dtype=kv_dtype, block_size=block_size, platform=device.platform)
+    layout = KVLayout.of(
+        config, patterns, dtype=kv_dtype, block_size=block_size, platform=device.platform, eviction=eviction
+    )
     found = []
     with _compiling_for(target):
         runner = Runner(

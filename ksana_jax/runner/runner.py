@@ -24,7 +24,8 @@ from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
-from ksana_jax.runner.movers import BlockMover
+from ksana_jax.runner.evicting import Evictor
+from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
@@ -120,6 +121,9 @@ class Runner:
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         self.mover = BlockMover(layout, num_blocks, num_host_blocks)
+        self.evictor = None
+        if layout.eviction is not None:
+            self.evictor = Evictor(layout, num_blocks, -(-max_model_len // layout.block_size))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
         self.set_patterns(patterns)
@@ -128,12 +132,14 @@ class Runner:
     def _network(self) -> Network:
         options = COMPILER_OPTIONS.get(self.platform)
         places = self.layout.places
-        return Network(self.config, self.ropes, places, self.num_repositioned_sinks, self.implementation, options)
+        sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
+        return Network(self.config, self.ropes, places, sinks, implementation, observers, options)
 
     @property
     def num_compilations(self) -> int:
         """Number of functions compiled so far."""
-        return len(self._compiled) + self.mover.num_compilations
+        evicting = 0 if self.evictor is None else self.evictor.num_compilations
+        return len(self._compiled) + self.mover.num_compilations + evicting
 
     @property
     def programs(self) -> dict[Any, Any]:
@@ -190,7 +196,7 @@ class Runner:
         """Starts one step; see `step.Executor`. New shapes are compiled first."""
         saved, move_s = [], 0.0
         if step.moves is not None:
-            self.cache, saved, move_s = self.mover.start(self.cache, step.moves)
+            saved, move_s = self._start_moves(step.moves)
         run = self.compile_step(step.shape)
         arrays = step.arrays
         if self.embeds_on_host:
@@ -210,8 +216,15 @@ class Runner:
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step; see `step.Executor`."""
-        self.cache, saved, _ = self.mover.start(self.cache, moves)
+        saved, _ = self._start_moves(moves)
         self.mover.finish(saved)
+
+    def _start_moves(self, moves: Moves) -> tuple[list[Saved], float]:
+        """Starts moves on the device; returns what `BlockMover.start` does, besides the pool."""
+        if self.evictor is not None:
+            self.cache = self.evictor.start(self.cache, moves.evictions)
+        self.cache, saved, move_s = self.mover.start(self.cache, moves)
+        return saved, move_s
 
     def warm_up(
         self,
@@ -241,6 +254,8 @@ class Runner:
                 programs |= [self._sample_program(hidden, count, settings, top) for top in tops]
         new = {key: lower for key, lower in programs.items() if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
+        if self.evictor is not None:
+            self.evictor.warm_up(min(max(shape.table_width for shape in shapes), self.evictor.table_width))
 
     def _program(self, key: Any, lower: Callable[[], Any]) -> Callable:
         if key not in self._compiled:
@@ -289,6 +304,9 @@ class Runner:
         if shape.shared_rows:
             shared = ints((groups, shape.num_groups, width))
             arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
+        eviction = self.layout.eviction
+        if eviction is not None and eviction.method.tells_queries_apart:
+            arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)

@@ -15,11 +15,13 @@ import jax
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.params import LayerParams, Params, sink_logits
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, forward, run_layer
 from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL, PatternArrays
@@ -35,6 +37,7 @@ class Network:
 
     ropes: of each layer.
     places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
+    observers: of each layer the eviction method, None where nothing is evicted.
     options: of the compiler.
     """
 
@@ -43,13 +46,19 @@ class Network:
     places: tuple[tuple[int, int], ...]
     num_repositioned_sinks: int
     implementation: Implementation
+    observers: tuple[EvictionMethod | None, ...]
     options: dict[str, Any] | None
 
     @property
     def kinds(self) -> tuple[int, ...]:
         """Returns for each layer the first one computed alike. Patterns are data and make no difference."""
         specs = [_without_pattern(spec) for spec in self.config.layers]
-        return tuple(map(specs.index, specs))
+        kinds = list(zip(specs, self.observers, strict=True))
+        return tuple(map(kinds.index, kinds))
+
+    def observer(self, kind: int, layer: Any) -> Observer | None:
+        """Returns the observer of a layer, whose index may be traced."""
+        return None if (method := self.observers[kind]) is None else Observer(method, layer)
 
     @property
     def rope_kinds(self) -> tuple[int, ...]:
@@ -157,6 +166,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
             sink_logits(p, layer.attention) for p, layer in zip(params.layers, network.config.layers, strict=True)
         ],
         places=network.places,
+        observers=[network.observer(layer, layer) for layer in range(len(network.places))],
     )
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config)
     return cache, hidden, hidden[arrays.sampled]
@@ -185,6 +195,7 @@ def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, net
         alike=(0,),
         sink_logits=(sink_logits(p, spec.attention),),
         places=((0, at),),
+        observers=(network.observer(kind, layer),),
     )
     x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec)
     return cache, x

@@ -69,8 +69,8 @@ class Admission:
                     break
                 queue.take_away(seq)  # no room for a copy of what it shares
                 continue
-            row, left = self._place(at, hit)
-            budget.take(count := self.row_blocks.extend(row, budget.most(left)))
+            row = self._place(at, hit)
+            budget.take(count := self.row_blocks.extend(row, budget.most(self.row_blocks.rows.next_chunk(row))))
             admitted.append((row, count))
             reserve += self.row_blocks.num_next_blocks([row])
         return admitted
@@ -94,7 +94,7 @@ class Admission:
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = held.allocated_until(size) if held else done
-        most, num_groups = self.layout.blocks_of(total, self.longest_chunk), len(self.layout.groups)
+        most, num_groups = self.layout.blocks_of(total, self.longest_chunk, seq.num_prompt), len(self.layout.groups)
 
         def first_blocks() -> int:
             """Returns the number of blocks that the first token needs."""
@@ -118,8 +118,8 @@ class Admission:
         last = [held.ids[held.groups == group][-1] for group in range(len(self.layout.groups))]
         return sum(map(self.memory.device.is_shared, last))
 
-    def _place(self, at: int, hit: Hit | None) -> tuple[int, int]:
-        """Places a waiting sequence in a row with the blocks that it holds; returns the row and its tokens left."""
+    def _place(self, at: int, hit: Hit | None) -> int:
+        """Places a waiting sequence in a row with the blocks that it holds; returns the row."""
         rank, seq_id, seq = self.queue.entries.pop(at)
         row, kv = self.running.enter((rank, seq_id)), seq.kv
         if hit:
@@ -135,4 +135,4 @@ class Admission:
         self.memory.disk_reads.end(kv)
         self.row_blocks.rows.place(seq, row)
         self.row_blocks.fill(row, seq, held, forked)
-        return row, len(seq.token_ids) - held.num_computed
+        return row

@@ -10,6 +10,7 @@ import numpy as np
 
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.moves import Evictions
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.kv.tier import DEVICE
@@ -21,11 +22,12 @@ class RowBlocks:
     """Fills the block tables of `rows` from `memory`.
 
     Args:
-      layout: which positions stay visible to later tokens, in each group of layers.
+      layout: which positions stay visible to later tokens, in each group of layers, and when rows evict.
     """
 
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
         self.rows, self.memory = rows, memory
+        self._eviction = layout.eviction
         self._lives = [group.live for group in layout.groups]
         # Groups with the same live range hold blocks of the same positions, so these are examined once for all of them.
         self._windowed = [
@@ -51,6 +53,9 @@ class RowBlocks:
         for origin, number in enumerate(np.bincount(origins).tolist()):
             if number:
                 self._note(seq, Origin(origin), number)
+        if self._eviction is not None:
+            prompt = np.array([seq.num_prompt])
+            r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
         r.forked[row] = forked
         seq.kv.cacheable &= not np.any(held.num_evicted)
         if self.memory.prefixes.enabled and seq.kv.cacheable:
@@ -146,7 +151,7 @@ class RowBlocks:
             self._note(r.seqs[row], Origin.COMPUTED, self._num_taken(row))
 
     def _num_taken(self, row: int) -> int:
-        """Returns the number of blocks that a row has allocated since it was placed or compacted."""
+        """Returns the number of blocks that a row has allocated since it was placed."""
         r = self.rows
         return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
 
@@ -180,36 +185,67 @@ class RowBlocks:
         found[found] = held[at[found]] == starts[found]
         return np.where(found, at, -1)
 
-    def compact(self, row: int, kept: np.ndarray) -> None:
-        """Records that the tokens which a row keeps have moved to its first slots, and releases the blocks after them.
+    def evict(self, rows: np.ndarray) -> None:
+        """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties."""
+        r, schedule = self.rows, self._eviction
+        assert schedule is not None
+        rows = rows[(r.num_computed[rows] >= r.evict_at.take(rows, axis=1)).any(axis=0)]
+        if not len(rows):
+            return
+        length, prompt = r.num_computed[rows], r.num_prompt[rows]
+        before, kept = length - r.num_evicted.take(rows, axis=1), length - schedule.num_evicted(length, prompt)
+        sinks = np.full(len(rows), schedule.method.sinks, np.int32)
+        recent = np.minimum(schedule.num_recent(prompt), kept - sinks)
+        width = int(r.num_blocks.take(rows, axis=1).max())
+        for group in np.flatnonzero((kept < before).any(axis=1)).tolist():
+            some = kept[group] < before[group]
+            columns = (before[group], kept[group], sinks, recent[group], length, np.full(len(rows), group, np.int32))
+            tables = r.block_tables[group, rows[some], :width]
+            self.memory.moves.evict(Evictions(tables, *(x[some].astype(np.int32) for x in columns)))
+        self.compact(rows, kept)
+        r.evict_at[:, rows] = schedule.next_at(length, prompt)
 
-        The next tokens are stored in the slots that follow, while text positions go on. The row's blocks no longer
+    def compact(self, rows: np.ndarray, kept: np.ndarray) -> None:
+        """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
+
+        The next tokens are stored in the slots that follow, while text positions go on. The rows' blocks no longer
         enter the prefix index.
 
         Args:
-          kept: [Gk] tokens that each group keeps; equal modulo the block size, since all groups take their next blocks
-            at the same token.
+          kept: [Gk, rows] tokens that each group keeps; of one row equal modulo the block size, since all groups take
+            their next blocks at the same token.
 
         Raises:
           AssertionError: a block that stays has other owners, which would find other tokens in it.
         """
         r, size, pool = self.rows, self._size, self.memory.blocks
-        seq, computed = r.seqs[row], r.num_computed[row]
-        assert seq is not None and len(np.unique(kept % size)) == 1, "groups would need their next blocks apart"
-        self._note(seq, Origin.COMPUTED, self._num_taken(row))
-        for group in np.flatnonzero(kept < computed - r.num_evicted[:, row]).tolist():
-            table, count = r.block_tables[group, row], -(-int(kept[group]) // size)
-            own, rest = table[:count], table[count : r.num_blocks[group, row]]
-            assert (pool.ref_count[own] == 1).all() and not pool.kept[own].any(), "blocks that stay have other owners"
-            self.memory.device.release(rest)
-            r.block_starts[group, row, :count] = size * np.arange(count)
-            r.block_starts[group, row, count:] = FAR
-            r.block_origins[group, row, count:] = Origin.COMPUTED
-            r.num_blocks[group, row], r.num_evicted[group, row] = count, computed - kept[group]
-        r.allocated_until[row] = r.prefix_end[row] = computed + -int(kept[0]) % size
-        self.memory.prefixes.expect_no_more(seq.kv)
-        seq.kv.leave_index()
-        r.index_at[row], seq.kv.cacheable = FAR, False
+        computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
+        assert not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
+        for group in np.flatnonzero((kept < computed - evicted).any(axis=1)).tolist():
+            here = rows[kept[group] < computed - evicted[group]]
+            count, old = -(-kept[group, kept[group] < computed - evicted[group]] // size), r.num_blocks[group, here]
+            index = np.arange(int(old.max()))
+            own, gone = index < count[:, None], (index >= count[:, None]) & (index < old[:, None])
+            tables = r.block_tables[group, here, : len(index)]
+            stays = tables[own]
+            assert (pool.ref_count[stays] == 1).all() and not pool.kept[stays].any(), "blocks have other owners"
+            self.memory.device.release(tables[gone])
+            r.block_starts[group, here, : len(index)] = np.where(own, size * index, FAR)
+            origins = r.block_origins[group, here, : len(index)]
+            r.block_origins[group, here, : len(index)] = np.where(own, origins, Origin.COMPUTED)
+            r.num_blocks[group, here] = count
+        r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
+        until = computed + -kept[0] % size
+        r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
+        r.allocated_until[rows] = until
+        if self.memory.prefixes.enabled:
+            for row in rows.tolist():
+                seq = r.seqs[row]
+                assert seq is not None
+                self.memory.prefixes.expect_no_more(seq.kv)
+                seq.kv.leave_index()
+                seq.kv.cacheable = False
+        r.index_at[rows] = FAR
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Releases blocks that no later query of their row sees."""

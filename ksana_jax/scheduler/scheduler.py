@@ -107,16 +107,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or len(self.order) > 0
 
-    def blocks_to_finish(self, max_len: int) -> int:
-        """Returns how many blocks a sequence that ends at max_len tokens needs to finish."""
+    def blocks_to_finish(self, max_len: int, num_prompt: int) -> int:
+        """Returns how many blocks a sequence that ends at max_len tokens, prompt included, needs to finish."""
         # The last token is sampled and never computed.
-        return self.layout.blocks_of(max(max_len - 1, 1))
+        return self.layout.blocks_of(max(max_len - 1, 1), num_prompt=num_prompt)
 
     # ------------------------------------------------------------------ sequences come and go
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
-        assert self.blocks_to_finish(seq.max_len) <= self.blocks.num_blocks, "a request that can never finish"
+        assert self.blocks_to_finish(seq.max_len, seq.num_prompt) <= self.blocks.num_blocks, (
+            "a request that can never finish"
+        )
         self.queue.add(seq)
 
     def rank(self, seq: Sequence) -> None:
@@ -254,7 +256,7 @@ class Scheduler:
     def _extend(self, row: int, budget: StepBudget) -> int:
         """Provides a running row that has several tokens left for its next chunk; returns the chunk's tokens."""
         r = self.rows
-        most = budget.most(int(r.num_tokens[row] - r.num_computed[row])) if r.alive[row] else 0
+        most = budget.most(r.next_chunk(row)) if r.alive[row] else 0
         if not most:
             return 0
         if r.num_computed[row] >= r.allocated_until[row] and not self._make_room(row, r.num_groups):
@@ -268,6 +270,8 @@ class Scheduler:
         """Records what is known of a step before its tokens: how much it computes, and which blocks that frees."""
         rows = batch.rows
         self.rows.num_computed[rows] += batch.num_per_row if len(batch.chunks) else 1
+        if self.layout.eviction is not None:
+            self.row_blocks.evict(rows)
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
         if not self.memory.prefixes.enabled and not self.queue.leaders:
             self.row_blocks.return_invisible(rows)

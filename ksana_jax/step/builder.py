@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.patterns import FAR
 from ksana_jax.sequence import Rows
 from ksana_jax.step.bias import bias_of
@@ -30,6 +31,21 @@ def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
     return tables.take(rows, axis=1) if width == tables.shape[2] else tables[:, rows, :width]
 
 
+def _query_numbers(
+    method: EvictionMethod, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
+) -> np.ndarray:
+    """Returns the method's number for each token of a step: [Gk, T]; 0 for padding."""
+    counts = batch.num_per_row
+    row = np.repeat(batch.rows, counts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    position = rows.num_computed[row] + nth
+    found = np.zeros((rows.num_groups, shape.num_tokens), np.float32)
+    found[:, np.repeat(ends + 1 - counts, counts) + nth] = method.query_numbers(
+        rows.evict_at.take(row, axis=1) - position, position + 1 - rows.num_prompt[row]
+    )
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchBuilder:
     """Turns scheduled steps into arrays.
@@ -38,6 +54,7 @@ class BatchBuilder:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
       sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
+      eviction: method that observes attention weights, and tells queries apart; None if there is none.
     """
 
     buckets: Buckets
@@ -46,6 +63,7 @@ class BatchBuilder:
     vocab_size: int
     sink_width: int = 0
     min_saved_tokens: int = 256
+    eviction: EvictionMethod | None = None
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         """Returns a scheduled step as the input of an executor.
@@ -67,6 +85,8 @@ class BatchBuilder:
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
         sampled = ends if batch.samples is None else ends[batch.samples]
         arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
+        if self.eviction is not None:
+            arrays = arrays._replace(query_numbers=_query_numbers(self.eviction, shape, batch, rows, ends))
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
         self._ask(step, batch, rows, ends)
         return step, ends

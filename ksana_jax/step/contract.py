@@ -134,6 +134,7 @@ class StepArrays(NamedTuple):
     shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and
       before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
       shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
+    query_numbers: [Gk, T] float32, see `EvictionMethod.query_numbers`; None if the method gives none.
     """
 
     tokens: Array
@@ -145,6 +146,7 @@ class StepArrays(NamedTuple):
     sampled: Array
     shared_tables: Array | None = None
     shared_starts: Array | None = None
+    query_numbers: Array | None = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""
@@ -154,6 +156,8 @@ class StepArrays(NamedTuple):
             block_tables=self.block_tables[group],
             block_starts=self.block_starts[group],
         )
+        if self.query_numbers is not None:
+            found = found._replace(query_numbers=self.query_numbers[group])
         if self.shared_tables is None or self.shared_starts is None:
             return found
         return found._replace(shared_tables=self.shared_tables[group], shared_starts=self.shared_starts[group])

@@ -100,6 +100,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
+    key = _OF_A_RUNNER(config), groups, repr(config.kv_eviction)
     buckets = Buckets.of(config, "cpu")
     few = dataclasses.replace(
         buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
@@ -112,7 +113,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
             patterns=patterns,
             tokenizer=tokenizer,
             buckets=few,
-            programs=_programs[_OF_A_RUNNER(config), groups] if programs is None else programs,
+            programs=_programs[key] if programs is None else programs,
         )
     )
 

@@ -63,7 +63,7 @@ class Evicting:
             seen[np.ix_(kv_group.layers, range(computed, self.longest), gone)] = False
             cached[group] = [cached[group][at] for at in kept]
         self.llm.runner.cache = cache.with_kv(jnp.asarray(after))
-        scheduler.row_blocks.compact(row, np.array([len(positions) for positions in cached]))
+        scheduler.row_blocks.compact(np.array([row]), np.array([[len(positions)] for positions in cached]))
         scheduler.check()
         self.num_evictions += 1
 

@@ -156,11 +156,11 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec
     exact = KVCache({"kv": jnp.asarray(find_codec(codec).decode(cache.leaves, jnp), jnp.float32)}, "f32")
     nothing = jnp.zeros((len(q), K, H), q.dtype)  # no slot is in the pool
     queries, exact = write(q, nothing, nothing, exact, context, angles, 1.0)
-    expected = np.asarray(ragged_paged_attention(queries, exact, context))
+    expected = np.asarray(ragged_paged_attention(queries, exact, context).out)
     with interpreting():
         work = kernels.schedule(context, cache, N) if kernels.decode.schedule else None
         queries, cache = jax.jit(lambda cache: kernels.write(q, nothing, nothing, cache, context, angles, 1.0))(cache)
-        got = np.asarray(kernels.attend(queries, cache, context, work))
+        got = np.asarray(kernels.attend(queries, cache, context, work).out)
     assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
     largest = np.nanmax(np.abs(np.asarray(exact.kv[:, 1, 1])))
@@ -208,7 +208,7 @@ def test_attention_of_a_device_with_some_of_the_heads_is_that_of_those_heads():
     context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), H), 0)
 
     def attend(q, cache):
-        return np.asarray(ragged_paged_attention(Queries(q, None), cache, context))
+        return np.asarray(ragged_paged_attention(Queries(q, None), cache, context).out)
 
     whole, group = attend(q, cache), N // K
     for device in range(K):

@@ -1,0 +1,163 @@
+"""What every eviction method has in common: how many tokens a layer keeps, when it evicts, and the protocol by which a
+method chooses among them. NumPy on the host; on the device the same formulas run on jax arrays.
+
+A method is a frozen dataclass: its fields are the settings under `kv_eviction`, and `priority` says which tokens stay.
+When and how many is arithmetic on the numbers of tokens alone: the host knows it without asking the device, and a text
+that is computed again after a preemption evicts the same tokens at the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ksana_jax import checks
+from ksana_jax.errors import ConfigError
+
+Array: TypeAlias = Any  # NumPy on the host, jax in a compiled program
+
+
+class Cached(NamedTuple):
+    """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in the text's order.
+
+    keys, values: [n, Lg, K, C, H]. Keys are rotated at their text positions, or not at all with positions "cache".
+    scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
+    text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
+    num_tokens: [n] tokens in the cache; slots from there on hold anything.
+    length: [n] tokens of the text so far.
+    group: [n] number of the group of layers.
+    """
+
+    keys: Array
+    values: Array
+    scores: Array
+    text_positions: Array
+    num_tokens: Array
+    length: Array
+    group: Array
+
+
+class Observation(NamedTuple):
+    """What `observed_logits` may depend on besides the scores; all broadcast to [S, K, R, C].
+
+    layer: in the model. head: of the query. query: its text position. slot: the key's index in the cache. number: the
+    query's, see `EvictionMethod.query_numbers`.
+    """
+
+    layer: Array
+    head: Array
+    query: Array
+    slot: Array
+    number: Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvictionMethod:
+    """Decides which cached tokens a row keeps when it has more than its budget. Base of all methods.
+
+    Args:
+      budget: most tokens that a layer caches of a row. A float up to 1 is a fraction of the prompt (0.2), an int a
+        number of tokens. While a prompt is computed whole, all of it is cached.
+      sinks: first tokens of the text, always kept.
+      recent: newest tokens, always kept: a float up to 1 is a fraction of the budget, an int a number of tokens.
+      interval: tokens that are evicted at a time, so that the cache holds from budget - interval + 1 to budget tokens.
+        None takes the block size; 1 evicts after every token, as papers define their methods.
+      prompts: "whole" evicts once a prompt is complete; "streamed" evicts while it is computed, as if it had been
+        generated, so that scoring a long text measures the method.
+      layers: "uniform" gives all layers the same budget. "pyramid" gives the first layer 1.5 times the budget and the
+        last half of it, linearly in between (PyramidKV, arXiv:2406.02069, section 3.2, with beta at its least).
+      positions: "absolute" leaves keys at their text positions; "cache" rotates a key by its index in the cache.
+    """
+
+    budget: float | int = 0.2
+    sinks: int = 0
+    recent: float | int = 0.5
+    interval: int | None = None
+    prompts: Literal["whole", "streamed"] = "whole"
+    layers: Literal["uniform", "pyramid"] = "uniform"
+    positions: Literal["absolute", "cache"] = "absolute"
+
+    # Whether the attention weights of queries are added up in `Cached.scores`.
+    observes: ClassVar[bool] = False
+    # Whether they are added up from zero again after each eviction.
+    forgets: ClassVar[bool] = False
+    # Whether `observed_logits` replaces the attention scores of which the weights are made.
+    alters_logits: ClassVar[bool] = False
+
+    def __post_init__(self):
+        name = f"kv_eviction {type(self).__name__}"
+        checks.require(
+            _share(f"{name}: budget", self.budget, least=1),
+            _share(f"{name}: recent", self.recent, least=0),
+            checks.integer(f"{name}: sinks", self.sinks, 0),
+            checks.integer(f"{name}: interval", self.interval, 1, optional=True),
+            checks.one_of(f"{name}: prompts", self.prompts, ("whole", "streamed")),
+            checks.one_of(f"{name}: layers", self.layers, ("uniform", "pyramid")),
+            checks.one_of(f"{name}: positions", self.positions, ("absolute", "cache")),
+            error=ConfigError,
+        )
+
+    def priority(self, cached: Cached, xp: Any) -> Array:
+        """Returns [n, Lg, K, C]: of the tokens that are neither sinks nor recent, those with the highest stay.
+
+        Args:
+          xp: numpy or jax.numpy.
+        """
+        raise NotImplementedError
+
+    @property
+    def once(self) -> bool:
+        """Whether it evicts when a prompt is complete and never again."""
+        return False
+
+    @property
+    def needs_text_positions(self) -> bool:
+        """Whether `priority` reads `Cached.text_positions`."""
+        return False
+
+    def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray | None:
+        """Returns a float32 number for each query of a step, which `query_factor` and `observed_logits` receive.
+
+        None, the default, counts all queries alike.
+
+        Args:
+          until_eviction: [Gk, T] number of queries up to the row's next eviction, this one included.
+          num_outputs: [T] tokens generated up to this one; 0 or less in a prompt.
+
+        Returns:
+          An array that broadcasts to [Gk, T].
+        """
+        return None
+
+    @property
+    def tells_queries_apart(self) -> bool:
+        """Whether `query_numbers` returns numbers."""
+        return self.query_numbers(np.ones((1, 1)), np.ones(1)) is not None
+
+    def query_factor(self, numbers: Array) -> Array:
+        """Returns by what the attention weights of each query are multiplied before they are added to the scores."""
+        return numbers
+
+    def observed_logits(self, logits: Array, seen: Observation, xp: Any) -> Array:
+        """Returns the scores whose softmax is observed, [S, K, R, C]; only with `alters_logits`."""
+        return logits
+
+    @property
+    def compiled(self) -> EvictionMethod:
+        """The method without the numbers that only the host reads: equal methods need the same compiled programs."""
+        of_host = {f.name for f in dataclasses.fields(EvictionMethod)} - {"positions"}
+        return dataclasses.replace(self, **{f.name: f.default for f in dataclasses.fields(self) if f.name in of_host})
+
+    def shares(self, num_layers: int) -> tuple[float, ...]:
+        """Returns the budget of each layer relative to `budget`; the mean is 1."""
+        if self.layers == "uniform" or num_layers == 1:
+            return (1.0,) * num_layers
+        return tuple((1.5 - np.arange(num_layers) / (num_layers - 1)).tolist())
+
+
+def _share(name: str, value: Any, least: int) -> str | None:
+    if isinstance(value, (float, np.floating)):
+        return checks.number(name, value, above=0 if least else None, low=None if least else 0, high=1)
+    return checks.integer(name, value, least)

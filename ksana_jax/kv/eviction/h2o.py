@@ -1,0 +1,34 @@
+"""H2O: heavy hitters and recent tokens (Zhang et al., arXiv:2306.14048, section 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class H2O(EvictionMethod):
+    """Keeps the tokens that have received the most attention, and the newest half of the budget.
+
+    The weights of all queries so far are added up, those of a prompt too; later queries are never looked at. Query
+    heads that share a kv head are added up.
+
+    Args:
+      normalised: divide a token's sum by the number of queries that could see it; otherwise early tokens, which more
+        queries have seen, are favoured, as in the paper.
+    """
+
+    normalised: bool = False
+
+    observes: ClassVar[bool] = True
+
+    @property
+    def needs_text_positions(self) -> bool:
+        return self.normalised
+
+    def priority(self, cached: Cached, xp: Any) -> Array:
+        if not self.normalised:
+            return cached.scores
+        return cached.scores / (cached.length[:, None, None, None] - cached.text_positions)

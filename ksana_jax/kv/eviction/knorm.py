@@ -1,0 +1,20 @@
+"""Keys of small norm (Devoto et al., arXiv:2406.11430, section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KNorm(EvictionMethod):
+    """Keeps the tokens whose keys have the smallest L2 norm, which tend to receive the most attention.
+
+    It observes no attention, so it costs nothing between evictions.
+    """
+
+    def priority(self, cached: Cached, xp: Any) -> Array:
+        keys = cached.keys.astype(xp.float32)
+        return -xp.sqrt((keys * keys).sum(axis=-1))

@@ -1,0 +1,107 @@
+"""When rows evict and how many tokens: arithmetic on lengths, for many rows at once. NumPy only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from ksana_jax.errors import ConfigError
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.patterns import FAR
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictionSchedule:
+    """The evictions of an engine; Gk groups of layers, n rows.
+
+    A group has evicted the same number of tokens from all rows of one length and prompt, whatever happened to them.
+
+    Args:
+      shares: [Gk] budget of each group relative to the method's; None if the group evicts nothing.
+      block_size: B, the default interval.
+
+    Raises:
+      ConfigError: the groups would need their next blocks at different tokens, or the budget holds no interval.
+    """
+
+    method: EvictionMethod
+    shares: tuple[float | None, ...]
+    block_size: int
+
+    def __post_init__(self):
+        m, interval = self.method, self.interval
+        if len(self.shares) > 1 and interval % self.block_size:
+            raise ConfigError(
+                f"kv_eviction: interval is {interval}, must be a multiple of block_size {self.block_size} where layers "
+                f"have different budgets or patterns: {len(self.shares)} groups of layers take their blocks together"
+            )
+        if not isinstance(m.budget, float):
+            lowest = min((round(share * m.budget) for share in self.shares if share is not None), default=FAR)
+            if lowest < self.least:
+                raise ConfigError(
+                    f"kv_eviction: a layer's budget of {lowest} tokens is too small: {m.sinks} sinks and an interval "
+                    f"of {interval} need {self.least}"
+                )
+
+    @property
+    def interval(self) -> int:
+        """Tokens that are evicted at a time."""
+        return self.method.interval or self.block_size
+
+    @property
+    def least(self) -> int:
+        """The smallest budget, to which fractions of short prompts are raised: at least one token stays."""
+        return self.method.sinks + self.interval
+
+    @functools.cached_property
+    def _shares(self) -> np.ndarray:
+        return np.array([np.nan if share is None else share for share in self.shares])[:, None]
+
+    def budgets(self, num_prompt: np.ndarray) -> np.ndarray:
+        """Returns the most tokens that each group caches of rows with prompts of num_prompt [n] tokens: [Gk, n]; FAR
+        for groups that evict nothing. A whole prompt may exceed it until it is complete."""
+        budget = self.method.budget
+        base = budget * np.asarray(num_prompt) if isinstance(budget, float) else np.full(np.shape(num_prompt), budget)
+        tokens = np.maximum(np.rint(self._shares * base), self.least)
+        return np.where(np.isnan(tokens), FAR, tokens).astype(np.int32)
+
+    def num_evicted(self, length: np.ndarray, num_prompt: np.ndarray) -> np.ndarray:
+        """Returns how many tokens each group has evicted of rows that have computed length [n] tokens: [Gk, n]."""
+        if self.method.once:
+            length = np.where(length < num_prompt, 0, num_prompt)
+        elif self.method.prompts == "whole":
+            length = np.where(length < num_prompt, 0, length)
+        excess = np.maximum(length - self.budgets(num_prompt), 0)
+        return -(-excess // self.interval) * self.interval
+
+    def next_at(self, length: np.ndarray, num_prompt: np.ndarray) -> np.ndarray:
+        """Returns the length at which each group evicts next from rows that have computed length [n] tokens: [Gk, n];
+        FAR if it never does."""
+        full = self.num_evicted(length, num_prompt) + self.budgets(num_prompt).astype(np.int64) + 1
+        if self.method.prompts == "whole" or self.method.once:
+            full = np.maximum(full, num_prompt)
+        if self.method.once:
+            full = np.where((length < num_prompt) & (full == num_prompt), num_prompt, FAR)
+        return np.minimum(full, FAR).astype(np.int32)
+
+    def num_recent(self, num_prompt: np.ndarray) -> np.ndarray:
+        """Returns the number of newest tokens that each group keeps at least: [Gk, n]."""
+        recent = self.method.recent
+        if isinstance(recent, float):
+            return np.rint(recent * self.budgets(num_prompt)).astype(np.int32)
+        return np.full((len(self.shares), len(np.atleast_1d(num_prompt))), recent, np.int32)
+
+    def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:
+        """Returns the most tokens that a group caches of a row that ends at max_tokens.
+
+        Args:
+          num_prompt: of the row; None assumes the worst.
+        """
+        whole = self.method.prompts == "whole" or self.method.once
+        prompt = np.array([max_tokens if num_prompt is None else num_prompt])
+        after = int(self.budgets(prompt)[group, 0]) + 1
+        if self.method.once:
+            after += max_tokens - (0 if num_prompt is None else num_prompt)
+        return min(max(after, int(prompt[0]) if whole else 0), max_tokens)

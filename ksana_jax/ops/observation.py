@@ -1,0 +1,88 @@
+"""The attention weights that cached tokens receive, which methods of eviction add up. Knows no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.kv.eviction.base import EvictionMethod, Observation
+
+
+class Observer(NamedTuple):
+    """Makes attention in a layer return the weights that slots receive, for an eviction method.
+
+    Layers with an observer attend to all of their text: no pattern, no shared prefix.
+
+    layer: index in the model.
+    """
+
+    method: EvictionMethod
+    layer: int | jax.Array
+
+    @property
+    def unrotated_keys(self) -> bool:
+        """Whether keys are stored before the rotation, and rotated by their index in the cache when they are read."""
+        return self.method.positions == "cache"
+
+
+class ObservedQueries(NamedTuple):
+    """Queries of S tiles, R = query heads of a kv head x Q tokens; arrays of tokens are [S, Q].
+
+    text_positions: of the text; -1 for padding. numbers: see `EvictionMethod.query_numbers`; None if there are none.
+    log_total: [S, K, R] logarithm of the softmax's denominator, -inf where a query sees nothing.
+    """
+
+    text_positions: Any
+    numbers: Any
+    log_total: jax.Array
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Repeats [S, Q] values for the query heads of a kv head: [S, 1, R, 1]."""
+        return jnp.tile(x, (1, self.log_total.shape[2] // x.shape[1]))[:, None, :, None]
+
+
+def observed_mass(
+    observer: Observer, queries: ObservedQueries, scores_of: Callable, num_pieces, most_pieces: int, piece_tokens: int
+) -> jax.Array:
+    """Returns the weight [S, K, most_pieces * piece_tokens] of each slot, summed over the queries of a tile and the
+    query heads of a kv head, in float32.
+
+    Args:
+      scores_of: piece -> (scores [S, K, R, C], -inf where not visible; cache positions [S, C] of its slots).
+      num_pieces: to look at, traced.
+    """
+    method = observer.method
+    s, kv_heads, rows = queries.log_total.shape
+    group = rows // queries.text_positions.shape[1]
+    head = jnp.arange(kv_heads)[:, None] * group + jnp.arange(rows) // queries.text_positions.shape[1]
+    numbers = None if queries.numbers is None else queries.rows(queries.numbers)
+
+    def logits_of(i):
+        logits, slots = scores_of(i)
+        if not method.alters_logits:
+            return logits
+        seen = Observation(
+            observer.layer, head[..., None], queries.rows(queries.text_positions), slots[:, None, None, :], numbers
+        )
+        return jnp.where(jnp.isfinite(logits), method.observed_logits(logits, seen, jnp), -jnp.inf)
+
+    log_total = queries.log_total
+    if method.alters_logits:
+        nothing = jnp.full(log_total.shape, -jnp.inf)
+
+        def add(i, total):
+            return jnp.logaddexp(total, jax.nn.logsumexp(logits_of(i), axis=-1))
+
+        log_total = jax.lax.fori_loop(0, num_pieces, add, nothing)
+    base = jnp.where(jnp.isfinite(log_total), log_total, jnp.inf)[..., None]
+    factor = 1.0 if numbers is None else method.query_factor(numbers)
+
+    def weigh(i, mass):
+        weights = (jnp.exp(logits_of(i) - base) * factor).sum(axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(mass, weights, i * piece_tokens, axis=2)
+
+    mass = jnp.zeros((s, kv_heads, most_pieces * piece_tokens), jnp.float32)
+    return jax.lax.fori_loop(0, num_pieces, weigh, mass)

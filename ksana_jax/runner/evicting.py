@@ -1,0 +1,141 @@
+"""Evicts tokens from rows on the device: a method chooses, and what it keeps moves to the row's first slots."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.kv.eviction.base import Cached, EvictionMethod
+from ksana_jax.kv.layout import SCORE, TEXT_POSITION, KVLayout
+from ksana_jax.kv.moves import Evictions
+from ksana_jax.ops.pool import KVCache, make_cache
+from ksana_jax.runner.compiling import compiled
+
+# Blocks whose tokens one call moves, unless a single row has more: what bounds its temporary memory.
+BLOCKS_AT_ONCE = 64
+
+
+class Evictor:
+    """Makes the evictions of `kv.moves.Moves` on a pool.
+
+    Args:
+      layout, num_blocks: of the pool.
+      table_width: most blocks of a row in one group of layers, whatever the budget.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, table_width: int):
+        self._layout, self._num_blocks, self.table_width = layout, num_blocks, table_width
+        widths = [table_width]
+        while widths[-1] > 4:
+            widths.append(-(-widths[-1] // 4))
+        self._widths = widths[::-1]
+        self._compiled: dict[tuple[int, int], Callable] = {}
+
+    def _sizes(self, width: int) -> tuple[int, ...]:
+        """Returns the numbers of rows for which functions are compiled: n rows take the smallest that holds them."""
+        return tuple(dict.fromkeys((1, max(BLOCKS_AT_ONCE // width, 1))))
+
+    def _width(self, used: int) -> int:
+        return next(width for width in self._widths if width >= used)
+
+    @property
+    def num_compilations(self) -> int:
+        return len(self._compiled)
+
+    def warm_up(self, table_width: int) -> None:
+        """Compiles the functions that evictions from rows of up to table_width blocks can need."""
+        largest = self._width(table_width)
+        for width in [width for width in self._widths if width <= largest]:
+            for size in self._sizes(width):
+                self._function(size, width)
+
+    def start(self, cache: KVCache, evictions: Sequence[Evictions]) -> KVCache:
+        """Starts evictions on the device, in their order; returns the pool."""
+        for asked in evictions:
+            width = self._width(asked.tables.shape[1])
+            most = self._sizes(width)[-1]
+            for first in range(0, len(asked.tables), most):
+                cache = self._start(cache, Evictions(*(x[first : first + most] for x in asked)), width)
+        return cache
+
+    def _start(self, cache: KVCache, asked: Evictions, width: int) -> KVCache:
+        count, used = asked.tables.shape
+        size = next(s for s in self._sizes(width) if s >= count)
+        # A row of padding keeps nothing, so it writes nothing.
+        tables = np.pad(asked.tables, ((0, size - count), (0, width - used)))
+        return self._function(size, width)(cache, Evictions(tables, *(np.pad(x, (0, size - count)) for x in asked[1:])))
+
+    def _function(self, size: int, width: int) -> Callable:
+        key = (size, width)
+        if key not in self._compiled:
+            assert self._layout.eviction is not None
+            ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+            pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
+            run = functools.partial(evict, method=self._layout.eviction.method.compiled)
+            lowered = jax.jit(run, donate_argnums=0).lower
+            asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 1))
+            self._compiled[key] = compiled(("evict", *key), lambda: lowered(pool, asked))
+        return self._compiled[key]
+
+
+def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:
+    """Moves the tokens that a method keeps to the first slots of their rows, in the text's order.
+
+    Args:
+      asked: n rows, each in one group of layers.
+    """
+    tables, num_kept = asked.tables, asked.num_kept
+    rows = {name: _by_slot(leaf[tables]) for name, leaf in cache.leaves.items()}
+    source = kept_slots(_cached(cache, rows, asked), asked, method)
+    blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_kept[:, None]
+    targets = jnp.where(blocks, tables, cache.num_blocks)
+    leaves = {}
+    for name, leaf in cache.leaves.items():
+        x = rows[name]
+        index = source[:, :, None].reshape(*source.shape[:2], 1, *source.shape[2:], *(1,) * (x.ndim - 5))
+        moved = jnp.take_along_axis(x, index, axis=4)
+        if name == SCORE and method.forgets:
+            moved = jnp.zeros_like(moved)
+        leaves[name] = leaf.at[targets].set(_by_block(moved, cache.block_size), mode="drop")
+    return KVCache(leaves, cache.codec)
+
+
+def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cached:
+    """Returns what a method chooses from. rows: leaves of the rows, by slot."""
+    keys, values = (cache.decoded({name: x[:, :, i] for name, x in rows.items() if x.shape[2] == 2}) for i in range(2))
+    score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
+    return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group)
+
+
+def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
+    """Returns the slots [n, Lg, K, C] whose tokens move to slots 0, 1, ...: rising up to num_kept, then any.
+
+    Among equals, older tokens stay.
+    """
+    num_slots = cached.keys.shape[3]
+    slots = jnp.arange(num_slots)
+    num_tokens, num_kept, num_sinks, num_recent = (
+        x[:, None, None, None] for x in (asked.num_tokens, asked.num_kept, asked.num_sinks, asked.num_recent)
+    )
+    priority = jnp.broadcast_to(method.priority(cached, jnp), cached.keys.shape[:-1]).astype(jnp.float32)
+    priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
+    stays = (slots < num_sinks) | (slots >= num_tokens - num_recent)
+    # Above all others, and below all others.
+    classes = jnp.where(slots >= num_tokens, 2, jnp.where(stays, 0, 1))
+    order = jnp.lexsort((-priority, jnp.broadcast_to(classes, priority.shape)))
+    return jnp.minimum(jnp.sort(jnp.where(slots < num_kept, order, num_slots)), num_slots - 1)
+
+
+def _by_slot(x: jax.Array) -> jax.Array:
+    """[n, P, Lg, X, K, B, ...] to [n, Lg, X, K, P*B, ...]."""
+    x = jnp.moveaxis(x, 1, 4)
+    return x.reshape(*x.shape[:4], -1, *x.shape[6:])
+
+
+def _by_block(x: jax.Array, block_size: int) -> jax.Array:
+    """[n, Lg, X, K, P*B, ...] to [n, P, Lg, X, K, B, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:4], -1, block_size, *x.shape[5:]), 4, 1)

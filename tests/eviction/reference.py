@@ -1,0 +1,143 @@
+"""KV eviction written again in float64 NumPy: one text, one token at a time, no blocks, no chunks. Each layer and kv
+head has a list of the text positions that it still has; each method is its paper's rule for what to drop from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.reference import _norm, _rotate
+
+
+@dataclasses.dataclass
+class Head:
+    """What one kv head of one layer has: text positions, and by position keys before rotation, values and scores."""
+
+    kept: list[int] = dataclasses.field(default_factory=list)
+    keys: dict = dataclasses.field(default_factory=dict)
+    values: dict = dataclasses.field(default_factory=dict)
+    scores: dict = dataclasses.field(default_factory=dict)
+    newest: list = dataclasses.field(default_factory=list)  # weights of the last queries, {position: weight} each
+
+
+@dataclasses.dataclass
+class Rule:
+    """A method in numbers. drop: the order, see `priorities`. budgets, recents: of each layer, most tokens and newest
+    ones that always stay."""
+
+    drop: str
+    budgets: list[int]
+    interval: int
+    recents: list[int]
+    sinks: int = 0
+    whole: bool = True
+    once: bool = False
+    in_cache: bool = False
+    window: int = 1
+    noise: Callable | None = None  # (layer, head, query, slot) -> Gumbel noise
+    temperature: Callable | None = None  # text position -> temperature
+    random: Callable | None = None  # (layer, kv head, text position) -> number
+
+
+def pooled(scores: np.ndarray, kernel: int = 5) -> np.ndarray:
+    side = kernel // 2
+    padded = np.pad(scores, side)
+    return np.array([padded[i : i + kernel].mean() for i in range(len(scores))])
+
+
+def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: int) -> np.ndarray:
+    head = heads[number]
+
+    def observed(head: Head, count: int) -> np.ndarray:
+        return np.array([sum(w.get(j, 0.0) for w in head.newest[-count:]) for j in head.kept])
+
+    match rule.drop:
+        case "sums":
+            return np.array([head.scores[j] for j in head.kept])
+        case "means":
+            return np.array([head.scores[j] / (length - j) for j in head.kept])
+        case "last query":
+            return np.mean([observed(h, 1) for h in heads], axis=0)
+        case "last queries":
+            return pooled(observed(head, rule.window))
+        case "norm":
+            return -np.array([np.linalg.norm(head.keys[j]) for j in head.kept])
+        case "age":
+            return np.array(head.kept, float)
+        case "random":
+            assert rule.random is not None
+            return np.array([rule.random(layer, number, j) for j in head.kept])
+    raise ValueError(rule.drop)
+
+
+def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: int) -> None:
+    count, budget = len(heads[0].kept), rule.budgets[layer]
+    if (rule.whole and length < num_prompt) or (rule.once and length != num_prompt) or count <= budget:
+        return
+    left = count - rule.interval * math.ceil((count - budget) / rule.interval)
+    chosen = []
+    for number in range(len(heads)):
+        order = priorities(rule, layer, heads, number, length)
+        stay = set(range(rule.sinks)) | set(range(count - min(rule.recents[layer], left - rule.sinks), count))
+        others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
+        chosen.append(sorted(stay | set(others[: left - len(stay)])))
+    for head, indices in zip(heads, chosen, strict=True):
+        head.kept = [head.kept[i] for i in indices]
+        head.newest = []
+
+
+def run(params, config, tokens, rule: Rule, num_prompt: int):
+    """Returns log-probabilities [T, V] of what follows each token, and after each token the kept positions of each
+    layer and kv head."""
+
+    def f64(a):
+        return np.asarray(a, np.float64)
+
+    n, kv, h = config.num_heads, config.num_kv_heads, config.head_dim
+    group, states, logprobs, kept = n // kv, [[Head() for _ in range(kv)] for _ in params.layers], [], []
+    for t, token in enumerate(tokens):
+        x = f64(params.embed)[token]
+        for index, (p, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
+            spec, heads = layer.attention, states[index]
+            y = _norm(x, f64(p.attn_norm), config.norm_eps)
+            q = (y @ f64(p.w_q).T).reshape(n, h)
+            out = np.zeros((n, h))
+            for number, head in enumerate(heads):
+                head.keys[t] = (y @ f64(p.w_k).T).reshape(kv, h)[number]
+                head.values[t] = (y @ f64(p.w_v).T).reshape(kv, h)[number]
+                head.kept.append(t)
+                head.scores[t], weights = 0.0, {}
+                at = np.arange(len(head.kept)) if rule.in_cache else np.array(head.kept)
+                keys = _rotate(np.array([head.keys[j] for j in head.kept]), at, spec.rope.theta)
+                for g in range(group):
+                    who = number * group + g
+                    scores = keys @ _rotate(q[who], at[-1], spec.rope.theta) * spec.scale
+                    out[who] = softmax(scores) @ np.array([head.values[j] for j in head.kept])
+                    if rule.noise is not None and rule.temperature is not None:
+                        slots = np.arange(len(scores))
+                        scores = (scores + rule.noise(index, who, t, slots)) / rule.temperature(t)
+                    for j, w in zip(head.kept, softmax(scores), strict=True):
+                        weights[j] = weights.get(j, 0.0) + w
+                for j, w in weights.items():
+                    head.scores[j] += w
+                head.newest.append(weights)
+            x = x + out.reshape(-1) @ f64(p.w_o).T
+            y = _norm(x, f64(p.mlp_norm), config.norm_eps)
+            gate = y @ f64(p.w_gate).T
+            x = x + (gate / (1 + np.exp(-gate)) * (y @ f64(p.w_up).T)) @ f64(p.w_down).T
+        head_weights = f64(params.embed if params.head is None else params.head)
+        z = _norm(x, f64(params.final_norm), config.norm_eps) @ head_weights.T
+        z -= z.max()
+        logprobs.append(z - np.log(np.exp(z).sum()))
+        for index, heads in enumerate(states):
+            evict(rule, index, heads, t + 1, num_prompt)
+        kept.append([[list(head.kept) for head in heads] for heads in states])
+    return np.array(logprobs), kept, states
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()

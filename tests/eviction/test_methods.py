@@ -1,0 +1,174 @@
+"""Every eviction method in the engine against its dense float64 definition: after every step the same tokens are kept
+in every layer and kv head, and log-probabilities are the same; ragged, chunked, preempted."""
+
+import numpy as np
+import pytest
+
+from ksana_jax import SamplingParams
+from ksana_jax.kv.eviction.noise import uniform
+from tests.engine.small import VOCAB, assert_idle, make_llm, model
+from tests.eviction.reference import Rule, run
+from tests.soak import soak_unless
+
+SIZE = 4
+RNG = np.random.default_rng(5)
+# Tokens of a prompt differ: equal ones have keys of equal norm in the first layer.
+PROMPTS = [(2 + RNG.permutation(VOCAB - 2)[:length]).tolist() for length in (30, 13, 9)]
+
+
+def gumbel(seed):
+    return lambda *at: -np.log(-np.log(uniform(np, seed, *at).astype(np.float64)))
+
+
+def random_number(layer, head, position):
+    # Two layers of one group.
+    return uniform(np, 7, 0, layer, head, position).item()
+
+
+# {name: (setting, rule of a prompt of n tokens)}
+METHODS = {
+    "h2o": (
+        {"method": "h2o", "budget": 12, "recent": 0.5, "interval": 3},
+        lambda n: Rule("sums", [12, 12], 3, recents=[6] * 2),
+    ),
+    "h2o, every token, sinks": (
+        {"method": "h2o", "budget": 9, "recent": 2, "sinks": 1, "interval": 1, "prompts": "streamed"},
+        lambda n: Rule("sums", [9, 9], 1, recents=[2] * 2, sinks=1, whole=False),
+    ),
+    "h2o, means of half the prompt": (
+        {"method": "h2o", "budget": 0.5, "recent": 0.25, "normalised": True},
+        lambda n: Rule("means", [max(round(n * 0.5), 4)] * 2, 4, recents=[round(0.25 * max(round(n * 0.5), 4))] * 2),
+    ),
+    "h2o, pyramid": (
+        {"method": "h2o", "budget": 12, "recent": 0.5, "layers": "pyramid"},
+        lambda n: Rule("sums", [18, 6], 4, recents=[9, 3]),
+    ),
+    "h2o, positions in the cache": (
+        {"method": "h2o", "budget": 12, "recent": 0.5, "positions": "cache", "prompts": "streamed"},
+        lambda n: Rule("sums", [12, 12], 4, recents=[6] * 2, whole=False, in_cache=True),
+    ),
+    "tova": (
+        {"method": "tova", "budget": 10, "interval": 1},
+        lambda n: Rule("last query", [10, 10], 1, recents=[0] * 2),
+    ),
+    "snapkv": (
+        {"method": "snapkv", "budget": 8, "recent": 3},
+        lambda n: Rule("last queries", [8, 8], 4, recents=[3] * 2, once=True, window=3),
+    ),
+    "snapkv, streamed": (
+        {"method": "snapkv", "budget": 12, "recent": 3, "prompts": "streamed"},
+        lambda n: Rule("last queries", [12, 12], 4, recents=[3] * 2, whole=False, window=3),
+    ),
+    "keyformer": (
+        {"method": "keyformer", "budget": 12, "recent": 4, "steps": 10, "seed": 3, "interval": 2},
+        lambda n: Rule(
+            "sums",
+            [12, 12],
+            2,
+            recents=[4] * 2,
+            noise=gumbel(3),
+            temperature=lambda t: 1 + min(max(t + 1 - n, 0) / 10, 1),
+        ),
+    ),
+    "knorm": (
+        {"method": "knorm", "budget": 10, "recent": 0.5, "interval": 2, "prompts": "streamed"},
+        lambda n: Rule("norm", [10, 10], 2, recents=[5] * 2, whole=False),
+    ),
+    "random": (
+        {"method": "random", "budget": 12, "recent": 2, "seed": 7, "prompts": "streamed"},
+        lambda n: Rule("random", [12, 12], 4, recents=[2] * 2, whole=False, random=random_number),
+    ),
+    "window": (
+        {"method": "window", "budget": 8, "interval": 1, "prompts": "streamed"},
+        lambda n: Rule("age", [8, 8], 1, recents=[8] * 2, whole=False),
+    ),
+    "streaming_llm": (
+        {"method": "streaming_llm", "budget": 8, "sinks": 2, "interval": 1, "prompts": "streamed"},
+        lambda n: Rule("age", [8, 8], 1, recents=[6] * 2, sinks=2, whole=False, in_cache=True),
+    ),
+}
+EVERY_TIME = ("h2o", "h2o, pyramid", "h2o, positions in the cache", "snapkv", "keyformer")
+
+
+def serve(llm, num_outputs: int, preempts: bool):
+    """Runs the prompts to their end; returns their outputs, and [(request, tokens computed, the pool's content)]."""
+    asked = SamplingParams(
+        temperature=0, max_tokens=num_outputs, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
+    )
+    requests = [llm.engine.add_request(np.array(prompt), asked) for prompt in PROMPTS]
+    scheduler, seen, number = llm.engine.scheduler, [], 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine._make_moves()
+        pool = llm.runner.cache
+        for row in scheduler.order.tolist():
+            rows = scheduler.rows
+            state = {name: getattr(rows, name)[..., row].copy() for name in ("num_computed", "num_evicted")}
+            seen.append((rows.seqs[row].request_id, state, rows.block_tables[:, row].copy(), np.asarray(pool.kv)))
+        scheduler.check()
+        number += 1
+        if preempts and number in (5, 11, 17, 23) and len(scheduler.order):
+            scheduler._preempt(int(scheduler.order[-1]))
+    assert_idle(llm)
+    return [request.output() for request in requests], seen
+
+
+def compare(llm, rule_of, num_outputs: int = 20, preempts: bool = False) -> None:
+    (config, params), (outputs, seen) = model(), serve(llm, num_outputs, preempts)
+    places, size, most = llm.runner.layout.places, llm.config.block_size, 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        text = np.array(prompt + output.outputs[0].token_ids)
+        expected, kept, states = run(params, config, text, rule_of(len(prompt)), len(prompt))
+        entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        got = [entry[int(token)].logprob for entry, token in zip(entries, text[1:], strict=True)]
+        # float32 against float64 through two layers: about 1e-5; 1e-4 is the contract.
+        np.testing.assert_allclose(got, expected[np.arange(len(text) - 1), text[1:]], atol=1e-4)
+        assert output.outputs[0].token_ids == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
+        for request, state, tables, pool in seen:
+            if request != output.request_id:
+                continue
+            length = int(state["num_computed"])
+            for layer, (group, at) in enumerate(places):
+                slots = np.arange(length - int(state["num_evicted"][group]))
+                most = max(most, length - len(slots))
+                stored = pool[tables[group][slots // size], at, 1, :, slots % size]  # [slots, K, H]
+                for number, head in enumerate(states[layer]):
+                    positions = kept[length - 1][layer][number]
+                    assert len(positions) == len(slots)
+                    wanted = np.array([head.values[j] for j in positions])
+                    np.testing.assert_allclose(stored[:, number], wanted, atol=1e-4, err_msg=f"{length} {layer}")
+    assert most > 10
+
+
+@pytest.mark.parametrize("name", soak_unless(EVERY_TIME.__contains__, METHODS))
+def test_a_method_keeps_what_its_definition_keeps(name):
+    setting, rule_of = METHODS[name]
+    llm = make_llm(kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
+    compare(llm, rule_of, num_outputs=1 if name == "knorm" else 20)
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "name", soak_unless(lambda name: name == "h2o", ["h2o", "h2o, positions in the cache", "snapkv"])
+)
+def test_a_preempted_text_keeps_what_it_would_have_kept(name, preempt):
+    setting, rule_of = METHODS[name]
+    swaps = {"host_cache_bytes": 2**17, "preempt": "swap"} if preempt == "swap" else {}
+    llm = make_llm(
+        kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8, **swaps
+    )
+    compare(llm, rule_of, preempts=True)
+    assert llm.engine.scheduler.num_preemptions > 2
+    assert bool(llm.engine.memory.counters.swapped_in) == bool(swaps)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chunk, block_size", [(1, 4), (7, 4), (64, 8), (5, 1)])
+@pytest.mark.parametrize("name", ["h2o", "snapkv, streamed", "keyformer"])
+def test_chunks_and_blocks_make_no_difference(name, chunk, block_size):
+    setting, rule_of = METHODS[name]
+    setting = {"interval": 4} | setting
+    llm = make_llm(
+        kv_eviction=setting, block_size=block_size, num_blocks=256, max_num_batched_tokens=chunk, query_tile=8
+    )
+    compare(llm, rule_of)
