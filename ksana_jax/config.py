@@ -277,4 +277,5 @@ class EngineConfig:
 
     def plain(self) -> dict[str, Any]:
         """Returns the fields as JSON values for records; a custom policy is given by its name."""
-        return {f.name: name_of(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else name_of(value) for name, value in values.items()}
