@@ -1,7 +1,8 @@
 """Log-likelihoods of token ids on an engine. Knows no tokenizer and no evaluation harness.
 
 Each sequence is one request, whose tokens are scored as its prompt, in chunks through the engine's pool: a window and
-sinks limit what each prediction sees, as they do for generated text.
+sinks limit what each prediction sees, as they do for generated text. So does kv_eviction that evicts while a prompt is
+computed; one that waits for its end is refused, because it would leave all scores those of the full cache.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from ksana_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -44,11 +47,18 @@ def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], object] = l
       on_group: called with the number of parts done since its last call.
 
     Raises:
+      ConfigError: kv_eviction evicts only once a prompt is complete.
       ValueError: a part is longer than `max_part_tokens`.
       FloatingPointError: a log-probability is not finite.
     """
     from ksana_jax import SamplingParams
 
+    eviction = llm.engine.scheduler.layout.eviction
+    if eviction is not None and eviction.method.prompts == "whole":
+        raise ConfigError(
+            "kv_eviction with prompts 'whole' evicts only after a prompt, so it would not act on scored tokens: "
+            "set prompts to 'streamed'"
+        )
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     scores = [Score(0.0, True)] * len(parts)
     for group in groups([len(part.ids) if part.num_scored else 0 for part in parts], GROUP_TOKENS):

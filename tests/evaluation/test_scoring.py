@@ -96,3 +96,13 @@ def test_the_longest_part_can_be_scored(llm):
     assert np.isfinite(score(llm, [longest])[0].logprob)
     with pytest.raises(ValueError, match="prompt has 64 tokens, max_model_len is 64"):
         score(llm, [Part(ids(64), 1)])
+
+
+def test_eviction_acts_on_scores_or_is_refused(llm):
+    whole, method = Part(ids(60, 1), 59), {"method": "window", "budget": 16, "interval": 1}
+    with pytest.raises(ValueError, match="set prompts to 'streamed'"):
+        score(make_llm(max_model_len=64, kv_eviction=method), [whole])
+    llm.set_pattern(None)
+    [full] = score(llm, [whole])
+    [evicted] = score(make_llm(max_model_len=64, kv_eviction=method | {"prompts": "streamed"}), [whole])
+    assert abs(evicted.logprob - full.logprob) > 0.1
