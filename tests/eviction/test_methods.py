@@ -4,7 +4,8 @@ in every layer and kv head, and log-probabilities are the same; ragged, chunked,
 import numpy as np
 import pytest
 
-from ksana_jax import SamplingParams
+from ksana_jax import AttentionPattern, SamplingParams
+from ksana_jax.config import ConfigError
 from ksana_jax.kv.eviction.noise import uniform
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.eviction.reference import Rule, run
@@ -172,3 +173,36 @@ def test_chunks_and_blocks_make_no_difference(name, chunk, block_size):
         kv_eviction=setting, block_size=block_size, num_blocks=256, max_num_batched_tokens=chunk, query_tile=8
     )
     compare(llm, rule_of)
+
+
+def test_another_budget_needs_no_other_program_and_another_method_another_engine():
+    llm = make_llm(kv_eviction={"method": "h2o", "budget": 12, "interval": 3}, block_size=SIZE, num_blocks=64)
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    llm.warm_up()
+    before, texts = llm.num_compilations, []
+    for budget in (12, 20, 0.5):
+        llm.set_kv_eviction({"method": "h2o", "budget": budget, "interval": 4})
+        texts.append([o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], asked)])
+    assert llm.num_compilations == before and texts[0] != texts[1]
+    with pytest.raises(ConfigError, match="make an engine for it"):
+        llm.set_kv_eviction({"method": "tova", "budget": 12})
+    with pytest.raises(ConfigError, match="their pattern cannot change"):
+        llm.set_pattern(AttentionPattern(window=8))
+    with pytest.raises(ValueError, match="2 completions of one prompt share its blocks"):
+        llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(n=2, detokenize=False))
+    assert_idle(llm)
+
+
+def test_emptied_blocks_serve_more_requests_at_once():
+    """A pool that holds two full texts of fifteen blocks holds more of those that keep a fifth."""
+    prompts = [(2 + RNG.permutation(VOCAB - 2)[:40]).tolist() for _ in range(24)]
+    asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    running, steps = {}, {}
+    for budget in (None, 0.2):
+        eviction = None if budget is None else {"method": "window", "budget": budget, "prompts": "streamed"}
+        llm = make_llm(kv_eviction=eviction, block_size=SIZE, num_blocks=30, max_num_seqs=20, max_num_batched_tokens=64)
+        llm.generate([{"prompt_token_ids": p} for p in prompts], asked)
+        running[budget] = np.mean([record.num_running for record in llm.records if record.num_waiting])
+        steps[budget] = len(llm.records)
+    assert running[0.2] >= 3.5 * running[None]
+    assert 2 * steps[0.2] < steps[None]

@@ -29,6 +29,7 @@ from ksana_jax.experiments.tasks.base import (
     TrialContext,
     check_counts,
 )
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.patterns import FULL
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ class Perplexity(BaseTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = PerplexitySettings(**config["settings"])
+        eviction = read_eviction(config["engine"]["kv_eviction"])
+        if eviction is not None and eviction.prompts == "whole":
+            raise ConfigError(
+                "engine.kv_eviction.prompts is 'whole', which evicts only after a prompt and would not act on scored "
+                "tokens: set it to 'streamed'"
+            )
         check_counts(config, "num_texts", "bucket_tokens")
         check_counts(config, "num_tokens", least=2)
         check_counts(config, "sampled_per_bucket", least=0)

@@ -1,0 +1,127 @@
+"""When rows evict, against counting token by token; and settings that cannot be."""
+
+import numpy as np
+import pytest
+
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
+from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.patterns import FAR, AttentionPattern
+
+
+def counted(budget: int, interval: int, num_prompt: int, length: int, whole: bool, once: bool) -> tuple[int, list[int]]:
+    """How many tokens of `length` are evicted, and at which lengths, by counting."""
+    cached, evicted, at = 0, 0, []
+    for t in range(1, length + 1):
+        cached += 1
+        if cached > budget and not (whole and t < num_prompt) and not (once and t != num_prompt):
+            while cached > budget:
+                cached, evicted = cached - interval, evicted + interval
+            at.append(t)
+    return evicted, at
+
+
+@pytest.mark.parametrize("name, prompts", [("h2o", "whole"), ("h2o", "streamed"), ("snapkv", "whole")])
+@pytest.mark.parametrize("interval", [1, 3, 4])
+def test_evictions_are_those_of_counting(name, prompts, interval):
+    method = read_eviction({"method": name, "budget": 9, "interval": interval, "prompts": prompts})
+    schedule, longest = EvictionSchedule(method, (1.0,), 4), 60
+    for num_prompt in (1, 8, 9, 10, 23, 59):
+        rows = np.array([num_prompt])
+        evicted, at = counted(9, interval, num_prompt, longest, prompts == "whole", method.once)
+        seen, length = [], 0
+        while (following := int(schedule.next_at(np.array([length]), rows)[0, 0])) <= longest:
+            assert following > length
+            seen.append(length := following)
+        assert seen == at
+        assert schedule.num_evicted(np.array([longest]), rows)[0, 0] == evicted
+        most = max(
+            t - counted(9, interval, num_prompt, t - 1, prompts == "whole", method.once)[0] for t in range(1, 61)
+        )
+        assert most <= schedule.max_cached(0, longest, num_prompt)
+
+
+def test_budgets_are_shares_of_the_prompt_or_numbers_and_hold_an_interval():
+    method = read_eviction({"method": "h2o", "budget": 0.25, "sinks": 2, "recent": 0.5, "layers": "pyramid"})
+    schedule = EvictionSchedule(method, (*method.shares(3), None), 4)
+    assert schedule.budgets(np.array([100, 8])).tolist() == [[38, 6], [25, 6], [12, 6], [FAR, FAR]]
+    assert schedule.num_recent(np.array([100]))[:3].tolist() == [[19], [12], [6]]
+    assert schedule.next_at(np.array([0]), np.array([8]))[3, 0] == FAR
+
+
+MODEL = ModelConfig(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+def layout(setting, patterns=None, block_size=4):
+    method = read_eviction(setting)
+    return KVLayout.of(MODEL, patterns, dtype="bf16", block_size=block_size, platform="gpu", eviction=method)
+
+
+def test_bytes_of_a_block_hold_what_the_method_stores():
+    plain = KVLayout.of(MODEL, dtype="bf16", block_size=4, platform="gpu").block_bytes
+    of_token = 4 * 2 * 4 * 4  # layers, kv heads, tokens, bytes
+    assert layout({"method": "knorm"}).block_bytes == plain
+    assert layout({"method": "h2o"}).block_bytes == plain + of_token
+    assert layout({"method": "h2o", "normalised": True}).block_bytes == plain + 2 * of_token
+
+
+def test_layers_with_a_window_keep_it_and_others_evict():
+    window = AttentionPattern(window=16)
+    mixed = layout({"method": "h2o", "budget": 8}, (window, window, AttentionPattern(), AttentionPattern()))
+    assert [group.share for group in mixed.groups] == [None, 1.0]
+    assert mixed.blocks_of(100, num_prompt=1) == window_blocks(window) + 3  # 9 tokens at most
+    with pytest.raises(ConfigError, match="their pattern cannot change"):
+        mixed.with_patterns((window,) * 4)
+    with pytest.raises(ConfigError, match="no layer has that pattern"):
+        layout({"method": "h2o"}, (window,) * 4)
+
+
+def window_blocks(pattern: AttentionPattern) -> int:
+    plain = KVLayout.of(MODEL, (pattern,) * 4, dtype="bf16", block_size=4, platform="gpu")
+    return plain.blocks_of(100)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("h2o", "must be None or a dict"),
+        ({"budget": 3}, "must be None or a dict"),
+        ({"method": "h20"}, "kv_eviction method is 'h20', must be one of h2o, keyformer"),
+        ({"method": "h2o", "buget": 3}, "has no setting 'buget'; the nearest is 'budget'"),
+        ({"method": "h2o", "budget": 0.0}, "budget is 0.0"),
+        ({"method": "h2o", "budget": 1.5}, "budget is 1.5"),
+        ({"method": "h2o", "budget": 0}, "budget is 0, must be an integer from 1"),
+        ({"method": "h2o", "recent": -1}, "recent is -1"),
+        ({"method": "h2o", "interval": 0}, "interval is 0"),
+        ({"method": "h2o", "prompts": "all"}, "must be one of whole, streamed"),
+        ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
+        ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),
+        ({"method": "ksana_jax.units:byte_size"}, "which is not a subclass of EvictionMethod"),
+    ],
+)
+def test_a_wrong_setting_is_named(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        read_eviction(setting)
+
+
+@pytest.mark.parametrize("name", EVICTION_METHODS)
+def test_budgets_change_nothing_that_is_compiled(name):
+    one, other = (read_eviction({"method": name, "budget": budget, "interval": 2}) for budget in (0.1, 40))
+    assert one != other and one.compiled == other.compiled
+
+
+def test_a_budget_without_room_for_an_interval_is_refused():
+    with pytest.raises(ConfigError, match="budget of 3 tokens is too small: 1 sinks and an interval of 4 need 5"):
+        layout({"method": "h2o", "budget": 3, "sinks": 1})
+    with pytest.raises(ConfigError, match="interval is 6, must be a multiple of block_size 4"):
+        layout({"method": "h2o", "budget": 20, "interval": 6, "layers": "pyramid"})
+
+
+@pytest.mark.parametrize(
+    "other", [{"enable_prefix_caching": True}, {"shared_prefix_attention": True}, {"kv_full_precision_layers": [0]}]
+)
+def test_what_it_cannot_be_combined_with_is_said(other):
+    codec = {"kv_cache_dtype": "int8"} if "kv_full_precision_layers" in other else {}
+    with pytest.raises(ConfigError, match="kv_eviction"):
+        EngineConfig(kv_eviction={"method": "h2o"}, **other, **codec)
