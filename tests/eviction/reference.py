@@ -57,6 +57,8 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
     match rule.drop:
         case "sums":
             return np.array([head.scores[j] for j in head.kept])
+        case "sums times values":
+            return np.array([head.scores[j] * np.abs(head.values[j]).sum() for j in head.kept])
         case "means":
             return np.array([head.scores[j] / (length - j) for j in head.kept])
         case "last query":

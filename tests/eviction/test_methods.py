@@ -79,6 +79,10 @@ METHODS = {
         {"method": "random", "budget": 12, "recent": 2, "seed": 7, "prompts": "streamed"},
         lambda n: Rule("random", [12, 12], 4, recents=[2] * 2, whole=False, random=random_number),
     ),
+    "vatp": (
+        {"method": "vatp", "budget": 12, "recent": 4, "sinks": 1},
+        lambda n: Rule("sums times values", [12, 12], 4, recents=[4] * 2, sinks=1),
+    ),
     "window": (
         {"method": "window", "budget": 8, "interval": 1, "prompts": "streamed"},
         lambda n: Rule("age", [8, 8], 1, recents=[8] * 2, whole=False),

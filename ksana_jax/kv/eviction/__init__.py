@@ -19,6 +19,7 @@ EVICTION_METHODS: dict[str, str] = {
     "snapkv": "ksana_jax.kv.eviction.snapkv:SnapKV",
     "tova": "ksana_jax.kv.eviction.tova:TOVA",
     "knorm": "ksana_jax.kv.eviction.knorm:KNorm",
+    "vatp": "ksana_jax.kv.eviction.vatp:VATP",
     "window": "ksana_jax.kv.eviction.window:Window",
     "streaming_llm": "ksana_jax.kv.eviction.window:StreamingLLM",
     "random": "ksana_jax.kv.eviction.random:Random",
