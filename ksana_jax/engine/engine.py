@@ -294,8 +294,8 @@ class Engine:
 
     def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         self._check_idle("the pattern changes only in between")
+        layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
         self._changes.begin()
-        layout = self.scheduler.layout.with_patterns(patterns)
         self.executor.set_patterns(patterns)
         self.scheduler.set_layout(layout, self.memory.index.scope.seen_through(patterns))
 

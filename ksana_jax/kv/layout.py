@@ -217,21 +217,24 @@ class KVLayout:
         return len(self.groups) * self.block_bytes // self.block_size
 
     def blocks_of(self, max_tokens: int, chunk: int = 1, num_prompt: int | None = None) -> int:
-        """Returns the maximum number of blocks of a sequence in all groups; arguments as in `table_width`."""
+        """Returns the maximum number of blocks of a sequence in all groups; arguments as in `table_width`.
+
+        Args:
+          num_prompt: tokens of its prompt, on which evictions depend; None assumes the most blocks.
+        """
         return sum(self._max_blocks(max_tokens, chunk, num_prompt))
 
     def leaf(self, name: str) -> Leaf:
         """Returns the leaf with this name; "kv" holds keys and values, or their codes."""
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
-    def table_width(self, max_tokens: int, chunk: int = 1, num_prompt: int | None = None) -> int:
+    def table_width(self, max_tokens: int, chunk: int = 1) -> int:
         """Returns the maximum number of blocks of a sequence in one group, with chunks of up to `chunk` tokens.
 
         Args:
           max_tokens: length at which the sequence ends.
-          num_prompt: tokens of its prompt, on which evictions depend; None assumes the most blocks.
         """
-        return max(self._max_blocks(max_tokens, chunk, num_prompt))
+        return max(self._max_blocks(max_tokens, chunk, None))
 
     def _max_blocks(self, max_tokens: int, chunk: int, num_prompt: int | None) -> list[int]:
         """Returns the maximum number of blocks of a sequence in each group."""

@@ -12,7 +12,7 @@ from ksana_jax.shipped import model_path
 from tests.engine.small import BOS, EOS, Letters, make_llm, model
 from tests.reference import reference_logprobs
 
-lm_eval = pytest.importorskip("lm_eval")
+lm_eval = pytest.importorskip("lm_eval")  # before the imports that need it
 
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402

@@ -190,9 +190,9 @@ def test_the_pool_stays_at_its_address_from_step_to_step(large_pool):
 TOLERANCES = {"f32": 1e-4, "bf16": 0.5}
 
 
+# Codes are compared with their definitions in tests/engine/test_kv_codecs.py.
+@pytest.mark.parametrize("large_pool", ["f32", "bf16"], indirect=True)
 def test_log_probabilities_through_the_pool_are_those_of_the_dense_model(large_pool):
-    if large_pool.config.kv_cache_dtype != "auto":
-        pytest.skip("tests/engine/test_kv_codecs.py compares codes with their definitions")
     text = np.random.default_rng(0).integers(2, VOCAB, 60)  # several chunks, several blocks
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     [output] = large_pool.generate({"prompt_token_ids": text}, asked)

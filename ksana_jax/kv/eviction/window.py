@@ -23,8 +23,7 @@ class Window(EvictionMethod):
 class StreamingLLM(Window):
     """Keeps the first tokens, attention sinks, and the newest ones, with positions in the cache.
 
-    Source: Xiao et al., arXiv:2309.17453, section 3.2. `pattern="streaming_llm"` computes the same without a method of
-    eviction, and without moving keys.
+    Source: Xiao et al., arXiv:2309.17453, section 3.2. `pattern="streaming_llm"` needs no moves: it masks and frees.
     """
 
     sinks: int = 4
