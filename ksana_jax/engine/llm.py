@@ -183,6 +183,11 @@ class LLM:
         return self.runner.layout.block_bytes
 
     @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return self.runner.layout.token_bytes
+
+    @property
     def records(self) -> list[StepRecord]:
         """One record for each step since `clear_records`."""
         return self.engine.records

@@ -30,6 +30,7 @@ from ksana_jax.experiments.models import fingerprint, num_layers, training_conte
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.experiments.text_files import MissingInput
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.layout import group_layers
 from ksana_jax.pattern_presets import read_pattern
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.shipped import experiment_names, experiment_path
@@ -53,6 +54,9 @@ class Experiment:
     variants: named rows, each {name: ..., dotted.key: value}; empty for a single row.
     grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most 10,000.
     seeds: each row runs once per seed; tables then give mean and standard deviation.
+    interleave: run all rows with the first seed, then all with the next: changes in the machine's load then affect all
+      rows alike, so speeds can be compared. Otherwise rows that share an engine run in succession, and none is built
+      twice.
     fetch: what to download, under which licence and to where; the error if an input file is missing.
     """
 
@@ -68,6 +72,7 @@ class Experiment:
     variants: list[Any] = dataclasses.field(default_factory=list)
     grid: dict[str, Any] = dataclasses.field(default_factory=dict)
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+    interleave: bool = False
     fetch: str = ""
 
 
@@ -89,12 +94,18 @@ class Trial:
 
     @property
     def engine_key(self) -> str:
-        """Key that is equal for trials that can share a loaded engine; patterns, and the numbers of an eviction method,
-        are set without reloading."""
+        """Key that is equal for trials that can share a loaded engine; patterns that leave the groups of layers as they
+        are, and the numbers of an eviction method, are set without reloading."""
         engine = dict(self.config["engine"])
         if (method := read_eviction(engine["kv_eviction"])) is not None:
             engine["kv_eviction"] = [repr(method.compiled), method.layers]
-        return canonical([self.config["model"], self.config["load_format"], engine])
+        return canonical([self.config["model"], self.config["load_format"], engine, self.layer_groups])
+
+    @property
+    def layer_groups(self) -> list[list[int]]:
+        """The layers that share a block table, if the trial's patterns divide them into several groups."""
+        groups = group_layers(patterns_of(self.config)) if self.config["layer_patterns"] else ()
+        return [list(group.layers) for group in groups] if len(groups) > 1 else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Plan:
 
     @property
     def trials(self) -> list[Trial]:
-        """Returns each trial once, in the order of the rows."""
+        """Each trial once, in the order of the rows."""
         return list({t.id: t for row in self.rows for t in row.trials}.values())
 
     def max_repositioned_sinks(self, trial: Trial) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,8 @@ class EnginePool:
         default = dataclasses.asdict(EngineConfig())
         given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
         given.setdefault("max_repositioned_sinks", self._plan.max_repositioned_sinks(trial))
+        if trial.layer_groups:
+            given["pattern"] = patterns_of(trial.config)
         return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
 
 
@@ -149,7 +151,7 @@ def run(
             mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
             todo = [t for t in mine if t.id not in before.done]
             failed, pool = {}, EnginePool(plan, make_llm)
-            for num_done, trial in enumerate(_by_engine(todo), start=len(mine) - len(todo)):
+            for num_done, trial in enumerate(_ordered(plan, todo), start=len(mine) - len(todo)):
                 progress = _Progress(on_progress, num_done, len(mine), trial.label)
                 progress(0.0)
                 began, measurements, message = time.perf_counter(), [], None
@@ -199,10 +201,11 @@ def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: l
     file.append("done", trial=trial.id, num_measurements=len(measurements), seconds=seconds, time=time.time())
 
 
-def _by_engine(trials: list[Trial]) -> Iterator[Trial]:
-    """Groups trials by engine, otherwise in the plan's order, so that no engine is built twice."""
-    order = {key: i for i, key in enumerate(dict.fromkeys(t.engine_key for t in trials))}
-    yield from sorted(trials, key=lambda t: order[t.engine_key])
+def _ordered(plan: Plan, trials: list[Trial]) -> list[Trial]:
+    """Groups trials by engine, so that none is built twice, or by seed; otherwise they stay in the plan's order."""
+    groups = [t.seed if plan.source["interleave"] else t.engine_key for t in trials]
+    order = {key: i for i, key in enumerate(dict.fromkeys(groups))}
+    return [trials[i] for i in sorted(range(len(trials)), key=lambda i: order[groups[i]])]
 
 
 def _write_plan(plan: Plan, last: dict[str, Any] | None, file: RecordFile) -> None:

@@ -26,18 +26,20 @@ class FakeLLM:
 
     instances: ClassVar[list["FakeLLM"]] = []
 
-    def __init__(self, model, load_format="auto", **engine):
+    def __init__(self, model, load_format="auto", pattern=None, **engine):
         self.model, self.load_format, self.given = model, load_format, engine
         self.config = EngineConfig(**engine)
         self.model_config = ModelConfig(max_position=16, num_layers=2)
         self.tokenizer = ByteTokenizer()
         self.block_bytes = 1024
         self.num_blocks = 64
+        self.kv_token_bytes = self.block_bytes // self.config.block_size
         self.num_compilations = 0
         self.patterns_set = []
         self._shapes = set()
         self._clock = itertools.count()
         self.records = []
+        self.built_with = pattern
         self.set_pattern(FULL)
         FakeLLM.instances.append(self)
 

@@ -195,6 +195,17 @@ def test_layers_can_have_patterns_of_their_own(model):
     assert [str(p) for p in patterns_of(trial.config)] == ["window=4", "full"]
 
 
+def test_layers_in_several_groups_need_an_engine_of_their_own(model):
+    path = Path(model, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
+    layers = ([{"window": 4}, {"window": 8}], [{}, {"window": 4}], [{"window": 4}, {"window": 4}])
+    variants = [{"name": str(i), "layer_patterns": given} for i, given in enumerate(layers)]
+    made = plan(small(model, variants=[*variants, {"name": "one", "pattern.window": 4}]))
+    two, also_two, one, uniform = (row.trials[0] for row in made.rows)
+    assert two.engine_key == also_two.engine_key != one.engine_key == uniform.engine_key
+    assert two.layer_groups == [[0], [1]] and one.layer_groups == []
+
+
 def test_a_file_that_is_no_experiment_is_refused_with_its_name(tmp_path, model):
     for content in ("- 1\n", "a: [\n", "just text\n", "\x00"):
         path = tmp_path / "bad.yaml"

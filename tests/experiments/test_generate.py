@@ -47,6 +47,16 @@ def test_prompts_start_with_bos_and_have_the_length_asked_for(measured):
     assert [m["num_output_tokens"] for m in requests] == [6, 6, 6]
 
 
+def test_random_prompts_need_no_tokenizer(model, make_llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("ksana_jax.experiments.texts.cut_prompts", None)
+    settings = {"random_prompts": True, "num_prompts": 2, "prompt_tokens": 24, "output_tokens": 6}
+    given = {"task": "generate", "model": model, "engine": {"block_size": 4}, "settings": settings, "seeds": [0, 1]}
+    (row,) = reported(plan(given), tmp_path / "out", make_llm=make_llm).rows
+    assert [m["num_prompt_tokens"] for m in row.trials[0] if m["metric"] == "request"] == [24, 24]
+    # A block of 4 tokens has 1,024 bytes; the fake engine runs one request at a time.
+    assert row.mean("kv_token_bytes") == 256 and row.mean("max_running") == 1
+
+
 def test_the_sentence_names_the_smallest_and_of_one_run_no_fastest(measured):
     _, made = measured
     assert "output tokens/s (not resolved: one run each)" in made.conclusion

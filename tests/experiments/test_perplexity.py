@@ -14,7 +14,7 @@ from ksana_jax.experiments.run import run
 from ksana_jax.experiments.tasks.base import ResultRow
 from ksana_jax.experiments.tasks.perplexity import Perplexity, sample_positions
 from ksana_jax.experiments.tasks.perplexity_figure import _from_sample
-from ksana_jax.experiments.tasks.perplexity_report import span
+from ksana_jax.experiments.tasks.perplexity_report import front, span
 from tests.experiments.runs import reported
 
 VARIANTS = [
@@ -108,6 +108,46 @@ def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experimen
     drawn = {float(y) for line in figure.axes[1].lines for y in line.get_ydata()}
     assert drawn == {4.0}
     assert (tmp_path / "out/figure.pdf").stat().st_size > 0
+
+
+def test_texts_scored_side_by_side_have_the_same_perplexity_and_the_kv_of_one(experiment, make_llm, tmp_path, text):
+    settings = {"texts": [text], "num_texts": 3, "num_tokens": 100}
+    engine = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    alone, both = (
+        reported(
+            experiment(settings={**settings, "texts_at_once": count}, engine=engine, pattern={"window": 8}),
+            tmp_path / str(count),
+            make_llm=make_llm,
+        )
+        for count in (1, 2)
+    )
+    (one,), (two,) = alone.rows, both.rows
+    for key in one.values.keys() - {"tokens_per_s"}:
+        assert two.values[key] == one.values[key], key
+    speeds = [m for m in two.trials[0] if m["metric"] == "speed"]
+    assert [(m["num_texts"], m["num_scored"]) for m in speeds] == [(2, 198), (1, 99)]
+    assert "tokens/s: 2 texts scored side by side; KV is that of one text alone." in both.notes
+    with pytest.raises(ConfigError, match=r"settings.texts_at_once is 3, engine.max_num_seqs is 2"):
+        experiment(settings={**settings, "texts_at_once": 3}, engine=engine)
+
+
+def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_front(experiment, make_llm, tmp_path):
+    from matplotlib.figure import Figure
+
+    variants = [{"name": "window"}, {"name": "dilated", "pattern.stride": 2}]
+    given = {"variants": variants, "grid": {"pattern.window": [8, 16, 32]}}
+    made = reported(experiment(**given), tmp_path / "out", make_llm=make_llm)
+    # A dilated window holds the same blocks and sees half of their tokens.
+    assert [row.name for row in front(made.rows)] == ["window, window 8", "window, window 16", "window, window 32"]
+    assert any(
+        note.endswith("(Pareto front): " + ", ".join(repr(r.name) for r in front(made.rows)) + ".")
+        for note in made.notes
+    )
+    figure = Figure()
+    Perplexity().draw(figure, made.rows)
+    above, below = figure.axes
+    assert [len(line.get_xdata()) for line in below.lines] == [3, 3, 3]
+    assert above.get_xlabel() == "window" and list(below.lines[0].get_xdata()) == [2, 4, 8]
 
 
 def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):

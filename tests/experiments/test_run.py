@@ -52,6 +52,31 @@ def test_a_second_run_does_nothing_and_leaves_the_records_as_they_are(model, tmp
     assert (tmp_path / "out/records.jsonl").read_bytes() == before
 
 
+def test_interleaved_rows_run_with_one_seed_before_the_next(model, tmp_path):
+    variants = [
+        {"name": "a", "engine.block_size": 8},
+        {"name": "b"},
+        {"name": "c", "engine.block_size": 8, "settings.x": 2},
+    ]
+    for interleave, expected in ((False, "a0 a1 c0 c1 b0 b1"), (True, "a0 b0 c0 a1 b1 c1")):
+        folder = tmp_path / str(interleave)
+        run(plan(small(model, grid={}, variants=variants, interleave=interleave)), folder)
+        assert " ".join(f"{r['label']}{r['seed']}" for r in lines(folder, "start")) == expected
+
+
+def test_layers_in_several_groups_are_given_to_the_engine_when_it_is_built(model, tmp_path, make_llm):
+    path = Path(model, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
+    layers = [[{}, {}], [{"window": 4}, {}]]
+    variants = [{"name": str(given), "layer_patterns": given} for given in layers]
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 10)
+    settings = {"texts": [str(text)], "num_texts": 1, "num_tokens": 64}
+    run(plan({"model": model, "settings": settings, "variants": variants}), tmp_path / "out", make_llm=make_llm)
+    one, two = make_llm.instances
+    assert one.built_with is None and [str(p) for p in two.built_with] == ["window=4", "full"]
+
+
 def test_a_changed_experiment_keeps_what_has_not_changed(model, tmp_path):
     run(plan(small(model)), tmp_path / "out")
     changed = plan(small(model, name="renamed", grid={"settings.x": [4, 5, 1]}))

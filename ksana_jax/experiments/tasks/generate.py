@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ksana_jax.experiments import noise, text_files, texts
 from ksana_jax.experiments.figures import line_style
 from ksana_jax.experiments.tasks.base import (
@@ -39,6 +41,8 @@ class GenerateSettings:
 
     texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
       relative to the YAML file. Empty takes the held-out texts. The seed draws among them.
+    random_prompts: draw the tokens of prompts at random, by the seed, instead of cutting texts: for models without a
+      tokenizer.
     num_prompts: number of requests, all submitted at the start.
     prompt_tokens: tokens of each prompt, BOS included.
     output_tokens: tokens of each output, regardless of EOS.
@@ -46,6 +50,7 @@ class GenerateSettings:
     """
 
     texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
+    random_prompts: bool = False
     num_prompts: int = 8
     prompt_tokens: int = 128
     output_tokens: int = 64
@@ -66,15 +71,15 @@ class Generate(BaseTask):
     def check(self, config: Mapping[str, Any]) -> None:
         check_counts(config, "num_prompts", "prompt_tokens", "output_tokens")
         settings = GenerateSettings(**config["settings"])
+        if settings.random_prompts:
+            return
         texts.check_model(
             config["model"], settings.texts, settings.num_prompts, settings.prompt_tokens, "settings.num_prompts"
         )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
-        prompts = texts.cut_prompts(
-            settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, trial.seed
-        )
+        prompts = _prompts(settings, llm, trial.seed)
         compiled_before, compiled = llm.num_compilations, 0
         # Repeated if the first run compiled, so that compilation is not timed.
         for _ in range(2):
@@ -114,6 +119,8 @@ class Generate(BaseTask):
             "live_kv_bytes": kv["max_live_blocks"] * kv["block_bytes"],
             "peak_kv_bytes": kv["max_peak_blocks"] * kv["block_bytes"],
             "num_preemptions": kv["num_preemptions"],
+            # Older records do not have them.
+            **{key: kv[key] for key in ("kv_token_bytes", "max_running") if key in kv},
         }
         for name in ("ttft_s", "tpot_s"):
             if given := [m[name] for m in requests if m[name] is not None]:
@@ -131,6 +138,8 @@ class Generate(BaseTask):
             Column("tokens_per_s", "output tokens/s", number(0), "max"),
             Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
             Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
+            Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True),
+            Column("max_running", "rows at once", number(0), "max", exact=True),
         ]
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
@@ -139,7 +148,8 @@ class Generate(BaseTask):
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         said = [
             "TTFT and TPOT: means over requests that all arrive at once.",
-            "Live KV: maximum held between steps; peak KV: maximum held within a step.",
+            "Live KV: maximum held between steps; peak KV: maximum held within a step. Rows at once: most requests "
+            "that ran in a step.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")
@@ -188,6 +198,14 @@ class Generate(BaseTask):
             figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
+def _prompts(settings: GenerateSettings, llm: LLM, seed: int) -> list[list[int]]:
+    """Returns the token ids of each prompt."""
+    if not settings.random_prompts:
+        return texts.cut_prompts(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, seed)
+    shape = settings.num_prompts, settings.prompt_tokens
+    return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, shape).tolist()
+
+
 def _params(settings: GenerateSettings, seed: int):
     from ksana_jax import SamplingParams
 
@@ -220,9 +238,11 @@ def _blocks_over_time(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, A
     kept = records[:: -(-len(records) // _MAX_POINTS)]
     return {
         "block_bytes": llm.block_bytes,
+        "kv_token_bytes": llm.kv_token_bytes,
         "num_blocks": llm.num_blocks,
         "max_live_blocks": max(int(r.blocks_in_use) for r in records),
         "max_peak_blocks": max(int(r.peak_blocks) for r in records),
+        "max_running": max(int(r.num_running) for r in records),
         "num_preemptions": sum(o.metrics.num_preemptions for o in outputs),
         "num_steps": len(records),
         "time_s": [r.ended_s - start for r in kept],

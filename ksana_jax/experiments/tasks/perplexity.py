@@ -47,6 +47,8 @@ class PerplexitySettings:
       takes the held-out texts of the embedded model's corpus. A long text gives several disjoint excerpts; the seed
       draws among all of them, and seeds 0, 1, 2, ... share none as long as there are enough.
     num_texts: number of excerpts to score.
+    texts_at_once: number of streamed excerpts that are scored side by side: faster, with the same perplexity. KV is
+      that of the first one, measured alone.
     num_tokens: tokens of each excerpt, BOS included.
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: number of positions of each text and bucket, except the first bucket, that every row is scored
@@ -58,6 +60,7 @@ class PerplexitySettings:
     method: Literal["stream", "recompute"] = "stream"
     texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     num_texts: int = 3
+    texts_at_once: int = 1
     num_tokens: int = 4096
     bucket_tokens: int | None = None
     sampled_per_bucket: int = 0
@@ -84,7 +87,9 @@ class Perplexity(BaseTask):
                 "engine.kv_eviction.prompts is 'whole', which evicts only after a prompt and would not act on scored "
                 "tokens: set it to 'streamed'"
             )
-        check_counts(config, "num_texts", "bucket_tokens")
+        check_counts(config, "num_texts", "texts_at_once", "bucket_tokens")
+        if settings.texts_at_once > (most := config["engine"]["max_num_seqs"]):
+            raise ConfigError(f"settings.texts_at_once is {settings.texts_at_once}, engine.max_num_seqs is {most}")
         check_counts(config, "num_tokens", least=2)
         check_counts(config, "sampled_per_bucket", least=0)
         if settings.method == "recompute":
@@ -104,38 +109,42 @@ class Perplexity(BaseTask):
         bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
         chosen = texts.draw_excerpts(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
         compiled_before = llm.num_compilations
+        streams = settings.method == "stream"
+        at_once = settings.texts_at_once if streams else 1
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
-        for index, excerpt in enumerate(chosen):
-            ids = excerpt.ids
-            sample = sample_positions(len(ids), bucket_tokens, settings.sampled_per_bucket, [trial.seed, index])
-            if settings.method == "recompute" and not len(sample):
+        for begin in range(0, len(chosen), at_once):
+            group = chosen[begin : begin + at_once]
+            samples = [
+                sample_positions(len(excerpt.ids), bucket_tokens, settings.sampled_per_bucket, [trial.seed, index])
+                for index, excerpt in enumerate(group, start=begin)
+            ]
+            if not streams and not len(samples[0]):
                 raise ConfigError(
-                    f"{len(ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
+                    f"{len(group[0].ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
                 )
-            every = np.arange(1, len(ids))
-            positions, subset = (sample, "sampled") if settings.method == "recompute" else (every, "all")
             timed = _Timed(llm)
-            if settings.method == "recompute":
-                log_probs = timed(_recompute, llm, ids, trial.config["pattern"]["window"], sample)
+            if streams:
+                found = timed(_stream, llm, [excerpt.ids for excerpt in group])
             else:
-                log_probs = timed(_stream, llm, ids)
-            scored.append((excerpt, positions, log_probs))
-            yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
-            if subset == "all" and len(sample):
-                yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
+                found = timed(_recompute, llm, group[0].ids, trial.config["pattern"]["window"], samples[0])
+            num_scored = 0
+            for excerpt, sample, log_probs in zip(group, samples, found, strict=True):
+                positions, subset = (np.arange(1, len(excerpt.ids)), "all") if streams else (sample, "sampled")
+                num_scored += len(positions)
+                scored.append((excerpt, positions, log_probs))
+                yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
+                if streams and len(sample):
+                    yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
             yield {
                 "metric": "speed",
-                "text": excerpt.name,
-                "num_scored": len(positions),
+                "text": group[0].name,
+                "num_texts": len(group),
+                "num_scored": num_scored,
                 "seconds": timed.seconds,
                 "compiled_while_timed": timed.compiled,
             }
-            if settings.method == "recompute":
-                # Several windows ran side by side; report the memory of one.
-                llm.clear_records()
-                _recompute(llm, ids, trial.config["pattern"]["window"], sample[-1:])
-            yield {"metric": "kv", "text": excerpt.name, "method": settings.method, **_kv(llm, settings.method)}
-            trial.progress((index + 1) / len(chosen))
+            yield {"metric": "kv", "text": group[0].name, **_kv_alone(llm, trial, group, samples)}
+            trial.progress((begin + len(group)) / len(chosen))
         if settings.save_tokens:
             yield {"metric": "tokens", "file": trial.save("tokens", **_tokens(scored))}
         yield {
@@ -178,11 +187,11 @@ class _Timed:
         self.seconds = math.nan
         self.compiled = 0
 
-    def __call__(self, work: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
+    def __call__(self, work: Callable[..., list[np.ndarray]], *args: Any) -> list[np.ndarray]:
         result = self._once(work, *args)
         return self._once(work, *args) if self.compiled else result
 
-    def _once(self, work: Callable[..., np.ndarray], *args: Any) -> np.ndarray:
+    def _once(self, work: Callable[..., list[np.ndarray]], *args: Any) -> list[np.ndarray]:
         self._llm.clear_records()
         before, began = self._llm.num_compilations, time.perf_counter()
         result = work(*args)
@@ -191,26 +200,31 @@ class _Timed:
         return result
 
 
-def _stream(llm: LLM, ids: list[int]) -> np.ndarray:
-    """Returns log-probabilities [len(ids) - 1] of ids[1:], each given the tokens that the cache still holds."""
+def _stream(llm: LLM, group: Sequence[list[int]]) -> list[np.ndarray]:
+    """Returns for each text the log-probabilities [len(ids) - 1] of ids[1:], given the tokens that the cache still
+    holds."""
     from ksana_jax import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    (output,) = llm.generate({"prompt_token_ids": ids}, params)
-    entries = output.check().prompt_logprobs
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in group], params)
+    return [_scores(output.check().prompt_logprobs, ids) for output, ids in zip(outputs, group, strict=True)]
+
+
+def _scores(entries: Any, ids: list[int]) -> np.ndarray:
     assert entries is not None and len(entries) == len(ids)
-    found = np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])  # pyright: ignore[reportOptionalSubscript]
+    found = np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])
     if not np.isfinite(found).all():
         first = int(np.argmin(np.isfinite(found)))
         raise FloatingPointError(f"the log-probability of token {first + 1} of the text is {found[first]}")
     return found
 
 
-def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> np.ndarray:
+def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> list[np.ndarray]:
+    """Returns the log-probabilities of the tokens at some positions of one text."""
     from ksana_jax.engine.recompute import score
 
     llm.set_pattern(FULL)
-    return np.asarray(score(llm, ids, window, positions.tolist()))
+    return [np.asarray(score(llm, ids, window, positions.tolist()))]
 
 
 def sample_positions(num_tokens: int, bucket_tokens: int, per_bucket: int, seed: Sequence[int]) -> np.ndarray:
@@ -253,6 +267,20 @@ def _tokens(scored: Sequence[tuple[texts.Excerpt, np.ndarray, np.ndarray]]) -> d
         "token_id": np.concatenate([np.array(e.ids)[p] for e, p, _ in scored]).astype(np.int32),
         "logprob": np.concatenate([v for _, _, v in scored]),
     }
+
+
+def _kv_alone(
+    llm: LLM, trial: TrialContext, group: Sequence[texts.Excerpt], samples: Sequence[np.ndarray]
+) -> dict[str, Any]:
+    """Measures the blocks of one text, or of one recomputed window; runs it again unless it was the only one."""
+    ids, method = group[0].ids, trial.config["settings"]["method"]
+    if method == "recompute":
+        llm.clear_records()
+        _recompute(llm, ids, trial.config["pattern"]["window"], samples[0][-1:])
+    elif len(group) > 1:
+        llm.clear_records()
+        _stream(llm, [ids])
+    return {"method": method, **_kv(llm, method)}
 
 
 def _kv(llm: LLM, method: str) -> dict[str, Any]:

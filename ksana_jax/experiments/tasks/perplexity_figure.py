@@ -1,4 +1,5 @@
-"""The figure of a perplexity experiment, in two panels: perplexity above, live KV below."""
+"""The figure of a perplexity experiment, in two panels: perplexity above, live KV below; for named variants over a grid
+of numbers, perplexity over those numbers above, and over live KV below."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.experiments.figures import line_style
-from ksana_jax.experiments.tasks.perplexity_report import live_blocks, method, spans
+from ksana_jax.experiments.tasks.perplexity_report import front, is_labelled_grid, live_blocks, method, spans
 from ksana_jax.experiments.tasks.results import ResultRow
 from ksana_jax.experiments.tasks.row_figure import against_numbers, draw_lines
 
@@ -24,6 +25,9 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     from matplotlib.ticker import LogLocator
 
     measured = [row for row in rows if row.trials]
+    if is_labelled_grid(measured):
+        _at_equal_bytes(figure, measured)
+        return
     above, below = figure.subplots(2, 1, sharex=True)
     if _is_grid(measured):
         _against_last_key(above, below, measured)
@@ -40,6 +44,34 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
         axis.set_minor_formatter("")
     if above.lines or above.containers:
         figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+
+
+def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
+    """Draws a line for each variant, over the grid's key above, over live KV below; rings mark the Pareto front."""
+    above, below = figure.subplots(2, 1)
+    (key,) = rows[0].point
+    low, high = spans(rows, "ppl_")[-1]
+    ppl = f"ppl_{low}_{high}"
+    draw_lines(above, rows, ppl)
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        lines[row.label].append(((row.mean("live_kv_bytes") or math.nan) / 1024, row.mean(ppl) or math.nan))
+    for index, points in enumerate(lines.values()):
+        below.plot(*zip(*sorted(points), strict=True), marker="o", **line_style(index))
+    ringed = [((row.mean("live_kv_bytes") or math.nan) / 1024, row.mean(ppl) or math.nan) for row in front(rows)]
+    below.plot(
+        *zip(*ringed, strict=True), marker="o", markersize=7, markerfacecolor="none", linestyle="", color="#888888"
+    )
+    below.set_xscale("log", base=2)
+    above.set_xlabel(key.rpartition(".")[2])
+    below.set_xlabel("live KV (KiB); rings: least for their perplexity")
+    for axes in (above, below):
+        axes.set_yscale("log")
+        axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
 def _is_grid(rows: Sequence[ResultRow]) -> bool:

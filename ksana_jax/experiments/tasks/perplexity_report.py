@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from ksana_jax.experiments import noise
 from ksana_jax.experiments.tasks.base import Column, Measurement, ResultRow, kib, number
+from ksana_jax.experiments.tasks.row_figure import against_numbers
 
 
 def span(bucket: int) -> tuple[int, int]:
@@ -116,6 +117,12 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
         )
     said += _repeats(rows)
     said.append("Live KV: maximum held between steps; peak KV: maximum held within a step, including its chunk.")
+    together = [m.get("num_texts", 1) for r in rows for trial in r.trials for m in trial if m["metric"] == "speed"]
+    if max(together, default=1) > 1:
+        said.append(f"tokens/s: {max(together)} texts scored side by side; KV is that of one text alone.")
+    if equal_bytes := front(rows):
+        names = ", ".join(repr(row.name) for row in equal_bytes)
+        said.append(f"Lowest mean perplexity at the last positions for their live KV or less (Pareto front): {names}.")
     if any(m["metric"] == "kv" and m.get("live_blocks") == [] for r in rows for trial in r.trials for m in trial):
         said.append(
             "Texts that fit one step are held completely: their live KV is their peak KV, regardless of the pattern. A "
@@ -130,6 +137,30 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
     if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
         said.append("tokens/s of some rows includes compilation.")
     return said
+
+
+def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
+    """Whether the rows are named variants over one key of numbers, such as a budget, and all streamed."""
+    streamed = all(row.label and len(row.point) == 1 and method(row) == "stream" for row in rows)
+    return bool(rows) and streamed and against_numbers(rows)
+
+
+def front(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Returns the rows of a labelled grid that no row with as little live KV beats at the last positions, by live KV.
+
+    By means alone; of rows that are equal in both, the first.
+    """
+    measured = [row for row in rows if row.trials]
+    if not is_labelled_grid(measured) or not (found := spans(measured, "ppl_")):
+        return []
+    key = "ppl_{}_{}".format(*found[-1])
+    points = {id(r): (r.mean("live_kv_bytes") or 0.0, r.mean(key) or 0.0) for r in measured}
+    best, kept = math.inf, []
+    for row in sorted(measured, key=lambda r: points[id(r)]):
+        if points[id(row)][1] < best:
+            best = points[id(row)][1]
+            kept.append(row)
+    return kept
 
 
 def _scored(trial: Sequence[Measurement], subset: str) -> int:
