@@ -62,17 +62,25 @@ def searched(continuations, width: int, penalty: float, stops, max_tokens: int) 
     return done
 
 
-@functools.lru_cache(maxsize=2**16)
-def expected_beams(prompt: bytes, width: int, penalty: float, patterns: Patterns, stops, max_tokens: int):
-    """What `searched` finds after a prompt; every log-probability computed from its text alone."""
-    begin = np.frombuffer(prompt, np.int32)
+def beams_by(hidden_of, width: int, penalty: float, stops, max_tokens: int):
+    """What `searched` finds after a prompt. hidden_of: tokens after the prompt -> hidden [T] of the whole text."""
 
     def continuations(text):
-        hidden = reference_hidden(np.concatenate([begin, np.array(text, np.int32)]), patterns)[-1:]
-        top = score(hidden, [0], max(2, 1 + len(stops)) * width, VOCAB)
+        top = score(hidden_of(text)[-1:], [0], max(2, 1 + len(stops)) * width, VOCAB)
         return list(zip(top.top_ids[0].tolist(), top.top_logprobs[0].tolist(), strict=True))
 
     return searched(continuations, width, penalty, stops, max_tokens)
+
+
+@functools.lru_cache(maxsize=2**16)
+def expected_beams(prompt: bytes, width: int, penalty: float, patterns: Patterns, stops, max_tokens: int):
+    """The same, every log-probability computed from its text alone."""
+    begin = np.frombuffer(prompt, np.int32)
+
+    def hidden_of(text):
+        return reference_hidden(np.concatenate([begin, np.array(text, np.int32)]), patterns)
+
+    return beams_by(hidden_of, width, penalty, stops, max_tokens)
 
 
 @functools.lru_cache(maxsize=2**16)

@@ -1,15 +1,4 @@
-"""An executor with the real interface and hashes for numbers: whatever reaches a query through its block table decides
-the next token, so a stale, stolen, misaligned, half-written or early freed block shows in the text at once.
-
-The fake network has layers like a real one. What a token leaves in the cache of layer l, h_l, is a hash of its id, its
-position and all that it saw below:
-
-    h_0     = hash(id, position)
-    h_(l+1) = hash(h_l, sum over visible slots j of h_l(j) * (2 * position of j + 1))
-
-and the next token is hash(h_last) mod vocab. `reference_hidden` computes the same from a text alone: no blocks, no
-chunks, and the pattern from its literal definition.
-"""
+"""An executor with the real interface around `tests.fake_network`, on a paged pool, and engines around it."""
 
 from __future__ import annotations
 
@@ -21,115 +10,32 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.config import EngineConfig, ModelConfig
-from ksana_jax.engine.build import build_engine
+from ksana_jax.engine.build import build_engine, make_layout
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
-from ksana_jax.patterns import FAR, FULL, AttentionPattern
+from ksana_jax.patterns import FAR
 from ksana_jax.request import SamplingParams
 from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, TokenScores
-from tests.reference import literal
-
-VOCAB = 97
-Patterns = Sequence[AttentionPattern]
-
-
-def two_layers(pattern: AttentionPattern) -> Patterns:
-    """The fewest layers with which a cached token depends on what it saw."""
-    return (pattern, pattern)
-
-
-FULLY = two_layers(FULL)
-SINKS = two_layers(AttentionPattern(window=6, num_sinks=2))
-
-
-def _u64(x) -> np.ndarray:
-    return np.atleast_1d(np.asarray(x)).astype(np.uint64, copy=False)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A hash of 64 bits, element by element (the finaliser of splitmix64, doi:10.1145/2660193.2660195)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _embed(token_ids, positions) -> np.ndarray:
-    return _mix((_u64(token_ids) << np.uint64(32)) + _u64(positions))
-
-
-def _weights(positions: np.ndarray) -> np.ndarray:
-    """What the keys at some positions are multiplied with: it tells them apart in a sum."""
-    return _u64(positions) * np.uint64(2) + np.uint64(1)
-
-
-def _attend(hidden: np.ndarray, weighed: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """hidden [T], weighed and visible [T, C]: the next layer's hidden [T]."""
-    return _mix(hidden ^ _mix(np.where(visible, weighed, np.uint64(0)).sum(axis=1, dtype=np.uint64)))
-
-
-def choose(hidden: np.ndarray, vocab: int, seeds=None, num_outputs=None) -> np.ndarray:
-    """Tokens [T] after hidden [T]; with seeds [T], sampled at place num_outputs [T] of each seed's random stream."""
-    if seeds is not None:
-        hidden = hidden ^ _mix(_mix(_u64(seeds)) + _u64(num_outputs))
-    return (_mix(hidden) % np.uint64(vocab)).astype(np.int32)
-
-
-def score(hidden: np.ndarray, token_ids, num_top: int, vocab: int) -> TokenScores:
-    """Log-probabilities that say of which hidden [T] and token [T] they are."""
-    tops = hidden[:, None] + np.arange(num_top, dtype=np.uint64)
-    return TokenScores(
-        logprob=-((_mix(hidden ^ _u64(token_ids)) >> np.uint64(44)).astype(np.float64)),
-        rank=np.full(len(hidden), 1 + num_top),
-        top_ids=(_mix(tops) % np.uint64(vocab)).astype(np.int32),
-        top_logprobs=-((_mix(~tops) >> np.uint64(20)).astype(np.float64)),
-    )
-
-
-# ------------------------------------------------------------------ no cache, no blocks
-
-
-def reference_hidden(token_ids, patterns: Patterns) -> np.ndarray:
-    """Last layer's hidden [T] of a text [T], all at once."""
-    positions = np.arange(len(token_ids))
-    hidden = _embed(token_ids, positions)
-    for pattern in patterns:
-        visible, _ = literal(pattern, positions[:, None], positions[None])
-        hidden = _attend(hidden, (hidden * _weights(positions))[None], visible)
-    return hidden
-
-
-def reference_tokens(prompt, count: int, patterns: Patterns, vocab: int = VOCAB, seed: int | None = None) -> list[int]:
-    """The `count` tokens that follow a prompt; greedy, or sampled with a seed. Quadratic in what it keeps: nothing."""
-    positions = np.arange(len(prompt) + count)
-    text = np.concatenate([np.asarray(prompt, np.int64), np.zeros(count, np.int64)])
-    # masks[l]: which positions each position sees; layers[l]: what the text so far holds in layer l.
-    masks = [literal(p, positions[:, None], positions[None])[0] for p in patterns]
-    layers = np.zeros((len(patterns) + 1, len(text)), np.uint64)
-    weighed, weights = np.zeros((len(patterns), len(text)), np.uint64), _weights(positions)
-    start = 0
-    for end in range(len(prompt), len(text)):
-        new = slice(start, end)
-        layers[0, new] = _embed(text[new], positions[new])
-        for at, mask in enumerate(masks):
-            weighed[at, new] = layers[at, new] * weights[new]
-            layers[at + 1, new] = _attend(layers[at, new], weighed[at][None], mask[new])
-        sampled = () if seed is None else ([seed], [end - len(prompt)])
-        text[end] = choose(layers[-1, end - 1 : end], vocab, *sampled)[0]
-        start = end
-    return text[len(prompt) :].tolist()
-
-
-def until_stop(token_ids: list[int], stop_ids, min_tokens: int = 0) -> list[int]:
-    """What is left of an output that ends with the first stop id after min_tokens tokens."""
-    ends = (n + 1 for n, token in enumerate(token_ids) if token in stop_ids and n >= min_tokens)
-    return token_ids[: next(ends, len(token_ids))]
-
-
-# ------------------------------------------------------------------ the executor
+from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape
+from tests.fake_network import (
+    FULLY,
+    HEAD_DIM,
+    VOCAB,
+    Patterns,
+    attend,
+    choose,
+    embed,
+    score,
+    u64,
+    weights_of,
+)
+from tests.fake_network import SINKS as SINKS
+from tests.fake_network import reference_hidden as reference_hidden
+from tests.fake_network import reference_tokens as reference_tokens
+from tests.fake_network import two_layers as two_layers
+from tests.fake_network import until_stop as until_stop
 
 
 class FakeExecutor:
@@ -156,6 +62,7 @@ class FakeExecutor:
         vocab: int = VOCAB,
         shapes: Sequence[StepShape] | None = None,
         host_slots: int = 0,
+        layout: KVLayout | None = None,
     ):
         self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
         self.shapes = None if shapes is None else set(shapes)
@@ -163,14 +70,18 @@ class FakeExecutor:
         self.fails: str | None = None
         self.set_patterns(patterns)
         self._num_noises = 0
-        self.layout = KVLayout(group_layers(patterns), block_size)
+        self.layout = layout or KVLayout(group_layers(patterns), block_size)
+        self._allocate(host_slots)
+        self.reset()
+
+    def _allocate(self, host_slots: int) -> None:
+        """Makes `keys`, `_blocks` [layers of a group, M, B], a view of them, and `host_blocks`."""
         layers = len(self.layout.groups[0].layers)
         # One slot more: padding writes there.
-        self.keys = np.zeros((layers, num_blocks * block_size + 1), np.uint64)
-        self._blocks = self.keys[:, :-1].reshape(layers, num_blocks, block_size)
+        self.keys = np.zeros((layers, self.num_blocks * self.block_size + 1), np.uint64)
+        self._blocks = self.keys[:, :-1].reshape(layers, self.num_blocks, self.block_size)
         assert np.shares_memory(self._blocks, self.keys), "a view, not a copy"
-        self.host_blocks = np.zeros((host_slots, layers, block_size), np.uint64)
-        self.reset()
+        self.host_blocks = np.zeros((host_slots, layers, self.block_size), np.uint64)
 
     class Failed(RuntimeError):
         """A step that was meant to fail did."""
@@ -211,17 +122,18 @@ class FakeExecutor:
         tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
         groups = [self._read(a.of_group(group), shape) for group in range(len(self.layout.groups))]
         queries = a.cache_positions[:, :, None]
-        hidden, seen, visible = _embed(a.tokens, np.maximum(a.positions, 0)), None, None
+        hidden, seen, visible = embed(a.tokens, np.maximum(a.positions, 0)), None, None
         for (group, at), pattern in zip(self.layout.places, self._patterns, strict=True):
             kv_slots, kv_positions, weights = groups[group]
-            self.keys[at, a.slots[group]] = hidden
+            keys = self._write_and_read(at, a, group, hidden, kv_slots)
             if (group, pattern) != seen:
                 seen, visible = (group, pattern), pattern.visible(queries[group], kv_positions[tile_of])
-            hidden = _attend(hidden, (self.keys[at, kv_slots] * weights)[tile_of], visible)
+            self._observe(at, a, group, hidden, (keys[tile_of], kv_slots[tile_of], visible))
+            hidden = attend(hidden, (keys * weights)[tile_of], visible)
         last = hidden[a.sampled[: step.num_sampled]]
         tokens = choose(last, self.vocab)
         if (s := step.sampling) is not None:
-            seeds = (_u64(s.seeds[:, 0]) << np.uint64(32)) + _u64(s.seeds[:, 1])
+            seeds = (u64(s.seeds[:, 0]) << np.uint64(32)) + u64(s.seeds[:, 1])
             tokens = np.where(s.temperature > 0, choose(last, self.vocab, seeds, s.num_outputs), tokens)
         return StepOutput(
             tokens,
@@ -230,6 +142,14 @@ class FakeExecutor:
             if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
         )
+
+    def _write_and_read(self, at: int, a: StepArrays, group: int, hidden, kv_slots: np.ndarray) -> np.ndarray:
+        """Stores hidden [T] in a layer of a group; returns what lies there at some slots."""
+        self.keys[at, a.slots[group]] = hidden
+        return self.keys[at, kv_slots]
+
+    def _observe(self, at: int, a: StepArrays, group: int, hidden, seen: tuple) -> None:
+        """Notes what queries pay to keys; seen: keys, slots and whether they are visible, [T, C] each."""
 
     def _read(self, a: StepArrays, shape: StepShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, positions and weights [S, P * B] of what each tile can see in the layers of one group."""
@@ -242,7 +162,7 @@ class FakeExecutor:
             tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
         kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
         kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
-        return kv_slots, kv_positions, _weights(kv_positions)
+        return kv_slots, kv_positions, weights_of(kv_positions)
 
     def move(self, moves: Moves) -> None:
         """Copies whole blocks; see `step.Moves`."""
@@ -316,6 +236,8 @@ def make_engine(
     shared_rows: int = 0,
     scope: Scope | None = None,
     digest: Callable[[bytes], bytes] = sha256,
+    stored: dict[str, Any] | None = None,
+    make_executor: Callable[..., FakeExecutor] = FakeExecutor,
     **memory: Any,
 ) -> Engine:
     """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
@@ -325,9 +247,9 @@ def make_engine(
       host_slots: blocks of host memory.
       shared_rows: see `Buckets`.
       scope, digest: of the prefix index.
+      stored: more fields of EngineConfig, such as kv_eviction, for an executor that knows them.
       memory: arguments of KVMemory, such as disk.
     """
-    executor = FakeExecutor(patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots)
     config = EngineConfig(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -340,8 +262,13 @@ def make_engine(
         enable_prefix_caching=caching,
         prefix_replacement=replacement,
         cache_write=write,
+        **stored or {},
     )
-    model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), eos_ids=eos_ids)
+    model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM, eos_ids=eos_ids)
+    layout = make_layout(model, patterns, config, "cpu") if stored else None
+    executor = make_executor(
+        patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots, layout=layout
+    )
     buckets = dataclasses.replace(Buckets.of(config, "cpu"), shared_rows=shared_rows)
     engine = build_engine(
         model,
@@ -390,7 +317,10 @@ def step(engine: Engine) -> list:
     executor = engine.executor
     assert isinstance(executor, FakeExecutor)
     blocks = engine.scheduler.blocks
-    executor.scramble((blocks.ref_count == 0) & ~blocks.kept)
+    free = (blocks.ref_count == 0) & ~blocks.kept
+    for asked in engine.memory.moves.evictions:  # what stays is still to be moved out of emptied blocks
+        free[asked.tables] = False
+    executor.scramble(free)
     if engine.memory.host is not None:
         slots = engine.memory.host.pool
         executor.scramble_host((slots.ref_count == 0) & ~slots.kept)

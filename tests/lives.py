@@ -14,11 +14,17 @@ import random
 import time
 
 from tests.simulation import Simulation
+from tests.storing_simulation import StoringSimulation
 
 
-def live_a_life(rng: random.Random, num_steps: int = 50) -> Simulation:
+def kind_of(seed: int) -> type[Simulation]:
+    """Every third life is that of an engine that evicts tokens or stores codes."""
+    return Simulation if seed % 3 else StoringSimulation
+
+
+def live_a_life(rng: random.Random, num_steps: int = 50, kind: type[Simulation] = Simulation) -> Simulation:
     """Requests, steps and trouble in any order, until so many steps are done; then to the end."""
-    simulation = Simulation(rng)
+    simulation = kind(rng)
     for _ in range(8 * num_steps):
         if simulation.num_steps >= num_steps:
             break
@@ -55,7 +61,8 @@ def _main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
     if given.seed is not None:
-        print(f"{live_a_life(random.Random(given.seed), given.steps).num_steps} steps, and all is well")
+        lived = live_a_life(random.Random(given.seed), given.steps, kind_of(given.seed))
+        print(f"{lived.num_steps} steps, and all is well")
         return
     began, seeds = time.perf_counter(), range(given.first, given.first + given.examples)
     with multiprocessing.Pool(given.workers) as pool:
@@ -76,7 +83,7 @@ def _main() -> None:
 
 def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], str]:
     try:
-        simulation = live_a_life(random.Random(seed), num_steps)
+        simulation = live_a_life(random.Random(seed), num_steps, kind_of(seed))
         return seed, simulation.num_steps, dict(simulation.seen), ""
     except Exception as error:
         return seed, 0, {}, f"{type(error).__name__}: {str(error)[:200]}"

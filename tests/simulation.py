@@ -72,12 +72,16 @@ class Simulation:
             "read_timeout_s": rng.choice([0, 20, 1000]),
         }
         self.digest_bytes = rng.choice([1, 32, 32])
+        self.draw_storage()
         self.requests: dict[Request, Expected] = {}
         self.aborted: set[Request] = set()
         self.ended: set[Request] = set()
         self.num_steps = 0
         self.seen: collections.Counter[str] = collections.Counter()
         self.start()
+
+    def draw_storage(self) -> None:
+        """What the pool holds: nothing but keys here. See `tests.storing_simulation`."""
 
     def start(self) -> None:
         """A new process: nothing is left but the disk."""
@@ -173,13 +177,9 @@ class Simulation:
         self.request(text.astype(np.int32), params, self.requests[request].salt)
 
     def request(self, prompt: np.ndarray, params: SamplingParams, salt: str) -> None:
-        engine, scheduler = self.engine, self.engine.scheduler
+        engine, scheduler, max_len = self.engine, self.engine.scheduler, min(len(prompt) + params.max_tokens, LONGEST)
         waiting, free = list(scheduler.waiting), scheduler.blocks.num_free
-        max_len = min(len(prompt) + params.max_tokens, LONGEST)
-        needed = scheduler.layout.blocks_of(max(max_len - 1, 1)) * max(params.beam_width, 1)
-        too_long, too_wide = len(prompt) >= LONGEST, params.beam_width > scheduler.max_num_seqs
-        if too_long or too_wide or needed > scheduler.blocks.num_blocks:
-            words = "max_model_len" if too_long else "beam_width" if too_wide else "KV blocks"
+        if words := self.refusal(len(prompt), max_len, params):
             try:
                 engine.add_request(prompt, params)
             except ValueError as error:
@@ -192,21 +192,46 @@ class Simulation:
         request = engine.add_request(prompt, params, streams=self.rng.random() < 0.3, cache_salt=salt)
         self.requests[request] = self.expect(request, max_len, salt)
 
+    def refusal(self, num_prompt: int, max_len: int, params: SamplingParams) -> str:
+        """A word of the error with which a request is refused; "" where it is served."""
+        scheduler = self.engine.scheduler
+        if num_prompt >= LONGEST:
+            return "max_model_len"
+        if params.beam_width > scheduler.max_num_seqs:
+            return "beam_width"
+        needed = self.most_blocks(max(max_len - 1, 1), num_prompt) * max(params.beam_width, 1)
+        return "KV blocks" if needed > scheduler.blocks.num_blocks else ""
+
+    def most_blocks(self, max_tokens: int, num_prompt: int) -> int:
+        return self.engine.scheduler.layout.blocks_of(max_tokens)
+
     def expect(self, request: Request, max_len: int, salt: str) -> Expected:
         prompt, params = request.prompt_token_ids, request.params
         stop_ids = request.completions[0].seq.stop_ids
         if params.beam_width:
-            width, penalty, patterns = params.beam_width, params.length_penalty, PATTERNS[self.pattern]
-            found = expected_beams(prompt.tobytes(), width, penalty, patterns, stop_ids, max_len - len(prompt))
-            found = found[: params.n]
+            width, penalty = params.beam_width, params.length_penalty
+            found = self.beams_after(prompt, width, penalty, stop_ids, max_len - len(prompt))[: params.n]
             return Expected([list(tokens) for _, tokens in found], [logprob for logprob, _ in found], salt)
         seeds = [c.seq.seed if params.temperature else None for c in request.completions]
         count, least = max_len - len(prompt), params.min_tokens
-        return Expected(
-            [expected_tokens(prompt.tobytes(), count, self.pattern, seed, least, stop_ids) for seed in seeds],
-            None,
-            salt,
-        )
+        return Expected([self.tokens_after(prompt, count, seed, least, stop_ids) for seed in seeds], None, salt)
+
+    def tokens_after(self, prompt: np.ndarray, count: int, seed: int | None, least: int, stop_ids) -> list[int]:
+        """What a prompt gives alone."""
+        return expected_tokens(prompt.tobytes(), count, self.pattern, seed, least, stop_ids)
+
+    def beams_after(self, prompt: np.ndarray, width: int, penalty: float, stop_ids, count: int):
+        return expected_beams(prompt.tobytes(), width, penalty, PATTERNS[self.pattern], stop_ids, count)
+
+    def hidden_of(self, text: np.ndarray, num_prompt: int) -> np.ndarray:
+        """What the last layer computes of a text that began with a prompt."""
+        return reference_hidden(text, PATTERNS[self.pattern])
+
+    def starts_of(self, group: int, row: int) -> list[int]:
+        """Where the blocks begin that a row must hold for the layers of a group."""
+        rows, layers = self.engine.scheduler.rows, self.engine.scheduler.layout.groups[group].layers
+        done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
+        return visible_later(self.pattern, layers, done, covered, self.block_size)
 
     def abort(self) -> None:
         if self.requests:
@@ -292,10 +317,9 @@ class Simulation:
         gives alone, so far."""
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
         for row in scheduler.order.tolist():
-            done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
-            for group, kept in enumerate(scheduler.layout.groups):
+            for group in range(len(scheduler.layout.groups)):
                 starts = rows.block_starts[group, row, : rows.num_blocks[group, row]].tolist()
-                assert starts == visible_later(self.pattern, kept.layers, done, covered, self.block_size)
+                assert starts == self.starts_of(group, row)
         for request, expected in self.requests.items():
             if request in self.ended or request.beams is not None:
                 continue
@@ -344,7 +368,7 @@ class Simulation:
     def check_scores(self, request: Request, given) -> None:
         """Each token of prompt and output is scored once, where the one before it was computed."""
         text = np.concatenate([request.prompt_token_ids, given.token_ids])
-        scores = score(reference_hidden(text, PATTERNS[self.pattern])[:-1], text[1:], 0, VOCAB)
+        scores = score(self.hidden_of(text, len(request.prompt_token_ids))[:-1], text[1:], 0, VOCAB)
         prompt_logprobs = request.prompt_logprobs
         assert prompt_logprobs is not None and prompt_logprobs[0] is None
         entries = [*prompt_logprobs[1:], *given.logprobs]

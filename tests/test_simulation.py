@@ -8,16 +8,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ksana_jax.kv.codecs.registry import CODECS
+from ksana_jax.kv.eviction import EVICTION_METHODS
+from ksana_jax.kv.moves import PendingMoves
+from ksana_jax.scheduler.row_blocks import RowBlocks
 from tests.lives import live_a_life
+from tests.simulation import Simulation
+from tests.storing_simulation import StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)
+EXAMPLES = int(os.environ.get("KSANA_EXAMPLES", 200))
 
 
-@settings(max_examples=int(os.environ.get("KSANA_EXAMPLES", 200)), suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_every_life_ends_well(rng):
     live_a_life(rng, num_steps=50)
+
+
+@settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_every_life_with_evictions_and_codecs_ends_well(rng):
+    live_a_life(rng, num_steps=30, kind=StoringSimulation)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -25,9 +38,70 @@ def test_what_went_wrong_once_goes_well(seed):
     live_a_life(random.Random(seed))
 
 
+def seen_in(kind: type[Simulation], num_lives: int):
+    first, *others = (live_a_life(random.Random(seed), kind=kind).seen for seed in range(num_lives))
+    return sum(others, start=first)
+
+
 def test_lives_meet_everything_that_the_memory_does():
-    seen = sum((live_a_life(random.Random(seed)).seen for seed in range(60)), start=live_a_life(random.Random(60)).seen)
-    never = [name for name, count in seen.items() if not count]
-    assert not never, f"{never} did not happen in 61 lives"
     expected = {"beam searches", "turns", "aborts", "restarts", "failed steps", "changes of pattern", "preemptions"}
-    assert expected <= seen.keys()
+    expected |= {"hits_device", "hits_host", "hits_disk", "replaced", "saved", "loaded", "copied", "swapped_in"}
+    assert expected <= (+seen_in(Simulation, 61)).keys()
+
+
+def test_lives_meet_every_method_and_codec():
+    expected = {f"engines with {name}" for name in (*EVICTION_METHODS, *CODECS, "whole", "streamed", "pyramid")}
+    expected |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
+    assert expected <= (+seen_in(StoringSimulation, 45)).keys()
+
+
+def a_token_too_few(monkeypatch):
+    """What a row keeps is moved but for the last token."""
+    evict = PendingMoves.evict
+    monkeypatch.setattr(PendingMoves, "evict", lambda moves, e: evict(moves, e._replace(num_kept=e.num_kept - 1)))
+
+
+def a_step_late(monkeypatch):
+    """The moves of evictions wait for the step after the next."""
+    take, late = PendingMoves.take, {}
+
+    def take_late(moves):
+        moves.evictions, late[moves] = late.get(moves, []), moves.evictions
+        return take(moves)
+
+    monkeypatch.setattr(PendingMoves, "take", take_late)
+
+
+def a_block_twice(monkeypatch):
+    """A block that an eviction empties returns to the pool, and so does it when its row ends."""
+    compact = RowBlocks.compact
+
+    def compact_twice(self, rows, kept):
+        before = {row: self.rows.block_ids(row) for row in rows.tolist()}
+        compact(self, rows, kept)
+        for row, ids in before.items():
+            self.memory.device.release(ids[~(ids[:, None] == self.rows.block_ids(row)).any(axis=1)][:1])
+
+    monkeypatch.setattr(RowBlocks, "compact", compact_twice)
+
+
+def no_count_of_what_went(monkeypatch):
+    """A row that was swapped out comes back without the number of its evicted tokens."""
+    swap_out = RowBlocks.swap_out
+
+    def forgetful(self, row):
+        held = swap_out(self, row)
+        return None if held is None else held._replace(num_evicted=held.num_evicted * 0)
+
+    monkeypatch.setattr(RowBlocks, "swap_out", forgetful)
+
+
+@pytest.mark.parametrize("plant", [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went])
+def test_lives_find_a_planted_bug(plant, monkeypatch):
+    plant(monkeypatch)
+    for seed in range(60):
+        try:
+            live_a_life(random.Random(seed), kind=StoringSimulation)
+        except AssertionError:
+            return
+    raise AssertionError("60 lives ended well")

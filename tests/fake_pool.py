@@ -1,0 +1,151 @@
+"""The fake network on a pool with the arrays of a real one: codes and scales of any codec, layers in full precision,
+and scores and text positions for eviction methods, whose tokens it moves.
+
+A hash becomes a key and a value of eight numbers, which the codec rounds; what a query sees is a hash of the rounded
+ones. A block that moves without its scales, or a token that stays behind, gives another text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.kv.codecs.registry import find_codec
+from ksana_jax.kv.eviction.base import Cached, EvictionMethod
+from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION
+from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.step.contract import StepArrays, StepInput
+from tests.fake_network import HEAD_DIM, mix
+from tests.fakes import FakeExecutor
+
+_ODD = np.arange(1, 2 * HEAD_DIM, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def vectors(hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [..., 8] of hashes [...]: their bytes as numbers."""
+    return tuple(np.ascontiguousarray(h)[..., None].view(np.int8).astype(np.float32) for h in (hidden, mix(~hidden)))
+
+
+def rounded(codec: str, x: np.ndarray) -> np.ndarray:
+    """What is read of x [..., 8] after it was stored."""
+    stored = find_codec(codec)
+    return stored.decode(stored.encode(x, np), np).astype(np.float32)
+
+
+def digest(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """A hash [...] of keys and values [..., 8]."""
+    both = np.concatenate([keys, values], axis=-1, dtype=np.float32)
+    return mix((both.view(np.uint64) * _ODD).sum(axis=-1, dtype=np.uint64))
+
+
+def mass(method: EvictionMethod, hidden: np.ndarray, keys: np.ndarray, numbers: np.ndarray | None) -> np.ndarray:
+    """The attention weight of keys under queries: a whole number, so that sums have no order."""
+    bits = np.uint64(0) if numbers is None else np.asarray(numbers, np.float32).view(np.uint32).astype(np.uint64)
+    weight = (mix(hidden ^ mix(keys + bits)) >> np.uint64(56)).astype(np.float32)
+    return weight if numbers is None else weight * method.query_factor(numbers)
+
+
+class StoringExecutor(FakeExecutor):
+    """A `FakeExecutor` whose blocks are the bytes of `layout`, on the device and on the host.
+
+    Attributes:
+      leaves: views of the device's blocks, [M, *shape] by name.
+    """
+
+    def _allocate(self, host_slots: int) -> None:
+        layout = self.layout
+        blocks = np.zeros((self.num_blocks, layout.block_bytes), np.uint8)
+        self._blocks, self.host_blocks = blocks[None], np.zeros((host_slots, 1, layout.block_bytes), np.uint8)
+        self.leaves = layout.split(blocks)
+        assert all(np.shares_memory(leaf, blocks) for leaf in self.leaves.values()), "views, not copies"
+        self._num_exact = self.leaves[EXACT].shape[1] if EXACT in self.leaves else 0
+        self._method = None if layout.eviction is None else layout.eviction.method.compiled
+
+    def _noise(self) -> np.ndarray:
+        return np.resize(np.atleast_1d(super()._noise()).view(np.uint8), self.layout.block_bytes)
+
+    def _evicts(self, group: int) -> bool:
+        return self.layout.groups[group].share is not None
+
+    def _part(self, at: int) -> tuple[str, dict[str, np.ndarray], int]:
+        """The codec of a group's layer, its leaves, and the layer's index in them."""
+        if at < self._num_exact:
+            return "f32", {"kv": self.leaves[EXACT]}, at
+        return self.layout.codec, self.leaves, at - self._num_exact
+
+    def _write_and_read(self, at: int, a: StepArrays, group: int, hidden, kv_slots: np.ndarray) -> np.ndarray:
+        real = a.positions >= 0
+        block, offset = np.divmod(a.slots[group][real], self.block_size)
+        codec, leaves, layer = self._part(at)
+        for index, x in enumerate(vectors(hidden[real])):
+            for name, part in find_codec(codec).encode(x, np).items():
+                is_bits = leaves[name].dtype.kind == "u"
+                leaves[name][block, layer, index, 0, offset] = part.view(leaves[name].dtype) if is_bits else part
+        if self._evicts(group):
+            for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real])):
+                if name in self.leaves:
+                    self.leaves[name][block, at, 0, 0, offset] = new
+        block, offset = np.divmod(kv_slots, self.block_size)
+        with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
+            return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
+
+    def _decoded(self, at: int, get) -> list[np.ndarray]:
+        codec, leaves, layer = self._part(at)
+        names = find_codec(codec).arrays(HEAD_DIM)
+        found = ({name: get(leaves[name], layer, index) for name in names} for index in range(2))
+        return [find_codec(codec).decode(parts, np).astype(np.float32) for parts in found]
+
+    def _observe(self, at: int, a: StepArrays, group: int, hidden, seen: tuple) -> None:
+        if self._method is None or not (self._method.observes and self._evicts(group)):
+            return
+        keys, slots, visible = seen
+        numbers = None if a.query_numbers is None else a.query_numbers[group][:, None]
+        block, offset = np.divmod(slots[visible], self.block_size)
+        paid = np.broadcast_to(mass(self._method, hidden[:, None], keys, numbers), visible.shape)
+        np.add.at(self.leaves[SCORE], (block, at, 0, 0, offset), paid[visible])
+
+    def move(self, moves: Moves) -> None:
+        for asked in moves.evictions:
+            assert all(x.dtype == np.int32 for x in asked)
+            for row in range(len(asked.tables)):
+                self._evict(Evictions(*(x[row : row + 1] for x in asked)))
+        super().move(moves)
+
+    def _evict(self, asked: Evictions) -> None:
+        """Moves what stays of one row in one group of layers to its first slots."""
+        group, [blocks], [kept], [count] = int(asked.group[0]), asked.tables, asked.num_kept, asked.num_tokens
+        assert self._method is not None and self._evicts(group) and 0 < kept < count <= len(blocks) * self.block_size
+        assert asked.num_sinks[0] + asked.num_recent[0] <= kept
+        slots = np.arange(count)
+        block, offset = blocks[slots // self.block_size], slots % self.block_size
+        layers = range(len(self.layout.groups[0].layers))
+
+        def of_tokens(leaf, layer, index):
+            return leaf[block, layer, index, 0, offset]
+
+        def stacked(name):
+            return None if name not in self.leaves else np.array([[of_tokens(self.leaves[name], n, 0)] for n in layers])
+
+        with np.errstate(all="ignore"):  # the last group of a kind may have fewer layers
+            keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(n, of_tokens) for n in layers)))
+            score, text = (None if (x := stacked(name)) is None else x[None] for name in (SCORE, TEXT_POSITION))
+            cached = Cached(keys, values, score, text, asked.num_tokens, asked.length, asked.group)
+            priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
+        stays = (slots < asked.num_sinks) | (slots >= count - asked.num_recent)
+        for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):
+            source = np.sort(np.lexsort((-wanted, ~stays))[:kept])
+            _, leaves, layer = self._part(at)
+            moved = [(leaf, layer) for name, leaf in leaves.items() if name not in (EXACT, SCORE, TEXT_POSITION)]
+            moved += [(leaf, at) for name, leaf in self.leaves.items() if name in (SCORE, TEXT_POSITION)]
+            for leaf, index in moved:
+                tokens = leaf[block[source], index, :, 0, offset[source]]
+                leaf[block[:kept], index, :, 0, offset[:kept]] = tokens
+            if self._method.forgets:
+                self.leaves[SCORE][block[:kept], at, 0, 0, offset[:kept]] = 0
+
+    def check(self, step: StepInput) -> None:
+        super().check(step)
+        numbers = step.arrays.query_numbers
+        expected = self._method is not None and self._method.tells_queries_apart
+        assert (numbers is not None) == expected
+        if numbers is not None:
+            assert numbers.shape == (len(self.layout.groups), step.shape.num_tokens) and numbers.dtype == np.float32

@@ -1,0 +1,290 @@
+"""Lives of engines whose rows evict tokens and whose blocks hold codes; and what their requests must end with, computed
+from each text alone, one token at a time: no blocks, no chunks, and evictions by counting."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.engine.build import make_layout
+from ksana_jax.kv.codecs.registry import CODECS
+from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
+from ksana_jax.kv.eviction.base import Cached, EvictionMethod
+from ksana_jax.patterns import FAR, FULL
+from tests.expected import LONGEST, PATTERNS, beams_by
+from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
+from tests.fake_pool import StoringExecutor, digest, mass, rounded, vectors
+from tests.reference import literal
+from tests.simulation import Simulation
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How an engine stores keys and values. eviction: items of `kv_eviction`; empty evicts nothing."""
+
+    pattern: str
+    block_size: int
+    codec: str = "f32"
+    exact: tuple[int, ...] = ()
+    eviction: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of EngineConfig."""
+        found: dict[str, Any] = {"kv_cache_dtype": self.codec, "kv_full_precision_layers": self.exact}
+        return found | ({"kv_eviction": dict(self.eviction)} if self.eviction else {})
+
+    @property
+    def method(self) -> EvictionMethod | None:
+        return read_eviction(dict(self.eviction) or None)
+
+    @functools.cached_property
+    def layout(self):
+        patterns = PATTERNS[self.pattern]
+        model = ModelConfig(num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM)
+        return make_layout(model, patterns, EngineConfig(block_size=self.block_size, **self.settings), "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Evictions from a row in one group of layers, counted token by token.
+
+    cached: [LONGEST + 1] tokens that are cached after so many of the text. evictions: lengths at which some go.
+    """
+
+    cached: list[int]
+    evictions: list[int]
+    budget: int
+
+
+@functools.lru_cache(maxsize=2**12)
+def counted(storage: Storage, group: int, num_prompt: int) -> Counted:
+    method, share = storage.method, storage.layout.groups[group].share
+    if method is None or share is None:
+        return Counted(list(range(LONGEST + 1)), [], FAR)
+    interval = method.interval or storage.block_size
+    asked = method.budget * num_prompt if isinstance(method.budget, float) else method.budget
+    budget = max(round(share * asked), method.sinks + interval)
+    cached, evictions = [0], []
+    for length in range(1, LONGEST + 1):
+        count = cached[-1] + 1
+        waits = length < num_prompt if method.prompts == "whole" else False
+        if count > budget and not waits and not (method.once and length != num_prompt):
+            evictions.append(length)
+            count -= interval * math.ceil((count - budget) / interval)
+        cached.append(count)
+    return Counted(cached, evictions, budget)
+
+
+class Text:
+    """What the layers of the fake network hold of one text."""
+
+    def __init__(self, storage: Storage, num_prompt: int):
+        self.storage, self.num_prompt, self.length = storage, num_prompt, 0
+        self.layout, self.patterns = storage.layout, PATTERNS[storage.pattern]
+        self.method = storage.method
+        layers = len(self.patterns)
+        self.kept: list[list[int]] = [[] for _ in range(layers)]
+        self.keys, self.values = np.zeros((2, layers, LONGEST, HEAD_DIM), np.float32)
+        self.digests = np.zeros((layers, LONGEST), np.uint64)
+        self.scores = np.zeros((layers, LONGEST), np.float32)
+        self.counts = [counted(storage, group, num_prompt) for group in range(len(self.layout.groups))]
+
+    def add(self, token: int) -> np.ndarray:
+        """Computes one more token; returns its hidden [1] of the last layer."""
+        t, hidden = self.length, embed(token, self.length)
+        for layer, (group, _) in enumerate(self.layout.places):
+            codec = "f32" if layer in self.storage.exact else self.storage.codec
+            k, v = (rounded(codec, x) for x in vectors(hidden))
+            self.keys[layer, t], self.values[layer, t], self.digests[layer, t] = k[0], v[0], digest(k, v)[0]
+            self.kept[layer].append(t)
+            kept = np.array(self.kept[layer])
+            seen = self.digests[layer, kept]
+            if self.layout.groups[group].share is None:
+                visible, _ = literal(self.patterns[layer], np.array([[t]]), kept[None])
+            else:
+                visible = np.ones((1, len(kept)), bool)
+                if self.method is not None and self.method.observes:
+                    self.scores[layer, kept] += mass(self.method, hidden, seen, self.number(group))
+            hidden = attend(hidden, (seen * weights_of(np.arange(len(kept))))[None], visible)
+        self.length += 1
+        for group, counts in enumerate(self.counts):
+            if self.length in counts.evictions:
+                self.evict(group, counts)
+        return hidden
+
+    def number(self, group: int) -> np.ndarray | None:
+        assert self.method is not None
+        following = next((at for at in self.counts[group].evictions if at > self.length), FAR)
+        until, outputs = np.array([[following - self.length]]), np.array([self.length + 1 - self.num_prompt])
+        return None if (found := self.method.query_numbers(until, outputs)) is None else found.ravel()
+
+    def evict(self, group: int, counts: Counted) -> None:
+        method, layers = self.method, self.layout.groups[group].layers
+        assert method is not None
+        kept = np.array([self.kept[layer] for layer in layers])
+        count, left = kept.shape[1], counts.cached[self.length]
+        own = np.array(layers)[:, None], kept
+        scores = self.scores[own][None, :, None] if method.observes else None
+        text = kept[None, :, None] if method.needs_text_positions else None
+        numbers = (np.array([x]) for x in (count, self.length, group))
+        cached = Cached(self.keys[own][None, :, None], self.values[own][None, :, None], scores, text, *numbers)
+        priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
+        recent = round(method.recent * counts.budget) if isinstance(method.recent, float) else method.recent
+        stay = {*range(method.sinks), *range(count - min(recent, left - method.sinks), count)}
+        for layer, order in zip(layers, priority, strict=True):
+            others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
+            chosen = sorted(stay | set(others[: left - len(stay)]))
+            self.kept[layer] = [self.kept[layer][i] for i in chosen]
+            if method.forgets:
+                self.scores[layer] = 0
+
+
+@functools.lru_cache(maxsize=2**14)
+def written(storage: Storage, prompt: bytes, count: int, seed: int | None) -> tuple[list[int], np.ndarray]:
+    """The `count` tokens that follow a prompt, and the hidden [T] of the whole text but its last token."""
+    text = np.frombuffer(prompt, np.int32).tolist()
+    state, num_prompt, hidden = Text(storage, len(text)), len(text), []
+    for t in range(num_prompt + count - 1):
+        hidden.append(state.add(text[t]))
+        if t >= num_prompt - 1:
+            sampled = () if seed is None else ([seed], [t + 1 - num_prompt])
+            text.append(int(choose(hidden[-1], 97, *sampled)[0]))
+    return text[num_prompt:], np.concatenate(hidden)
+
+
+class StoringSimulation(Simulation):
+    """A `Simulation` whose pool holds codes, or whose rows evict tokens, or both."""
+
+    def draw_storage(self) -> None:
+        rng, codec = self.rng, self.rng.choice(["f32", *CODECS])
+        exact = (0,) if codec != "f32" and rng.random() < 0.3 else ()
+        self.storage = Storage(self.pattern, self.block_size, codec)
+        if rng.random() < 0.8:
+            self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
+            self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
+            self.disk = None
+            self.settings |= {"caching": False, "shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
+            # With prompts of so many tokens, the longest text just fits, and only alone.
+            most = self.storage.layout.blocks_of(LONGEST - 1, num_prompt=rng.choice([5, 10, 25, 39]))
+            self.settings["num_blocks"] = max(most + rng.choice([-1, 0, 0, 0, 1, 2, 12]), 1)
+            self.settings["max_num_seqs"] = rng.randint(2, 6)
+            self.settings["preempt"] = rng.choice(["swap", "swap", "recompute", "auto"])
+        if exact and len(self.storage.layout.groups) == 1 and not self.storage.eviction:
+            self.storage = dataclasses.replace(self.storage, exact=exact)
+
+    def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
+        """Settings of any method, with budgets that a text of 40 tokens exceeds."""
+        rng, name, size = self.rng, self.rng.choice(sorted(EVICTION_METHODS)), self.block_size
+        pyramid = rng.random() < 0.3
+        apart = pyramid or any(pattern != FULL for pattern in PATTERNS[self.pattern])
+        interval = rng.choice([None, size, 2 * size] if apart else [None, 1, 2, 5])
+        sinks = rng.choice([0, 0, 1, 3])
+        least = (sinks + (interval or size)) * (1 + pyramid)  # the last layer's budget is half of it
+        found = {
+            "method": name,
+            "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
+            "recent": rng.choice([1, 2, 8] if name == "snapkv" else [0, 0.3, 0.5, 1.0, 2]),
+            "sinks": sinks,
+            "interval": interval,
+            "prompts": rng.choice(["whole", "streamed"]),
+            "layers": "pyramid" if pyramid else "uniform",
+            "positions": rng.choice(["absolute", "cache"]),
+        }
+        own = {
+            "h2o": {"normalised": rng.random() < 0.5},
+            "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
+            "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
+            "random": {"seed": rng.choice([0, 5])},
+        }
+        return tuple((found | own.get(name, {})).items())
+
+    def start(self) -> None:
+        self.settings |= {"stored": self.storage.settings, "make_executor": StoringExecutor}
+        super().start()
+        for name in ("method", "prompts", "layers"):
+            if self.storage.eviction:
+                self.seen[f"engines with {dict(self.storage.eviction)[name]}"] += 1
+        self.seen[f"engines with {self.storage.codec}"] += 1
+
+    def change_pattern(self) -> None:
+        """Another budget of the same method, or a refusal that changes nothing."""
+        if self.storage.exact:
+            return  # other patterns have other groups of layers, each with as many in full precision
+        if not self.storage.eviction:
+            super().change_pattern()
+            self.storage = dataclasses.replace(self.storage, pattern=self.pattern)
+            return
+        if self.engine.has_work:
+            return
+        before, rng = self.engine.scheduler.layout, self.rng
+        setting = dict(self.storage.eviction) | {
+            "budget": rng.choice([0.1, 0.3, 0.7]),
+            "prompts": rng.choice(["whole", "streamed"]),
+        }
+        other = dict(self.draw_eviction())
+        method = read_eviction(setting)
+        assert method is not None
+        if other["method"] != setting["method"]:
+            for change in (
+                lambda: self.engine.set_eviction(read_eviction(other)),
+                lambda: self.engine.set_patterns(PATTERNS["sink"]),
+            ):
+                try:
+                    change()
+                except ConfigError:
+                    assert self.engine.scheduler.layout is before
+                else:
+                    raise AssertionError("an engine took another method, or a window")
+            self.seen["changes refused"] += 1
+        self.engine.set_eviction(method)
+        self.storage = dataclasses.replace(self.storage, eviction=tuple(setting.items()))
+        self.requests.clear()
+        self.seen["changes of budget"] += 1
+
+    def add(self) -> None:
+        """Several requests at once where rows evict, since many are refused and rows take little room."""
+        for _ in range(self.rng.randint(1, 3) if self.storage.eviction else 1):
+            super().add()
+
+    def disk_trouble(self) -> None:
+        """Where rows evict there is no disk; they rarely fill the pool, so one is preempted without need."""
+        super().disk_trouble()
+        scheduler = self.engine.scheduler
+        if self.storage.eviction and len(scheduler.order):
+            scheduler._preempt(int(scheduler.order[-1]))
+
+    def refusal(self, num_prompt: int, max_len: int, params) -> str:
+        words = super().refusal(num_prompt, max_len, params)
+        if words != "max_model_len" and self.storage.eviction and params.num_sequences > 1:
+            return "share its blocks"
+        return words
+
+    def most_blocks(self, max_tokens: int, num_prompt: int) -> int:
+        return self.engine.scheduler.layout.blocks_of(max_tokens, num_prompt=num_prompt)
+
+    def tokens_after(self, prompt: np.ndarray, count: int, seed: int | None, least: int, stop_ids) -> list[int]:
+        return until_stop(written(self.storage, prompt.tobytes(), count, seed)[0], stop_ids, least)
+
+    def beams_after(self, prompt: np.ndarray, width: int, penalty: float, stop_ids, count: int):
+        def hidden_of(text):
+            return self.hidden_of(np.concatenate([prompt, np.array(text, np.int32)]), len(prompt))
+
+        return beams_by(hidden_of, width, penalty, stop_ids, count)
+
+    def hidden_of(self, text: np.ndarray, num_prompt: int) -> np.ndarray:
+        state = Text(self.storage, num_prompt)
+        return np.concatenate([state.add(int(token)) for token in text])
+
+    def starts_of(self, group: int, row: int) -> list[int]:
+        rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
+        if scheduler.layout.groups[group].share is None:
+            return super().starts_of(group, row)
+        done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
+        cached = counted(self.storage, group, int(rows.num_prompt[row])).cached[done]
+        return list(range(0, covered - done + cached, self.block_size))
