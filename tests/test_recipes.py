@@ -18,7 +18,7 @@ from ksana_jax import AttentionPattern, patterns
 from ksana_jax.kv import replacement
 from ksana_jax.patterns import FAR, LiveRange, PatternArrays
 from ksana_jax.scheduler import policies
-from tests import expected, fakes, reference
+from tests import expected, fake_network, reference
 from tests.engine.small import VOCAB, expect_dense, make_llm, model
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
 from tests.lives import live_a_life
@@ -152,7 +152,7 @@ def chunked(monkeypatch):
     """The lines of `Chunked` are in patterns.py and reference.py."""
     monkeypatch.setattr(patterns, "PatternArrays", ChunkedArrays)
     monkeypatch.setattr(LiveRange, "of", live_range)
-    for module in (reference, fakes, expected):
+    for module in (reference, fake_network, expected):
         monkeypatch.setattr(module, "literal", literal)
 
 
