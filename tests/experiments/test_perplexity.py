@@ -150,6 +150,19 @@ def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_
     assert above.get_xlabel() == "window" and list(below.lines[0].get_xdata()) == [2, 4, 8]
 
 
+def test_named_variants_whose_texts_fit_one_step_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
+    from matplotlib.figure import Figure
+
+    settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
+    variants = [{"name": "blocks of 4"}, {"name": "blocks of 8", "engine.block_size": 8}]
+    made = reported(experiment(settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm)
+    figure = Figure()
+    Perplexity().draw(figure, made.rows)
+    (axes,) = figure.axes
+    drawn = [(line.get_label(), line.get_xdata()[0]) for line in axes.lines]
+    assert drawn == [("blocks of 4", 4), ("blocks of 8", 2)]  # the fake engine's blocks have 1 KiB each
+
+
 def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):
     (row,) = reported(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm).rows
     assert row.mean("live_kv_bytes") == 0

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ksana_jax.experiments.config import load
 from ksana_jax.experiments.report import read_report, write_tables
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,12 @@ def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
     write_tables(read_report(study), tmp_path)
     assert (tmp_path / "table.md").read_text() == (study / "table.md").read_text()
     assert {"README.md", "figure.png", "run.json"} <= {path.name for path in study.iterdir()}
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_a_study_has_the_rows_of_its_configuration(study):
+    rows = [(row.label, row.point) for row in read_report(study).rows]
+    assert rows == [(row.label, row.point) for row in load(study.name).rows]
 
 
 def test_every_folder_with_a_readme_is_a_study_or_a_script():

@@ -1,5 +1,8 @@
-"""The figure of a perplexity experiment, in two panels: perplexity above, live KV below; for named variants over a grid
-of numbers, perplexity over those numbers above, and over live KV below."""
+"""The figure of a perplexity experiment, in two panels: perplexity above, live KV below.
+
+Named variants over a grid of numbers have perplexity over these numbers above and over live KV below; named variants
+whose texts fit one step have one panel, perplexity over live KV.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,10 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     measured = [row for row in rows if row.trials]
     if is_labelled_grid(measured):
         _at_equal_bytes(figure, measured)
+        return
+    if len(measured) > 1 and all(row.label and not row.point and _fits_one_step(row) for row in measured):
+        _over_bytes(figure.subplots(), measured)
+        figure.legend(loc="outside upper center", ncols=2)
         return
     above, below = figure.subplots(2, 1, sharex=True)
     if _is_grid(measured):
@@ -72,6 +79,25 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
     figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+
+
+def _fits_one_step(row: ResultRow) -> bool:
+    return all(m.get("live_blocks") == [] for trial in row.trials for m in trial if m["metric"] == "kv")
+
+
+def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
+    """Draws a point for each variant, its perplexity at the last positions over its live KV."""
+    low, high = spans(rows, "ppl_")[-1]
+    for index, row in enumerate(rows):
+        x, y = (row.mean("live_kv_bytes") or math.nan) / 1024, row.mean(f"ppl_{low}_{high}") or math.nan
+        style = {"color": line_style(index)["color"], "marker": "osD^v<>P*X"[index % 10]}
+        axes.plot([x], [y], linestyle="", markersize=5, label=row.label, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("live KV (KiB)")
+    axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
 
 
 def _is_grid(rows: Sequence[ResultRow]) -> bool:
