@@ -63,11 +63,14 @@ class Options:
     sinks: [N] float32 learned sink logits: one per head that joins the softmax's denominator and has no value.
     soft_cap: scores become cap * tanh(score / cap).
     return_lse, return_mass: also give `Result.lse`, `Result.mass`.
+    mass_factor: [S, Q] float32, not negative, by which the weights of each query are multiplied in the mass, so that 0
+      leaves a query out; all count alike by default.
     out_dtype: of `Result.out`; q's dtype by default.
     """
 
     q_sink: Array | None = None
     sinks: Array | None = None
+    mass_factor: Array | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata=STATIC)
     return_lse: bool = dataclasses.field(default=False, metadata=STATIC)
     return_mass: bool = dataclasses.field(default=False, metadata=STATIC)
@@ -133,7 +136,8 @@ class Result(NamedTuple):
     lse: [S, Q, N] float32, natural logarithm of the softmax's denominator, for merging; -inf where a query sees
       nothing.
     mass: [S, K, P * B] float32, the weight that each slot got, summed over the tile's queries and the query heads of
-      each kv head: what policies such as H2O (arXiv:2306.14048, section 4) add up.
+      each kv head: what policies such as H2O (arXiv:2306.14048, section 4) add up. With a factor for each query, those
+      that only some queries observe do too, such as SnapKV (arXiv:2404.14469, section 4).
     """
 
     out: jax.Array

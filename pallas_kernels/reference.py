@@ -48,12 +48,13 @@ def probability_mass(call: Call, lse: jax.Array) -> jax.Array:
     num_kv_heads = call.pool.kv.shape[3]
 
     def weigh(tile):
-        tile, lse = tile
+        tile, lse, factor = tile
         _, seen, scores = _gather(call, tile)
-        weights = jnp.where(seen[:, None], jnp.exp(scores - lse[..., None]), 0.0)
+        weights = jnp.where(seen[:, None], jnp.exp(scores - lse[..., None]), 0.0) * factor[:, None, None]
         return weights.reshape(weights.shape[0], num_kv_heads, -1, weights.shape[-1]).sum(axis=(0, 2))
 
-    return jax.lax.map(weigh, (_tiles(call), lse))
+    factor = call.options.mass_factor
+    return jax.lax.map(weigh, (_tiles(call), lse, jnp.ones(call.positions.shape) if factor is None else factor))
 
 
 def _tiles(call: Call):

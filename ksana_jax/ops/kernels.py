@@ -165,12 +165,15 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
 def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
     """Converts a call to the kernels' contract. Shared blocks have neither repositioned nor learned sinks."""
     merges = context.shape.shared_rows > 0
+    method = None if context.observer is None else context.observer.method
+    numbers = context.batch.query_numbers
     options = contract.Options(
         q_sink=None if call.shared else q_sink,
         sinks=None if call.shared else context.sink_logits,
         soft_cap=context.soft_cap,
         return_lse=merges,
-        return_mass=context.observer is not None and context.observer.method.observes,
+        return_mass=method is not None and method.observes,
+        mass_factor=None if method is None or numbers is None else method.query_factor(call.take(numbers, 0)),
         out_dtype=jnp.float32 if merges else q.dtype,
     )
     tables, starts, positions = call.arrays
@@ -217,8 +220,8 @@ def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
         name = f"kv_eviction {type(method).__name__}"
         if method.positions == "cache":
             return f"{name} stores keys unrotated, and the kernels read rotated ones"
-        if method.alters_logits or method.tells_queries_apart:
-            return f"{name} does not count the weights of all queries alike, as the kernels do"
+        if method.alters_logits:
+            return f"{name} observes other weights than those of the attention, which the kernels return"
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if reason := kernel.unsupported(_example(needs, tile)):
             return reason
@@ -239,11 +242,13 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.query_dtype or needs.dtype)
     queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_repositioned_sinks
+    method = needs.eviction
     options = contract.Options(
         q_sink=floats((1, tile, num_sinks, *queries)) if num_sinks else None,
         sinks=jax.ShapeDtypeStruct((needs.num_heads,), jnp.float32) if needs.sinks else None,
         soft_cap=1.0 if needs.soft_cap else None,
-        return_mass=needs.eviction is not None and needs.eviction.observes,
+        return_mass=method is not None and method.observes,
+        mass_factor=jax.ShapeDtypeStruct((1, tile), jnp.float32) if method and method.tells_queries_apart else None,
     )
     table = ints((1, 1))
     return contract.Call(

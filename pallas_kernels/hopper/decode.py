@@ -41,7 +41,9 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
       NotImplementedError: a dtype, head dim, block size, group or option that the kernel does not support.
     """
     options, pool = call.options, call.pool.kv
-    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "out_dtype", "scales")
+    check_options(
+        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "scales"
+    )
     check_heads(call, PRODUCTS)
     call.pool.check_scales()
     tiles = Tiles.of(call)

@@ -184,7 +184,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     """
     pool = call.pool.kv
     block_size, h = pool.shape[4:]
-    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "out_dtype")
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype")
     check_heads(call, (jnp.bfloat16, jnp.float16))
     tiles = Tiles.of(call)
     if work is None:
@@ -203,6 +203,8 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     # What must not count weighs exp2(score - inf).
     counts = (call.positions[:, :, None] >= 0) & (lse > -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf)
+    if (factor := call.options.mass_factor) is not None:
+        lse = lse - jnp.log2(factor)[:, :, None]
     positions = jnp.broadcast_to(call.positions[:, :, None], lse.shape)
     mass = _kernel(config, work, tuning)(
         tiles.pack(call.q.astype(pool.dtype)),

@@ -10,16 +10,21 @@ import pytest
 
 from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from ksana_jax.kv.codecs.registry import find_codec
+from ksana_jax.kv.eviction.h2o import H2O
+from ksana_jax.kv.eviction.keyformer import Keyformer
+from ksana_jax.kv.eviction.snapkv import SnapKV
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.attention import AttentionContext, Queries, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
+from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FAR
 from ksana_jax.step.contract import Part, StepArrays, StepShape
+from pallas_kernels import reference
 from pallas_kernels.contract import Kernel, Result, check_options
 from pallas_kernels.registry import KERNELS, KV_WRITES
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
@@ -76,7 +81,7 @@ def test_one_that_does_not_serve_cannot_be_asked_for():
         choose(H200, "fast")
 
 
-def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
+def test_kernels_that_lack_an_option_are_not_chosen_where_it_is_asked_for():
     def attend(call, work, *, tuning):
         check_options(call, "q_sink", "return_lse", "out_dtype")
         return Result(call.q)
@@ -87,6 +92,10 @@ def test_kernels_that_lack_soft_caps_or_learned_sinks_are_not_chosen():
     assert unsupported(plain, H200._replace(sinks=True)) == "this kernel does not support sinks"
     # Kernels of this project have both.
     assert choose(H200._replace(soft_cap=True, sinks=True)).name == "hopper"
+    observed = H200._replace(eviction=SnapKV())
+    assert unsupported(plain, observed) == "this kernel does not support mass_factor, return_mass"
+    assert choose(observed).name == "hopper"
+    assert "Keyformer observes other weights" in str(unsupported(HOPPER, H200._replace(eviction=Keyformer())))
     capped = ModelConfig(soft_cap=50.0, sinks="zero")
     needs = Requirements.of(capped, KVLayout.of(capped, dtype="bf16", block_size=32, platform="cpu"))
     assert needs.soft_cap and needs.sinks and choose(needs).name == "xla"
@@ -167,6 +176,30 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
     assert np.abs(got - expected).mean() < 2**-9
     assert (got[4] == 0).all() and (got[-1] == 0).all()
+
+
+@pytest.mark.parametrize("method", [H2O(), SnapKV()])
+def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
+    q, cache, batch, shape = make_step(0, shared=False)
+    numbers = jnp.arange(len(q)) % 3  # a third of the queries do not count
+    if method.tells_queries_apart:
+        batch = batch._replace(query_numbers=numbers.astype(jnp.float32))
+    pattern = jax.tree.map(jnp.asarray, PATTERNS["full"].arrays())
+    context = AttentionContext(
+        1, batch, shape, pattern, make_rope(RopeConfig(), H), 0, sink_logits=jnp.ones(N), observer=Observer(method, 1)
+    )
+    kernels = Kernels(*[Kernel(reference.attend, None)] * 2)
+    got, expected = (
+        attend(Queries(q, None), cache, context)
+        for attend in (lambda *step: kernels.attend(*step, None), ragged_paged_attention)
+    )
+    assert [mass.shape for mass in got.masses] == [(5, K, 8 * B), (2, K, 8 * B)]
+    for mass, as_expected in zip(got.masses, expected.masses, strict=True):
+        np.testing.assert_allclose(mass, as_expected, rtol=0, atol=2e-6)
+    # Sinks take some of the weight of each query and head.
+    assert (np.asarray(got.masses[0]).sum(axis=(1, 2)) > 0).tolist() == [
+        bool(seen and (numbers[row] or not method.tells_queries_apart)) for row, seen in enumerate([1, 1, 1, 1, 0])
+    ]
 
 
 @several_warpgroups

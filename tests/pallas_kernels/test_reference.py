@@ -14,6 +14,12 @@ from pallas_kernels.contract import Call
 from pallas_kernels.patterns import FAR
 
 
+def factors(call: Call) -> jax.Array:
+    """Factors of the queries' weights in the mass, of which a third is 0."""
+    numbers = np.random.default_rng(0).integers(0, 3, call.positions.shape)
+    return jnp.asarray(numbers, jnp.float32)
+
+
 def loops(call: Call):
     """Result, log-sum-exp and mass per slot: one query, one head and one slot at a time, the rules written out."""
     q, pool = np.asarray(call.q, np.float64), np.asarray(call.pool.kv, np.float64)
@@ -47,7 +53,7 @@ def loops(call: Call):
             lse[tile, token, head] = np.logaddexp.reduce(scores + sink)
             weights = np.exp(np.array(scores) - lse[tile, token, head])
             out[tile, token, head] = weights @ np.array(values)
-            mass[tile, kv_head, slots] += weights
+            mass[tile, kv_head, slots] += weights * float(call.options.mass_factor[tile, token])
     return out, lse, mass
 
 
@@ -55,6 +61,7 @@ def loops(call: Call):
 @pytest.mark.parametrize("spec", [*TINY, *(s for s in SMALL if s.head_dim == 64 and s.sink_logits)], ids=str)
 def test_reference_gives_what_loops_in_float64_give(spec):
     call = make(spec).replace(return_lse=True, return_mass=True, out_dtype=jnp.dtype("float32"))
+    call = call.replace(mass_factor=factors(call))
     # Sums of up to 257 float32 terms of size 4.
     for actual, expected in zip(jax.jit(reference.attend)(call), loops(call), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)

@@ -137,7 +137,7 @@ class EvictionMethod:
         return self.query_numbers(np.ones((1, 1)), np.ones(1)) is not None
 
     def query_factor(self, numbers: Array) -> Array:
-        """Returns by what the attention weights of each query are multiplied before they are added to the scores."""
+        """Returns the factor of a query's attention weights as they are added to the scores: float32, not negative."""
         return numbers
 
     def observed_logits(self, logits: Array, seen: Observation, xp: Any) -> Array:
