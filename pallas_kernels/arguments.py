@@ -141,7 +141,7 @@ def make(spec: Spec) -> Call:
         positions,
         layer=spec.layer,
         pattern=spec.pattern,
-        options=Options(q_sink, sinks, spec.soft_cap, spec.return_lse),
+        options=Options(q_sink, sinks, soft_cap=spec.soft_cap, return_lse=spec.return_lse),
     )
     # Numbers of the pattern and the layer stay Python's.
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
