@@ -25,6 +25,7 @@ def test_notebooks_are_kept_without_outputs(path):
             assert cell["outputs"] == [] and cell["execution_count"] is None
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_from_top_to_bottom_and_draw(path):
     matplotlib.use("Agg")

@@ -75,9 +75,7 @@ def engines():
 
 @pytest.mark.parametrize(
     ("chunk", "block_size"),
-    soak_unless(
-        lambda pair: pair in ((1, 8), (7, 16), (16, 8), (128, 16)), itertools.product((1, 7, 16, 128), (8, 16))
-    ),
+    soak_unless(lambda pair: pair in ((7, 16), (16, 8)), itertools.product((1, 7, 16, 128), (8, 16))),
 )
 def test_every_pattern_equals_its_dense_definition_for_every_chunk_and_block_size(engines, texts, chunk, block_size):
     config, params = make_model("GQA")
@@ -86,7 +84,7 @@ def test_every_pattern_equals_its_dense_definition_for_every_chunk_and_block_siz
         expect_dense(llm, config, params, texts, pattern)
 
 
-@pytest.mark.parametrize("heads", ["MHA", "MQA"])
+@pytest.mark.parametrize("heads", soak_unless(lambda heads: heads == "MQA", ["MHA", "MQA"]))
 def test_every_pattern_equals_its_dense_definition_for_other_head_counts(engines, texts, heads):
     config, params = make_model(heads)
     for pattern in PATTERNS.values():

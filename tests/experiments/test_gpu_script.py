@@ -119,6 +119,7 @@ sys.exit(run_child(parse(sys.argv[1:])))
 """
 
 
+@pytest.mark.soak
 def test_a_kernel_that_aborts_the_process_costs_one_case(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program = tmp_path / "aborting.py"

@@ -136,6 +136,7 @@ def test_settings_that_cannot_work_are_refused_before_the_model_is_loaded(one_la
 
 
 @pytest.mark.usefixtures("few_shapes")
+@pytest.mark.soak
 def test_log_probabilities_are_those_of_the_dense_model(tmp_path, one_layer):
     import jax
     import jax.numpy as jnp

@@ -138,9 +138,14 @@ def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):
     return q, cache, jax.tree.map(jnp.asarray, batch), shape
 
 
+# The contract's own definition, as kernels that need no interpreter.
+REFERENCE = Kernels(*[Kernel(reference.attend, None)] * 2)
+
 # What the rows share is attended to once: only where sinks stand in their own places.
 CASES = [
     *((TRITON, name, pattern.sink_position == "absolute", "bf16") for name, pattern in PATTERNS.items()),
+    (REFERENCE, "sliding", True, "bf16"),
+    (REFERENCE, "StreamingLLM", False, "int8"),
     (HOPPER, "LM-Infinite", False, "bf16"),
     (HOPPER, "sliding", True, "bf16"),
     (HOPPER, "sliding", True, "int8"),
@@ -150,8 +155,8 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kernels", "name", "shared", "codec"),
-    soak_unless(lambda case: case == (HOPPER, "sliding", True, "bf16"), CASES),
-    ids=lambda x: {TRITON: "triton", HOPPER: "hopper"}.get(x),
+    soak_unless(lambda case: case[0] is REFERENCE, CASES),
+    ids=lambda x: {TRITON: "triton", HOPPER: "hopper", REFERENCE: "reference"}.get(x),
 )
 def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec, tile=4):
     pattern = PATTERNS[name]
@@ -188,11 +193,8 @@ def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
     context = AttentionContext(
         1, batch, shape, pattern, make_rope(RopeConfig(), H), 0, sink_logits=jnp.ones(N), observer=Observer(method, 1)
     )
-    kernels = Kernels(*[Kernel(reference.attend, None)] * 2)
-    got, expected = (
-        attend(Queries(q, None), cache, context)
-        for attend in (lambda *step: kernels.attend(*step, None), ragged_paged_attention)
-    )
+    got = REFERENCE.attend(Queries(q, None), cache, context, None)
+    expected = ragged_paged_attention(Queries(q, None), cache, context)
     assert [mass.shape for mass in got.masses] == [(5, K, 8 * B), (2, K, 8 * B)]
     for mass, as_expected in zip(got.masses, expected.masses, strict=True):
         np.testing.assert_allclose(mass, as_expected, rtol=0, atol=2e-6)

@@ -12,6 +12,7 @@ from pallas_kernels import reference
 from pallas_kernels.arguments import BENCH, FULL, SINKS_IN_CACHE, SMALL, TINY, Spec, layout, make
 from pallas_kernels.contract import Call
 from pallas_kernels.patterns import FAR
+from tests.soak import soak_unless
 
 
 def factors(call: Call) -> jax.Array:
@@ -58,7 +59,11 @@ def loops(call: Call):
 
 
 # Of SMALL those that share a compilation.
-@pytest.mark.parametrize("spec", [*TINY, *(s for s in SMALL if s.head_dim == 64 and s.sink_logits)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    soak_unless(lambda spec: spec in TINY[::2], [*TINY, *(s for s in SMALL if s.head_dim == 64 and s.sink_logits)]),
+    ids=str,
+)
 def test_reference_gives_what_loops_in_float64_give(spec):
     call = make(spec).replace(return_lse=True, return_mass=True, out_dtype=jnp.dtype("float32"))
     call = call.replace(mass_factor=factors(call))

@@ -100,6 +100,7 @@ def test_the_shapes_looked_at_are_the_engines_largest_with_tiles_of_each_width(s
     assert steps[-1] == StepShape((Part(16, 1), Part(1, 16)), 4, 16, SHARED_ROWS)
 
 
+@pytest.mark.soak
 def test_no_step_takes_more_than_the_largest_though_one_sequence_runs():
     """With one row XLA:CPU would make a bfloat16 output head float32."""
     wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)

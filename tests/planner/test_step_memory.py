@@ -59,6 +59,7 @@ def test_a_step_has_no_room_for_a_copy_of_a_pool_with_an_axis_of_one(num_layers,
     assert found.network < step_memory.NUM_BLOCKS * layout.block_bytes / 4
 
 
+@pytest.mark.soak
 def test_a_steps_bytes_are_predicted_from_other_shapes():
     """Three shapes are compiled: other rows and widths follow."""
     cost = measure_step(WIDE, dtype="f32", max_num_batched_tokens=32)

@@ -15,6 +15,7 @@ from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import Part, StepArrays, StepShape
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
+from tests.soak import soak_unless
 
 ASKED = [
     SamplingParams(temperature=0, max_tokens=20),
@@ -95,7 +96,9 @@ BLOCK_NUMBERS = 2 * 2 * 2 * 16 * 8
 SHAPES = [StepShape((Part(8, 1), *tiles), 4, max_sampled=8) for tiles in ((), (Part(1, 16),))]
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16", "int8", "fp8_e5m2"])
+@pytest.fixture(
+    scope="module", params=soak_unless(lambda dtype: dtype in ("f32", "int8"), ["f32", "bf16", "int8", "fp8_e5m2"])
+)
 def large_pool(request):
     config, params = model()
     params = jax.tree.map(lambda x: x.astype("bfloat16" if request.param == "bf16" else "float32"), params)

@@ -91,6 +91,7 @@ def test_accuracy_counts_questions_whose_whole_answer_is_the_most_likely(monkeyp
     assert recall_accuracy(None, {"needle": (inputs, targets)}, config=None) == {"needle": 0.5}
 
 
+@pytest.mark.soak
 def test_a_run_with_recall_logs_its_accuracy_and_says_so_on_its_card(tmp_path, tiny_config):
     overrides = [f"out_dir={tmp_path}", "context=320", "recall_fraction=0.5", "num_steps=10", "batch_size=2"]
     train(str(tiny_config), [*overrides, "eval_sequences=2"])

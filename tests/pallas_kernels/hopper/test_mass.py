@@ -73,6 +73,7 @@ def test_the_mass_of_each_slot_equals_the_reference_without_races(spec, num_work
 
 
 @pytest.mark.soak
+@pytest.mark.soak
 def test_masses_sum_to_one_for_each_query_and_head_with_the_work_list_of_the_attention():
     spec = Spec(rows=((85, 2), (0, 0), (3, 1)), q_tile=2, num_heads=6, head_dim=128, block_size=64, seed=4)
     call, tuning = make(dataclasses.replace(spec, return_lse=True)), Tuning(num_workers=2, interpret=PARAMS)
