@@ -94,6 +94,8 @@ class Rows:
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
     forked: [R] whether the last block may have other owners, so it must be copied before it is written to.
+    budgets, num_recent: [Gk, R] most tokens that each group caches, and the newest of them that it certainly keeps; see
+      `EvictionSchedule`.
     evict_at: [Gk, R] number of computed tokens at which each group evicts next, and where chunks end; FAR for never.
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     is_beam: [R] see `Sequence`.
@@ -117,6 +119,8 @@ class Rows:
         self.prefix_end = np.zeros(num_rows, np.int32)
         self.return_at = np.zeros((num_groups, num_rows), np.int32)
         self.forked = np.zeros(num_rows, bool)
+        self.budgets = np.full((num_groups, num_rows), FAR, np.int32)
+        self.num_recent = np.zeros((num_groups, num_rows), np.int32)
         self.evict_at = np.full((num_groups, num_rows), FAR, np.int32)
         self.index_at = np.full(num_rows, FAR, np.int32)
         self.is_beam = np.zeros(num_rows, bool)

@@ -6,6 +6,7 @@ length, so that every step has the average number of rows that need a new block.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from ksana_jax import checks
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import FULL, AttentionPattern
 from ksana_jax.request import SamplingParams
@@ -76,11 +78,12 @@ class _TimedBuilder:
         self.build = Stopwatch(builder.build)
 
 
-def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK_SIZE) -> Engine:
+def decoding_engine(rows: int, context: int, steps: int, kv_eviction: dict[str, Any] | None = None) -> Engine:
     """Returns an engine with `rows` sequences of about `context` prefilled tokens that can decode `steps` steps.
 
-    Row i begins with context - (i mod block_size) tokens.
+    Row i begins with context - (i mod BLOCK_SIZE) tokens.
     """
+    block_size = BLOCK_SIZE
     max_model_len = context + steps + 1
     config = EngineConfig(
         block_size=block_size,
@@ -88,6 +91,7 @@ def decoding_engine(rows: int, context: int, steps: int, block_size: int = BLOCK
         max_num_seqs=rows,
         max_num_batched_tokens=max(PREFILL_TOKENS, rows),
         max_model_len=max_model_len,
+        kv_eviction=kv_eviction,
     )
     executor = RandomTokens(rows)
     engine = build_engine(ModelConfig(vocab_size=VOCAB_SIZE, eos_ids=(0,)), None, config, executor=executor)
@@ -107,13 +111,13 @@ def _all_decode(scheduler: Scheduler) -> bool:
     return bool((rows.num_tokens[scheduler.order] - rows.num_computed[scheduler.order] == 1).all())
 
 
-def measure(rows: int, steps: int, context: int) -> dict[str, float]:
+def measure(rows: int, steps: int, context: int, kv_eviction: dict[str, Any] | None = None) -> dict[str, float]:
     """Returns medians over steps in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its
     executor, and CPU time of its parts."""
     warm_up = 20
     # Rows that were prefilled first have already decoded some steps when the last one joins.
     prefill_steps = rows * context // PREFILL_TOKENS + 2
-    engine = decoding_engine(rows, context, prefill_steps + 2 * (warm_up + steps))
+    engine = decoding_engine(rows, context, prefill_steps + 2 * (warm_up + steps), kv_eviction)
     executing = Stopwatch(engine.executor.submit)
     engine.executor.submit = executing  # type: ignore[method-assign]
     whole = Stopwatch(engine.step)
@@ -147,7 +151,13 @@ def measure(rows: int, steps: int, context: int) -> dict[str, float]:
     }
 
 
-def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool = False) -> None:
+def main(
+    rows: list[int],
+    steps: int = 200,
+    context: int = 1024,
+    as_json: bool = False,
+    kv_eviction: dict[str, Any] | None = None,
+) -> None:
     """Measures decode steps and prints a table.
 
     Args:
@@ -155,17 +165,21 @@ def main(rows: list[int], steps: int = 200, context: int = 1024, as_json: bool =
       steps: number of steps, of which the median is reported.
       context: tokens of each sequence when it starts to decode.
       as_json: whether the last line is {"results": [{"rows": 256, "step_us": ..., ...}, ...]}.
+      kv_eviction: as `EngineConfig.kv_eviction`: each number of rows is measured without and with it, in turn.
     """
     if not rows:
         raise ValueError("rows is empty: give at least one number")
     counts = [*(("rows", count) for count in rows), ("steps", steps), ("context", context)]
     checks.require(*(checks.integer(name, value) for name, value in counts))
+    read_eviction(kv_eviction)
     print(f"host loop, decode steps, median of {steps}: contexts of {context:,} tokens, block size {BLOCK_SIZE}")
     print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which " + " ".join(f"{part:>9}" for part in PARTS))
     results = []
-    for count in rows:
-        results.append(r := measure(count, steps, context))
+    for count, setting in itertools.product(rows, (None, kv_eviction) if kv_eviction else (None,)):
+        r = measure(count, steps, context, setting)
+        results.append(r | ({"kv_eviction": setting} if kv_eviction else {}))
         parts = " ".join(f"{r[f'{part}_us']:9,.1f}" for part in PARTS)
-        print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            {parts}")
+        ratio = f"   evicting: {r['step_us'] / results[-2]['step_us']:.2f} times" if setting else ""
+        print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            {parts}{ratio}")
     if as_json:
         print(json.dumps({"results": results}))

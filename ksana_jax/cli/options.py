@@ -20,10 +20,27 @@ Overrides = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="output folder", show_default="runs/NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="also print one line of JSON at the end")]
+KVEviction = Annotated[
+    str | None,
+    typer.Option(
+        help="KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'", show_default=False, metavar="YAML"
+    ),
+]
 
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
+
+
+def read_setting(name: str, text: str | None) -> Any:
+    """Returns the value of a setting that is written as in a YAML file; None if it is not given.
+
+    Raises:
+      ConfigError: it is not YAML.
+    """
+    from ksana_jax.experiments.dotted import dotlist
+
+    return None if text is None else dotlist([f"{name}={text}"])[name]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,6 +56,8 @@ class RowBlocks:
         if self._eviction is not None:
             prompt = np.array([seq.num_prompt])
             r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
+            r.budgets[:, row] = budgets = self._eviction.budgets(prompt)[:, 0]
+            r.num_recent[:, row] = self._eviction.num_recent(budgets)
         r.forked[row] = forked
         seq.kv.cacheable &= not np.any(held.num_evicted)
         if self.memory.prefixes.enabled and seq.kv.cacheable:
@@ -189,21 +191,26 @@ class RowBlocks:
         """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties."""
         r, schedule = self.rows, self._eviction
         assert schedule is not None
-        rows = rows[(r.num_computed[rows] >= r.evict_at.take(rows, axis=1)).any(axis=0)]
-        if not len(rows):
+        due = r.num_computed[rows] >= r.evict_at.take(rows, axis=1)
+        if not np.count_nonzero(due):
             return
-        length, prompt = r.num_computed[rows], r.num_prompt[rows]
-        before, kept = length - r.num_evicted.take(rows, axis=1), length - schedule.num_evicted(length, prompt)
-        sinks = np.full(len(rows), schedule.method.sinks, np.int32)
-        recent = np.minimum(schedule.num_recent(prompt), kept - sinks)
+        rows = rows[np.logical_or.reduce(due)]
+        length, num_sinks = r.num_computed[rows], schedule.method.sinks
+        evicted, following = schedule.evictions(length, r.budgets.take(rows, axis=1))
+        before, kept = length - r.num_evicted.take(rows, axis=1), length - evicted
+        sinks = np.full(len(rows), num_sinks, np.int32)
+        recent = np.minimum(r.num_recent.take(rows, axis=1), kept - num_sinks)
         width = int(r.num_blocks.take(rows, axis=1).max())
-        for group in np.flatnonzero((kept < before).any(axis=1)).tolist():
-            some = kept[group] < before[group]
-            columns = (before[group], kept[group], sinks, recent[group], length, np.full(len(rows), group, np.int32))
-            tables = r.block_tables[group, rows[some], :width]
-            self.memory.moves.evict(Evictions(tables, *(x[some].astype(np.int32) for x in columns)))
+        for group in range(r.num_groups):
+            some = (kept[group] < before[group]).nonzero()[0]
+            if len(some):
+                of_group = np.full(len(rows), group, np.int32)
+                columns = before[group], kept[group], sinks, recent[group], length, of_group
+                if len(some) < len(rows):
+                    columns = (x[some] for x in columns)
+                self.memory.moves.evict(Evictions(r.block_tables[group, rows[some], :width], *columns))
         self.compact(rows, kept)
-        r.evict_at[:, rows] = schedule.next_at(length, prompt)
+        r.evict_at[:, rows] = following
 
     def compact(self, rows: np.ndarray, kept: np.ndarray) -> None:
         """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
@@ -213,27 +220,15 @@ class RowBlocks:
 
         Args:
           kept: [Gk, rows] tokens that each group keeps; of one row equal modulo the block size, since all groups take
-            their next blocks at the same token.
-
-        Raises:
-          AssertionError: a block that stays has other owners, which would find other tokens in it.
+            their next blocks at the same token. None of its blocks may have other owners, see `check`.
         """
-        r, size, pool = self.rows, self._size, self.memory.blocks
+        r, size = self.rows, self._size
         computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
-        assert not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
-        for group in np.flatnonzero((kept < computed - evicted).any(axis=1)).tolist():
-            here = rows[kept[group] < computed - evicted[group]]
-            count, old = -(-kept[group, kept[group] < computed - evicted[group]] // size), r.num_blocks[group, here]
-            index = np.arange(int(old.max()))
-            own, gone = index < count[:, None], (index >= count[:, None]) & (index < old[:, None])
-            tables = r.block_tables[group, here, : len(index)]
-            stays = tables[own]
-            assert (pool.ref_count[stays] == 1).all() and not pool.kept[stays].any(), "blocks have other owners"
-            self.memory.device.release(tables[gone])
-            r.block_starts[group, here, : len(index)] = np.where(own, size * index, FAR)
-            origins = r.block_origins[group, here, : len(index)]
-            r.block_origins[group, here, : len(index)] = np.where(own, origins, Origin.COMPUTED)
-            r.num_blocks[group, here] = count
+        assert len(kept) == 1 or not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
+        for group in range(r.num_groups):
+            here = (kept[group] < computed - evicted[group]).nonzero()[0]
+            if len(here):
+                self._shorten(group, rows[here], -(-kept[group, here] // size))
         r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
         until = computed + -kept[0] % size
         r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
@@ -245,7 +240,20 @@ class RowBlocks:
                 self.memory.prefixes.expect_no_more(seq.kv)
                 seq.kv.leave_index()
                 seq.kv.cacheable = False
-        r.index_at[rows] = FAR
+            r.index_at[rows] = FAR
+
+    def _shorten(self, group: int, rows: np.ndarray, count: np.ndarray) -> None:
+        """Lets rows keep their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
+        others."""
+        r, old = self.rows, self.rows.num_blocks[group, rows]
+        index = np.arange(int(old.max()), dtype=np.int32)
+        which, gone = np.nonzero((index >= count[:, None]) & (index < old[:, None]))
+        which = rows[which]
+        self.memory.device.release(r.block_tables[group, which, gone])
+        r.block_starts[group, which, gone], r.block_origins[group, which, gone] = FAR, Origin.COMPUTED
+        if self._lives[group].window is not None:  # there may have been gaps
+            r.block_starts[group, rows, : len(index)] = np.where(index < count[:, None], self._size * index, FAR)
+        r.num_blocks[group, rows] = count
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Releases blocks that no later query of their row sees."""
@@ -312,3 +320,6 @@ class RowBlocks:
                 last = r.block_tables[group, row, r.num_blocks[group, row] - 1]
                 own = pool.ref_count[last] == 1 and not pool.kept[last]
                 assert own, "a block that will be written to has other owners"
+            if evicted and not r.forked[row]:
+                ids = r.block_tables[group, row, : r.num_blocks[group, row]]
+                assert (pool.ref_count[ids] == 1).all() and not pool.kept[ids].any(), "others own a compacted block"

@@ -27,8 +27,8 @@ def _padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarr
 
 
 def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
-    """Returns tables[:, rows, :width]; whole rows are taken in half the time of an index."""
-    return tables.take(rows, axis=1) if width == tables.shape[2] else tables[:, rows, :width]
+    """Returns tables[:, rows, :width]; most of the rows are taken in half the time of an index."""
+    return tables[:, :, :width].take(rows, axis=1) if 2 * len(rows) > tables.shape[1] else tables[:, rows, :width]
 
 
 def _query_numbers(

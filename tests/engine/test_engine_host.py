@@ -349,6 +349,16 @@ def test_bench_host_prints_its_results_as_json_in_the_last_line(capsys):
         assert 0 < r["step_us"] < 1e5 and 0 < parts < 1e5
 
 
+def test_bench_host_compares_steps_that_evict_with_steps_that_do_not(capsys):
+    setting = {"method": "h2o", "budget": 24}
+    host.main([4], steps=5, context=40, as_json=True, kv_eviction=setting)
+    *_, table, last = capsys.readouterr().out.strip().splitlines()
+    assert [r["kv_eviction"] for r in json.loads(last)["results"]] == [None, setting]
+    assert "evicting: " in table and table.endswith(" times")
+    with pytest.raises(ValueError, match="kv_eviction method is 'h20'"):
+        host.main([4], kv_eviction={"method": "h20"})
+
+
 def test_bench_host_refuses_numbers_that_cannot_be():
     with pytest.raises(ValueError, match=r"rows is 0, must be an integer from 1"):
         host.main([0])

@@ -46,7 +46,7 @@ def test_budgets_are_shares_of_the_prompt_or_numbers_and_hold_an_interval():
     method = read_eviction({"method": "h2o", "budget": 0.25, "sinks": 2, "recent": 0.5, "layers": "pyramid"})
     schedule = EvictionSchedule(method, (*method.shares(3), None), 4)
     assert schedule.budgets(np.array([100, 8])).tolist() == [[38, 6], [25, 6], [12, 6], [FAR, FAR]]
-    assert schedule.num_recent(np.array([100]))[:3].tolist() == [[19], [12], [6]]
+    assert schedule.num_recent(schedule.budgets(np.array([100])))[:3].tolist() == [[19], [12], [6]]
     assert schedule.next_at(np.array([0]), np.array([8]))[3, 0] == FAR
 
 

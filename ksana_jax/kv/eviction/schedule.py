@@ -67,14 +67,21 @@ class EvictionSchedule:
         tokens = np.maximum(np.rint(self._shares * base), self.least)
         return np.where(np.isnan(tokens), FAR, tokens).astype(np.int32)
 
+    def evictions(self, length: np.ndarray, budgets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns for rows at length [n] how many tokens each group has evicted after an eviction, and the length at
+        which it evicts next; [Gk, n] each. budgets: [Gk, n]."""
+        evicted = -(-np.maximum(length - budgets, 0) // self.interval) * self.interval
+        if self.method.once:
+            return evicted, np.full_like(budgets, FAR)
+        return evicted, np.minimum(evicted + budgets + 1, FAR)
+
     def num_evicted(self, length: np.ndarray, num_prompt: np.ndarray) -> np.ndarray:
         """Returns how many tokens each group has evicted of rows that have computed length [n] tokens: [Gk, n]."""
         if self.method.once:
             length = np.where(length < num_prompt, 0, num_prompt)
         elif self.method.prompts == "whole":
             length = np.where(length < num_prompt, 0, length)
-        excess = np.maximum(length - self.budgets(num_prompt), 0)
-        return -(-excess // self.interval) * self.interval
+        return self.evictions(length, self.budgets(num_prompt))[0]
 
     def next_at(self, length: np.ndarray, num_prompt: np.ndarray) -> np.ndarray:
         """Returns the length at which each group evicts next from rows that have computed length [n] tokens: [Gk, n];
@@ -86,12 +93,12 @@ class EvictionSchedule:
             full = np.where((length < num_prompt) & (full == num_prompt), num_prompt, FAR)
         return np.minimum(full, FAR).astype(np.int32)
 
-    def num_recent(self, num_prompt: np.ndarray) -> np.ndarray:
-        """Returns the number of newest tokens that each group keeps at least: [Gk, n]."""
+    def num_recent(self, budgets: np.ndarray) -> np.ndarray:
+        """Returns the number of newest tokens that each group keeps at least, of budgets [Gk, n]: [Gk, n]."""
         recent = self.method.recent
-        if isinstance(recent, float):
-            return np.rint(recent * self.budgets(num_prompt)).astype(np.int32)
-        return np.full((len(self.shares), len(np.atleast_1d(num_prompt))), recent, np.int32)
+        return (
+            np.rint(recent * budgets).astype(np.int32) if isinstance(recent, float) else np.full_like(budgets, recent)
+        )
 
     def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:
         """Returns the most tokens that a group caches of a row that ends at max_tokens.
