@@ -149,9 +149,11 @@ def test_rows_of_the_host_benchmark_are_numbers(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(host, "main", lambda rows, **settings: asked.append((rows, settings)))
     with pytest.raises(SystemExit) as raised:
-        cli.main(["bench", "host", "--rows", "4, 8", "--json"])
+        cli.main(["bench", "host", "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}"])
     assert raised.value.code == 0
-    assert asked == [([4, 8], {"steps": 200, "context": 1024, "as_json": True})]
+    eviction = {"method": "h2o", "budget": 0.1}
+    assert asked == [([4, 8], {"steps": 200, "context": 1024, "as_json": True, "kv_eviction": eviction})]
+    assert "kv_eviction={method" in fails(capsys, "bench", "host", "--kv-eviction", "{method")
     assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", "host", "--rows", "many")
 
 
