@@ -118,6 +118,7 @@ def test_the_drawn_step_and_the_drawn_blocks_are_what_their_numbers_say():
     assert re.findall(r"^(?:between steps|within a step)   (\S+)", text, re.M) == ["#" * 8, "#" * 8 + "c" * 16]
 
 
+@pytest.mark.soak
 def test_pages_build_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="needs the extra docs")
     build = [sys.executable, "docs/build.py", str(tmp_path / "html")]

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = {"--max-num-seqs": 2, "--max-model-len": 128, "--max-num-batched-tokens": 32, "--rounds": 4}
 
 
+pytestmark = pytest.mark.soak
 IN_PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 
 
@@ -40,7 +41,6 @@ def test_the_peak_of_the_process_is_predicted_within_20_percent(measured):
 
 
 @IN_PROC
-@pytest.mark.soak
 def test_the_median_of_three_peaks_is_predicted_within_10_percent(measured):
     errors = [found["peak_error"] for found in (measured, measure(), measure())]
     assert abs(statistics.median(errors)) <= 0.10, errors

@@ -76,6 +76,7 @@ def test_beams_of_the_paged_network_are_those_of_the_dense_one_in_a_small_pool(s
     assert bool(llm.engine.memory.counters.swapped_in) == ("preempt" in settings)
 
 
+@pytest.mark.soak
 def test_beams_of_the_embedded_model_are_those_of_its_dense_network():
     llm = LLM(
         "ksana-tiny",

@@ -33,6 +33,7 @@ def per_number(scales, block_size: int):
     return out
 
 
+@pytest.mark.soak
 def test_numbers_come_back_within_half_a_step():
     x = blocks(3, 2, 2, 128, 128)
     codes, scales = int4.quantise(jnp.asarray(x))
@@ -45,6 +46,7 @@ def test_numbers_come_back_within_half_a_step():
     np.testing.assert_array_equal(back, (np.asarray(codes, np.float32) * scale + zero).astype(jnp.bfloat16))
 
 
+@pytest.mark.soak
 def test_an_outlier_channel_costs_the_other_channels_of_keys_nothing():
     x = blocks(2, 1, 64, 64)
     error = np.abs(np.asarray(int4.dequantise(*int4.quantise(jnp.asarray(x)))) - x)[0, 0].mean(axis=0)

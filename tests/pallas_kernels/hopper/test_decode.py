@@ -73,6 +73,7 @@ def test_the_mass_comes_with_the_attention():
     np.testing.assert_allclose(result.mass, mass, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_interpret_true_is_all_that_a_machine_without_a_gpu_needs():
     spec = Spec(rows=((70, 1),), num_heads=2, num_kv_heads=1, block_size=64)
     check(decode.KERNEL.tuned(num_workers=1, interpret=True), spec)
