@@ -156,7 +156,9 @@ class EngineConfig:
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
         "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
-        int2 a float16 scale and zero per token and 64 channels of a KV head.
+        int2 a float16 scale and zero per token and 64 channels of a KV head. A name in `BLOCK_CODECS`, "kivi4", "kivi3"
+        or "kivi2", encodes whole blocks and keeps recent tokens in `dtype`: see `kv.codecs.sealing`, also for what
+        {"k": "kivi2", "v": "kivi4", "residual": 128, "group": 64} may have.
       kv_full_precision_layers: layers whose keys and values are stored in `dtype` nevertheless. Every group of layers
         (`kv.layout`) must have equally many. On a GPU, XLA then computes the attention.
       block_size: tokens per KV block.
@@ -196,7 +198,7 @@ class EngineConfig:
     """
 
     dtype: str = "f32"
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Any = "auto"
     kv_full_precision_layers: tuple[int, ...] = ()
     block_size: int = 16
     num_blocks: int | None = None
@@ -262,7 +264,7 @@ class EngineConfig:
             )
 
     @property
-    def kv_dtype(self) -> str:
+    def kv_dtype(self) -> str | dict[str, Any]:
         """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.errors import ConfigError
@@ -32,8 +33,10 @@ def canonical_dtype(given: Any, name: str = "dtype", also: tuple[str, ...] = ())
     return text
 
 
-def canonical_kv_dtype(given: Any) -> str:
-    """Returns the internal spelling of a KV dtype; other names, such as "auto", are returned unchanged."""
+def canonical_kv_dtype(given: Any) -> str | dict[str, Any]:
+    """Returns the internal spelling of a KV dtype; other names, such as "auto", and mappings are returned unchanged."""
+    if isinstance(given, Mapping):
+        return dict(given)
     text = _name_of(given)
     return KV_SPELLINGS.get(text, text)
 

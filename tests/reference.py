@@ -26,13 +26,14 @@ def _rotate(x, positions, theta):
 
 
 def reference_logprobs(
-    params, config: ModelConfig, tokens, pattern=None, in_cache=None, stored=None, attention=None
+    params, config: ModelConfig, tokens, pattern=None, in_cache=None, stored=None, attention=None, exact=None
 ) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
     Args:
       in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
       stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
+      exact: [T, T] bool, whether a query (first axis) reads a token as it is, whatever is stored; None for no query.
       attention: a list to which the probabilities [T, T] of each head of each layer are appended, in order.
     """
     patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
@@ -50,9 +51,11 @@ def reference_logprobs(
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
         k, v = ((y @ f64(w).T).reshape(t, kv_heads, h) for w in (p.w_k, p.w_v))
         k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, kv_heads)), spec.rope.theta)
+        exact_k, exact_v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))
         if stored is not None:
             k, v = stored(k), stored(v)
         k, v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))
+        read = np.zeros((t, t), bool) if exact is None else exact
         mask, stands = literal(pat, i, j)
         if in_cache is not None:
             mask = mask & in_cache[index]
@@ -60,12 +63,13 @@ def reference_logprobs(
         out = np.zeros((t, heads, h))
         for n in range(heads):
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
-            scores = np.where(mask, _capped((q_ij * k[None, :, n]).sum(-1) * spec.scale, spec.soft_cap), -np.inf)
+            k_ij = np.where(read[:, :, None], exact_k[None, :, n], k[None, :, n])
+            scores = np.where(mask, _capped((q_ij * k_ij).sum(-1) * spec.scale, spec.soft_cap), -np.inf)
             top = scores.max(-1, keepdims=True)
             w = np.exp(scores - top)
             sink = 0 if spec.sinks is None else np.exp(sink_logits[n] - top)
             w = w / (w.sum(-1, keepdims=True) + sink)
-            out[:, n] = w @ v[:, n]
+            out[:, n] = (w * ~read) @ v[:, n] + (w * read) @ exact_v[:, n]
             if attention is not None:
                 attention.append(w)
         x = x + out.reshape(t, -1) @ f64(p.w_o).T

@@ -92,6 +92,7 @@ def make_layout(model: ModelConfig, patterns: Seq[AttentionPattern], config: Eng
         block_size=config.block_size,
         platform=platform,
         eviction=read_eviction(config.kv_eviction),
+        exact_dtype=config.dtype,
     )
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
@@ -214,6 +215,7 @@ def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Bat
     config = half.config
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     method = None if half.layout.eviction is None else half.layout.eviction.method
+    residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     return BatchBuilder(
         buckets or Buckets.of(config, half.platform),
         config.block_size,
@@ -221,6 +223,7 @@ def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Bat
         vocab_size,
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
         eviction=method if method is not None and method.tells_queries_apart else None,
+        residual_groups=residual if half.layout.sealed is not None else None,
     )
 
 

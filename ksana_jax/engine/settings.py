@@ -9,7 +9,7 @@ from typing import Any
 from ksana_jax import vllm_names
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.dtypes import canonical_dtype
-from ksana_jax.kv.codecs.registry import find_codec
+from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.scheduler.policies import find_scheduling_policy
@@ -45,7 +45,7 @@ def check_policies(config: EngineConfig) -> EngineConfig:
       ConfigError: there is no such policy or codec, or a setting of one is out of range.
     """
     if config.kv_cache_dtype != "auto":
-        find_codec(config.kv_cache_dtype)
+        check_kv_dtype(config.kv_cache_dtype)
     find_scheduling_policy(config.policy)
     find_replacement_policy(config.prefix_replacement)
     read_eviction(config.kv_eviction)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.kv.codecs.registry import find_codec
+from ksana_jax.kv.codecs.registry import find_codec, find_sealing
+from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange, per_layer
@@ -53,12 +54,19 @@ class KVGroup(NamedTuple):
     """Layers that share a block table.
 
     live: what later queries of at least one of them can still see. share: their budget relative to that of the eviction
-    method, see `EvictionMethod.shares`; None if they evict nothing.
+    method, see `EvictionMethod.shares`; None if they evict nothing. residual: where its blocks hold exact tokens beside
+    the codes in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
     """
 
     layers: tuple[int, ...]
     live: LiveRange
     share: float | None = None
+    residual: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What tells this group's blocks from those of others in cache keys."""
+        return f"{self.residual} of {self.layers}" if self.residual else repr(self.layers)
 
 
 def group_layers(
@@ -98,6 +106,7 @@ class KVLayout:
       leaves: arrays of the pool; kv heads are an axis of their own in each, so that a pool can be sharded by head.
       codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
       eviction: when groups with a share of its budget evict tokens; None if none do.
+      sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector by itself.
     """
 
     groups: tuple[KVGroup, ...]
@@ -105,6 +114,7 @@ class KVLayout:
     leaves: tuple[Leaf, ...] = ()
     codec: str = "f32"
     eviction: EvictionSchedule | None = None
+    sealed: SealedBlocks | None = None
 
     @classmethod
     def of(
@@ -112,23 +122,33 @@ class KVLayout:
         model: ModelConfig,
         patterns: Sequence[AttentionPattern] | None = None,
         *,
-        dtype: str,
+        dtype: str | Mapping[str, Any],
         block_size: int,
         platform: str,
         eviction: EvictionMethod | None = None,
+        exact_dtype: str = "bf16",
     ) -> KVLayout:
         """Returns the layout of a model's pool.
 
         Args:
           patterns: one for each layer; None takes the model's own.
-          dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec.
+          dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
           platform: "cpu", "gpu", "tpu", ...; changes how numbers are stored, not how many bytes they take.
           eviction: method by which layers that see everything evict tokens.
+          exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
 
         Raises:
           ConfigError: no layer can evict, or see `EvictionSchedule`.
         """
         seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers)
+        if (sealing := find_sealing(dtype)) is not None:
+            if eviction is not None:
+                raise ConfigError(
+                    f"kv_eviction moves tokens within their blocks, and kv_cache_dtype {codec_name(dtype)} encodes "
+                    "whole blocks once: use a codec of single tokens, such as int8 or int4"
+                )
+            return _sealed(model, seen, sealing, dtype, exact_dtype, block_size)
+        assert isinstance(dtype, str)
         groups = group_layers(seen, None if eviction is None else _shares(eviction, seen))
         num_layers, heads = len(groups[0].layers), model.num_kv_heads
         bits = BITS_ON_CPU if platform == "cpu" else {}
@@ -150,9 +170,14 @@ class KVLayout:
         for group in self.groups:
             if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
                 raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
-        lives = (LiveRange.of([patterns[layer] for layer in g.layers]) for g in self.groups)
-        groups = (g._replace(live=live) for g, live in zip(self.groups, lives, strict=True))
-        return dataclasses.replace(self, groups=tuple(groups))
+
+        def live(group: KVGroup) -> LiveRange:
+            found = LiveRange.of([patterns[layer] for layer in group.layers])
+            if not group.residual or self.sealed is None:
+                return found
+            return self.sealed.sealing.residual_live(found, self.block_size)
+
+        return dataclasses.replace(self, groups=tuple(group._replace(live=live(group)) for group in self.groups))
 
     def with_exact_layers(self, layers: Sequence[int], kv: Leaf) -> KVLayout:
         """Returns this layout with some layers in full precision, beside the codes of the others in the same blocks.
@@ -165,6 +190,10 @@ class KVLayout:
         Raises:
           ConfigError: there is no such layer, all are in full precision, or groups differ in their number.
         """
+        if self.sealed is not None:
+            raise ConfigError(
+                f"kv_full_precision_layers and kv_cache_dtype {self.codec} cannot be combined: use one of them"
+            )
         last = len(self.places) - 1
         if layers and max(layers) > last:
             raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
@@ -182,9 +211,21 @@ class KVLayout:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Returns for each layer its group, and its index among the group's layers."""
-        found = {layer: (g, at) for g, group in enumerate(self.groups) for at, layer in enumerate(group.layers)}
+        """Returns for each layer its group, and its index among the group's layers; of codes with a block codec."""
+        groups = [(g, group) for g, group in enumerate(self.groups) if not group.residual]
+        found = {layer: (g, at) for g, group in groups for at, layer in enumerate(group.layers)}
         return tuple(found[layer] for layer in range(len(found)))
+
+    @functools.cached_property
+    def residual_places(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+        """Returns for each layer the places, as in `places`, of the exact keys and of the exact values beside a block
+        codec's codes; empty without one."""
+        found = {
+            (layer, side): (g, at)
+            for g, group in enumerate(self.groups)
+            for at, (layer, side) in enumerate(zip(group.layers, group.residual))
+        }
+        return tuple((found[layer, "k"], found[layer, "v"]) for layer in range(len(found) // 2))
 
     @property
     def evicts_from(self) -> tuple[EvictionMethod | None, ...]:
@@ -213,8 +254,13 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return len(self.groups) * self.block_bytes // self.block_size
+        """Bytes of one token in all layers; with a block codec, of its codes."""
+        return self.num_lasting_groups * self.block_bytes // self.block_size
+
+    @property
+    def num_lasting_groups(self) -> int:
+        """Number of groups besides those of exact tokens that a block codec's codes replace."""
+        return sum(not group.residual for group in self.groups)
 
     def blocks_of(self, max_tokens: int, chunk: int = 1, num_prompt: int | None = None) -> int:
         """Returns the maximum number of blocks of a sequence in all groups; arguments as in `table_width`.
@@ -269,6 +315,55 @@ class KVLayout:
             found[leaf.name] = part.view(leaf.dtype).reshape(len(blocks), *leaf.shape)
             start += leaf.nbytes
         return found
+
+
+class SealedBlocks(NamedTuple):
+    """How blocks hold the codes of a block codec, or exact tokens, as bytes.
+
+    A block has for each kv head either codes of all layers of a group, or exact keys or values of fewer layers.
+
+    sealing: the codecs, and which tokens are read exactly. exact: NumPy's name of the exact numbers' type.
+    """
+
+    sealing: Sealing
+    exact: str
+    head_dim: int
+
+
+def codec_name(dtype: str | Mapping[str, Any]) -> str:
+    """Returns a `kv_cache_dtype` as text: "int8", or "k kivi2, v kivi4"."""
+    return dtype if isinstance(dtype, str) else ", ".join(f"{key} {value}" for key, value in dtype.items())
+
+
+def _sealed(
+    model: ModelConfig,
+    patterns: Sequence[AttentionPattern],
+    sealing: Sealing,
+    dtype: str | Mapping[str, Any],
+    exact_dtype: str,
+    block_size: int,
+) -> KVLayout:
+    """Returns the layout of a pool whose blocks hold codes of one group of layers, or exact tokens of another.
+
+    All blocks have the same size, that of codes, unless the keys of one layer need more. Groups of exact tokens have as
+    many layers, or sides of layers, as it holds.
+    """
+    groups = group_layers(patterns)
+    [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()
+    of_side = block_size * model.head_dim * np.dtype(exact).itemsize
+    width = max(len(groups[0].layers) * sealing.head_bytes(block_size, model.head_dim), of_side)
+    kinds: dict[LiveRange, list[tuple[int, str]]] = {}
+    for layer, pattern in enumerate(patterns):
+        live = sealing.residual_live(LiveRange.of([pattern]), block_size)
+        kinds.setdefault(live, []).extend([(layer, "k"), (layer, "v")])
+    residual = []
+    for live, sides in kinds.items():
+        for start in range(0, len(sides), width // of_side):
+            layers, of_each = zip(*sides[start : start + width // of_side], strict=True)
+            residual.append(KVGroup(layers, live, residual=of_each))
+    kv = Leaf("kv", (1, 1, model.num_kv_heads, width), "uint8")
+    sealed = SealedBlocks(sealing, exact, model.head_dim)
+    return KVLayout((*groups, *residual), block_size, (kv,), codec_name(dtype), sealed=sealed)
 
 
 def _shares(eviction: EvictionMethod, patterns: Sequence[AttentionPattern]) -> list[float | None]:

@@ -118,7 +118,7 @@ class KVMemory:
         """Changes which positions stay visible and what cache keys depend on. Only while nothing runs or waits."""
         self.layout, self.index.scope = layout, scope
         self.prefixes.lives = [group.live for group in layout.groups]
-        self.index.group_layers = [group.layers for group in layout.groups]
+        self.index.group_keys = [group.key for group in layout.groups]
         for tier in (self.device, self.host):
             if tier is not None:
                 tier.set_leaves_first([group.live.window is None for group in layout.groups])

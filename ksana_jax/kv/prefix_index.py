@@ -65,7 +65,7 @@ class PrefixIndex:
       cost: of recomputing the block at a text position, relative to the first block.
 
     Attributes:
-      group_layers: layers of each group. A block holds the layers of one group, so each group has its own chains.
+      group_keys: `KVGroup.key` of each group. A block holds the layers of one group, so each has its own chains.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PrefixIndex:
         cost: Callable[[int], float] = lambda position: 1.0,
     ):
         self.block_size, self.scope = block_size, scope or Scope()
-        self.group_layers: Sequence[tuple[int, ...]] = ((),)
+        self.group_keys: Sequence[str] = ("",)
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
         self._roots: dict[bytes, Node] = {}
@@ -93,8 +93,8 @@ class PrefixIndex:
     def root(self, salt: str, group: int = 0) -> Node:
         """Returns the node at which the chains of one salt and group begin; it is not a block and is never replaced."""
         parts = [self.scope.model, salt]
-        if len(self.group_layers) > 1:
-            parts.append(repr(self.group_layers[group]))
+        if len(self.group_keys) > 1:
+            parts.append(self.group_keys[group])
         # Lengths distinguish ("a", "bc") from ("ab", "c").
         key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
         return self._root(Node(key, None, b"", -1, group=group))

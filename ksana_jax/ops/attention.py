@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
-from ksana_jax.ops.observation import ObservedQueries, Observer, observed_mass
+from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.observation import ObservedQueries, observed_mass
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.sealed_pool import SealedCache
+from ksana_jax.ops.sources import Source, sources
 from ksana_jax.patterns import FAR, SINK_POSITIONS, PatternArrays
-from ksana_jax.step.contract import StepArrays, StepShape
 
 # Keys of a row, and queries of different rows, that are looked at together: few enough for the processor's own caches.
 # On two CPU cores a decode step of 32 rows with up to 384 tokens (8 layers, bfloat16) took 38 ms with all rows at once,
@@ -21,27 +24,6 @@ PIECE_TOKENS = 96
 GROUP_QUERIES = 2
 
 CEILING = SINK_POSITIONS.index("ceiling")
-
-
-class AttentionContext(NamedTuple):
-    """What attention in one layer reads besides q, k and v: tables, positions, pattern, rope, caps and sinks.
-
-    layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
-    of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
-    positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
-    scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
-    denominator. observer: None where no eviction method looks on.
-    """
-
-    layer: int
-    batch: StepArrays
-    shape: StepShape
-    pattern: PatternArrays
-    rope: Rope
-    num_repositioned_sinks: int
-    soft_cap: float | None = None
-    sink_logits: jax.Array | None = None
-    observer: Observer | None = None
 
 
 class Queries(NamedTuple):
@@ -65,13 +47,27 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
       The queries, those for sinks [T, N, H] rotated at `sink_query_position` of sink 0; and the cache.
     """
     rope = context.rope
-    unrotated = context.observer is not None and context.observer.unrotated_keys
-    cache = cache.write(context.layer, context.batch.slots, k if unrotated else rope.rotate(k, angles), v)
+    unrotated = cache.unrotated_keys or (context.observer is not None and context.observer.unrotated_keys)
+    k = k if unrotated else rope.rotate(k, angles)
+    if isinstance(cache, SealedCache):
+        cache = _write_exactly(k, v, cache, context)
+    else:
+        cache = cache.write(context.layer, context.batch.slots, k, v)
     q = q * scale
     q_sink = None
     if context.num_repositioned_sinks:
         q_sink = rope.rotate(q, rope.angles(sink_query_position(context.pattern, context.batch.positions, 0)))
     return Queries(rope.rotate(q, angles), q_sink), cache
+
+
+def _write_exactly(k, v, cache: SealedCache, context: AttentionContext) -> SealedCache:
+    """Stores k and v [T, K, H], and encodes the blocks that are full now."""
+    assert context.residual is not None
+    for x, (at, batch) in zip((k, v), context.residual, strict=True):
+        cache = cache.write_side(at, batch.slots, x)
+    (k_at, k_batch), (v_at, v_batch) = context.residual
+    exact = k_batch.full_blocks, v_batch.full_blocks
+    return cache.seal(context.layer, (k_at, v_at), context.batch.full_blocks, exact)
 
 
 class Attended(NamedTuple):
@@ -105,11 +101,15 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     parts, masses = [], []
     for part, tokens, tiles in shape.places():
         tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in of_tokens]
-        asked = _Tiles(*tiled, tables=batch.block_tables[tiles], starts=batch.block_starts[tiles])
-        seen, mass = _attend_tiles(asked, cache, context)
-        masses += [] if mass is None else [mass]
-        if shape.shared_rows and not parts:
-            seen = merge(seen, _attend_shared(q[tokens], cache, context))
+        found = []
+        for source in sources(cache, context):
+            asked = _Tiles(*tiled, tables=source.tables.blocks[tiles], starts=source.tables.starts[tiles])
+            seen, mass = _attend_tiles(asked, source, context)
+            found.append(seen)
+            masses += [] if mass is None else [mass]
+            if shape.shared_rows and not parts:
+                found.append(_attend_shared(q[tokens], source, context))
+        seen = functools.reduce(merge, found)
         if context.sink_logits is not None:
             sinks = _sinks(context, (*seen.top.shape, 1))[..., 0]
             seen = merge(seen, PartialAttention(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
@@ -148,7 +148,7 @@ class _Tiles(NamedTuple):
     """Tiles of Q queries, each with its own block table; or one value for each of these arrays.
 
     q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. text_positions,
-    numbers: [S, Q], for an observer. tables, starts: [S, P].
+    numbers: [S, Q], for an observer. tables: [S, P], or [S, P, 2], see `Source`. starts: [S, P].
     """
 
     q: Any
@@ -163,7 +163,7 @@ class _Tiles(NamedTuple):
 PADDING = _Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR)
 
 
-def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
+def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialAttention:
     """Attends single tokens to the blocks that their groups share; a group is a tile of queries with one table."""
     batch, shape = context.batch, context.shape
     rows, groups, count = shape.shared_rows, shape.num_groups, shape.parts[0].count
@@ -174,12 +174,12 @@ def _attend_shared(q_TNH, cache: KVCache, context: AttentionContext) -> PartialA
 
     positions = tiled(batch.cache_positions[:count], PADDING.positions)
     q_SQNH = tiled(q_TNH, PADDING.q)
-    tiles = _Tiles(q_SQNH, None, positions, None, None, batch.shared_tables, batch.shared_starts)
-    seen, _ = _attend_tiles(tiles, cache, context)
+    tiles = _Tiles(q_SQNH, None, positions, None, None, source.shared.blocks, source.shared.starts)
+    seen, _ = _attend_tiles(tiles, source, context)
     return PartialAttention(*(x[:count] for x in seen))
 
 
-def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext):
+def _attend_tiles(tiles: _Tiles, source: Source, context: AttentionContext):
     """Attends S*Q tokens, in small groups of tiles whose tables have similar lengths.
 
     Returns:
@@ -188,7 +188,7 @@ def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext):
     s, width = tiles.positions.shape
     group = max(GROUP_QUERIES // width, 1)
     if s <= group:
-        return _attend_group(tiles, cache, context)
+        return _attend_group(tiles, source, context)
     order = jnp.argsort(jnp.sum(tiles.starts < FAR, axis=1))
 
     def grouped(x, fill):
@@ -196,7 +196,7 @@ def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext):
         return x.reshape(-1, group, *x.shape[1:])
 
     groups = _Tiles(*(None if x is None else grouped(x, fill) for x, fill in zip(tiles, PADDING, strict=True)))
-    seen, mass = jax.lax.map(lambda tiles: _attend_group(tiles, cache, context), groups)
+    seen, mass = jax.lax.map(lambda tiles: _attend_group(tiles, source, context), groups)
     back = jnp.argsort(order)
 
     def in_order(x):
@@ -206,7 +206,7 @@ def _attend_tiles(tiles: _Tiles, cache: KVCache, context: AttentionContext):
     return PartialAttention(*(in_order(x) for x in seen)), mass
 
 
-def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext):
+def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
     """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
@@ -215,11 +215,12 @@ def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext):
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
     s, width, n, _ = tiles.q.shape
-    kv_heads, size, observer = cache.kv.shape[3], cache.block_size, context.observer
+    kv_heads, size, observer = source.num_kv_heads, source.block_size, context.observer
     num_slots, piece = tiles.tables.shape[1] * size, max(PIECE_TOKENS // size, 1)
     pad = ((0, 0), (0, -tiles.tables.shape[1] % piece))
     tiles = tiles._replace(
-        tables=jnp.pad(tiles.tables, pad), starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts)
+        tables=jnp.pad(tiles.tables, (*pad, *((0, 0),) * (tiles.tables.ndim - 2))),
+        starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts),
     )
 
     def by_kv_head(x):  # heads that share keys become rows of one matrix: [S, K, G*Q, H]
@@ -237,27 +238,27 @@ def _attend_group(tiles: _Tiles, cache: KVCache, context: AttentionContext):
         jnp.zeros(q_SKRH.shape, jnp.float32),
     )
     if tiles.q_sink is not None:
-        state = _absorb_sinks(state, by_kv_head(tiles.q_sink), tiles, cache, context)
+        state = _absorb_sinks(state, by_kv_head(tiles.q_sink), tiles, source, context)
 
     def read(i):
         tables, starts = (
             jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
         )
-        k, v = cache.read(context.layer, tables)
-        kv_pos = _slot_positions(starts, size)
-        if observer is not None and observer.unrotated_keys:
-            k = _rotated(k, kv_pos, context.rope)
-        return k, v, kv_pos
+        return _read(source, tables, starts, context)
 
-    num_pieces = -(-jnp.max(jnp.sum(tiles.starts < FAR, axis=1)) // piece)
-    state = jax.lax.fori_loop(0, num_pieces, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, context), state)
+    # Blocks after those that a tile reads come last.
+    ends = source.end(tiles.positions.max(axis=1))[:, None]
+    num_pieces = -(-jnp.max(jnp.sum(tiles.starts < ends, axis=1)) // piece)
+    state = jax.lax.fori_loop(
+        0, num_pieces, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, source, context), state
+    )
     mass = None
     if observer is not None and observer.method.observes:
 
         def scores_of(i):
             k, _, kv_pos = read(i)
             k = k.astype(jnp.promote_types(k.dtype, q_SKRH.dtype))
-            return _scores(q_SKRH, k, kv_pos, tiles, context), kv_pos
+            return _scores(q_SKRH, k, kv_pos, tiles, source, context), kv_pos
 
         log_total = state.top + jnp.log(state.total)
         if context.sink_logits is not None:
@@ -284,30 +285,44 @@ def _slot_positions(starts_SP, block_size: int):
     return (starts_SP[:, :, None] + jnp.arange(block_size)).reshape(len(starts_SP), -1)
 
 
+def _read(source: Source, tables, starts, context: AttentionContext):
+    """Returns keys, rotated, and values [S, K, P*B, H] of blocks, and their positions [S, P*B]."""
+    k, v = source.read(tables)
+    kv_pos = _slot_positions(starts, source.block_size)
+    return _rotated(k, kv_pos, context.rope) if source.unrotated_keys else k, v, kv_pos
+
+
 def _absorb_sinks(
-    state: PartialAttention, q_sink_SKRH, tiles: _Tiles, cache: KVCache, context: AttentionContext
+    state: PartialAttention, q_sink_SKRH, tiles: _Tiles, source: Source, context: AttentionContext
 ) -> PartialAttention:
     """Adds the repositioned sinks, which are in the first blocks of a table."""
-    first, rope = slice(-(-context.num_repositioned_sinks // cache.block_size)), context.rope
-    kv_pos_SC = _slot_positions(tiles.starts[:, first], cache.block_size)
-    k, v = cache.read(context.layer, tiles.tables[:, first])
+    first, rope = slice(-(-context.num_repositioned_sinks // source.block_size)), context.rope
+    k, v, kv_pos_SC = _read(source, tiles.tables[:, first], tiles.starts[:, first], context)
     # "ceiling" wants one distance for all sinks: their keys are turned back to position 0.
     back = jnp.where(context.pattern.sink_position == CEILING, -kv_pos_SC, 0)
     k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
-    return _absorb(state, q_sink_SKRH, k, v, kv_pos_SC, tiles, context, sinks=True)
+    return _absorb(state, q_sink_SKRH, k, v, kv_pos_SC, tiles, source, context, sinks=True)
 
 
 def _absorb(
-    state: PartialAttention, q_SKRH, k_SKCH, v_SKCH, kv_pos_SC, tiles: _Tiles, context: AttentionContext, sinks=False
+    state: PartialAttention,
+    q_SKRH,
+    k_SKCH,
+    v_SKCH,
+    kv_pos_SC,
+    tiles: _Tiles,
+    source: Source,
+    context: AttentionContext,
+    sinks: bool = False,
 ) -> PartialAttention:
     """Adds the visible keys, or only the repositioned ones, to the online softmax."""
     # Queries are not rounded to the type of stored keys: a pool may be narrower than the engine's dtype, or wider.
     k_SKCH, v_SKCH = (x.astype(jnp.promote_types(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
     # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
-    newest_S = tiles.positions.max(axis=1)
-    v_SKCH = jnp.where((kv_pos_SC <= newest_S[:, None])[:, None, :, None], v_SKCH, 0)
+    end_S = source.end(tiles.positions.max(axis=1))
+    v_SKCH = jnp.where((kv_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)
     top, total, out = state
-    scores = _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles, context, sinks)
+    scores = _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles, source, context, sinks)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # exp(-inf - 0) is 0 for queries that have seen nothing yet.
     base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
@@ -317,10 +332,12 @@ def _absorb(
     return PartialAttention(new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more)
 
 
-def _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles: _Tiles, context: AttentionContext, sinks=False):
+def _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles: _Tiles, source: Source, context: AttentionContext, sinks=False):
     """Returns scores [S, K, R, C] in float32; -inf for keys that are not visible, or not repositioned sinks."""
     q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
     chosen_SQC = context.pattern.visible(q_pos, kv_pos)
+    if source.has is not None:
+        chosen_SQC &= source.has(q_pos, kv_pos)
     if tiles.q_sink is not None:
         repositioned = context.pattern.repositioned(q_pos, kv_pos)
         chosen_SQC &= repositioned if sinks else ~repositioned

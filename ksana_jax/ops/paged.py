@@ -31,6 +31,7 @@ def paged_attend(
     alike: Sequence[int],
     sink_logits: Sequence[jax.Array | None],
     places: Sequence[tuple[int, int]],
+    residual_places: Sequence[tuple[tuple[int, int], tuple[int, int]]],
     observers: Sequence[Observer | None],
 ) -> Attend:
     """Returns an `Attend` whose state is the KVCache.
@@ -44,6 +45,7 @@ def paged_attend(
       alike: for each layer the first one with the same pattern in the same group: they share what the implementation
         schedules.
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
+      residual_places: the same of exact keys and values beside codes, see `KVLayout.residual_places`; else empty.
       observers: of each layer, None where nothing is evicted.
     """
     plans: dict[int, Any] = {}
@@ -51,6 +53,10 @@ def paged_attend(
     def attend(layer: int, q, k, v, cache: KVCache):
         spec = layers[layer].attention
         group, at = places[layer]
+        residual = None
+        if residual_places:
+            (k_group, k_at), (v_group, v_at) = residual_places[layer]
+            residual = (k_at, batches[k_group]), (v_at, batches[v_group])
         context = AttentionContext(
             at,
             batches[group],
@@ -61,6 +67,7 @@ def paged_attend(
             spec.soft_cap,
             sink_logits[layer],
             observers[layer],
+            residual,
         )
         turns = angles[layer]
         if (observer := context.observer) is not None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION, KVLayout
+from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION
 
 
 @flax.struct.dataclass
@@ -46,6 +46,11 @@ class KVCache:
     @property
     def block_size(self) -> int:
         return self.kv.shape[4]
+
+    @property
+    def unrotated_keys(self) -> bool:
+        """Whether keys are stored before the rotation, for all layers and whoever evicts."""
+        return False
 
     @property
     def nbytes(self) -> int:
@@ -139,9 +144,3 @@ class _Gathered(dict):
 def _stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns encoded numbers as a leaf stores them: as they are, or their bits."""
     return x.view(dtype) if jnp.issubdtype(dtype, jnp.unsignedinteger) else x.astype(dtype)
-
-
-def make_cache(layout: KVLayout, num_blocks: int) -> KVCache:
-    """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
-    leaves = {leaf.name: jnp.zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
-    return KVCache(leaves, layout.codec)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.config import MAX_SEQS, MAX_TOKENS, ConfigError, ModelConfig
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
-from ksana_jax.kv.codecs.registry import find_codec
+from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import check_embedding_on_host
 from ksana_jax.patterns import AttentionPattern, per_layer
@@ -28,7 +29,7 @@ class PlanRequest:
     """
 
     dtype: str = "bf16"
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str | dict[str, Any] = "auto"
     batch: int | None = None
     context: int | None = None
     window: int | None = None
@@ -43,7 +44,7 @@ class PlanRequest:
     def __post_init__(self):
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
-        find_codec(self.kv_dtype)
+        check_kv_dtype(self.kv_dtype)
         checks.require(
             *(checks.integer(name, getattr(self, name), optional=True) for name in ("batch", "window")),
             checks.integer("context", self.context, 1, MAX_TOKENS, optional=True),
@@ -57,7 +58,7 @@ class PlanRequest:
             raise ConfigError(f"num_sinks is {self.num_sinks}, but window is None")
 
     @property
-    def kv_dtype(self) -> str:
+    def kv_dtype(self) -> str | dict[str, Any]:
         """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
@@ -87,7 +88,14 @@ class Memory:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
         patterns = per_layer(pattern, config.num_layers)
         # The number of bytes is the same on every platform.
-        layout = KVLayout.of(config, patterns, dtype=asked.kv_dtype, block_size=asked.block_size, platform="gpu")
+        layout = KVLayout.of(
+            config,
+            patterns,
+            dtype=asked.kv_dtype,
+            block_size=asked.block_size,
+            platform="gpu",
+            exact_dtype=asked.dtype,
+        )
         if asked.prefix_share and any(group.live.window is not None for group in layout.groups):
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":
@@ -107,7 +115,7 @@ class Memory:
         of_chunk = self.layout.blocks_of(context, r.max_num_batched_tokens) - blocks
         shared = int(blocks * r.prefix_share)
         # A block holds its tokens in the layers of one group.
-        return -(-size * (batch * (blocks - shared) + shared + of_chunk) // len(self.layout.groups))
+        return -(-size * (batch * (blocks - shared) + shared + of_chunk) // self.layout.num_lasting_groups)
 
     def width(self, context: int) -> int:
         """Returns the width of a block table in blocks."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -30,6 +30,8 @@ from ksana_jax.runner.step_program import BY_LAYER, compiled_programs
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from pallas_kernels import aot
 
+# A `kv_cache_dtype`.
+KVDtype: TypeAlias = str | dict[str, Any]
 # Layers that are compiled of a deeper model, where a step is one program.
 FEW, ONE_MORE = 2, 3
 # A step's size does not depend on how many blocks there are.
@@ -120,7 +122,7 @@ def step_bytes(
     shapes: Sequence[StepShape],
     *,
     dtype: str,
-    kv_dtype: str | None = None,
+    kv_dtype: KVDtype | None = None,
     block_size: int,
     max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
@@ -159,7 +161,7 @@ def _compiled(
     shapes: Sequence[StepShape],
     target: aot.Target | None,
     dtype: str,
-    kv_dtype: str,
+    kv_dtype: KVDtype,
     block_size: int,
     eviction: EvictionMethod | None,
     **settings: Any,
@@ -168,7 +170,13 @@ def _compiled(
     device = aot.device(target) if target else jax.devices()[0]
     patterns = (FULL,) * config.num_layers
     layout = KVLayout.of(
-        config, patterns, dtype=kv_dtype, block_size=block_size, platform=device.platform, eviction=eviction
+        config,
+        patterns,
+        dtype=kv_dtype,
+        block_size=block_size,
+        platform=device.platform,
+        eviction=eviction,
+        exact_dtype=dtype,
     )
     found = []
     with _compiling_for(target):
@@ -212,7 +220,7 @@ def measure_step(
     config: ModelConfig,
     *,
     dtype: str,
-    kv_dtype: str | None = None,
+    kv_dtype: KVDtype | None = None,
     block_size: int = 16,
     query_tile: int = 32,
     max_num_batched_tokens: int = 512,

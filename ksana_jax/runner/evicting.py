@@ -12,7 +12,8 @@ import numpy as np
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
-from ksana_jax.ops.pool import KVCache, make_cache
+from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import compiled
 
 # Blocks whose tokens one call moves, unless a single row has more: what bounds its temporary memory.

@@ -13,7 +13,8 @@ import numpy as np
 
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
-from ksana_jax.ops.pool import KVCache, make_cache
+from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import compiled
 
 # Blocks moved by one call; a move of n takes the smallest that holds it, larger ones go in several calls.
@@ -156,7 +157,7 @@ def _gathered(cache: KVCache, ids: jax.Array) -> dict[str, jax.Array]:
 
 def _scattered(cache: KVCache, ids: jax.Array, data: dict[str, jax.Array]) -> KVCache:
     leaves = {name: leaf.at[ids].set(data[name], mode="drop") for name, leaf in cache.leaves.items()}
-    return KVCache(leaves, cache.codec)
+    return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _copied(cache: KVCache, old: jax.Array, new: jax.Array) -> KVCache:

@@ -19,7 +19,8 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
-from ksana_jax.ops.pool import KVCache, make_cache
+from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
@@ -131,9 +132,9 @@ class Runner:
     @property
     def _network(self) -> Network:
         options = COMPILER_OPTIONS.get(self.platform)
-        places = self.layout.places
+        places = self.layout.places, self.layout.residual_places
         sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
-        return Network(self.config, self.ropes, places, sinks, implementation, observers, options)
+        return Network(self.config, self.ropes, *places, sinks, implementation, observers, options)
 
     @property
     def num_compilations(self) -> int:
@@ -307,6 +308,8 @@ class Runner:
         eviction = self.layout.eviction
         if eviction is not None and eviction.method.tells_queries_apart:
             arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
+        if self.layout.sealed is not None:
+            arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(self.layout.block_size))))
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)

@@ -37,6 +37,7 @@ class Network:
 
     ropes: of each layer.
     places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
+    residual_places: of each layer those of exact keys and values beside codes, or empty.
     observers: of each layer the eviction method, None where nothing is evicted.
     options: of the compiler.
     """
@@ -44,6 +45,7 @@ class Network:
     config: ModelConfig
     ropes: tuple[Rope, ...]
     places: tuple[tuple[int, int], ...]
+    residual_places: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     num_repositioned_sinks: int
     implementation: Implementation
     observers: tuple[EvictionMethod | None, ...]
@@ -55,6 +57,11 @@ class Network:
         specs = [_without_pattern(spec) for spec in self.config.layers]
         kinds = list(zip(specs, self.observers, strict=True))
         return tuple(map(kinds.index, kinds))
+
+    def place(self, layer: int) -> tuple[tuple[int, int], Any, int]:
+        """Returns the place of a layer, those of its exact keys and values (or None), and the layer itself."""
+        residual = self.residual_places[layer] if self.residual_places else None
+        return self.places[layer], residual, layer
 
     def observer(self, kind: int, layer: Any) -> Observer | None:
         """Returns the observer of a layer, whose index may be traced."""
@@ -94,7 +101,8 @@ def lower_by_layer(
     network: Network, shape: StepShape, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays
 ) -> LoweredByLayer:
     """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
-    ends, place = params.replace(layers=()), (jax.ShapeDtypeStruct((), np.int32),) * 3  # pyright: ignore[reportAttributeAccessIssue]
+    ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+    place = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.place(0))
     x, on_device, angles = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays)
     layers = {
         kind: network.jit(step_layer, donated="cache", shape=shape, kind=kind).lower(
@@ -129,10 +137,9 @@ class StepByLayer:
     def __init__(self, network: Network, first: Any, layers: dict[int, Any], last: Any):
         self.programs = (first, *layers.values(), last)
         self._first, self._last = first, last
-        places = [(group, at, layer) for layer, (group, at) in enumerate(network.places)]
         self._layers = [
-            (layers[kind], rope, jax.device_put(tuple(map(np.int32, place))))
-            for kind, rope, place in zip(network.kinds, network.rope_kinds, places, strict=True)
+            (layers[kind], rope, jax.device_put(jax.tree.map(np.int32, network.place(layer))))
+            for layer, (kind, rope) in enumerate(zip(network.kinds, network.rope_kinds, strict=True))
         ]
 
     def __call__(self, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays):
@@ -166,6 +173,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
             sink_logits(p, layer.attention) for p, layer in zip(params.layers, network.config.layers, strict=True)
         ],
         places=network.places,
+        residual_places=network.residual_places,
         observers=[network.observer(layer, layer) for layer in range(len(network.places))],
     )
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config)
@@ -181,10 +189,15 @@ def step_first(params, arrays, *, network: Network):
 
 
 def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, network: Network, shape, kind: int):
-    group, at, layer = place
+    (group, at), residual, layer = place
+    batches, residual_places = [arrays.of_group(group)], []
+    if residual is not None:
+        (k_group, k_at), (v_group, v_at) = residual
+        batches += [arrays.of_group(k_group), arrays.of_group(v_group)]
+        residual_places.append(((1, k_at), (2, v_at)))
     spec = network.config.layers[kind]
     attend = paged_attend(
-        [arrays.of_group(group)],
+        batches,
         shape,
         jax.tree.map(lambda numbers: numbers[layer][None], patterns),
         layers=(spec,),
@@ -195,6 +208,7 @@ def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, net
         alike=(0,),
         sink_logits=(sink_logits(p, spec.attention),),
         places=((0, at),),
+        residual_places=residual_places,
         observers=(network.observer(kind, layer),),
     )
     x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec)

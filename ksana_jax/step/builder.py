@@ -55,6 +55,7 @@ class BatchBuilder:
       sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
       eviction: method that observes attention weights, and tells queries apart; None if there is none.
+      residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
     """
 
     buckets: Buckets
@@ -64,6 +65,7 @@ class BatchBuilder:
     sink_width: int = 0
     min_saved_tokens: int = 256
     eviction: EvictionMethod | None = None
+    residual_groups: tuple[int, ...] | None = None
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         """Returns a scheduled step as the input of an executor.
@@ -87,9 +89,23 @@ class BatchBuilder:
         arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
         if self.eviction is not None:
             arrays = arrays._replace(query_numbers=_query_numbers(self.eviction, shape, batch, rows, ends))
+        if self.residual_groups is not None:
+            arrays = arrays._replace(full_blocks=self._full_blocks(shape, batch, rows))
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
         self._ask(step, batch, rows, ends)
         return step, ends
+
+    def _full_blocks(self, shape: StepShape, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
+        """Returns the blocks [Gk, F] that a step fills; see `StepArrays`."""
+        size, computed = self.block_size, rows.num_computed[batch.rows]
+        first, counts = computed // size, (computed + batch.num_per_row) // size - computed // size
+        row = np.repeat(batch.rows, counts)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # The newest blocks of a row lie one after the other at the end of its tables.
+        from_end = rows.allocated_until[row] // size - (np.repeat(first, counts) + nth)
+        groups = np.arange(rows.num_groups)[:, None]
+        found = rows.block_tables[groups, row, rows.num_blocks[:, row] - from_end]
+        return _padded(found, (rows.num_groups, shape.most_full(size)), self.num_blocks)
 
     def _with_decodes(self, shape: StepShape, decodes: np.ndarray, rows: Rows) -> StepArrays:
         """Returns the arrays of a step with its decodes filled in; the rest is padding."""
@@ -122,6 +138,8 @@ class BatchBuilder:
         found = find_shared_runs(
             tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
         )
+        if self.residual_groups:  # few blocks, and keys and values of one layer must stay at the same places
+            found.runs[list(self.residual_groups)] = 0
         if not found.runs.any():
             return None
         decodes, ordered = decodes[found.order], tables[:, found.order]

@@ -107,6 +107,11 @@ class StepShape(NamedTuple):
         """C, the number of groups of one-token tiles that may share leading blocks."""
         return -(-self.parts[0].count // self.shared_rows) if self.shared_rows else 0
 
+    def most_full(self, block_size: int) -> int:
+        """Returns the most blocks of one group of layers that a step can fill."""
+        # A chunk of c tokens fills at most ceil(c / B) blocks, and a tile of w tokens is room for ceil(w / B) of them.
+        return sum(part.count * -(-part.width // block_size) for part in self.parts)
+
     def places(self) -> Iterator[tuple[Part, slice, slice]]:
         """Yields each part with its slices of the T tokens and of the S tiles."""
         token = tile = 0
@@ -135,6 +140,8 @@ class StepArrays(NamedTuple):
       before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
       shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
     query_numbers: [Gk, T] float32, see `EvictionMethod.query_numbers`; None if the method gives none.
+    full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
+      number; F is `StepShape.most_full`. None without a block codec.
     """
 
     tokens: Array
@@ -147,6 +154,7 @@ class StepArrays(NamedTuple):
     shared_tables: Array | None = None
     shared_starts: Array | None = None
     query_numbers: Array | None = None
+    full_blocks: Array | None = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""
@@ -158,6 +166,8 @@ class StepArrays(NamedTuple):
         )
         if self.query_numbers is not None:
             found = found._replace(query_numbers=self.query_numbers[group])
+        if self.full_blocks is not None:
+            found = found._replace(full_blocks=self.full_blocks[group])
         if self.shared_tables is None or self.shared_starts is None:
             return found
         return found._replace(shared_tables=self.shared_tables[group], shared_starts=self.shared_starts[group])

@@ -82,7 +82,6 @@ SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched
 # What the compiled functions of one model depend on beside the shapes of a step: what a `Runner` is given of a config.
 _OF_A_RUNNER = operator.attrgetter(
     "dtype",
-    "kv_dtype",
     "kv_full_precision_layers",
     "num_blocks",
     "block_size",
@@ -100,7 +99,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
-    key = _OF_A_RUNNER(config), groups, repr(config.kv_eviction)
+    key = _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction))
     buckets = Buckets.of(config, "cpu")
     few = dataclasses.replace(
         buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]

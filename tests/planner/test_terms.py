@@ -10,7 +10,7 @@ from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading import load_model
 from ksana_jax.models.params import num_params
-from ksana_jax.ops.pool import make_cache
+from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.planner import weights_bytes
 from ksana_jax.planner.devices import DEVICES
 from ksana_jax.planner.terms import embedding_bytes

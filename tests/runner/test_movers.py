@@ -8,7 +8,8 @@ import pytest
 
 from ksana_jax.kv.layout import KVGroup, KVLayout, Leaf
 from ksana_jax.kv.moves import Moves
-from ksana_jax.ops.pool import KVCache, make_cache
+from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL, LiveRange
 from ksana_jax.runner.movers import NUM_TIMED, SIZES, BlockMover, staging_memory
 

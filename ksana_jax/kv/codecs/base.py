@@ -1,4 +1,4 @@
-"""What a codec is. Knows one vector of one token and head at a time; no blocks, no jax.
+"""What codecs are: of one vector of one token and head at a time, or of a whole block of one head. No pools, no jax.
 
 The formulas take an array namespace, `numpy` or `jax.numpy`, as in `patterns`: the compiled step and the tests run the
 same ones.
@@ -6,8 +6,9 @@ same ones.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import ml_dtypes  # noqa: F401  registers "bfloat16" and the float8 types with NumPy
 import numpy as np
@@ -38,6 +39,43 @@ class Codec(Protocol):
         """Returns the vectors [..., H] that arrays hold, in a float type. Integers may stand for the bits of a float
         type, see `numbers`."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCodec:
+    """Encodes the keys, or the values, of one kv head in a whole block. Base of all block codecs.
+
+    A block is encoded once, from the exact numbers, by the step that computes its last token. Queries read codes of
+    tokens that are old enough, see `sealing.Sealing`, and exact numbers of the others. Fields besides `side` are
+    settings of `kv_cache_dtype`.
+
+    Args:
+      side: "k" encodes keys, "v" values.
+    """
+
+    side: Literal["k", "v"]
+
+    # Defaults of the settings that keys and values share: see `sealing.Sealing`.
+    residual: ClassVar[int] = 128
+    first: ClassVar[int] = 0
+    # Whether keys are stored before the rotation, and rotated when they are read.
+    unrotated_keys: ClassVar[bool] = False
+
+    def arrays(self, block_size: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns the arrays that hold a block of one head: by name, shape and NumPy's name of the dtype."""
+        raise NotImplementedError
+
+    def encode(self, x: Any, xp: Any) -> dict[str, Any]:
+        """Returns the arrays, [..., *shape] each, that hold blocks x [..., B, H] in float32.
+
+        Args:
+          xp: array namespace, `numpy` or `jax.numpy`.
+        """
+        raise NotImplementedError
+
+    def decode(self, stored: Mapping[str, Any], xp: Any) -> Any:
+        """Returns the blocks [..., B, H] that arrays hold, in float32."""
+        raise NotImplementedError
 
 
 def numbers(x: Any, dtype: str, xp: Any) -> Any:

@@ -30,42 +30,69 @@ class Packed:
     bits: int
 
     def arrays(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        if head_dim * self.bits % 8:
-            raise ConfigError(f"head_dim is {head_dim}: its codes of {self.bits} bits do not fill whole bytes")
         groups = (head_dim // math.gcd(head_dim, GROUP),)
         return {
-            "kv": ((head_dim * self.bits // 8,), "uint8"),
+            "kv": ((packed_bytes(head_dim, self.bits),), "uint8"),
             "scale": (groups, "float16"),
             "zero": (groups, "float16"),
         }
 
     def encode(self, x: Any, xp: Any) -> dict[str, Any]:
-        h, most = x.shape[-1], 2**self.bits - 1
-        x = x.astype(xp.float32).reshape(*x.shape[:-1], -1, math.gcd(h, GROUP))
-        low, high = x.min(axis=-1), x.max(axis=-1)
-        scale, zero = ((high - low) / most).astype(xp.float16), low.astype(xp.float16)
-        # Codes are those of the rounded scale and zero, as they will be read.
-        step, first = (a.astype(xp.float32)[..., None] for a in (scale, zero))
-        codes = xp.round((x - first) / xp.where(step > 0, step, xp.float32(1)))
-        codes = xp.clip(codes, 0, most).astype(xp.uint8).reshape(*x.shape[:-2], h)
-        return {"kv": _packed(codes, self.bits, xp), "scale": scale, "zero": zero}
+        groups = x.reshape(*x.shape[:-1], -1, math.gcd(x.shape[-1], GROUP))
+        codes, scale, zero = quantised(groups, self.bits, -1, xp)
+        return {"kv": packed(codes.reshape(x.shape), self.bits, xp), "scale": scale[..., 0], "zero": zero[..., 0]}
 
     def decode(self, stored: Mapping[str, Any], xp: Any) -> Any:
-        scale, zero = (stored[name].astype(xp.float32)[..., None] for name in ("scale", "zero"))
-        codes = _unpacked(stored["kv"], self.bits, xp)
-        x = codes.astype(xp.float32).reshape(*scale.shape[:-1], -1) * scale + zero
-        return x.reshape(codes.shape)
+        scale, zero = (stored[name][..., None] for name in ("scale", "zero"))
+        codes = unpacked(stored["kv"], self.bits, xp)
+        return dequantised(codes.reshape(*scale.shape[:-1], -1), scale, zero, xp).reshape(codes.shape)
 
 
-def _packed(codes: Any, bits: int, xp: Any) -> Any:
+def quantised(x: Any, bits: int, axis: int, xp: Any) -> tuple[Any, Any, Any]:
+    """Returns codes of numbers, uint8 of x's shape, and float16 scales and zeros of the groups along an axis, which
+    they keep with length 1."""
+    most = 2**bits - 1
+    x = x.astype(xp.float32)
+    low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
+    scale, zero = ((high - low) / most).astype(xp.float16), low.astype(xp.float16)
+    # Codes are those of the rounded scale and zero, as they will be read.
+    step, first = (a.astype(xp.float32) for a in (scale, zero))
+    codes = xp.round((x - first) / xp.where(step > 0, step, xp.float32(1)))
+    return xp.clip(codes, 0, most).astype(xp.uint8), scale, zero
+
+
+def dequantised(codes: Any, scale: Any, zero: Any, xp: Any) -> Any:
+    """Returns the numbers, in float32, of codes with scales and zeros that broadcast to them."""
+    scale, zero = (a.astype(xp.float32) for a in (scale, zero))
+    return codes.astype(xp.float32) * scale + zero
+
+
+def packed(codes: Any, bits: int, xp: Any) -> Any:
     """Returns codes [..., H] as bytes [..., H * bits / 8], the lowest bit first."""
+    if 8 % bits == 0:
+        whole = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+        return (whole << np.arange(0, 8, bits, dtype=np.uint8)).sum(axis=-1, dtype=xp.uint8)
     ones = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
     ones = ones.reshape(*codes.shape[:-1], -1, 8)
     return (ones << np.arange(8, dtype=np.uint8)).sum(axis=-1, dtype=xp.uint8)
 
 
-def _unpacked(stored: Any, bits: int, xp: Any) -> Any:
+def unpacked(stored: Any, bits: int, xp: Any) -> Any:
     """Returns the codes [..., H] of bytes."""
+    if 8 % bits == 0:  # bit by bit, decoding would take several times as long
+        codes = (stored[..., None] >> np.arange(0, 8, bits, dtype=np.uint8)) & np.uint8(2**bits - 1)
+        return codes.reshape(*stored.shape[:-1], -1)
     ones = (stored[..., None] >> np.arange(8, dtype=np.uint8)) & 1
     ones = ones.reshape(*stored.shape[:-1], -1, bits)
     return (ones << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=xp.uint8)
+
+
+def packed_bytes(head_dim: int, bits: int) -> int:
+    """Returns the bytes that the codes of a vector take.
+
+    Raises:
+      ConfigError: they do not fill whole bytes.
+    """
+    if head_dim * bits % 8:
+        raise ConfigError(f"head_dim is {head_dim}: its codes of {bits} bits do not fill whole bytes")
+    return head_dim * bits // 8

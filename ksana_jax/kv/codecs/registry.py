@@ -1,17 +1,22 @@
 """The codecs by name, and the choice among them.
 
-A custom codec needs no entry here: `LLM(kv_cache_dtype="my_package.module:MyCodec")`.
+A custom codec needs no entry here: `LLM(kv_cache_dtype="my_package.module:MyCodec")`, and a block codec
+`{"k": "my_package.module:MyCodec", "v": "kivi4"}`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ksana_jax.kv.codecs.base import Codec
+from ksana_jax.errors import ConfigError
+from ksana_jax.kv.codecs.base import BlockCodec, Codec
 from ksana_jax.kv.codecs.floats import Float
+from ksana_jax.kv.codecs.kivi import Kivi
 from ksana_jax.kv.codecs.packed import Packed
 from ksana_jax.kv.codecs.scaled import Scaled
+from ksana_jax.kv.codecs.sealing import Sealing, read_sealing
 from ksana_jax.plugins import resolve
 
 # Functions or classes that take no arguments. Those of `dtypes.DTYPES` also hold an engine's own dtype.
@@ -27,6 +32,13 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "int2": functools.partial(Packed, 2),
 }
 
+# Classes, or functions with their arguments: what is called gets the side, "k" or "v".
+BLOCK_CODECS: dict[str, Callable[..., BlockCodec]] = {
+    "kivi4": functools.partial(Kivi, bits=4),
+    "kivi3": functools.partial(Kivi, bits=3),
+    "kivi2": functools.partial(Kivi, bits=2),
+}
+
 
 @functools.cache
 def find_codec(name: str) -> Codec:
@@ -35,4 +47,27 @@ def find_codec(name: str) -> Codec:
     Raises:
       ConfigError: there is no such codec.
     """
-    return resolve(name, CODECS, "kv_cache_dtype")()
+    return resolve(name, CODECS | BLOCK_CODECS, "kv_cache_dtype")()
+
+
+def check_kv_dtype(setting: str | Mapping[str, Any]) -> None:
+    """Raises ConfigError if a `kv_cache_dtype` names no codec, or has wrong settings."""
+    if find_sealing(setting) is None:
+        assert isinstance(setting, str)
+        find_codec(setting)
+
+
+def find_sealing(setting: str | Mapping[str, Any]) -> Sealing | None:
+    """Returns the block codecs of a `kv_cache_dtype`; None if it names a codec of single vectors.
+
+    Args:
+      setting: a name in `BLOCK_CODECS`, for keys and values; or a mapping, see `read_sealing`.
+
+    Raises:
+      ConfigError: there is no such codec, or a setting is wrong.
+    """
+    if isinstance(setting, str):
+        return read_sealing({"k": setting, "v": setting}, BLOCK_CODECS.__getitem__) if setting in BLOCK_CODECS else None
+    if not {"k", "v"} <= setting.keys():
+        raise ConfigError(f'kv_cache_dtype is {setting!r:.80}, must have "k" and "v", such as "kivi2" and "kivi4"')
+    return read_sealing(setting, functools.partial(resolve, registry=BLOCK_CODECS, what="kv_cache_dtype"))

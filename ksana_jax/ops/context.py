@@ -1,0 +1,35 @@
+"""What attention reads besides queries, keys and values. Knows no pool."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from ksana_jax.models.rope import Rope
+from ksana_jax.ops.observation import Observer
+from ksana_jax.patterns import PatternArrays
+from ksana_jax.step.contract import StepArrays, StepShape
+
+
+class AttentionContext(NamedTuple):
+    """What attention in one layer reads besides q, k and v: tables, positions, pattern, rope, caps and sinks.
+
+    layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
+    of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
+    positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
+    scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
+    denominator. observer: None where no eviction method looks on. residual: with a block codec, of the exact keys and
+    of the exact values the index among those of a block, and the batch with the tables of their group; else None.
+    """
+
+    layer: int
+    batch: StepArrays
+    shape: StepShape
+    pattern: PatternArrays
+    rope: Rope
+    num_repositioned_sinks: int
+    soft_cap: float | None = None
+    sink_logits: jax.Array | None = None
+    observer: Observer | None = None
+    residual: tuple[tuple[int, StepArrays], tuple[int, StepArrays]] | None = None

@@ -1,0 +1,17 @@
+"""Creates the pool that a layout describes."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.sealed_pool import SealedCache
+
+
+def make_cache(layout: KVLayout, num_blocks: int) -> KVCache:
+    """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
+    leaves = {leaf.name: jnp.zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
+    if layout.sealed is not None:
+        return SealedCache(leaves, layout.codec, layout.sealed, layout.block_size)
+    return KVCache(leaves, layout.codec)

@@ -1,0 +1,88 @@
+"""Where attention in one layer reads keys and values: the blocks of its group, or with a block codec those with codes
+and those with exact tokens. Each part of the text is read from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.sealed_pool import SealedCache
+
+
+class Tables(NamedTuple):
+    """Blocks by position, of tiles [S, P] or, where shared, of groups of rows [C, P]; starts is FAR if absent."""
+
+    blocks: Any
+    starts: Any
+
+
+class Source(NamedTuple):
+    """A part of the text as keys and values in blocks.
+
+    num_kv_heads: K.
+    read: blocks [..., P] -> keys and values [..., K, P*B, H]. Where keys and values are in different blocks, blocks are
+      [..., P, 2].
+    tables, shared: of the step.
+    unrotated_keys: whether keys have to be rotated.
+    end: position of each tile's newest token [S] -> the positions from which on none of its queries reads.
+    has: (positions of queries, positions of keys) -> whether it has the keys for the queries; None where it has all.
+    """
+
+    num_kv_heads: int
+    block_size: int
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    tables: Tables
+    shared: Tables
+    unrotated_keys: bool
+    end: Callable[[jax.Array], jax.Array]
+    has: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+
+def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
+    """Returns where a layer's queries read their text."""
+    batch, observer, heads = context.batch, context.observer, cache.kv.shape[3]
+
+    def after(newest):
+        return newest + 1
+
+    tables = Tables(batch.block_tables, batch.block_starts), Tables(batch.shared_tables, batch.shared_starts)
+    if not isinstance(cache, SealedCache):
+        unrotated = observer is not None and observer.unrotated_keys
+        return (Source(heads, cache.block_size, lambda ids: cache.read(context.layer, ids), *tables, unrotated, after),)
+    size, sealing = cache.size, cache.blocks.sealing
+    assert context.residual is not None
+    (k_at, k_batch), (v_at, v_batch) = context.residual
+
+    def both(k, v):
+        return None if k is None else jnp.stack([k, v], axis=-1)
+
+    exact_tables = (
+        Tables(both(k_batch.block_tables, v_batch.block_tables), k_batch.block_starts),
+        Tables(both(k_batch.shared_tables, v_batch.shared_tables), k_batch.shared_starts),
+    )
+
+    def exact_from(positions):
+        return sealing.exact_from(positions, size, jnp)
+
+    def reads_codes(q_pos, kv_pos):
+        return (kv_pos < exact_from(q_pos)) & (kv_pos >= sealing.first)
+
+    def read_exact(ids):
+        return cache.read_side(k_at, ids[..., 0]), cache.read_side(v_at, ids[..., 1])
+
+    common = heads, size
+    codes = Source(
+        *common,
+        lambda ids: cache.read_codes(context.layer, ids),
+        *tables,
+        cache.unrotated_keys,
+        exact_from,
+        reads_codes,
+    )
+    exact = Source(*common, read_exact, *exact_tables, cache.unrotated_keys, after, lambda q, kv: ~reads_codes(q, kv))
+    return codes, exact

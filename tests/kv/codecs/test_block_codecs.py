@@ -1,0 +1,146 @@
+"""Block codecs against their definitions in float64, without an engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_sealing
+from ksana_jax.kv.codecs.sealing import Sealing
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.patterns import AttentionPattern, LiveRange
+from tests.kv.codecs.block_definitions import DEFINITIONS
+
+RNG = np.random.default_rng(0)
+MODEL = ModelConfig(num_layers=4, num_heads=16, num_kv_heads=8, head_dim=64)
+B, H = 64, 64
+NORMAL = RNG.standard_normal((6, B, H))
+BLOCKS = {
+    "normal": NORMAL,
+    # As keys are: some channels are large in all tokens.
+    "large channels": NORMAL * np.where(np.arange(H) % 16 == 3, 40.0, 1.0) + np.where(np.arange(H) % 16 == 5, 25.0, 0),
+    "outliers": np.where(RNG.random(NORMAL.shape) < 0.01, 30.0, 1.0) * NORMAL,
+    "zeros": np.zeros((1, B, H)),
+}
+
+
+def read(name: str, side: str, x: np.ndarray, xp=np) -> np.ndarray:
+    """Blocks [..., B, H] as they are read after being encoded."""
+    codec = BLOCK_CODECS[name](side=side)
+    stored = codec.encode(xp.asarray(x, xp.float32), xp)
+    expected = codec.arrays(*x.shape[-2:])
+    assert {part: (a.shape[x.ndim - 2 :], a.dtype.name) for part, a in stored.items()} == expected
+    return np.asarray(codec.decode(stored, xp), np.float64)
+
+
+def test_every_block_codec_has_a_definition():
+    assert set(DEFINITIONS) == set(BLOCK_CODECS)
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_what_is_read_of_a_block_is_the_definition_but_for_ties(name, kind, side):
+    x = BLOCKS[kind].astype(np.float32).astype(np.float64)
+    expected = np.stack([DEFINITIONS[name](block, side) for block in x])
+    got = read(name, side, x)
+    # A number in the middle between two codes, of which float32 makes the other one, is rare.
+    differs = np.abs(got - expected) > 1e-5 * np.abs(x).max(initial=1.0)
+    assert differs.mean() < 1e-3
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("kind", ["normal", "large channels", "outliers"])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_kivi_is_wrong_by_half_a_step_of_its_group_at_most(bits, kind, side):
+    x = BLOCKS[kind].astype(np.float32).astype(np.float64)
+    axis = -2 if side == "k" else -1
+    spread, top = np.ptp(x, axis=axis, keepdims=True), np.abs(x).max(axis=axis, keepdims=True)
+    error = np.abs(read(f"kivi{bits}", side, x) - x)
+    assert (error <= spread / (2**bits - 1) / 2 + (spread + top) * 2.0**-10).all()
+    if kind == "large channels" and side == "k":  # other channels do not suffer from a large one
+        other = np.arange(H) % 16 == 0
+        as_values = np.abs(read(f"kivi{bits}", "v", x) - x)
+        assert error[..., other].mean() < as_values[..., other].mean() / 4
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_the_compiled_formulas_are_those_of_numpy(name, side):
+    x = BLOCKS["outliers"].astype(np.float32)
+    got = jax.jit(lambda x: BLOCK_CODECS[name](side=side).decode(BLOCK_CODECS[name](side=side).encode(x, jnp), jnp))(x)
+    np.testing.assert_allclose(np.asarray(got, np.float64), read(name, side, x), atol=1e-5 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_keys_and_values_survive_as_bytes(name):
+    sealing = find_sealing(name)
+    assert sealing is not None
+    k, v = BLOCKS["normal"].astype(np.float32), BLOCKS["outliers"].astype(np.float32)
+    for xp in (np, jnp):
+        stored = sealing.encoded(xp.asarray(k), xp.asarray(v), xp)
+        assert stored.shape == (6, sealing.head_bytes(B, H)) and stored.dtype == np.uint8
+        for x, side, got in zip((k, v), ("k", "v"), sealing.decoded(stored, B, H, xp), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float64), read(name, side, x, xp))
+
+
+def test_blocks_take_the_bytes_of_codes_scales_and_zeros():
+    # 64 tokens x 64 channels of 4 bits; for each of 64 channels, or tokens, a scale and a zero in 16 bits.
+    side = 64 * 64 // 2 + 64 * 2 * 2
+    assert find_sealing("kivi4").head_bytes(64, 64) == 2 * side
+    assert find_sealing({"k": "kivi2", "v": "kivi4", "group": 32}).head_bytes(64, 64) == 1024 + 2048 + 4 * 64 * 2 * 2
+    layout = KVLayout.of(MODEL, dtype="kivi4", block_size=64, platform="gpu", exact_dtype="bf16")
+    plain = KVLayout.of(MODEL, dtype="bf16", block_size=64, platform="gpu")
+    # What codes leave of a block is no room for exact tokens of a further layer.
+    per_head = find_sealing("kivi4").head_bytes(64, MODEL.head_dim)
+    assert layout.block_bytes == MODEL.num_kv_heads * MODEL.num_layers * per_head
+    assert plain.token_bytes / layout.token_bytes > 3.4
+    sides = [side for group in layout.groups for side in zip(group.layers, group.residual)]
+    assert sorted(sides) == [(layer, side) for layer in range(MODEL.num_layers) for side in ("k", "v")]
+    for group in layout.groups[1:]:
+        assert len(group.layers) * 2 * 64 * MODEL.head_dim * MODEL.num_kv_heads <= layout.block_bytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+@pytest.mark.parametrize("residual", [0, 1, 3, 16, 100])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_a_block_is_kept_as_long_as_a_query_reads_its_exact_tokens(size, residual, window):
+    sealing, pattern = find_sealing({"k": "kivi2", "v": "kivi2", "residual": residual}), AttentionPattern(window=window)
+    live = sealing.residual_live(LiveRange.of([pattern]), size)
+    starts = np.arange(0, 128, size)
+    for position in range(100):
+        first = max(int(sealing.exact_from(np.int32(position), size, np)), position + 1 - (window or 128))
+        assert first % size == 0 or window
+        if window is None:
+            assert min(residual, position + 1) <= position + 1 - first < residual + size
+        # The open block is encoded when it is full, also if nobody reads it exactly.
+        needed = min(first, position - position % size)
+        kept = starts[~live.dead_blocks(starts, size, position)]
+        assert set(starts[(starts + size > needed) & (starts <= position)]) <= set(kept)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"k": "kivi2"}, 'must have "k" and "v"'),
+        ({"k": "kivi5", "v": "kivi2"}, "kv_cache_dtype is 'kivi5', must be one of kivi4, kivi3, kivi2"),
+        ({"k": "kivi2", "v": "int8"}, "kv_cache_dtype is 'int8', must be one of kivi4"),
+        ({"k": "kivi2", "v": "kivi2", "residul": 3}, "kv_cache_dtype has no setting 'residul': .* it has bits, "),
+        ({"k": "kivi2", "v": "kivi2", "residual": -1}, "kv_cache_dtype residual is -1, must be an integer from 0"),
+        ({"k": "kivi2", "v": "kivi2", "group": 0}, "kv_cache_dtype group is 0, must be an integer from 1"),
+        ({"k": "kivi2", "v": "kivi2", "residual_dtype": "int8"}, "kv_cache_dtype residual_dtype is 'int8', must be"),
+        ({"k": "builtins:dict", "v": "kivi2"}, "kv_cache_dtype 'k' is 'builtins:dict', which makes no BlockCodec"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        find_sealing(setting)
+
+
+def test_settings_reach_the_codecs_that_have_them():
+    sealing = find_sealing({"k": "kivi2", "v": "kivi4", "residual": 8, "group": 32, "first": 2})
+    assert isinstance(sealing, Sealing)
+    assert (sealing.k.side, sealing.k.bits, sealing.v.side, sealing.v.bits) == ("k", 2, "v", 4)
+    assert (sealing.k.group, sealing.v.group, sealing.residual, sealing.first) == (32, 32, 8, 2)
+    assert find_sealing("kivi3").residual == 128 and find_sealing("int4") is None
