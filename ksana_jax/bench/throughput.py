@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.engine.llm import LLM
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.request import SamplingParams
 from ksana_jax.shipped import model_path
+from ksana_jax.units import byte_size
 
 
 def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
@@ -24,7 +27,8 @@ def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeat
 
     Returns:
       output_tokens_per_s (median over repeats, prompt time included), seconds (of that repeat), and the environment.
-      token_ids holds the output of each request.
+      running is the mean number of requests that ran while others waited for room, None if none waited. token_ids
+      holds the output of each request.
     """
     directory = model_path(model)
     if "load_format" not in settings and directory.is_dir() and not any(directory.glob("model.safetensors*")):
@@ -45,6 +49,7 @@ def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeat
         seconds.append(time.perf_counter() - started)
         token_ids = [o.outputs[0].token_ids for o in outputs]
     median = float(np.median(seconds))
+    running = [record.num_running for record in llm.records if record.num_waiting]
     return {
         "output_tokens_per_s": round(sum(lengths) / median, 1),
         "seconds": round(median, 3),
@@ -53,6 +58,9 @@ def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeat
         "prompt_tokens": sum(map(len, prompts)),
         "requests": num_requests,
         "steps": len(llm.records),
+        "num_blocks": llm.num_blocks,
+        "block_bytes": llm.block_bytes,
+        "running": round(float(np.mean(running)), 2) if running else None,
         "dtype": dtype,
         "implementation": llm.runner.implementation.name,
         "platform": llm.runner.platform,
@@ -63,14 +71,51 @@ def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeat
     }
 
 
-def main(model: str, dtype: str = "f32", num_requests: int = 32, seed: int = 0, as_json: bool = False) -> None:
-    """Prints the measurement; with as_json, the last line is one JSON object."""
-    result = run(model, dtype=dtype, num_requests=num_requests, seed=seed)
+def main(
+    model: str,
+    dtype: str = "f32",
+    num_requests: int = 32,
+    seed: int = 0,
+    as_json: bool = False,
+    num_blocks: int | None = None,
+    kv_eviction: dict[str, Any] | None = None,
+) -> None:
+    """Prints the measurement; with as_json, the last line is one JSON object.
+
+    Args:
+      num_blocks: blocks in the pool; None takes as many as all requests need.
+      kv_eviction: as `EngineConfig.kv_eviction`: compares a pool that keeps everything with one of as many bytes whose
+        rows evict, in a table.
+    """
+    read_eviction(kv_eviction)
+    settings = {"dtype": dtype, "num_requests": num_requests, "seed": seed, "num_blocks": num_blocks}
+    result = run(model, **settings)
     del result["token_ids"]
     print(
         "{requests} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens in {seconds:.2f} s: "
         "{output_tokens_per_s:,.0f} output tokens/s ({dtype}, {implementation} on {platform})".format(**result)
     )
     print("{compilations} compilations in {warm_up_s:.0f} s, {compilations_after_warmup} after that".format(**result))
+    if kv_eviction is not None:
+        pool_bytes = result["num_blocks"] * result["block_bytes"]
+        evicting = run(model, kv_eviction=kv_eviction, **settings | {"num_blocks": None, "memory_bytes": pool_bytes})
+        del evicting["token_ids"]
+        result["evicting"] = evicting | {"kv_eviction": kv_eviction}
+        _compare(result, evicting, kv_eviction)
     if as_json:
         print(json.dumps(result))
+
+
+def _compare(full: dict, evicting: dict, kv_eviction: dict[str, Any]) -> None:
+    """Prints what pools of as many bytes serve with and without evictions."""
+    name = ", ".join(f"{key} {value}" for key, value in kv_eviction.items())
+    width = max(len(name), len("everything"))
+    pool_bytes = byte_size(full["num_blocks"] * full["block_bytes"])
+    print(f"\na pool of {pool_bytes}; requests are those that run at once while others wait for room")
+    print(f"{'keeps':{width}} {'blocks':>7} {'requests':>9} {'steps':>7} {'output tokens/s':>16}")
+    for label, r in (("everything", full), (name, evicting)):
+        running = "all" if r["running"] is None else f"{r['running']:.2f}"
+        print(f"{label:{width}} {r['num_blocks']:7,} {running:>9} {r['steps']:7,} {r['output_tokens_per_s']:16,.0f}")
+    if full["running"] and evicting["running"]:
+        requests, speed = (evicting[key] / full[key] for key in ("running", "output_tokens_per_s"))
+        print(f"{requests:.2f} times the requests at once, {speed:.2f} times the output tokens/s")
