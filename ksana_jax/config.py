@@ -253,8 +253,6 @@ class EngineConfig:
                 "kv_eviction moves the tokens of a text within its blocks, so that no other text can use them: "
                 "enable_prefix_caching and shared_prefix_attention must be off"
             )
-        if self.kv_eviction is not None and self.kv_full_precision_layers:
-            raise ConfigError("kv_eviction and kv_full_precision_layers cannot be combined: use one of them")
         folder = self.disk_cache_dir
         if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")

@@ -175,7 +175,7 @@ class StoringSimulation(Simulation):
             self.settings["num_blocks"] = max(most + rng.choice([-1, 0, 0, 0, 1, 2, 12]), 1)
             self.settings["max_num_seqs"] = rng.randint(2, 6)
             self.settings["preempt"] = rng.choice(["swap", "swap", "recompute", "auto"])
-        if exact and len(self.storage.layout.groups) == 1 and not self.storage.eviction:
+        if exact and len(self.storage.layout.groups) == 1:
             self.storage = dataclasses.replace(self.storage, exact=exact)
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
@@ -214,7 +214,7 @@ class StoringSimulation(Simulation):
 
     def change_pattern(self) -> None:
         """Another budget of the same method, or a refusal that changes nothing."""
-        if self.storage.exact:
+        if self.storage.exact and not self.storage.eviction:
             return  # other patterns have other groups of layers, each with as many in full precision
         if not self.storage.eviction:
             super().change_pattern()

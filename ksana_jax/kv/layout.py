@@ -204,8 +204,11 @@ class KVLayout:
         if (num_coded := len(self.groups[0].layers) - counts[0]) < 1:
             raise ConfigError("kv_full_precision_layers has all layers: leave kv_cache_dtype as it is")
         order = [tuple(sorted(group.layers, key=lambda layer: layer not in layers)) for group in self.groups]
-        groups = (KVGroup(layers, group.live) for layers, group in zip(order, self.groups, strict=True))
-        leaves = (leaf._replace(shape=(num_coded, *leaf.shape[1:])) for leaf in self.leaves)
+        groups = (group._replace(layers=layers) for layers, group in zip(order, self.groups, strict=True))
+        leaves = (
+            leaf if leaf.name in (SCORE, TEXT_POSITION) else leaf._replace(shape=(num_coded, *leaf.shape[1:]))
+            for leaf in self.leaves
+        )
         exact = Leaf(EXACT, (counts[0], *kv.shape[1:]), kv.dtype)
         return dataclasses.replace(self, groups=tuple(groups), leaves=(*leaves, exact))
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.kv.layout import SCORE, TEXT_POSITION, KVLayout
+from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.ops.new_pool import make_cache
-from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.pool import EXACT_CODECS, KVCache
 from ksana_jax.runner.compiling import compiled
 
 # Blocks whose tokens one call moves, unless a single row has more: what bounds its temporary memory.
@@ -94,10 +94,12 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
     source = kept_slots(_cached(cache, rows, asked), asked, method)
     blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_kept[:, None]
     targets = jnp.where(blocks, tables, cache.num_blocks)
-    leaves = {}
+    leaves, num_exact = {}, _num_exact(cache)
     for name, leaf in cache.leaves.items():
-        x = rows[name]
-        index = source[:, :, None].reshape(*source.shape[:2], 1, *source.shape[2:], *(1,) * (x.ndim - 5))
+        x, of_layers = rows[name], source
+        if name not in (SCORE, TEXT_POSITION):
+            of_layers = source[:, :num_exact] if name == EXACT else source[:, num_exact:]
+        index = jnp.expand_dims(of_layers, (2, *range(5, x.ndim)))
         moved = jnp.take_along_axis(x, index, axis=4)
         if name == SCORE and method.forgets:
             moved = jnp.zeros_like(moved)
@@ -107,9 +109,24 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
 
 def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cached:
     """Returns what a method chooses from. rows: leaves of the rows, by slot."""
-    keys, values = (cache.decoded({name: x[:, :, i] for name, x in rows.items() if x.shape[2] == 2}) for i in range(2))
+    keys, values = (
+        _decoded(cache, {name: x[:, :, i] for name, x in rows.items() if x.shape[2] == 2}) for i in range(2)
+    )
     score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
     return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group)
+
+
+def _num_exact(cache: KVCache) -> int:
+    """Returns the number of a group's layers in full precision, which come first."""
+    return cache.leaves[EXACT].shape[1] if EXACT in cache.leaves else 0
+
+
+def _decoded(cache: KVCache, parts: dict[str, jax.Array]) -> jax.Array:
+    """Decodes keys or values [n, Lg, K, C, H] of all layers."""
+    if EXACT not in parts:
+        return cache.decoded(parts)
+    exact = KVCache({}, EXACT_CODECS[parts[EXACT].dtype.name]).decoded({"kv": parts[EXACT]})
+    return jnp.concatenate([x.astype(jnp.float32) for x in (exact, cache.decoded(parts))], axis=1)
 
 
 def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:

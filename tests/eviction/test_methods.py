@@ -109,7 +109,9 @@ def serve(llm, num_outputs: int, preempts: bool):
         for row in scheduler.order.tolist():
             rows = scheduler.rows
             state = {name: getattr(rows, name)[..., row].copy() for name in ("num_computed", "num_evicted")}
-            seen.append((rows.seqs[row].request_id, state, rows.block_tables[:, row].copy(), np.asarray(pool.kv)))
+            kv = [pool.leaves[name] for name in ("exact", "kv") if name in pool.leaves]
+            kv = np.concatenate(kv, axis=1)
+            seen.append((rows.seqs[row].request_id, state, rows.block_tables[:, row].copy(), kv))
         scheduler.check()
         number += 1
         if preempts and number in (5, 11, 17, 23) and len(scheduler.order):
@@ -165,6 +167,22 @@ def test_a_preempted_text_keeps_what_it_would_have_kept(name, preempt):
     compare(llm, rule_of, preempts=True)
     assert llm.engine.scheduler.num_preemptions > 2
     assert bool(llm.engine.memory.counters.swapped_in) == bool(swaps)
+
+
+def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others():
+    """In float32 both kinds of layers are exact, in leaves of their own; the second layer comes first."""
+    setting, rule_of = METHODS["vatp"]
+    llm = make_llm(
+        kv_eviction=setting,
+        kv_cache_dtype="f32",
+        kv_full_precision_layers=(1,),
+        block_size=SIZE,
+        num_blocks=64,
+        max_num_batched_tokens=16,
+        query_tile=8,
+    )
+    assert {"kv", "exact", "score"} <= llm.runner.cache.leaves.keys()
+    compare(llm, rule_of)
 
 
 @pytest.mark.soak

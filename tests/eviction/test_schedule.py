@@ -1,9 +1,12 @@
 """When rows evict, against counting token by token; and settings that cannot be."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.engine.build import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.layout import KVLayout
@@ -118,10 +121,22 @@ def test_a_budget_without_room_for_an_interval_is_refused():
         layout({"method": "h2o", "budget": 20, "interval": 6, "layers": "pyramid"})
 
 
-@pytest.mark.parametrize(
-    "other", [{"enable_prefix_caching": True}, {"shared_prefix_attention": True}, {"kv_full_precision_layers": [0]}]
-)
+@pytest.mark.parametrize("other", [{"enable_prefix_caching": True}, {"shared_prefix_attention": True}])
 def test_what_it_cannot_be_combined_with_is_said(other):
-    codec = {"kv_cache_dtype": "int8"} if "kv_full_precision_layers" in other else {}
     with pytest.raises(ConfigError, match="kv_eviction"):
-        EngineConfig(kv_eviction={"method": "h2o"}, **other, **codec)
+        EngineConfig(kv_eviction={"method": "h2o"}, **other)
+
+
+def test_layers_in_full_precision_evict_too():
+    """Scores and text positions stay those of all layers; keys and values are in one of two leaves."""
+    config = EngineConfig(block_size=4, kv_cache_dtype="int8", kv_full_precision_layers=(2,))
+    config = dataclasses.replace(config, kv_eviction={"method": "h2o", "normalised": True})
+    found = make_layout(MODEL, (AttentionPattern(),) * 4, config, "gpu")
+    assert [(group.layers, group.share) for group in found.groups] == [((2, 0, 1, 3), 1.0)]
+    assert {leaf.name: leaf.shape[0] for leaf in found.leaves} == {
+        "kv": 3,
+        "scale": 3,
+        "exact": 1,
+        "score": 4,
+        "text_position": 4,
+    }
