@@ -150,7 +150,7 @@ def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_
     assert above.get_xlabel() == "window" and list(below.lines[0].get_xdata()) == [2, 4, 8]
 
 
-def test_named_variants_whose_texts_fit_one_step_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
+def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
     from matplotlib.figure import Figure
 
     settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
@@ -161,6 +161,8 @@ def test_named_variants_whose_texts_fit_one_step_are_drawn_over_their_bytes(expe
     (axes,) = figure.axes
     drawn = [(line.get_label(), line.get_xdata()[0]) for line in axes.lines]
     assert drawn == [("blocks of 4", 4), ("blocks of 8", 2)]  # the fake engine's blocks have 1 KiB each
+    assert "KV bytes/token" in (tmp_path / "out/table.md").read_text()
+    assert [row.mean("kv_token_bytes") for row in made.rows] == [256, 128]
 
 
 def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):

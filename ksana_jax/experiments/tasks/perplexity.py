@@ -293,6 +293,7 @@ def _kv(llm: LLM, method: str) -> dict[str, Any]:
     records = list(llm.records)
     result: dict[str, Any] = {
         "block_bytes": llm.block_bytes,
+        "token_bytes": llm.kv_token_bytes,
         "peak_blocks": max(int(r.peak_blocks) for r in records),
         "num_preemptions": sum(int(r.num_preemptions) for r in records),
     }

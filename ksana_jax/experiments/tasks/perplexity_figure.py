@@ -1,7 +1,7 @@
 """The figure of a perplexity experiment, in two panels: perplexity above, live KV below.
 
 Named variants over a grid of numbers have perplexity over these numbers above and over live KV below; named variants
-whose texts fit one step have one panel, perplexity over live KV.
+on texts of one or two buckets of positions have one panel, perplexity over live KV.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     if is_labelled_grid(measured):
         _at_equal_bytes(figure, measured)
         return
-    if len(measured) > 1 and all(row.label and not row.point and _fits_one_step(row) for row in measured):
+    if len(measured) > 1 and all(row.label and not row.point and _num_buckets(row) < 3 for row in measured):
         _over_bytes(figure.subplots(), measured)
         figure.legend(loc="outside upper center", ncols=2)
         return
@@ -81,8 +81,8 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
     figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
-def _fits_one_step(row: ResultRow) -> bool:
-    return all(m.get("live_blocks") == [] for trial in row.trials for m in trial if m["metric"] == "kv")
+def _num_buckets(row: ResultRow) -> int:
+    return len(bucket_nll(row, "all"))
 
 
 def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:

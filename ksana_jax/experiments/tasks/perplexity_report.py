@@ -21,7 +21,7 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
     """Computes one trial's summary.
 
     ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
-    live_kv_bytes, peak_kv_bytes: maximum between steps, within a step.
+    live_kv_bytes, peak_kv_bytes: maximum between steps, within a step. kv_token_bytes: of one token in all layers.
     tokens_per_s: tokens scored per second, compilation excluded.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -46,6 +46,8 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
         result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
     if kv:
         result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
+        if "token_bytes" in kv[0]:  # older records do not have it
+            result["kv_token_bytes"] = kv[0]["token_bytes"]
     # Recomputation holds nothing between two tokens; its cost is its peak.
     if streamed := [m for m in kv if m["method"] == "stream"]:
         result["live_kv_bytes"] = max(max(live_blocks(m)) * m["block_bytes"] for m in streamed)
@@ -87,6 +89,8 @@ def columns(rows: Sequence[ResultRow]) -> list[Column]:
         shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
     shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
     shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
+    if len({row.mean("kv_token_bytes") for row in rows} - {None}) > 1:
+        shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
     return [*shown, Column("tokens_per_s", "tokens/s", number(0), "max")]
 
 
