@@ -26,13 +26,22 @@ def _rotate(x, positions, theta):
 
 
 def reference_logprobs(
-    params, config: ModelConfig, tokens, pattern=None, in_cache=None, stored=None, attention=None, exact=None
+    params,
+    config: ModelConfig,
+    tokens,
+    pattern=None,
+    in_cache=None,
+    stored=None,
+    attention=None,
+    exact=None,
+    unrotated=False,
 ) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
     Args:
       in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
       stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
+      unrotated: whether `stored` gets keys before the rotation.
       exact: [T, T] bool, whether a query (first axis) reads a token as it is, whatever is stored; None for no query.
       attention: a list to which the probabilities [T, T] of each head of each layer are appended, in order.
     """
@@ -50,10 +59,11 @@ def reference_logprobs(
         y = _norm(x, f64(p.attn_norm), config.norm_eps)
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
         k, v = ((y @ f64(w).T).reshape(t, kv_heads, h) for w in (p.w_k, p.w_v))
-        k = _rotate(k, np.arange(t)[:, None] + np.zeros((1, kv_heads)), spec.rope.theta)
+        positions = np.arange(t)[:, None] + np.zeros((1, kv_heads))
+        plain, k = k, _rotate(k, positions, spec.rope.theta)
         exact_k, exact_v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))
         if stored is not None:
-            k, v = stored(k), stored(v)
+            k, v = _rotate(stored(plain), positions, spec.rope.theta) if unrotated else stored(k), stored(v)
         k, v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))
         read = np.zeros((t, t), bool) if exact is None else exact
         mask, stands = literal(pat, i, j)

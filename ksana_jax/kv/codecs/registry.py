@@ -13,7 +13,9 @@ from typing import Any
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.codecs.base import BlockCodec, Codec
 from ksana_jax.kv.codecs.floats import Float
+from ksana_jax.kv.codecs.gear import Gear
 from ksana_jax.kv.codecs.kivi import Kivi
+from ksana_jax.kv.codecs.kvquant import KVQuant
 from ksana_jax.kv.codecs.packed import Packed
 from ksana_jax.kv.codecs.scaled import Scaled
 from ksana_jax.kv.codecs.sealing import Sealing, read_sealing
@@ -37,6 +39,15 @@ BLOCK_CODECS: dict[str, Callable[..., BlockCodec]] = {
     "kivi4": functools.partial(Kivi, bits=4),
     "kivi3": functools.partial(Kivi, bits=3),
     "kivi2": functools.partial(Kivi, bits=2),
+    "gear4": functools.partial(Gear, bits=4),
+    "gear3": functools.partial(Gear, bits=3),
+    "gear2": functools.partial(Gear, bits=2),
+    "gear_l4": functools.partial(Gear, bits=4, outliers=0.0),
+    "gear_l3": functools.partial(Gear, bits=3, outliers=0.0),
+    "gear_l2": functools.partial(Gear, bits=2, outliers=0.0),
+    "kvquant4": functools.partial(KVQuant, bits=4),
+    "kvquant3": functools.partial(KVQuant, bits=3),
+    "kvquant2": functools.partial(KVQuant, bits=2),
 }
 
 

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.codecs.gear import Gear
 from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.patterns import AttentionPattern, LiveRange
 from tests.kv.codecs.block_definitions import DEFINITIONS
+from tests.soak import soak_unless
 
 RNG = np.random.default_rng(0)
 MODEL = ModelConfig(num_layers=4, num_heads=16, num_kv_heads=8, head_dim=64)
@@ -38,16 +40,21 @@ def test_every_block_codec_has_a_definition():
     assert set(DEFINITIONS) == set(BLOCK_CODECS)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", soak_unless(lambda name: "3" not in name or name == "kivi3", BLOCK_CODECS))
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_what_is_read_of_a_block_is_the_definition_but_for_ties(name, kind, side):
     x = BLOCKS[kind].astype(np.float32).astype(np.float64)
     expected = np.stack([DEFINITIONS[name](block, side) for block in x])
     got = read(name, side, x)
-    # A number in the middle between two codes, of which float32 makes the other one, is rare.
-    differs = np.abs(got - expected) > 1e-5 * np.abs(x).max(initial=1.0)
+    # A number in the middle between two codes, of which float32 makes the other one, is rare; it also changes the
+    # factors of its block's error, in all numbers a little.
+    low_rank = "gear" in name
+    differs = np.abs(got - expected) > (1e-2 if low_rank else 1e-5) * np.abs(x).max(initial=1.0)
     assert differs.mean() < 1e-3
+    if low_rank:
+        of_blocks = np.abs(got - expected).max(axis=(1, 2)) < 2e-4 * np.abs(x).max(initial=1.0)
+        assert of_blocks.mean() >= 0.5
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
@@ -65,15 +72,54 @@ def test_kivi_is_wrong_by_half_a_step_of_its_group_at_most(bits, kind, side):
         assert error[..., other].mean() < as_values[..., other].mean() / 4
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_factors_come_close_to_the_best_of_their_rank_and_outliers_are_exact(side):
+    x = BLOCKS["outliers"].astype(np.float32).astype(np.float64)
+
+    def error(**settings):
+        codec = Gear(side=side, bits=2, **settings)
+        return x - codec.decode(codec.encode(np.float32(x), np), np)
+
+    plain, low_rank = error(outliers=0.0, rank=0), error(outliers=0.0, rank=4)
+    np.testing.assert_array_equal(x - plain, read("kivi2", side, x))
+    values = np.linalg.svd(plain, compute_uv=False)
+    best = np.sqrt((values[:, 4:] ** 2).sum(axis=1))
+    assert (np.linalg.norm(low_rank, axis=(1, 2)) < 1.06 * best).all()
+    sparse = error(outliers=0.02, rank=0)
+    rows = np.swapaxes(x, 1, 2) if side == "k" else x
+    rows, found = rows.reshape(-1, 64), (np.swapaxes(sparse, 1, 2) if side == "k" else sparse).reshape(-1, 64)
+    for at in (rows.argmax(axis=1), rows.argmin(axis=1)):
+        value = np.take_along_axis(rows, at[:, None], 1)
+        assert (np.abs(np.take_along_axis(found, at[:, None], 1)) <= 2.0**-11 * np.abs(value)).all()
+    # The ranges of the other numbers no longer have to hold outliers 30 times as large.
+    assert np.mean(sparse**2) < np.mean(plain**2) / 4
+
+
+def test_bytes_count_outliers_and_factors():
+    def side_bytes(**settings):
+        return [
+            find_sealing({"k": name, "v": name} | settings).head_bytes(64, 64) // 2 - 64 * 64 // 2 - 64 * 4
+            for name in ("kivi4", "gear_l4", "kvquant4", "gear4")
+        ]
+
+    factors = 2 * (64 + 64) * 2  # rank 2, float16
+    sparse = 64 * 2 * (1 + 2)  # two numbers of each vector with an index
+    assert side_bytes() == [0, factors, sparse, factors + sparse]
+    codec = Gear(side="k", bits=2, outliers=0.05, rank=1)
+    assert codec.arrays(512, 64)["index"] == ((64, 2 * 13), "uint16")  # a fortieth of 512 tokens on either side
+
+
+@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("kivi3", "gear4"), BLOCK_CODECS))
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_the_compiled_formulas_are_those_of_numpy(name, side):
     x = BLOCKS["outliers"].astype(np.float32)
     got = jax.jit(lambda x: BLOCK_CODECS[name](side=side).decode(BLOCK_CODECS[name](side=side).encode(x, jnp), jnp))(x)
-    np.testing.assert_allclose(np.asarray(got, np.float64), read(name, side, x), atol=1e-5 * np.abs(x).max())
+    # Factors in float16 may be rounded the other way.
+    tolerance = 1e-3 if "gear" in name else 1e-5
+    np.testing.assert_allclose(np.asarray(got, np.float64), read(name, side, x), atol=tolerance * np.abs(x).max())
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("kivi3", "gear4"), BLOCK_CODECS))
 def test_keys_and_values_survive_as_bytes(name):
     sealing = find_sealing(name)
     assert sealing is not None
