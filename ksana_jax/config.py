@@ -156,9 +156,10 @@ class EngineConfig:
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
         "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
-        int2 a float16 scale and zero per token and 64 channels of a KV head. A name in `BLOCK_CODECS`, "kivi4", "kivi3"
-        or "kivi2", encodes whole blocks and keeps recent tokens in `dtype`: see `kv.codecs.sealing`, also for what
-        {"k": "kivi2", "v": "kivi4", "residual": 128, "group": 64} may have.
+        int2 a float16 scale and zero per token and 64 channels of a KV head. A name in `BLOCK_CODECS` ("kivi4",
+        "gear4", "gear_l4", "kvquant4", and the same with 3 and 2 bits) encodes whole blocks and keeps recent tokens in
+        `dtype`: see `kv.codecs.sealing`, also for what {"k": "kivi2", "v": "kivi4", "residual": 128, "group": 64} may
+        have.
       kv_full_precision_layers: layers whose keys and values are stored in `dtype` nevertheless. Every group of layers
         (`kv.layout`) must have equally many. On a GPU, XLA then computes the attention.
       block_size: tokens per KV block.

@@ -96,7 +96,7 @@ class Memory:
             platform="gpu",
             exact_dtype=asked.dtype,
         )
-        if asked.prefix_share and any(group.live.window is not None for group in layout.groups):
+        if asked.prefix_share and any(g.live.window is not None and not g.residual for g in layout.groups):
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":
             check_embedding_on_host(config)
@@ -113,7 +113,8 @@ class Memory:
         r, size = self.request, self.request.block_size
         blocks = self.layout.blocks_of(context)
         of_chunk = self.layout.blocks_of(context, r.max_num_batched_tokens) - blocks
-        shared = int(blocks * r.prefix_share)
+        # Exact tokens beside codes are at the end of a text: nobody shares them.
+        shared = int(self.layout.num_lasting_groups * -(-context // size) * r.prefix_share)
         # A block holds its tokens in the layers of one group.
         return -(-size * (batch * (blocks - shared) + shared + of_chunk) // self.layout.num_lasting_groups)
 

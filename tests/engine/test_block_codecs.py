@@ -9,6 +9,8 @@ import pytest
 from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.config import ConfigError
 from ksana_jax.kv.codecs.registry import find_sealing
+from ksana_jax.planner import plan
+from ksana_jax.planner.step_memory import NO_STEP
 from tests.engine.small import VOCAB, make_llm, model, tokens_of
 from tests.kv.codecs.block_definitions import DEFINITIONS
 from tests.reference import reference_logprobs
@@ -188,6 +190,20 @@ def test_the_pool_holds_the_bytes_that_are_reported():
     assert sealing.head_bytes(SIZE, config.head_dim) == of_codes
     assert llm.block_bytes == config.num_kv_heads * max(2 * of_codes, SIZE * 8 * 4)
     assert llm.runner.cache.nbytes == llm.num_blocks * llm.block_bytes == llm.memory_plan.pool_bytes
+    # What `ksana plan` says of one sequence: codes of 64 tokens, and exact tokens of the window and of the chunk.
+    asked = {
+        "dtype": "f32",
+        "block_size": SIZE,
+        "max_num_batched_tokens": 7,
+        "query_tile": 4,
+        "context": 64,
+        "batch": 1,
+    }
+    planned = plan(config, 2**30, kv_cache_dtype=KIVI, step=NO_STEP, **asked)
+    assert planned.kv_bytes_per_token * SIZE == llm.block_bytes
+    exact = 4 * 4  # keys and values of two layers: 3 + 7 tokens that touch four blocks
+    assert planned.kv_bytes_per_token * planned.tokens_held == llm.block_bytes * (64 // SIZE + exact)
+    assert planned.kv_bytes_per_token * planned.tokens_held == llm.block_bytes * llm.runner.layout.blocks_of(64, 7)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Block codecs against their definitions in float64, without an engine."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.codecs.base import BlockCodec
 from ksana_jax.kv.codecs.gear import Gear
 from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
@@ -182,6 +185,31 @@ def test_a_block_is_kept_as_long_as_a_query_reads_its_exact_tokens(size, residua
 def test_settings_that_cannot_be_are_refused(setting, message):
     with pytest.raises(ConfigError, match=message):
         find_sealing(setting)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(BlockCodec):
+    """A codec of one's own: all tokens become the mean of their block."""
+
+    power: int = 1
+
+    def arrays(self, block_size, head_dim):
+        return {"mean": ((head_dim,), "float32")}
+
+    def encode(self, x, xp):
+        return {"mean": x.mean(axis=-2) ** self.power}
+
+    def decode(self, stored, xp):
+        return xp.broadcast_to(stored["mean"][..., None, :], (*stored["mean"].shape[:-1], B, H))
+
+
+def test_a_block_codec_of_ones_own_is_named_by_its_module():
+    sealing = find_sealing({"k": "tests.kv.codecs.test_block_codecs:Mean", "v": "kivi4", "power": 2, "group": 32})
+    assert sealing is not None and sealing.residual == 128
+    assert sealing.head_bytes(B, H) == 4 * H + B * H // 2 + B * 2 * 4
+    x = NORMAL.astype(np.float32)
+    k, _ = sealing.decoded(sealing.encoded(x, x, np), B, H, np)
+    np.testing.assert_array_equal(k, np.broadcast_to(x.mean(axis=1, keepdims=True) ** 2, x.shape))
 
 
 def test_settings_reach_the_codecs_that_have_them():
