@@ -16,7 +16,8 @@ def plan(
     kv_dtype: Annotated[
         str,
         typer.Option(
-            help="how KV is stored: f32, bf16, f16, int8, fp8_e4m3, fp8_e5m2, int4, int3, int2, kivi4, ...; auto: as weights"
+            help="how KV is stored: f32, bf16, f16, int8, fp8_e4m3, fp8_e5m2, int4, int3, int2, kivi4, gear4, ...; "
+            "auto: as the weights"
         ),
     ] = "auto",
     batch: Annotated[int | None, typer.Option(help="concurrent requests", show_default="as many as fit")] = None,
