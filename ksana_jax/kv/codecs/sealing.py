@@ -30,8 +30,8 @@ class Sealing:
     Args:
       k, v: codecs of keys and values.
       residual: R: a query reads at least its newest R tokens, itself included, exactly, and at most a block less one
-        token more. In KIVI (arXiv:2402.02750, section 3.3) these are R to 2R - 1 keys and R values.
-      first: tokens at the beginning of a text that are always read exactly (KVQuant, arXiv:2401.18079, section 3.5); the
+        token more. KIVI (arXiv:2402.02750, section 3.3) has the newest R values of T, and T mod R keys.
+      first: tokens at the beginning of a text that are always read exactly (KVQuant, arXiv:2401.18079, section 3.5);
         exact blocks that hold them are kept.
       residual_dtype: dtype of the exact tokens, "f32", "bf16" or "f16"; None is that of the engine.
     """
