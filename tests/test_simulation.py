@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ksana_jax.kv.codecs.registry import CODECS
-from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from tests.lives import live_a_life
 from tests.simulation import Simulation
-from tests.storing_simulation import StoringSimulation
+from tests.storing_simulation import METHODS, StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)
@@ -50,7 +49,7 @@ def test_lives_meet_everything_that_the_memory_does():
 
 
 def test_lives_meet_every_method_and_codec():
-    expected = {f"engines with {name}" for name in (*EVICTION_METHODS, *CODECS, "whole", "streamed", "pyramid")}
+    expected = {f"engines with {name}" for name in (*METHODS, *CODECS, "whole", "streamed", "pyramid")}
     expected |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
     assert expected <= (+seen_in(StoringSimulation, 45)).keys()
 

@@ -111,6 +111,11 @@ class Intake:
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
+        if (eviction := scheduler.layout.eviction) is not None and not eviction.can_serve(count, max_len):
+            raise ValueError(
+                f"kv_eviction {type(eviction.method).__name__} must know the whole text beforehand: it scores texts in "
+                "perplexity experiments, and cannot generate"
+            )
         # Beams wait for each other: all of them must fit, even unshared.
         needed = scheduler.blocks_to_finish(max_len, count) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:

@@ -56,19 +56,29 @@ class Evictor:
 
     def start(self, cache: KVCache, evictions: Sequence[Evictions]) -> KVCache:
         """Starts evictions on the device, in their order; returns the pool."""
-        for asked in evictions:
-            width = self._width(asked.tables.shape[1])
+        for *asked, given in evictions:
+            width = self._width(asked[0].shape[1])
             most = self._sizes(width)[-1]
-            for first in range(0, len(asked.tables), most):
-                cache = self._start(cache, Evictions(*(x[first : first + most] for x in asked)), width)
+            for first in range(0, len(asked[0]), most):
+                cache = self._start(cache, Evictions(*(x[first : first + most] for x in asked), given), width)
         return cache
 
     def _start(self, cache: KVCache, asked: Evictions, width: int) -> KVCache:
-        count, used = asked.tables.shape
+        tables, *columns, given = asked
+        count, used = tables.shape
         size = next(s for s in self._sizes(width) if s >= count)
         # A row of padding keeps nothing, so it writes nothing.
-        tables = np.pad(asked.tables, ((0, size - count), (0, width - used)))
-        return self._function(size, width)(cache, Evictions(tables, *(np.pad(x, (0, size - count)) for x in asked[1:])))
+        tables = np.pad(tables, ((0, size - count), (0, width - used)))
+        columns = (np.pad(x, (0, size - count)) for x in columns)
+        if given is not None:
+            given = np.pad(given, ((0, 0),) * 3 + ((0, self._given_shape[-1] - given.shape[-1]),))
+        return self._function(size, width)(cache, Evictions(tables, *columns, given))
+
+    @property
+    def _given_shape(self) -> tuple[int, ...]:
+        layout = self._layout
+        _, _, heads, block_size = layout.leaf(TEXT_POSITION).shape
+        return len(layout.groups), len(layout.groups[0].layers), heads, self.table_width * block_size
 
     def _function(self, size: int, width: int) -> Callable:
         key = (size, width)
@@ -76,9 +86,10 @@ class Evictor:
             assert self._layout.eviction is not None
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
-            run = functools.partial(evict, method=self._layout.eviction.method.compiled)
-            lowered = jax.jit(run, donate_argnums=0).lower
-            asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 1))
+            method = self._layout.eviction.method.compiled
+            lowered = jax.jit(functools.partial(evict, method=method), donate_argnums=0).lower
+            given = jax.ShapeDtypeStruct(self._given_shape, jnp.float32) if method.foresees else None
+            asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given)
             self._compiled[key] = compiled(("evict", *key), lambda: lowered(pool, asked))
         return self._compiled[key]
 
@@ -113,7 +124,10 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
         _decoded(cache, {name: x[:, :, i] for name, x in rows.items() if x.shape[2] == 2}) for i in range(2)
     )
     score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
-    return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group)
+    given = None
+    if asked.given is not None:
+        given = jnp.take_along_axis(asked.given[asked.group], text_positions, axis=-1, mode="clip")
+    return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group, given)
 
 
 def _num_exact(cache: KVCache) -> int:

@@ -208,7 +208,8 @@ class RowBlocks:
                 columns = before[group], kept[group], sinks, recent[group], length, of_group
                 if len(some) < len(rows):
                     columns = (x[some] for x in columns)
-                self.memory.moves.evict(Evictions(r.block_tables[group, rows[some], :width], *columns))
+                tables = r.block_tables[group, rows[some], :width]
+                self.memory.moves.evict(Evictions(tables, *columns, schedule.method.given))
         self.compact(rows, kept)
         r.evict_at[:, rows] = following
 

@@ -1,11 +1,14 @@
 """Every eviction method in the engine against its dense float64 definition: after every step the same tokens are kept
 in every layer and kv head, and log-probabilities are the same; ragged, chunked, preempted."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments.oracle import foreseen
 from ksana_jax.kv.eviction.noise import uniform
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.eviction.reference import Rule, run
@@ -195,6 +198,37 @@ def test_chunks_and_blocks_make_no_difference(name, chunk, block_size):
         kv_eviction=setting, block_size=block_size, num_blocks=256, max_num_batched_tokens=chunk, query_tile=8
     )
     compare(llm, rule_of)
+
+
+ORACLE = {"method": "oracle", "budget": 10, "recent": 3, "sinks": 1, "interval": 2, "prompts": "streamed"}
+
+
+def test_the_oracle_keeps_what_receives_the_most_attention_in_the_whole_text():
+    config, params = model()
+    llm = make_llm(kv_eviction=ORACLE, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    for text in PROMPTS[:2]:
+        everything = Rule("sums", [64, 64], 1, recents=[64] * 2)
+        _, _, states = run(params, config, text[:-1], everything, len(text))
+
+        def received(layer, head, position, states=states):
+            return states[layer][head].scores.get(position, 0.0)
+
+        rule = Rule("random", [10, 10], 2, recents=[3] * 2, sinks=1, whole=False, random=received)
+        expected, kept, _ = run(params, config, text, rule, len(text))
+        with foreseen(llm, text):
+            given = llm.engine.scheduler.layout.eviction.method.given
+            [output] = llm.generate({"prompt_token_ids": text}, asked)
+        for layer, head in itertools.product(range(2), range(2)):
+            sums = [received(layer, head, position) for position in range(len(text))]
+            np.testing.assert_allclose(given[0, layer, head], sums, atol=1e-4)
+        got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]
+        np.testing.assert_allclose(got, expected[np.arange(len(text) - 1), text[1:]], atol=1e-4)
+        assert len(kept[-1][0][0]) < len(text)
+    for prompt, count in ((PROMPTS[0], 1), ([5, 6, 7], 20)):  # without foreseen, or beyond it
+        with pytest.raises(ValueError, match="Oracle must know the whole text beforehand: it scores texts"):
+            llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=count, detokenize=False))
+    assert_idle(llm)
 
 
 def test_another_budget_needs_no_other_program_and_another_method_another_engine():

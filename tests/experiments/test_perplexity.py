@@ -284,6 +284,10 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
             {"settings": {"method": "recompute", "sampled_per_bucket": 2}, "pattern": {"window": 8, "num_sinks": 1}},
             "supports pattern.window and no other field",
         ),
+        (
+            {"settings": {"texts_at_once": 2}, "engine": {"kv_eviction": {"method": "oracle", "prompts": "streamed"}}},
+            "settings.texts_at_once is 2, engine.kv_eviction.method 'oracle' knows one text at a time",
+        ),
         ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be an integer from 1"),
         ({"settings": {"method": "guess"}}, "settings.method: Invalid value 'guess'"),
         ({"settings": {"texts": ["missing.txt"]}}, "missing.txt: no such text file"),

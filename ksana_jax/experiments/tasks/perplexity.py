@@ -7,6 +7,7 @@ scored token, so it is scored on a sample of positions; every row reports that s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -19,6 +20,7 @@ import numpy as np
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import text_files, texts
+from ksana_jax.experiments.oracle import foreseen
 from ksana_jax.experiments.tasks import perplexity_figure, perplexity_report
 from ksana_jax.experiments.tasks.base import (
     INPUT_FILES,
@@ -88,6 +90,11 @@ class Perplexity(BaseTask):
                 "tokens: set it to 'streamed'"
             )
         check_counts(config, "num_texts", "texts_at_once", "bucket_tokens")
+        if eviction is not None and eviction.foresees and settings.texts_at_once > 1:
+            raise ConfigError(
+                f"settings.texts_at_once is {settings.texts_at_once}, engine.kv_eviction.method "
+                f"{config['engine']['kv_eviction']['method']!r} knows one text at a time"
+            )
         if settings.texts_at_once > (most := config["engine"]["max_num_seqs"]):
             raise ConfigError(f"settings.texts_at_once is {settings.texts_at_once}, engine.max_num_seqs is {most}")
         check_counts(config, "num_tokens", least=2)
@@ -110,6 +117,8 @@ class Perplexity(BaseTask):
         chosen = texts.draw_excerpts(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
         compiled_before = llm.num_compilations
         streams = settings.method == "stream"
+        eviction = read_eviction(trial.config["engine"]["kv_eviction"])
+        foresees = eviction is not None and eviction.foresees
         at_once = settings.texts_at_once if streams else 1
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
         for begin in range(0, len(chosen), at_once):
@@ -124,7 +133,8 @@ class Perplexity(BaseTask):
                 )
             timed = _Timed(llm)
             if streams:
-                found = timed(_stream, llm, [excerpt.ids for excerpt in group])
+                with foreseen(llm, group[0].ids) if foresees else contextlib.nullcontext():
+                    found = timed(_stream, llm, [excerpt.ids for excerpt in group])
             else:
                 found = timed(_recompute, llm, group[0].ids, trial.config["pattern"]["window"], samples[0])
             num_scored = 0

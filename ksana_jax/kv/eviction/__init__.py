@@ -23,6 +23,7 @@ EVICTION_METHODS: dict[str, str] = {
     "window": "ksana_jax.kv.eviction.window:Window",
     "streaming_llm": "ksana_jax.kv.eviction.window:StreamingLLM",
     "random": "ksana_jax.kv.eviction.random:Random",
+    "oracle": "ksana_jax.kv.eviction.oracle:Oracle",
 }
 
 

@@ -28,6 +28,7 @@ class Cached(NamedTuple):
     num_tokens: [n] tokens in the cache; slots from there on hold anything.
     length: [n] tokens of the text so far.
     group: [n] number of the group of layers.
+    given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
     """
 
     keys: Array
@@ -37,6 +38,7 @@ class Cached(NamedTuple):
     num_tokens: Array
     length: Array
     group: Array
+    given: Array = None
 
 
 class Observation(NamedTuple):
@@ -85,6 +87,8 @@ class EvictionMethod:
     forgets: ClassVar[bool] = False
     # Whether `observed_logits` replaces the attention scores of which the weights are made.
     alters_logits: ClassVar[bool] = False
+    # Whether it must know the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
+    foresees: ClassVar[bool] = False
 
     def __post_init__(self):
         name = f"kv_eviction {type(self).__name__}"
@@ -116,6 +120,14 @@ class EvictionMethod:
     def needs_text_positions(self) -> bool:
         """Whether `priority` reads `Cached.text_positions`."""
         return False
+
+    @property
+    def given(self) -> Array:
+        """Scores [Gk, Lg, K, T] float32 of the tokens of the one text that runs, for `Cached.given`; None by default.
+
+        A method that has some asks for `Cached.text_positions` too.
+        """
+        return None
 
     def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray | None:
         """Returns a float32 number for each query of a step, which `query_factor` and `observed_logits` receive.

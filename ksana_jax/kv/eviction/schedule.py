@@ -100,6 +100,16 @@ class EvictionSchedule:
             np.rint(recent * budgets).astype(np.int32) if isinstance(recent, float) else np.full_like(budgets, recent)
         )
 
+    def can_serve(self, num_prompt: int, max_len: int) -> bool:
+        """Returns whether the method knows enough of a text to evict from it.
+
+        Args:
+          max_len: tokens at which the text ends; the last one is sampled and not computed.
+        """
+        known = 0 if self.method.given is None else self.method.given.shape[-1]
+        evicts = self.next_at(np.zeros(1, np.int32), np.array([num_prompt])).min() < max_len
+        return not (self.method.foresees and evicts) or max_len - 1 <= known
+
     def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:
         """Returns the most tokens that a group caches of a row that ends at max_tokens.
 
