@@ -60,7 +60,7 @@ class Evictor:
             width = self._width(asked[0].shape[1])
             most = self._sizes(width)[-1]
             for first in range(0, len(asked[0]), most):
-                cache = self._start(cache, Evictions(*(x[first : first + most] for x in asked), given), width)
+                cache = self._start(cache, Evictions(*(x[first : first + most] for x in asked), given=given), width)
         return cache
 
     def _start(self, cache: KVCache, asked: Evictions, width: int) -> KVCache:
@@ -72,7 +72,7 @@ class Evictor:
         columns = (np.pad(x, (0, size - count)) for x in columns)
         if given is not None:
             given = np.pad(given, ((0, 0),) * 3 + ((0, self._given_shape[-1] - given.shape[-1]),))
-        return self._function(size, width)(cache, Evictions(tables, *columns, given))
+        return self._function(size, width)(cache, Evictions(tables, *columns, given=given))
 
     @property
     def _given_shape(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Evictor:
             method = self._layout.eviction.method.compiled
             lowered = jax.jit(functools.partial(evict, method=method), donate_argnums=0).lower
             given = jax.ShapeDtypeStruct(self._given_shape, jnp.float32) if method.foresees else None
-            asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given)
+            asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given=given)
             self._compiled[key] = compiled(("evict", *key), lambda: lowered(pool, asked))
         return self._compiled[key]
 
@@ -126,6 +126,7 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
     score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
     given = None
     if asked.given is not None:
+        assert text_positions is not None
         given = jnp.take_along_axis(asked.given[asked.group], text_positions, axis=-1, mode="clip")
     return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group, given)
 

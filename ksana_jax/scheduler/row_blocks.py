@@ -209,7 +209,7 @@ class RowBlocks:
                 if len(some) < len(rows):
                     columns = (x[some] for x in columns)
                 tables = r.block_tables[group, rows[some], :width]
-                self.memory.moves.evict(Evictions(tables, *columns, schedule.method.given))
+                self.memory.moves.evict(Evictions(tables, *columns, given=schedule.method.given))
         self.compact(rows, kept)
         r.evict_at[:, rows] = following
 

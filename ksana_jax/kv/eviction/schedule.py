@@ -116,6 +116,8 @@ class EvictionSchedule:
         Args:
           num_prompt: of the row; None assumes the worst.
         """
+        if self.method.foresees:  # the first pass keeps all of the text
+            return max_tokens
         whole = self.method.prompts == "whole" or self.method.once
         prompt = np.array([max_tokens if num_prompt is None else num_prompt])
         after = int(self.budgets(prompt)[group, 0]) + 1
