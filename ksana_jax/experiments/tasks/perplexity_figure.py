@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     """Draws one line per row over the position in the text or, for a grid of numbers, lines over its last key."""
-    from matplotlib.ticker import LogLocator
-
     measured = [row for row in rows if row.trials]
     if is_labelled_grid(measured):
         _at_equal_bytes(figure, measured)
@@ -40,8 +38,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
         _against_last_key(above, below, measured)
     else:
         _against_position(above, below, measured)
-        above.set_yscale("log")
-        above.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        _logarithmic(above)
     # A window of one token holds nothing between steps, and a log scale needs a value above 0.
     if any(np.any(np.asarray(line.get_ydata()) > 0) for line in below.lines):
         below.set_yscale("log", base=2)
@@ -70,15 +67,27 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
         *zip(*ringed, strict=True), marker="o", markersize=7, markerfacecolor="none", linestyle="", color="#888888"
     )
     below.set_xscale("log", base=2)
+    given = [row.point[key] for row in rows]
+    if min(given) > 0 and max(given) >= 8 * min(given):
+        above.set_xscale("log", base=2)
+        above.set_xticks(sorted(set(given)))
     above.set_xlabel(key.rpartition(".")[2])
     below.set_xlabel("live KV (KiB); rings: least for their perplexity")
     for axes in (above, below):
-        axes.set_yscale("log")
+        _logarithmic(axes)
         axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
     figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Makes the y axis logarithmic, with enough ticks for a range of less than ten."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
 
 
 def _num_buckets(row: ResultRow) -> int:
