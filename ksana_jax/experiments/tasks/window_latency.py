@@ -123,7 +123,7 @@ class WindowLatency(BaseTask):
             super().draw(figure, rows)
             return
         above, below = figure.subplots(2, 1, sharex=True)
-        for axes, suffix, scale in ((above, "s", 1e-3), (below, "kv_bytes", 2.0**20)):
+        for axes, suffix, scale, base in ((above, "s", 1e-3, 10), (below, "kv_bytes", 2.0**20, 2)):
             lines = [
                 dataclasses.replace(row, label=_TITLES[side], values={suffix: row.values[f"{side}_{suffix}"]})
                 for side in _SIDES
@@ -131,7 +131,7 @@ class WindowLatency(BaseTask):
             ]
             draw_lines(axes, lines, suffix, scale)
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            axes.set_yscale("log", base=base)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter("{x:g}")
                 axis.set_minor_formatter("")
