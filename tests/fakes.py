@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.config import EngineConfig, ModelConfig
-from ksana_jax.engine.build import build_engine, make_layout
+from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.engine.build import make_layout
 from ksana_jax.kv.codecs.registry import CODECS
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.patterns import FAR, FULL

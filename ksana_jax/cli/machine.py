@@ -20,6 +20,10 @@ def plan(
             "auto: as the weights"
         ),
     ] = "auto",
+    kv_full_precision_layers: Annotated[
+        str | None, typer.Option(help="layers that are stored in the dtype of weights, such as '[0]'", metavar="YAML")
+    ] = None,
+    kv_eviction: KVEviction = None,
     batch: Annotated[int | None, typer.Option(help="concurrent requests", show_default="as many as fit")] = None,
     context: Annotated[int | None, typer.Option(help="tokens per request", show_default="the model's")] = None,
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
@@ -42,6 +46,8 @@ def plan(
         as_json=as_json,
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
+        kv_full_precision_layers=read_setting("kv_full_precision_layers", kv_full_precision_layers) or (),
+        kv_eviction=read_setting("kv_eviction", kv_eviction),
         batch=batch,
         context=context,
         window=window,

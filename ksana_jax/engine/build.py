@@ -13,7 +13,7 @@ from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_policies, with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
-from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
@@ -81,23 +81,6 @@ def build_engine(
         memory_plan=half.plan,
         clock=clock,
     )
-
-
-def make_layout(model: ModelConfig, patterns: Seq[AttentionPattern], config: EngineConfig, platform: str) -> KVLayout:
-    """Returns the layout of an engine's pool."""
-    layout = KVLayout.of(
-        model,
-        patterns,
-        dtype=config.kv_dtype,
-        block_size=config.block_size,
-        platform=platform,
-        eviction=read_eviction(config.kv_eviction),
-        exact_dtype=config.dtype,
-    )
-    if exact := config.kv_full_precision_layers:
-        raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, platform=platform)
-        layout = layout.with_exact_layers(exact, raw.leaf("kv"))
-    return layout
 
 
 def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:

@@ -42,7 +42,8 @@ class BlockRecord(NamedTuple):
     state: "free"; "moving", its content has not arrived yet; "held", it has owners; "cached", kept without an owner.
     ref_count: number of owners. owners: the owners.
     hash: its key in the prefix index, in hex; None if it is not indexed.
-    start: text position of its first slot; None if it is free. num_tokens: number of filled slots.
+    start: position in the cache of its first slot, which is the text position unless the owner has evicted tokens; None
+      if it is free. num_tokens: number of filled slots.
     last_use: counter value of the prefix index, which rises with each hit and insertion; None if it is not indexed.
     """
 
@@ -77,7 +78,7 @@ class Snapshot:
         return [b for b in self.blocks if b.tier == tier]
 
     def of_request(self, request_id: str) -> list[BlockRecord]:
-        """Returns the blocks that a request owns, by text position; empty once it has ended."""
+        """Returns the blocks that a request owns, by position; empty once it has ended."""
         mine = [b for b in self.blocks if any(o.request_id == request_id for o in b.owners)]
         return sorted(mine, key=lambda b: (TIERS.index(b.tier), b.start or 0, b.block))
 
@@ -110,7 +111,7 @@ class Snapshot:
         return result
 
     def __str__(self) -> str:
-        lines = [f"{'tier':6} {'block':>6} {'state':6} {'refs':>4} {'text':>13} {'last use':>8}  hash      owners"]
+        lines = [f"{'tier':6} {'block':>6} {'state':6} {'refs':>4} {'position':>13} {'last use':>8}  hash      owners"]
         for b in self.blocks:
             if b.state != "free":
                 text = "" if b.start is None else f"{b.start:,}+{b.num_tokens}"

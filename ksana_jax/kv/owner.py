@@ -15,8 +15,9 @@ class Owner(NamedTuple):
     request_id, index: as in `Sequence`; request_id is empty if the owner is a move or a read instead of a request.
     doing: "runs", "waits" (with shared or swapped blocks), "reads" from disk, "moves".
     tier: DEVICE or HOST.
-    ids, starts: [n] blocks and the text positions where they begin; starts is None if only their nodes know.
-    num_tokens: computed tokens of the sequence. origins: [n], or one value for all.
+    ids, starts: [n] blocks and the cache positions where they begin; starts is None if only their nodes know.
+    num_tokens: cached tokens of the sequence, [n] those of each block's group of layers. origins: [n]. Both may be one
+      value for all.
     """
 
     request_id: str
@@ -25,7 +26,7 @@ class Owner(NamedTuple):
     tier: int
     ids: np.ndarray
     starts: np.ndarray | None = None
-    num_tokens: int = 0
+    num_tokens: np.ndarray | int = 0
     origins: np.ndarray | Origin | None = None
 
     @property

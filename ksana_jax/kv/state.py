@@ -45,6 +45,12 @@ class HeldBlocks(NamedTuple):
     origins: np.ndarray | Origin = Origin.COMPUTED
     num_evicted: np.ndarray | int = 0
 
+    @property
+    def num_cached(self) -> np.ndarray | int:
+        """Tokens in the cache, for each block those of its group of layers."""
+        evicted = self.num_evicted
+        return self.num_computed - (evicted[self.groups] if isinstance(evicted, np.ndarray) else evicted)
+
     def allocated_until(self, block_size: int) -> int:
         """Text position of the token that will need new blocks."""
         room = (self.num_evicted - self.num_computed) % block_size

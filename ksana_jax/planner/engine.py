@@ -63,10 +63,12 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             largest,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
+            kv_full_precision_layers=config.kv_full_precision_layers,
+            kv_eviction=config.kv_eviction,
             block_size=config.block_size,
+            max_model_len=config.max_model_len,
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
-            eviction=None if layout.eviction is None else layout.eviction.method,
         )
         device, step = this_device(), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
@@ -122,7 +124,8 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
       runner: warmed up; its largest compiled step is taken.
       baseline: resident memory of the process before the weights, `process.resident_bytes`.
     """
-    measured = max(map(program_bytes, runner.programs.values()), default=None)
+    programs = [*runner.programs.values(), *(runner.evictor.programs if runner.evictor else ())]
+    measured = max(map(program_bytes, programs), default=None)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params) if isinstance(leaf, jax.Array))
     host = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)) - weights
     peak = None

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ksana_jax import checks
-from ksana_jax.config import MAX_SEQS, MAX_TOKENS, ConfigError, ModelConfig
+from ksana_jax.config import MAX_SEQS, MAX_TOKENS, ConfigError, EngineConfig, ModelConfig
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import check_embedding_on_host
 from ksana_jax.patterns import AttentionPattern, per_layer
@@ -24,12 +25,15 @@ class PlanRequest:
     batch, context: None takes the largest batch, and the model's max_position.
     window, num_sinks: attention pattern of all layers; window None takes the model's own pattern.
     dtype: dtype of weights. kv_cache_dtype: how keys and values are stored; "auto" is dtype; see `EngineConfig`.
+    kv_full_precision_layers, kv_eviction: see `EngineConfig`. With prompts "whole", a text is planned as one prompt.
     prefix_share: leading fraction of each text that all requests share and that is held once.
     memory_fraction: fraction of the device's memory that the plan may use.
     """
 
     dtype: str = "bf16"
     kv_cache_dtype: str | dict[str, Any] = "auto"
+    kv_full_precision_layers: tuple[int, ...] = ()
+    kv_eviction: dict[str, Any] | None = None
     batch: int | None = None
     context: int | None = None
     window: int | None = None
@@ -56,6 +60,15 @@ class PlanRequest:
         )
         if self.num_sinks and self.window is None:
             raise ConfigError(f"num_sinks is {self.num_sinks}, but window is None")
+        if self.prefix_share and self.kv_eviction is not None:
+            raise ConfigError(f"prefix_share is {self.prefix_share}, but kv_eviction moves the tokens of shared blocks")
+        object.__setattr__(self, "kv_full_precision_layers", self.stored.kv_full_precision_layers)
+
+    @property
+    def stored(self) -> EngineConfig:
+        """The settings of an engine that say how keys and values are stored."""
+        names = ("dtype", "kv_cache_dtype", "kv_full_precision_layers", "kv_eviction", "block_size")
+        return EngineConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def kv_dtype(self) -> str | dict[str, Any]:
@@ -88,14 +101,7 @@ class Memory:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
         patterns = per_layer(pattern, config.num_layers)
         # The number of bytes is the same on every platform.
-        layout = KVLayout.of(
-            config,
-            patterns,
-            dtype=asked.kv_dtype,
-            block_size=asked.block_size,
-            platform="gpu",
-            exact_dtype=asked.dtype,
-        )
+        layout = make_layout(config, patterns, asked.stored, "gpu")
         if asked.prefix_share and any(g.live.window is not None and not g.residual for g in layout.groups):
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ksana_jax.config import MAX_TOKENS, ConfigError, EngineConfig
+from ksana_jax.config import MAX_TOKENS, ConfigError
 from ksana_jax.planner.devices import compile_target, find_device
 from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
@@ -53,6 +53,8 @@ def show(found: Plan, console: Console) -> None:
     """Prints the memory of each term, the largest batch, context and window, and settings that would change them."""
     asked = found.request
     pattern = f"window {asked.window:,} + {asked.num_sinks} sinks" if asked.window else "the model's attention pattern"
+    evicts = "".join(f", {key} {value}" for key, value in (asked.kv_eviction or {}).items())
+    pattern += evicts and f", kv_eviction{evicts[1:]}"
     console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
     console.print(
         escape(
@@ -80,7 +82,7 @@ def show(found: Plan, console: Console) -> None:
     limits = [
         (f"largest batch at {found.context:,} tokens", f"{found.max_batch:,}"),
         (f"largest context at {_requests(found.batch)}", _context(found.max_context, found.max_position)),
-        ("largest window at both", window),
+        *([] if asked.kv_eviction else [("largest window at both", window)]),
         (f"tokens in the pool at {_requests(found.batch)}", f"{found.max_kv_tokens:,}"),
     ]
     if found.l2_tokens is not None:
@@ -129,10 +131,8 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
     """Returns the bytes, besides weights and pool, of every bucket of an engine with the plan's batch and context."""
     asked = found.request
     config, _ = read_model(model)
-    engine = EngineConfig(
-        dtype=asked.dtype,
-        kv_cache_dtype=asked.kv_cache_dtype,
-        block_size=asked.block_size,
+    engine = dataclasses.replace(
+        asked.stored,
         max_num_seqs=found.batch,
         max_num_batched_tokens=asked.max_num_batched_tokens,
         query_tile=asked.query_tile,
@@ -145,7 +145,10 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         shapes,
         dtype=asked.dtype,
         kv_dtype=asked.kv_dtype,
+        kv_full_precision_layers=asked.kv_full_precision_layers,
+        kv_eviction=asked.kv_eviction,
         block_size=asked.block_size,
+        max_model_len=found.context,
         embedding_device=asked.embedding_device,
         target=target,
     )

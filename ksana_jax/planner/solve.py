@@ -40,7 +40,7 @@ class Plan:
     host_bytes: weights in host memory. step_bytes: a step's arrays and buffers with no request in it.
     alpha_from: what the step was compiled for. gamma: tokens_held / (batch * context).
     max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, whatever the model was trained
-    for; `config.MAX_TOKENS` means that memory sets no limit. max_window: at both; None if none fits.
+    for; `config.MAX_TOKENS` means that memory sets no limit. max_window: at both; None if none fits, or rows evict.
     l2_tokens: whose keys and values fill the last cache before the memory; None where its size is not known.
     """
 
@@ -113,6 +113,8 @@ def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Calla
         config,
         dtype=asked.dtype,
         kv_dtype=asked.kv_dtype,
+        kv_full_precision_layers=asked.kv_full_precision_layers,
+        kv_eviction=asked.kv_eviction,
         block_size=asked.block_size,
         query_tile=asked.query_tile,
         max_num_batched_tokens=asked.max_num_batched_tokens,
@@ -172,6 +174,9 @@ def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
 
 
 def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -> int | None:
+    if memory.request.kv_eviction is not None:  # from layers that see everything
+        return None
+
     def fits(window: int) -> bool:
         asked = dataclasses.replace(memory.request, window=window, prefix_share=0.0)
         return Memory.of(config, asked, memory.budget, memory.step).total(batch, context) <= memory.budget
@@ -204,7 +209,8 @@ def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator
         yield name, config, {"dtype": "bf16"}
     if asked.kv_dtype in DTYPES:
         yield "KV in int8", config, {"kv_cache_dtype": "int8"}
-    if asked.window is None and config.pattern == AttentionPattern() and not asked.prefix_share:
+    bounded = asked.window is not None or asked.kv_eviction is not None
+    if not bounded and config.pattern == AttentionPattern() and not asked.prefix_share:
         window = max(context // 4, 1)
         yield f"window {window:,} + 4 sinks", config, {"window": window, "num_sinks": 4}
         yield "80 % shared prefix", config, {"prefix_share": 0.8}

@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.ops.pool import KVCache
@@ -40,22 +39,24 @@ NUM_BLOCKS = 256
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a step's two programs, which run one after the other: the network, and sampling.
+    """Bytes of a step's programs, which run one after the other: evictions, the network, and sampling.
 
     Choosing is by temperature; penalties, biases and log-probabilities take more arrays of the vocabulary's size.
     """
 
     network: int
     sampling: int
+    evicting: int = 0
 
     @property
     def peak(self) -> int:
-        return max(self.network, self.sampling)
+        return max(self.network, self.sampling, self.evicting)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Bytes of one program at R rows and tables of width P: fixed + per_row * R + per_entry * (R + tiles) * P.
+    """Bytes of one program at R rows and tables of width P:
+    fixed + per_row * R + per_entry * (R + tiles) * P + per_width * P.
 
     tiles: query tiles of longer chunks, which have block tables too.
     """
@@ -64,6 +65,7 @@ class Line:
     per_row: float
     per_entry: float
     tiles: int
+    per_width: float = 0
 
     def alpha(self, width: int) -> int:
         """Returns the bytes per row, at a width of the block tables."""
@@ -71,7 +73,7 @@ class Line:
 
     def constant(self, width: int) -> int:
         """Returns the bytes without rows, at a width of the block tables."""
-        return math.ceil(self.fixed + self.per_entry * self.tiles * width)
+        return math.ceil(self.fixed + (self.per_entry * self.tiles + self.per_width) * width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +125,20 @@ def step_bytes(
     *,
     dtype: str,
     kv_dtype: KVDtype | None = None,
+    kv_full_precision_layers: tuple[int, ...] = (),
+    kv_eviction: dict[str, Any] | None = None,
     block_size: int,
+    max_model_len: int | None = None,
     max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
-    eviction: EvictionMethod | None = None,
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
     """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device.
 
     Args:
       dtype, kv_dtype: of weights, and of keys and values; by default they are equal.
+      kv_full_precision_layers, kv_eviction: as in `EngineConfig`.
+      max_model_len: longest text, on which programs of evictions depend; None takes the model's max_position.
     """
     compiled = functools.partial(
         _compiled,
@@ -141,17 +147,26 @@ def step_bytes(
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
         block_size=block_size,
+        max_model_len=max_model_len or config.max_position,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
-        eviction=eviction,
+        exact=kv_full_precision_layers,
+        kv_eviction=kv_eviction,
     )
     one_program = (aot.device(target) if target else jax.devices()[0]).platform not in BY_LAYER
     if config.num_layers <= ONE_MORE or not one_program:
         return compiled(config)
-    few, more = (compiled(config.first_layers(n)) for n in (FEW, ONE_MORE))
+    # One layer stands for those in full precision.
+    exact = kv_full_precision_layers and (0,)
+    few, more = (compiled(config.first_layers(n), exact=exact) for n in (FEW, ONE_MORE))
     further = config.num_layers - FEW
+
+    def extrapolated(a: int, b: int) -> int:
+        return a + further * (b - a)
+
     return [
-        StepBytes(a.network + further * (b.network - a.network), b.sampling) for a, b in zip(few, more, strict=True)
+        StepBytes(extrapolated(a.network, b.network), b.sampling, extrapolated(a.evicting, b.evicting))
+        for a, b in zip(few, more, strict=True)
     ]
 
 
@@ -163,21 +178,21 @@ def _compiled(
     dtype: str,
     kv_dtype: KVDtype,
     block_size: int,
-    eviction: EvictionMethod | None,
+    exact: tuple[int, ...],
+    kv_eviction: dict[str, Any] | None,
     **settings: Any,
 ) -> list[StepBytes]:
     params = abstract_params(config, dtype)
     device = aot.device(target) if target else jax.devices()[0]
     patterns = (FULL,) * config.num_layers
-    layout = KVLayout.of(
-        config,
-        patterns,
-        dtype=kv_dtype,
+    stored = EngineConfig(
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        kv_full_precision_layers=exact,
+        kv_eviction=kv_eviction,
         block_size=block_size,
-        platform=device.platform,
-        eviction=eviction,
-        exact_dtype=dtype,
     )
+    layout = make_layout(config, patterns, stored, device.platform)
     found = []
     with _compiling_for(target):
         runner = Runner(
@@ -186,7 +201,6 @@ def _compiled(
             patterns,
             layout=layout,
             num_blocks=NUM_BLOCKS,
-            max_model_len=config.max_position,
             device=device,
             **settings,
         )
@@ -194,7 +208,9 @@ def _compiled(
             most = shape.max_sampled
             runner.warm_up([shape], [most], [SamplingParams(temperature=1.0)])
             sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", most, most)]
-            found.append(StepBytes(program_bytes(runner.programs[shape]), max(map(program_bytes, sampling))))
+            evicting = max(map(program_bytes, runner.evictor.programs), default=0) if runner.evictor else 0
+            step = program_bytes(runner.programs[shape])
+            found.append(StepBytes(step, max(map(program_bytes, sampling)), evicting))
     return found
 
 
@@ -221,6 +237,8 @@ def measure_step(
     *,
     dtype: str,
     kv_dtype: KVDtype | None = None,
+    kv_full_precision_layers: tuple[int, ...] = (),
+    kv_eviction: dict[str, Any] | None = None,
     block_size: int = 16,
     query_tile: int = 32,
     max_num_batched_tokens: int = 512,
@@ -231,7 +249,7 @@ def measure_step(
     """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles.
 
     Args:
-      dtype, kv_dtype: as in `step_bytes`.
+      dtype, kv_dtype, kv_full_precision_layers, kv_eviction: as in `step_bytes`.
     """
     tiles = most_tiles(max_num_batched_tokens, query_tile)[0]
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
@@ -240,6 +258,8 @@ def measure_step(
         [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
         dtype=dtype,
         kv_dtype=kv_dtype,
+        kv_full_precision_layers=kv_full_precision_layers,
+        kv_eviction=kv_eviction,
         block_size=block_size,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
@@ -250,4 +270,7 @@ def measure_step(
         per_entry = (c - b) / ((r2 + tiles.count) * (p2 - p1))
         per_row = (b - a) / (r2 - r1) - per_entry * p1
         lines.append(Line(a - per_row * r1 - per_entry * (r1 + tiles.count) * p1, per_row, per_entry, tiles.count))
+    if evicting := measured[-1].evicting:
+        # As many blocks at a time as p2, or those of one row.
+        lines += [Line(evicting, 0, 0, 0), Line(0, 0, 0, 0, per_width=evicting / p2)]
     return StepCost(tuple(lines), described(target))

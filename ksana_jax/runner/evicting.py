@@ -44,8 +44,9 @@ class Evictor:
         return next(width for width in self._widths if width >= used)
 
     @property
-    def num_compilations(self) -> int:
-        return len(self._compiled)
+    def programs(self) -> list[Callable]:
+        """Compiled functions."""
+        return list(self._compiled.values())
 
     def warm_up(self, table_width: int) -> None:
         """Compiles the functions that evictions from rows of up to table_width blocks can need."""

@@ -139,7 +139,7 @@ class Runner:
     @property
     def num_compilations(self) -> int:
         """Number of functions compiled so far."""
-        evicting = 0 if self.evictor is None else self.evictor.num_compilations
+        evicting = 0 if self.evictor is None else len(self.evictor.programs)
         return len(self._compiled) + self.mover.num_compilations + evicting
 
     @property

@@ -83,7 +83,7 @@ class WaitingQueue:
             for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
                 if held is not None:
                     yield Owner(
-                        seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_computed, held.origins
+                        seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_cached, held.origins
                     )
             if len(slots := self._memory.disk_reads.reserved(seq.kv)):
                 yield Owner(seq.request_id, seq.index, "reads", HOST, slots)

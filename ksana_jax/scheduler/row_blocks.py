@@ -298,7 +298,8 @@ class RowBlocks:
             seq = r.seqs[row]
             assert seq is not None
             ids, starts, origins = (r.of_blocks(x, row) for x in (r.block_tables, r.block_starts, r.block_origins))
-            yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, int(r.num_computed[row]), origins)
+            cached = np.repeat(r.num_computed[row] - r.num_evicted[:, row], r.num_blocks[:, row])
+            yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, cached, origins)
 
     def check(self, rows: list[int]) -> None:
         """Checks tables against the tokens that their rows have computed and will see.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.engine.build import make_layout
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.layout import KVLayout

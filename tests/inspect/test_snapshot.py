@@ -10,6 +10,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.patterns import FULL, AttentionPattern
+from tests.fake_pool import StoringExecutor
 from tests.fakes import asking, make_engine, prompt_of, step
 
 
@@ -107,6 +108,21 @@ def test_a_windows_blocks_keep_their_text_positions():
         step(engine)
     starts = [b.start for b in take_snapshot(engine).of_request("long")]
     assert starts[0] == 0 and starts[1] >= 16  # the sink's block, then the window's
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_blocks_of_a_row_that_evicted_say_where_in_the_cache_their_tokens_are(waits):
+    stored = {"kv_eviction": {"method": "window", "budget": 6, "interval": 4, "prompts": "streamed"}}
+    settings = {"num_blocks": 8, "host_slots": 8, "preempt": "swap"}
+    engine = make_engine(stored=stored, make_executor=StoringExecutor, **settings)
+    engine.add_request(prompt_of(20), asking(8), request_id="evicting")
+    for _ in range(6):
+        step(engine)
+    if waits:
+        engine.scheduler._preempt(0)
+    blocks = take_snapshot(engine).of_request("evicting")
+    assert {b.tier for b in blocks} == {"host" if waits else "device"}
+    assert [(b.start, b.num_tokens) for b in blocks] == [(0, 4), (4, 1)]  # of 21 tokens, 16 went in fours
 
 
 def test_who_waits_is_an_owner_too():

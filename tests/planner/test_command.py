@@ -52,6 +52,13 @@ def test_options_reach_the_plan(capsys, ready_step):
     assert (asked | {"prefix_share": 0.0}).items() <= found["request"].items()
     assert found["max_context"] == 2**30 - 1 and "memory sets no limit" in out
     assert "window 1,024 + 4 sinks" in out and "250.0 MiB more on the host" in out
+    stored = {"kv_dtype": "int8", "kv_full_precision_layers": "[0, 2]", "kv_eviction": "{method: h2o, budget: 0.2}"}
+    out = ksana_plan(capsys, "--json", model="ksana-tiny", device="cpu", **stored).out
+    found = json.loads(out.splitlines()[-1])
+    assert found["request"]["kv_eviction"] == {"method": "h2o", "budget": 0.2} and "h2o, budget 0.2" in out
+    assert found["request"]["kv_full_precision_layers"] == [0, 2] and "largest window" not in out
+    # Two layers in float32 and two in int8 with a scale, of two heads of 64; and a score for each layer and head.
+    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 2 + 2 * 2 * 2 * (64 + 4) + 4 * 2 * 4
     out = ksana_plan(capsys, "--json", model="ksana-tiny", device="cpu", prefix_share=0.5).out
     assert json.loads(out.splitlines()[-1])["request"]["prefix_share"] == 0.5
 
@@ -75,6 +82,10 @@ def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, rea
         ({"model": str(ROOT)}, "config.json is missing"),
         ({"window": "0"}, "window is 0, must be an integer from 1"),
         ({"embedding_device": "host"}, "output head too (tied)"),
+        ({"kv_eviction": "{method: h20}"}, "kv_eviction method is 'h20'"),
+        ({"kv_eviction": "{method: h2o}", "prefix_share": "0.5"}, "kv_eviction moves the tokens of shared blocks"),
+        ({"kv_eviction": "{method: h2o}", "window": "64"}, "no layer has that pattern"),
+        ({"kv_full_precision_layers": "[0]"}, 'needs another kv_cache_dtype than "auto"'),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(capsys, changed, message):

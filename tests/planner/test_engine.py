@@ -8,7 +8,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.planner import engine as planner_engine
-from ksana_jax.planner import pool_size
+from ksana_jax.planner import plan, pool_size
 from ksana_jax.planner.devices import Device
 from ksana_jax.planner.engine import Compared
 from ksana_jax.planner.step_memory import StepBytes, step_bytes
@@ -16,6 +16,7 @@ from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part, StepShape
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 from tests.engine.small import SMALL, model
+from tests.planner.models import STEP
 
 MIB = 2**20
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # block_size * (keys, values) * L * K * H * 4
@@ -77,9 +78,14 @@ def test_a_device_without_room_for_a_block_is_refused_with_the_figures(steps):
     assert "\n" not in message
 
 
-def test_an_engine_sized_by_memory_fraction_logs_predicted_and_measured(device, caplog):
+EXACT = {"kv_cache_dtype": "int8", "kv_full_precision_layers": [0]}
+EVICTING = EXACT | {"kv_eviction": {"method": "h2o", "budget": 20, "prompts": "streamed"}}
+
+
+@pytest.mark.parametrize("stored", [{}, pytest.param(EVICTING, marks=pytest.mark.soak)], ids=["everything", "evicting"])
+def test_an_engine_sized_by_memory_fraction_logs_predicted_and_measured(stored, device, caplog):
     config, params = model()
-    settings = SMALL | {"num_blocks": None, "max_num_seqs": 1, "max_model_len": 16, "memory_fraction": 0.6}
+    settings = SMALL | {"num_blocks": None, "max_num_seqs": 1, "max_model_len": 16, "memory_fraction": 0.6} | stored
     llm = LLM.from_params(config, params, **settings)
     with caplog.at_level(logging.INFO, "ksana_jax"):
         llm.warm_up(sampling_params=SamplingParams(temperature=1.0))
@@ -87,9 +93,32 @@ def test_an_engine_sized_by_memory_fraction_logs_predicted_and_measured(device, 
     assert list(logged) == ["weights", "pool", "step", "peak"]
     for name in ("weights", "pool", "step"):
         assert isinstance(logged[name], Compared) and logged[name].predicted == logged[name].measured
-    assert logged["pool"].measured == llm.num_blocks * BLOCK_BYTES
+    assert logged["pool"].measured == llm.num_blocks * llm.block_bytes
+    assert (llm.block_bytes == BLOCK_BYTES) != bool(stored)
     assert logged["peak"].measured > logged["weights"].measured
     assert "predicted" in str(logged["peak"]) and "measured" in str(logged["peak"])
+
+
+@pytest.mark.parametrize("stored", [{}, EXACT, EVICTING], ids=["everything", "exact layer", "evicting"])
+def test_a_plan_of_one_request_has_the_bytes_of_an_engines_pool(stored):
+    config, params = model()
+    context = {"max_num_batched_tokens": 16, "query_tile": 16, "block_size": 4}
+    llm = LLM.from_params(config, params, max_num_seqs=1, max_model_len=60, **context, **stored)
+    stored = stored | {"kv_full_precision_layers": tuple(stored.get("kv_full_precision_layers", ()))}
+    found = plan(config, "1GiB", step=STEP, dtype="f32", batch=1, context=60, **context, **stored)
+    assert found.kv_bytes_per_token == llm.runner.layout.token_bytes
+    assert found.kv_bytes_per_token * found.tokens_held == llm.memory_plan.pool_bytes == llm.runner.cache.nbytes
+    assert (found.tokens_held < 30) == ("kv_eviction" in stored)
+
+
+def test_evictions_are_among_the_programs_of_a_step():
+    wide = ModelConfig(vocab_size=8, d_model=8, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64, d_ff=8)
+    shape, settings = StepShape((Part(1, 1),), 4, 1), {"dtype": "f32", "block_size": 16, "max_model_len": 64}
+    [plain] = step_bytes(wide, [shape], **settings)
+    [evicting] = step_bytes(wide, [shape], kv_eviction={"method": "window", "budget": 32}, **settings)
+    assert plain.evicting == 0
+    # One call reads and writes the tokens of 64 blocks, which are more than what one query sees.
+    assert evicting.evicting >= 64 * 16 * 2 * 2 * 8 * 64 * 4 and evicting.peak == evicting.evicting > plain.peak
 
 
 def test_the_shapes_looked_at_are_the_engines_largest_with_tiles_of_each_width(steps):
