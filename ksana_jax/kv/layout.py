@@ -175,7 +175,7 @@ class KVLayout:
             found = LiveRange.of([patterns[layer] for layer in group.layers])
             if not group.residual or self.sealed is None:
                 return found
-            return self.sealed.sealing.residual_live(found, self.block_size)
+            return self.sealed.sealing.residual_live(found)
 
         return dataclasses.replace(self, groups=tuple(group._replace(live=live(group)) for group in self.groups))
 
@@ -357,7 +357,7 @@ def _sealed(
     width = max(len(groups[0].layers) * sealing.head_bytes(block_size, model.head_dim), of_side)
     kinds: dict[LiveRange, list[tuple[int, str]]] = {}
     for layer, pattern in enumerate(patterns):
-        live = sealing.residual_live(LiveRange.of([pattern]), block_size)
+        live = sealing.residual_live(LiveRange.of([pattern]))
         kinds.setdefault(live, []).extend([(layer, "k"), (layer, "v")])
     residual = []
     for live, sides in kinds.items():

@@ -10,9 +10,10 @@ MODEL = ModelConfig(num_layers=4, num_heads=16, num_kv_heads=8, head_dim=32)
 MIXED = (FULL, AttentionPattern(window=24)) * 2
 LAYOUT = KVLayout.of(MODEL, MIXED, dtype="bf16", block_size=16, platform="gpu")
 SCALED = KVLayout(LAYOUT.groups, 16, (LAYOUT.leaf("kv"), Leaf("scale", (2, 2, 8, 16), "float32")), "int8")
+SEALED = KVLayout.of(MODEL, MIXED, dtype="kivi2", block_size=16, platform="gpu")
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, SCALED], ids=["numbers", "codes and scales"])
+@pytest.mark.parametrize("layout", [LAYOUT, SCALED, SEALED], ids=["numbers", "codes and scales", "blocks of codes"])
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_each_device_holds_its_part_of_every_block(layout, num_devices):
     local = layout.local(num_devices)

@@ -55,13 +55,16 @@ class Sealing:
         size. They read those before as codes, besides the first ones of the text."""
         return block_size * (xp.maximum(positions + 1 - self.residual, 0) // block_size)
 
-    def residual_live(self, live: LiveRange, block_size: int) -> LiveRange:
-        """Returns the positions that later queries of layers with some live range read exactly."""
-        # Block size 4, residual 6: query 8 reads tokens 0 to 8 exactly, query 9 those from 4. A block is encoded from
-        # its exact tokens, so there is always room for a whole one.
-        window, first = max(self.residual + block_size - 1, block_size), self.first
+    def residual_live(self, live: LiveRange) -> LiveRange:
+        """Returns the positions that later queries of layers with some live range read exactly.
+
+        A window of R tokens keeps the whole blocks that they touch, which is what queries read.
+        """
+        # Block size 4, residual 6: query 8 reads tokens 0 to 8 exactly, query 9 those from 4 on, and sees 4 to 9 in a
+        # window of 6. The block that is being filled is always kept, so that it can be encoded.
+        window, first = max(self.residual, 1), self.first
         if live.window is not None and not (live.num_sinks or live.globals_every):
-            window, first = max(min(window, live.window), block_size), 0
+            window, first = min(window, live.window), 0
         return LiveRange(window, first, ())
 
     def _arrays(self, block_size: int, head_dim: int) -> tuple[tuple[str, Arrays], ...]:

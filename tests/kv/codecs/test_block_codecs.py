@@ -154,19 +154,26 @@ def test_blocks_take_the_bytes_of_codes_scales_and_zeros():
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
 @pytest.mark.parametrize("residual", [0, 1, 3, 16, 100])
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_a_block_is_kept_as_long_as_a_query_reads_its_exact_tokens(size, residual, window):
+def test_exact_blocks_are_kept_as_long_as_a_query_reads_them(size, residual, window):
     sealing, pattern = find_sealing({"k": "kivi2", "v": "kivi2", "residual": residual}), AttentionPattern(window=window)
-    live = sealing.residual_live(LiveRange.of([pattern]), size)
+    live = sealing.residual_live(LiveRange.of([pattern]))
     starts = np.arange(0, 128, size)
     for position in range(100):
-        first = max(int(sealing.exact_from(np.int32(position), size, np)), position + 1 - (window or 128))
-        assert first % size == 0 or window
-        if window is None:
-            assert min(residual, position + 1) <= position + 1 - first < residual + size
-        # The open block is encoded when it is full, also if nobody reads it exactly.
-        needed = min(first, position - position % size)
+        first = int(sealing.exact_from(np.int32(position), size, np))
+        assert first % size == 0 and min(residual, position + 1) <= position + 1 - first < residual + size
+        # In sliding layers less is visible. The open block is encoded when it is full, also if nobody reads it exactly.
+        first = min(max(first, position + 1 - (window or 128)), position)
         kept = starts[~live.dead_blocks(starts, size, position)]
-        assert set(starts[(starts + size > needed) & (starts <= position)]) <= set(kept)
+        assert kept.tolist() == starts[starts + size > first].tolist()
+
+
+def test_another_pattern_changes_what_is_kept_exactly():
+    layout = KVLayout.of(MODEL, dtype={"k": "kivi2", "v": "kivi2", "residual": 9}, block_size=4, platform="cpu")
+    windows = [group.live.window for group in layout.groups]
+    assert windows == [None] + [9] * (len(windows) - 1)
+    narrow = layout.with_patterns([AttentionPattern(window=5)] * MODEL.num_layers)
+    assert [group.live.window for group in narrow.groups] == [5] * len(windows)
+    assert narrow.with_patterns([AttentionPattern()] * MODEL.num_layers) == layout
 
 
 @pytest.mark.parametrize(
