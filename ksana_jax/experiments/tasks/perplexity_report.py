@@ -152,13 +152,13 @@ def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
 def front(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Returns the rows of a labelled grid that no row with as little live KV beats at the last positions, by live KV.
 
-    By means alone; of rows that are equal in both, the first.
+    By means alone, as displayed; of rows that are equal in both, the first.
     """
     measured = [row for row in rows if row.trials]
     if not is_labelled_grid(measured) or not (found := spans(measured, "ppl_")):
         return []
     key = "ppl_{}_{}".format(*found[-1])
-    points = {id(r): (r.mean("live_kv_bytes") or 0.0, r.mean(key) or 0.0) for r in measured}
+    points = {id(r): (r.mean("live_kv_bytes") or 0.0, round(r.mean(key) or 0.0, 2)) for r in measured}
     best, kept = math.inf, []
     for row in sorted(measured, key=lambda r: points[id(r)]):
         if points[id(row)][1] < best:
