@@ -6,7 +6,6 @@ length, so that every step has the average number of rows that need a new block.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from ksana_jax.step.contract import StepInput, StepOutput
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 PREFILL_TOKENS = 16_384
+WARM_UP = 20
 PARTS = ("schedule", "build", "advance", "settle")
 
 
@@ -111,44 +111,69 @@ def _all_decode(scheduler: Scheduler) -> bool:
     return bool((rows.num_tokens[scheduler.order] - rows.num_computed[scheduler.order] == 1).all())
 
 
-def measure(rows: int, steps: int, context: int, kv_eviction: dict[str, Any] | None = None) -> dict[str, float]:
+class _TimedEngine:
+    """An engine whose rows decode, with stopwatches."""
+
+    def __init__(self, rows: int, context: int, steps: int, kv_eviction: dict[str, Any] | None):
+        self.rows, self.engine = rows, decoding_engine(rows, context, steps, kv_eviction)
+        self.executing = Stopwatch(self.engine.executor.submit)
+        self.engine.executor.submit = self.executing  # type: ignore[method-assign]
+        self.whole = Stopwatch(self.engine.step)
+        self.total_s: list[np.ndarray] = []
+        self.part_s: list[list[float]] = []
+
+    def step(self) -> None:
+        """Times a step."""
+        self.whole()
+        assert len(self.engine.scheduler.order) == self.rows and self.engine.records[-1].num_decodes == self.rows
+        self.total_s.append(np.subtract(self.whole.read(), self.executing.read()))
+
+    def watch_parts(self) -> None:
+        """Makes `step_parts` time each part, which itself costs a microsecond or two."""
+        timed, scheduler = _TimedBuilder(self.engine.builder), self.engine.scheduler
+        self.engine.builder = timed  # type: ignore[assignment]
+        self.watches = {"build": timed.build}
+        for name in ("schedule", "advance", "settle"):
+            self.watches[name] = Stopwatch(getattr(scheduler, name))
+            setattr(scheduler, name, self.watches[name])
+
+    def step_parts(self) -> None:
+        """Times the parts of a step."""
+        self.engine.step()
+        self.part_s.append([self.watches[part].read()[0] for part in PARTS])
+
+    def medians(self) -> dict[str, float]:
+        cpu_us, wall_us = np.median(self.total_s[WARM_UP:], axis=0) * 1e6
+        parts_us = np.median(self.part_s[WARM_UP:], axis=0) * 1e6
+        return {
+            "rows": self.rows,
+            "step_us": round(float(cpu_us), 1),
+            "wall_us": round(float(wall_us), 1),
+            **{f"{name}_us": round(float(us), 1) for name, us in zip(PARTS, parts_us, strict=True)},
+        }
+
+
+def measure(
+    rows: int, steps: int, context: int, evictions: Sequence[dict[str, Any] | None] = (None,)
+) -> list[dict[str, float]]:
     """Returns medians over steps in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its
-    executor, and CPU time of its parts."""
-    warm_up = 20
+    executor, and CPU time of its parts.
+
+    Args:
+      evictions: `kv_eviction` of several engines, whose steps take turns, so that a changing load affects all alike.
+    """
     # Rows that were prefilled first have already decoded some steps when the last one joins.
-    prefill_steps = rows * context // PREFILL_TOKENS + 2
-    engine = decoding_engine(rows, context, prefill_steps + 2 * (warm_up + steps), kv_eviction)
-    executing = Stopwatch(engine.executor.submit)
-    engine.executor.submit = executing  # type: ignore[method-assign]
-    whole = Stopwatch(engine.step)
-    total_s = np.zeros((steps, 2))
-    for at in range(-warm_up, steps):
-        whole()
-        assert len(engine.scheduler.order) == rows and engine.records[-1].num_decodes == rows
-        spent = np.subtract(whole.read(), executing.read())
-        if at >= 0:
-            total_s[at] = spent
-    # A second pass times each part, which itself costs a microsecond or two.
-    timed = _TimedBuilder(engine.builder)
-    engine.builder = timed  # type: ignore[assignment]
-    watches = {"build": timed.build}
-    for name in ("schedule", "advance", "settle"):
-        watches[name] = Stopwatch(getattr(engine.scheduler, name))
-        setattr(engine.scheduler, name, watches[name])
-    part_s = np.zeros((steps, len(PARTS)))
-    for at in range(-warm_up, steps):
-        engine.step()
-        spent = [watches[part].read()[0] for part in PARTS]
-        if at >= 0:
-            part_s[at] = spent
-    cpu_us, wall_us = np.median(total_s, axis=0) * 1e6
-    parts_us = np.median(part_s, axis=0) * 1e6
-    return {
-        "rows": rows,
-        "step_us": round(float(cpu_us), 1),
-        "wall_us": round(float(wall_us), 1),
-        **{f"{name}_us": round(float(us), 1) for name, us in zip(PARTS, parts_us, strict=True)},
-    }
+    most = rows * context // PREFILL_TOKENS + 2 + 2 * (WARM_UP + steps)
+    engines = [_TimedEngine(rows, context, most, kv_eviction) for kv_eviction in evictions]
+    for _ in range(WARM_UP + steps):
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        engine.watch_parts()
+    for _ in range(WARM_UP + steps):
+        for engine in engines:
+            engine.step_parts()
+    return [engine.medians() for engine in engines]
 
 
 def main(
@@ -165,7 +190,7 @@ def main(
       steps: number of steps, of which the median is reported.
       context: tokens of each sequence when it starts to decode.
       as_json: whether the last line is {"results": [{"rows": 256, "step_us": ..., ...}, ...]}.
-      kv_eviction: as `EngineConfig.kv_eviction`: each number of rows is measured without and with it, in turn.
+      kv_eviction: as `EngineConfig.kv_eviction`: each number of rows is measured without and with it, by turns.
     """
     if not rows:
         raise ValueError("rows is empty: give at least one number")
@@ -175,11 +200,12 @@ def main(
     print(f"host loop, decode steps, median of {steps}: contexts of {context:,} tokens, block size {BLOCK_SIZE}")
     print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which " + " ".join(f"{part:>9}" for part in PARTS))
     results = []
-    for count, setting in itertools.product(rows, (None, kv_eviction) if kv_eviction else (None,)):
-        r = measure(count, steps, context, setting)
-        results.append(r | ({"kv_eviction": setting} if kv_eviction else {}))
-        parts = " ".join(f"{r[f'{part}_us']:9,.1f}" for part in PARTS)
-        ratio = f"   evicting: {r['step_us'] / results[-2]['step_us']:.2f} times" if setting else ""
-        print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            {parts}{ratio}")
+    evictions = (None, kv_eviction) if kv_eviction else (None,)
+    for count in rows:
+        for setting, r in zip(evictions, measure(count, steps, context, evictions), strict=True):
+            results.append(r | ({"kv_eviction": setting} if kv_eviction else {}))
+            parts = " ".join(f"{r[f'{part}_us']:9,.1f}" for part in PARTS)
+            ratio = f"   evicting: {r['step_us'] / results[-2]['step_us']:.2f} times" if setting else ""
+            print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            {parts}{ratio}")
     if as_json:
         print(json.dumps({"results": results}))
