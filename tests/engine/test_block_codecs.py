@@ -218,3 +218,33 @@ def test_the_pool_holds_the_bytes_that_are_reported():
 def test_what_block_codecs_do_not_go_with_is_refused(settings, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         make_llm(kv_cache_dtype="kivi4", **settings)
+
+
+@pytest.mark.soak
+def test_mixtures_of_everything_give_the_tokens_of_each_text_alone():
+    """Common prefixes, samples, small host tiers and preemption, in pools that are too small."""
+    rng, by_itself = np.random.default_rng(11), make_llm(kv_cache_dtype=KIVI, **TIGHT)
+    texts, num_preemptions, num_hits = [rng.integers(2, VOCAB, 40) for _ in range(3)], 0, 0
+    for _ in range(20):
+        llm = make_llm(
+            kv_cache_dtype=KIVI,
+            enable_prefix_caching=bool(rng.random() < 0.7),
+            host_cache_bytes=int(rng.choice([0, 2**14, 2**18])),
+            preempt=str(rng.choice(["swap", "recompute"])),
+            **TIGHT,
+        )
+        for _ in range(4):
+            ends = [rng.integers(2, VOCAB, rng.integers(0, 6)) for _ in range(rng.integers(1, 7))]
+            prompts = [np.append(texts[rng.integers(3)][: rng.integers(1, 30)], end).astype(np.int32) for end in ends]
+            asked = [
+                dataclasses.replace(GREEDY, max_tokens=int(rng.integers(1, 20)), n=int(rng.integers(1, 3)))
+                for _ in ends
+            ]
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+            for prompt, params, output in zip(prompts, asked, outputs, strict=True):
+                [expected] = tokens_of(by_itself, [prompt], dataclasses.replace(params, n=1))
+                assert [found.token_ids for found in output.outputs] == [expected] * params.n
+                num_hits += bool(output.num_cached_tokens)
+            llm.engine.scheduler.check()
+        num_preemptions += llm.engine.scheduler.num_preemptions
+    assert num_preemptions > 5 and num_hits > 20
