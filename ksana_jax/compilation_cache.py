@@ -29,7 +29,7 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
       folder: parent of the cache's folder; None takes `ksana_jax/compiled` in the user's cache directory. A cache
         beyond MAX_CACHE_BYTES is cleared, because every change of a step leaves an old entry behind.
     """
-    folder = (folder or _default_folder()) / _machine()
+    folder = (folder or cache_folder("compiled")) / machine()
     jax = sys.modules.get("jax")
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") if jax is None else _is_settled(jax):
         return
@@ -55,12 +55,13 @@ def _is_settled(jax: Any) -> bool:
     return jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
 
 
-def _default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ksana_jax" / "compiled"
+def cache_folder(name: str) -> Path:
+    """Returns a folder of this project in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ksana_jax" / name
 
 
-def _machine() -> str:
-    """Returns a name for this kind of CPU, because jax's cache keys do not include the instruction set."""
+def machine() -> str:
+    """Returns a name for this kind of CPU, for caches whose keys do not include the instruction set, such as jax's."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -131,7 +131,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
-ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "xla")
+ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
 
 
 def _layers(given: Any) -> tuple[int, ...]:
@@ -194,7 +194,8 @@ class EngineConfig:
         when they are computed, "drop" never.
       embedding_device: where the token embedding is stored and looked up.
       attention_implementation: name of an implementation of paged attention; "auto" takes the first that supports the
-        model on this device. `ksana doctor` lists them.
+        model on this device. `ksana doctor` lists them. On a CPU "native" is C++, compiled on first use and kept;
+        without a C++ compiler "xla" serves.
       seed: seed for requests without a seed.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,17 +33,25 @@ class Implementation(NamedTuple):
 def _not_hopper(needs: Requirements) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
-    from ksana_jax.ops import kernels
+    from ksana_jax.ops import gpu_kernels, kernels
 
-    return kernels.unsupported(kernels.HOPPER, needs)
+    return kernels.unsupported(gpu_kernels.HOPPER, needs)
 
 
 def _not_triton(needs: Requirements) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
-    from ksana_jax.ops import kernels
+    from ksana_jax.ops import gpu_kernels, kernels
 
-    return kernels.unsupported(kernels.TRITON, needs)
+    return kernels.unsupported(gpu_kernels.TRITON, needs)
+
+
+def _not_native(needs: Requirements) -> str | None:
+    if needs.platform != "cpu":
+        return f"needs a CPU, {_device(needs)}"
+    from ksana_jax.ops import native_kernels
+
+    return native_kernels.unsupported(needs)
 
 
 def _device(needs: Requirements) -> str:
@@ -50,22 +59,25 @@ def _device(needs: Requirements) -> str:
     return f"this is {needs.platform}" + ("" if found is None else f" {found[0]}.{found[1]}")
 
 
-def _of(family: str, method: str) -> Callable[..., Any]:
-    """A method of `kernels.HOPPER` or `kernels.TRITON`, imported when it is called: a machine without a GPU never waits
-    for Pallas."""
+def _of(module: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """write, attend and schedule of Kernels in a module of this package, which is imported when they are called: a
+    machine without a GPU never waits for Pallas."""
 
-    def call(*args, **keywords):
-        from ksana_jax.ops import kernels
+    def method(called: str) -> Callable[..., Any]:
+        def call(*args, **keywords):
+            kernels = getattr(importlib.import_module(f"ksana_jax.ops.{module}"), name)
+            return getattr(kernels, called)(*args, **keywords)
 
-        return getattr(getattr(kernels, family), method)(*args, **keywords)
+        return call
 
-    return call
+    return method("write"), method("attend"), method("schedule")
 
 
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", _of("HOPPER", "write"), _of("HOPPER", "attend"), _of("HOPPER", "schedule"), _not_hopper),
-    Implementation("triton", _of("TRITON", "write"), _of("TRITON", "attend"), None, _not_triton),
+    Implementation("hopper", *_of("gpu_kernels", "HOPPER"), _not_hopper),
+    Implementation("triton", *_of("gpu_kernels", "TRITON")[:2], None, _not_triton),
+    Implementation("native", *_of("native_kernels", "NATIVE")[:2], None, _not_native),
     Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
 )
 

@@ -25,7 +25,6 @@ from ksana_jax.step.contract import StepArrays, StepShape
 from pallas_kernels import contract
 from pallas_kernels.contract import Kernel, Result, Written
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.registry import KERNELS, KV_WRITES
 
 PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
@@ -213,8 +212,13 @@ def _seen(result: contract.Result) -> PartialAttention:
 
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
-    """Returns what the kernels do not support among the requirements, in their own words, or None."""
-    if reason := _unread(needs.pattern_fields) or _unread_codec(needs):
+    """Returns what kernels of a GPU do not support among the requirements, in their own words, or None."""
+    return _unread_codec(needs) or lacks(kernels, needs)
+
+
+def lacks(kernels: Kernels, needs: Requirements) -> str | None:
+    """Returns what the kernels do not support besides codecs, or None."""
+    if reason := _unread(needs.pattern_fields):
         return reason
     if (method := needs.eviction) is not None:
         name = f"kv_eviction {type(method).__name__}"
@@ -269,10 +273,3 @@ def _example_pool(needs: Requirements) -> contract.Pool:
     shape = (2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim)
     scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs.codec in CODES else None
     return contract.Pool(jax.ShapeDtypeStruct(shape, needs.dtype), scales)
-
-
-HOPPER = Kernels(
-    KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], KV_WRITES["hopper_kv_write"]
-)
-# Make their work list in each layer.
-TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

@@ -85,5 +85,5 @@ def test_a_perplexity_names_the_cause(llm):
     from ksana_jax.experiments.tasks.perplexity import _stream
 
     with pytest.raises(FloatingPointError, match=r"request-[0-9]+: the scores of the next token are not finite"):
-        _stream(llm, [5, BAD, 7])
-    assert np.isfinite(_stream(llm, [5, 6, 7])).all()
+        _stream(llm, [[5, BAD, 7]])
+    assert np.isfinite(_stream(llm, [[5, 6, 7]])[0]).all()

@@ -13,8 +13,9 @@ from ksana_jax.cli import app
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops import implementations
+from ksana_jax.ops.gpu_kernels import HOPPER, TRITON
 from ksana_jax.ops.implementations import choose, explain
-from ksana_jax.ops.kernels import HOPPER, TRITON, kernel_pattern
+from ksana_jax.ops.kernels import kernel_pattern
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.runner.runner import Runner
 from tests.test_recipes import Chunked, ChunkedArrays

@@ -103,7 +103,7 @@ def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
     tiles = [[1, 8], [1, 32], [4, 8]]
     assert [b["parts"] for b in found["buckets"]] == [[[1, 1]], [[2, 1]], *([[2, 1], tile] for tile in tiles)]
     sizes = [b["network_bytes"] for b in found["buckets"]]
-    assert sizes[0] < sizes[1] < min(sizes[2:]) and max(sizes) == sizes[3]
+    assert sizes[0] < sizes[1] < min(sizes[2:])
     assert all(b["table_width"] == 4 and b["sampling_bytes"] > 0 for b in found["buckets"])
     assert "Memory of a step by bucket" in out
 

@@ -1,0 +1,91 @@
+"""The kernel `native`: the contract of `pallas_kernels.contract` on a CPU, as a custom call into C++."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.native.build import library
+from pallas_kernels.contract import Call, Kernel, Result, check_options
+
+MAX_HEAD_DIM = 512
+
+# Numbers of `Stored` in attention.cc. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS_ON_CPU`.
+STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
+QUERIES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Nothing to tune."""
+
+
+@functools.cache
+def target() -> str:
+    """Makes the library known to jax; returns the name of the custom call, which is that of this very library: programs
+    that jax has kept on disk call no other.
+
+    Raises:
+      CannotBuild: it cannot be compiled here.
+    """
+    path = library()
+    name = f"ksana_attend_{path.stem}"
+    loaded = ctypes.cdll.LoadLibrary(str(path))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(loaded.ksana_attend), platform="cpu")
+    return name
+
+
+def attend(call: Call, work: None = None, *, tuning: Tuning) -> Result:
+    """Attends a call; `pallas_kernels.contract` has the arguments. Computes in float32.
+
+    Raises:
+      NotImplementedError: a dtype, head dim or option that the kernel does not support.
+    """
+    options, (kv, scales) = call.options, call.pool
+    check_options(
+        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "scales"
+    )
+    if kv.dtype.name not in STORED:
+        raise NotImplementedError(f"keys and values in {kv.dtype}; the native kernel reads {', '.join(STORED)}")
+    if call.q.dtype.name not in QUERIES:
+        raise NotImplementedError(f"queries in {call.q.dtype}; the native kernel reads {', '.join(QUERIES)}")
+    if call.q.shape[3] > MAX_HEAD_DIM:
+        raise NotImplementedError(f"head dim of {call.q.shape[3]}; the native kernel has at most {MAX_HEAD_DIM}")
+    call.pool.check_scales()
+    (s, width, n, _), (_, _, _, k, b, _), p = call.q.shape, kv.shape, call.tables.shape[1]
+    q = call.q if call.out_dtype == call.q.dtype else call.q.astype(jnp.float32)
+    nothing = jnp.zeros(0, jnp.float32)
+    q_sink = nothing if options.q_sink is None else options.q_sink.astype(q.dtype)
+    numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (call.layer, *call.effective_pattern)])
+    array = jax.ShapeDtypeStruct
+    results = (
+        array(q.shape, q.dtype),
+        array((s, width, n), jnp.float32),
+        array((s, k, p * b) if options.return_mass else (0,), jnp.float32),
+    )
+    out, lse, mass = jax.ffi.ffi_call(target(), results)(
+        q,
+        kv,
+        nothing if scales is None else scales,
+        call.tables,
+        call.starts,
+        call.positions,
+        numbers,
+        q_sink,
+        nothing if options.sinks is None else options.sinks.astype(jnp.float32),
+        nothing if options.mass_factor is None else options.mass_factor,
+        stored=np.int32(STORED[kv.dtype.name]),
+        asked=np.int32(STORED[q.dtype.name]),
+        soft_cap=np.float32(options.soft_cap or 0.0),
+    )
+    return Result(
+        out.astype(call.out_dtype), lse if options.return_lse else None, mass if options.return_mass else None
+    )
+
+
+KERNEL = Kernel(attend, Tuning())

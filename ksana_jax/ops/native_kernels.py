@@ -1,0 +1,19 @@
+"""The kernel of CPUs, in C++."""
+
+from __future__ import annotations
+
+from ksana_jax.native.kernel import KERNEL
+from ksana_jax.ops.kernels import Kernels, lacks
+from ksana_jax.ops.requirements import Requirements
+
+NATIVE = Kernels(KERNEL, KERNEL)
+CODECS = ("f32", "bf16", "f16", "int8")
+
+
+def unsupported(needs: Requirements) -> str | None:
+    """Returns what the kernel does not support among the requirements, or why it cannot be compiled here, or None."""
+    if needs.codec not in CODECS:
+        return f"keys and values are stored as {needs.codec}; the native kernel reads {', '.join(CODECS)}"
+    if needs.query_dtype is None:
+        needs = needs._replace(query_dtype={"uint16": "bfloat16"}.get(needs.dtype, needs.dtype))
+    return lacks(NATIVE, needs)

@@ -1,0 +1,117 @@
+"""The native kernel of CPUs, compiled here, against the reference of the contract; and machines that cannot compile."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.native import build
+from ksana_jax.native.kernel import KERNEL, target
+from ksana_jax.ops import native_kernels
+from ksana_jax.ops.requirements import Requirements
+from pallas_kernels import reference
+from pallas_kernels.arguments import SINKS_AT_CEILING, SMALL, TINY, WINDOW, Spec, make
+from pallas_kernels.contract import Pool
+from tests.pallas_kernels.contract import check
+from tests.soak import soak_unless
+
+try:
+    target()
+    MISSING = ""
+except build.CannotBuild as reason:
+    MISSING = str(reason)
+compiled = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+# Sums of a few hundred float32 terms, in another order.
+TOLERANCE = 2e-5
+
+
+@compiled
+@pytest.mark.parametrize("spec", soak_unless(TINY.__contains__, [*TINY, *SMALL]), ids=str)
+def test_the_kernel_gives_what_the_reference_gives(spec):
+    check(KERNEL, spec)
+
+
+def in_float32(spec: Spec):
+    """A call in float32 that asks for everything; a third of its queries do not count in the mass."""
+    call = make(spec)
+    factors = np.arange(call.positions.size).reshape(call.positions.shape) % 3
+    asked = dict(return_lse=True, return_mass=True, mass_factor=jnp.asarray(factors, jnp.float32))
+    q_sink = call.options.q_sink
+    asked["q_sink"] = None if q_sink is None else q_sink.astype(jnp.float32)
+    return call.replace(q=call.q.astype(jnp.float32), pool=Pool(call.pool.kv.astype(jnp.float32)), **asked)
+
+
+def expect_the_same(call, expected_call):
+    actual = jax.jit(KERNEL.run, static_argnames="tuning")(call, None, tuning=KERNEL.tuning)
+    expected = jax.jit(reference.attend)(expected_call)
+    for found, wanted in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+ODD = [
+    Spec(rows=((37, 1), (0, 0), (3, 1)), num_heads=6, num_kv_heads=2, head_dim=8, block_size=1, sink_logits=True),
+    Spec(rows=((75, 9), (1, 1)), q_tile=4, num_heads=3, num_kv_heads=3, head_dim=40, block_size=5, pattern=WINDOW),
+    # More rows of a kv head than a job takes, and sinks that stand at a ceiling.
+    Spec(
+        rows=((150, 37),),
+        q_tile=37,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        block_size=24,
+        sink_queries=6,
+        soft_cap=9.0,
+        pattern=SINKS_AT_CEILING,
+        sink_logits=True,
+    ),
+]
+
+
+@compiled
+@pytest.mark.parametrize("spec", ODD, ids=str)
+def test_mass_and_result_in_float32_for_sizes_that_no_vector_has(spec):
+    call = in_float32(spec)
+    expect_the_same(call, call)
+
+
+@compiled
+@pytest.mark.parametrize("stored", ["uint16", "float16", "int8"])
+def test_pools_of_narrower_numbers_are_read_exactly(stored):
+    call = in_float32(dataclasses.replace(ODD[0], block_size=16))
+    kv = call.pool.kv
+    if stored == "uint16":
+        rounded = kv.astype(jnp.bfloat16)
+        given = Pool(rounded.view(jnp.uint16))
+    elif stored == "float16":
+        given = Pool(rounded := kv.astype(jnp.float16))
+    else:
+        scales = jnp.asarray(np.random.default_rng(0).uniform(0.01, 0.03, kv.shape[:-1]), jnp.float32)
+        codes = jnp.clip(jnp.round(jnp.nan_to_num(kv) * 30), -127, 127).astype(jnp.int8)
+        given, rounded = Pool(codes, scales), codes * scales[..., None]
+    expect_the_same(call.replace(pool=given), call.replace(pool=Pool(rounded.astype(jnp.float32))))
+
+
+def test_what_the_kernel_lacks_is_named():
+    needs = Requirements("cpu", None, "uint8", 4, 2, 64, 16, codec="fp8_e5m2", query_dtype="float32")
+    assert "stored as fp8_e5m2; the native kernel reads f32, bf16, f16, int8" in str(native_kernels.unsupported(needs))
+    wide = needs._replace(dtype="float32", codec="f32", head_dim=1024)
+    assert "head dim of 1024; the native kernel has at most 512" in str(native_kernels.unsupported(wide))
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert str(build._library.__wrapped__()) == "no C++ compiler: none of c++, g++, clang++ is installed"
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text("#!/bin/sh\necho 'first line' >&2\necho 'cannot do that' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert str(build._library.__wrapped__()) == f"{compiler} failed with exit status 3: cannot do that"
+    assert not list((tmp_path / "cache").rglob("*.so"))
