@@ -10,6 +10,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,11 +35,9 @@ def test_files_that_the_recipes_name_exist():
     assert [name for name in named if not any((place / name).exists() for place in places)] == []
 
 
-def only(monkeypatch, registry: dict, name: str, entry) -> None:
-    """Leaves a registry with one entry, so that whatever draws from it draws that."""
-    for other in list(registry):
-        monkeypatch.delitem(registry, other)
-    monkeypatch.setitem(registry, name, entry)
+def only(registry: dict, name: str, entry):
+    """Leaves a registry with one entry, so that whatever draws from it draws that; as it was afterwards, in its order."""
+    return patch.dict(registry, {name: entry}, clear=True)
 
 
 # ------------------------------------------------------------------ a scheduling policy: a function and an entry
@@ -170,10 +169,12 @@ def test_an_attention_pattern(chunked):
 # ------------------------------------------------------------------ all of them
 
 
-def test_simulated_lives_draw_what_is_added(monkeypatch, chunked):
-    only(monkeypatch, policies.SCHEDULING_POLICIES, "most_tokens_left", most_tokens_left)
-    only(monkeypatch, replacement.REPLACEMENT_POLICIES, "most_recent", most_recent)
-    only(monkeypatch, expected.PATTERNS, "chunked", two_layers(Chunked(span=6)))
-    lives = [live_a_life(random.Random(seed)) for seed in range(12)]
+def test_simulated_lives_draw_what_is_added(chunked):
+    with (
+        only(policies.SCHEDULING_POLICIES, "most_tokens_left", most_tokens_left),
+        only(replacement.REPLACEMENT_POLICIES, "most_recent", most_recent),
+        only(expected.PATTERNS, "chunked", two_layers(Chunked(span=6))),
+    ):
+        lives = [live_a_life(random.Random(seed)) for seed in range(12)]
     seen = sum((life.seen for life in lives[1:]), start=lives[0].seen)
     assert min(seen[event] for event in ("requests", "preemptions", "hit_tokens", "replaced", "swapped_in")) > 0
