@@ -36,7 +36,7 @@ def test_files_that_the_recipes_name_exist():
 
 
 def only(registry: dict, name: str, entry):
-    """Leaves a registry with one entry, so that whatever draws from it draws that; as it was afterwards, in its order."""
+    """Leaves a registry with one entry, so that what draws from it draws that, and restores it in its order."""
     return patch.dict(registry, {name: entry}, clear=True)
 
 
