@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec, TypeVar
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 _requested = False
 _in_command = False
-_retry: threading.Timer | None = None  # resends a SIGINT that could not be raised when it arrived
+_retry: threading.Thread | None = None  # resends a SIGINT that could not be raised when it arrived
 
 
 def requested() -> bool:
@@ -91,12 +92,12 @@ class command:
         _in_command = True
 
     def __exit__(self, *_: object) -> None:
-        global _in_command, _requested
+        global _in_command, _requested, _retry
         interrupted, _requested = _requested, False
         if interrupted:
-            if _retry is not None:
-                _retry.cancel()
-                _retry.join()
+            retry, _retry = _retry, None
+            if retry is not None:
+                retry.join()
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends a process that hangs
         if self._is_outermost:
             _in_command = False
@@ -133,12 +134,21 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     elif not again and _is_importing(frame):
         # Extension modules built with nanobind, of which jaxlib has many, crash the process if they are freed while
         # partially imported.
-        _retry = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-        _retry.daemon = True
+        _retry = threading.Thread(target=_resend, daemon=True)
         _retry.start()
     else:
         _requested = _in_command
         raise KeyboardInterrupt
+
+
+def _resend() -> None:
+    """Sends SIGINT to the main thread until it is handled: a system call that begins just after one does not end."""
+    main, pause_s = threading.main_thread().ident, 0.01
+    assert main is not None
+    time.sleep(pause_s)
+    while _retry is threading.current_thread():
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(5 * pause_s)
 
 
 def _is_deferred(frame: FrameType | None) -> bool:

@@ -17,7 +17,7 @@ from tests.storing_simulation import METHODS, StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)
-EXAMPLES = int(os.environ.get("KSANA_EXAMPLES", 200))
+EXAMPLES = int(os.environ.get("KSANA_EXAMPLES", 100))
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
