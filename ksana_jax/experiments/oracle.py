@@ -1,15 +1,14 @@
-"""The first pass of the eviction method `oracle`: the attention that each token of a text receives, in the engine."""
+"""What the eviction method `oracle` knows: the attention that the tokens of a text receive from later queries."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from ksana_jax.kv.layout import SCORE
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -21,43 +20,41 @@ def foreseen(llm: LLM, ids: list[int]) -> Iterator[None]:
 
     Raises:
       RuntimeError: requests are running.
-      ValueError: the pool has no room for the whole text.
     """
     eviction = llm.engine.scheduler.layout.eviction
     assert eviction is not None
-    # Enough for the whole text in every layer, also of a pyramid.
-    llm.engine.set_eviction(dataclasses.replace(eviction.method, budget=2 * llm.engine.max_model_len))
+    llm.engine.set_eviction(dataclasses.replace(eviction.method, future=future_attention(llm, ids)))
     try:
-        llm.engine.set_eviction(dataclasses.replace(eviction.method, scores=attention_received(llm, ids)))
         yield
     finally:
         llm.engine.set_eviction(eviction.method)
 
 
-def attention_received(llm: LLM, ids: list[int]) -> np.ndarray:
-    """Computes a text and returns the attention weights that each token has received: [Gk, Lg, K, T] float32.
+def future_attention(llm: LLM, ids: list[int]) -> np.ndarray:
+    """Returns the attention that tokens receive from later queries, [Gk, Lg, K, T + 1, T] float32.
 
-    Queries are those that predict tokens of the text: all but the last one.
+    At [..., n, j] are the weights of token j for queries n, n + 1, ... of a text of T tokens with the full cache, added
+    up over the query heads of a kv head. The last token is no query.
 
-    Args:
-      llm: idle; its layers cache the whole text, and their method of eviction observes.
+    Computed by the dense model, without blocks, codecs or evictions.
     """
-    from ksana_jax import SamplingParams
-
-    engine, scheduler = llm.engine, llm.engine.scheduler
-    # Of the two output tokens one is computed, so that the row is still there when its prompt is done.
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
-    request = engine.add_request(np.array(ids[:-1], np.int32), params)
-    rows = scheduler.rows
-    while not len(scheduler.order) or rows.num_computed[scheduler.order[0]] < len(ids) - 1:
-        engine.step()
-    row = int(scheduler.order[0])
-    leaf = llm.runner.cache.leaves[SCORE]
-    found = np.zeros((rows.num_groups, leaf.shape[1], leaf.shape[3], len(ids)), np.float32)
-    for group, (table, count) in enumerate(zip(rows.block_tables[:, row], rows.num_blocks[:, row], strict=True)):
-        if scheduler.layout.groups[group].share is not None:
-            blocks = np.asarray(leaf[table[:count]])[:, :, 0]  # [P, Lg, K, B]
-            of_slots = np.moveaxis(blocks, 0, 2).reshape(*blocks.shape[1:3], -1)
-            found[group, ..., :-1] = of_slots[..., : len(ids) - 1]
-    engine.abort(request.request_id)
+    model, layout = dataclasses.replace(llm.model_config, pattern=llm.patterns), llm.engine.scheduler.layout
+    weights = np.asarray(_dense_weights()(llm.runner.params, np.array(ids, np.int32), config=model))[:, :, :-1]
+    length = len(ids)
+    of_kv_heads = weights.reshape(model.num_layers, model.num_kv_heads, -1, length - 1, length).sum(axis=2)
+    found = np.zeros(
+        (len(layout.groups), len(layout.groups[0].layers), model.num_kv_heads, length + 1, length), np.float32
+    )
+    for group, layers in enumerate(group.layers for group in layout.groups):
+        sums = of_kv_heads[list(layers), :, ::-1].cumsum(axis=2)[:, :, ::-1]
+        found[group, : len(layers), :, : length - 1] = sums
     return found
+
+
+@functools.cache
+def _dense_weights():
+    import jax
+
+    from ksana_jax.models.dense import attention_weights
+
+    return jax.jit(attention_weights, static_argnames="config")

@@ -20,7 +20,7 @@ class Evictions(NamedTuple):
 
     tables: blocks of the row before; any valid id beyond them. num_tokens: cached before. num_kept: afterwards.
     num_sinks, num_recent: first and newest tokens that are certainly kept. length: of the row's text. group: of layers.
-    given: see `EvictionMethod.given`.
+    given: None, or [n, Lg, K, T] float32, see `EvictionMethod.given`.
     """
 
     tables: Any

@@ -57,11 +57,12 @@ class Evictor:
 
     def start(self, cache: KVCache, evictions: Sequence[Evictions]) -> KVCache:
         """Starts evictions on the device, in their order; returns the pool."""
-        for *asked, given in evictions:
-            width = self._width(asked[0].shape[1])
+        for asked in evictions:
+            width = self._width(asked.tables.shape[1])
             most = self._sizes(width)[-1]
-            for first in range(0, len(asked[0]), most):
-                cache = self._start(cache, Evictions(*(x[first : first + most] for x in asked), given=given), width)
+            for first in range(0, len(asked.tables), most):
+                some = (None if x is None else x[first : first + most] for x in asked)
+                cache = self._start(cache, Evictions(*some), width)
         return cache
 
     def _start(self, cache: KVCache, asked: Evictions, width: int) -> KVCache:
@@ -72,14 +73,15 @@ class Evictor:
         tables = np.pad(tables, ((0, size - count), (0, width - used)))
         columns = (np.pad(x, (0, size - count)) for x in columns)
         if given is not None:
-            given = np.pad(given, ((0, 0),) * 3 + ((0, self._given_shape[-1] - given.shape[-1]),))
+            more = (size - count, 0, 0, self._given_shape[-1] - given.shape[-1])
+            given = np.pad(given, [(0, n) for n in more])
         return self._function(size, width)(cache, Evictions(tables, *columns, given=given))
 
     @property
     def _given_shape(self) -> tuple[int, ...]:
         layout = self._layout
         _, _, heads, block_size = layout.leaf(TEXT_POSITION).shape
-        return len(layout.groups), len(layout.groups[0].layers), heads, self.table_width * block_size
+        return len(layout.groups[0].layers), heads, self.table_width * block_size
 
     def _function(self, size: int, width: int) -> Callable:
         key = (size, width)
@@ -89,7 +91,7 @@ class Evictor:
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
             lowered = jax.jit(functools.partial(evict, method=method), donate_argnums=0).lower
-            given = jax.ShapeDtypeStruct(self._given_shape, jnp.float32) if method.foresees else None
+            given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.foresees else None
             asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given=given)
             self._compiled[key] = compiled(("evict", *key), lambda: lowered(pool, asked))
         return self._compiled[key]
@@ -128,7 +130,7 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
     given = None
     if asked.given is not None:
         assert text_positions is not None
-        given = jnp.take_along_axis(asked.given[asked.group], text_positions, axis=-1, mode="clip")
+        given = jnp.take_along_axis(asked.given, text_positions, axis=-1, mode="clip")
     return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group, given)
 
 

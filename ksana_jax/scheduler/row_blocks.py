@@ -209,7 +209,8 @@ class RowBlocks:
                 if len(some) < len(rows):
                     columns = (x[some] for x in columns)
                 tables = r.block_tables[group, rows[some], :width]
-                self.memory.moves.evict(Evictions(tables, *columns, given=schedule.method.given))
+                given = schedule.method.given(group, length[some])
+                self.memory.moves.evict(Evictions(tables, *columns, given=given))
         self.compact(rows, kept)
         r.evict_at[:, rows] = following
 

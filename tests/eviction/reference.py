@@ -40,6 +40,7 @@ class Rule:
     noise: Callable | None = None  # (layer, head, query, slot) -> Gumbel noise
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
+    future: Callable | None = None  # (layer, kv head, text position, length) -> number
 
 
 def pooled(scores: np.ndarray, kernel: int = 5) -> np.ndarray:
@@ -72,6 +73,9 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
         case "random":
             assert rule.random is not None
             return np.array([rule.random(layer, number, j) for j in head.kept])
+        case "future":
+            assert rule.future is not None
+            return np.array([rule.future(layer, number, j, length) for j in head.kept])
     raise ValueError(rule.drop)
 
 

@@ -203,7 +203,7 @@ def test_chunks_and_blocks_make_no_difference(name, chunk, block_size):
 ORACLE = {"method": "oracle", "budget": 10, "recent": 3, "sinks": 1, "interval": 2, "prompts": "streamed"}
 
 
-def test_the_oracle_keeps_what_receives_the_most_attention_in_the_whole_text():
+def test_the_oracle_keeps_what_later_queries_attend_to():
     config, params = model()
     llm = make_llm(kv_eviction=ORACLE, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -211,17 +211,17 @@ def test_the_oracle_keeps_what_receives_the_most_attention_in_the_whole_text():
         everything = Rule("sums", [64, 64], 1, recents=[64] * 2)
         _, _, states = run(params, config, text[:-1], everything, len(text))
 
-        def received(layer, head, position, states=states):
-            return states[layer][head].scores.get(position, 0.0)
+        def received(layer, head, position, length, states=states):
+            return sum(weights.get(position, 0.0) for weights in states[layer][head].newest[length:])
 
-        rule = Rule("random", [10, 10], 2, recents=[3] * 2, sinks=1, whole=False, random=received)
+        rule = Rule("future", [10, 10], 2, recents=[3] * 2, sinks=1, whole=False, future=received)
         expected, kept, _ = run(params, config, text, rule, len(text))
         with foreseen(llm, text):
-            given = llm.engine.scheduler.layout.eviction.method.given
+            known = llm.engine.scheduler.layout.eviction.method.given(0, np.arange(len(text)))
             [output] = llm.generate({"prompt_token_ids": text}, asked)
-        for layer, head in itertools.product(range(2), range(2)):
-            sums = [received(layer, head, position) for position in range(len(text))]
-            np.testing.assert_allclose(given[0, layer, head], sums, atol=1e-4)
+        for layer, head, length in itertools.product(range(2), range(2), (0, 7, len(text) - 2)):
+            sums = [received(layer, head, position, length) for position in range(len(text))]
+            np.testing.assert_allclose(known[length, layer, head], sums, atol=1e-4)
         got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]
         np.testing.assert_allclose(got, expected[np.arange(len(text) - 1), text[1:]], atol=1e-4)
         assert len(kept[-1][0][0]) < len(text)

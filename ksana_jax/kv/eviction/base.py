@@ -122,10 +122,17 @@ class EvictionMethod:
         return False
 
     @property
-    def given(self) -> Array:
-        """Scores [Gk, Lg, K, T] float32 of the tokens of the one text that runs, for `Cached.given`; None by default.
+    def num_known(self) -> int:
+        """Returns the number of tokens of the one text that a method which `foresees` knows; others know of none."""
+        return 0
+
+    def given(self, group: int, lengths: np.ndarray) -> np.ndarray | None:
+        """Returns scores [n, Lg, K, T] float32 of a text's tokens at lengths [n], for `Cached.given`; None by default.
 
         A method that has some asks for `Cached.text_positions` too.
+
+        Args:
+          group: of layers.
         """
         return None
 

@@ -106,9 +106,8 @@ class EvictionSchedule:
         Args:
           max_len: tokens at which the text ends; the last one is sampled and not computed.
         """
-        known = 0 if self.method.given is None else self.method.given.shape[-1]
         evicts = self.next_at(np.zeros(1, np.int32), np.array([num_prompt])).min() < max_len
-        return not (self.method.foresees and evicts) or max_len - 1 <= known
+        return not (self.method.foresees and evicts) or max_len - 1 <= self.method.num_known
 
     def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:
         """Returns the most tokens that a group caches of a row that ends at max_tokens.
@@ -116,8 +115,6 @@ class EvictionSchedule:
         Args:
           num_prompt: of the row; None assumes the worst.
         """
-        if self.method.foresees:  # the first pass keeps all of the text
-            return max_tokens
         whole = self.method.prompts == "whole" or self.method.once
         prompt = np.array([max_tokens if num_prompt is None else num_prompt])
         after = int(self.budgets(prompt)[group, 0]) + 1
