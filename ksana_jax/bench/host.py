@@ -117,7 +117,7 @@ class _TimedEngine:
     def __init__(self, rows: int, context: int, steps: int, kv_eviction: dict[str, Any] | None):
         self.rows, self.engine = rows, decoding_engine(rows, context, steps, kv_eviction)
         self.executing = Stopwatch(self.engine.executor.submit)
-        self.engine.executor.submit = self.executing  # type: ignore[method-assign]
+        self.engine.executor.submit = self.executing  # type: ignore[method-assign]  a stopwatch around the same
         self.whole = Stopwatch(self.engine.step)
         self.total_s: list[np.ndarray] = []
         self.part_s: list[list[float]] = []
@@ -131,7 +131,7 @@ class _TimedEngine:
     def watch_parts(self) -> None:
         """Makes `step_parts` time each part, which itself costs a microsecond or two."""
         timed, scheduler = _TimedBuilder(self.engine.builder), self.engine.scheduler
-        self.engine.builder = timed  # type: ignore[assignment]
+        self.engine.builder = timed  # type: ignore[assignment]  it has what a step calls, timed
         self.watches = {"build": timed.build}
         for name in ("schedule", "advance", "settle"):
             self.watches[name] = Stopwatch(getattr(scheduler, name))

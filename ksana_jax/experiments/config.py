@@ -14,21 +14,21 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.experiments import dotted
 from ksana_jax.experiments.identity import canonical, trial_id
-from ksana_jax.experiments.models import fingerprint, num_layers, training_context
+from ksana_jax.experiments.models import fingerprint, num_layers
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.experiments.text_files import MissingInput
+from ksana_jax.experiments.typed import explained, typed
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import group_layers
 from ksana_jax.pattern_presets import read_pattern
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return dotted.plain(OmegaConf.load(path))
     except OmegaConfBaseException as error:
-        raise _explained(error) from error
+        raise explained(error) from error
     except (YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"not a YAML file of keys and values: {' '.join(str(error).split())}") from error
 
@@ -188,7 +188,7 @@ def plan(
         given = _anchored(given, folder, str(pinned.get("task", given.get("task", Experiment.task))))
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
     given = _merge(given, pinned)
-    experiment = _typed(given)
+    experiment = typed(Experiment, given)
     source = dotted.plain(experiment)
     name = _folder_name(source["name"] or default_name)
     _check_seeds(source["seeds"])
@@ -278,9 +278,9 @@ def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
 def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a trial's checked config as plain values, with digests of its inputs; the seed is added later."""
     try:
-        config = dotted.plain(_typed(raw), resolve=True)
+        config = dotted.plain(typed(Experiment, raw), resolve=True)
     except OmegaConfBaseException as error:
-        raise _explained(error) from error
+        raise explained(error) from error
     config = {k: config[k] for k in TRIAL_KEYS}
     task = task_named(config["task"])
     if config["settings"] is None:
@@ -304,64 +304,6 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")
     config["inputs"] = {**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)}
     return config
-
-
-def _typed(given: Mapping[str, Any]):
-    """Returns an experiment's fields with their types, including the task's settings.
-
-    Raises:
-      ConfigError: a key is unknown or a value has the wrong type.
-    """
-    OmegaConf.register_resolver("context", _context, replace=True)
-    schema = OmegaConf.structured(Experiment)
-    try:
-        task = str(given.get("task", schema.task))
-        schema.settings = OmegaConf.structured(task_named(task).Settings)
-        _check_containers(given, dotted.plain(schema))
-        return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
-    except OmegaConfBaseException as error:
-        raise _explained(error) from error
-
-
-def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
-    """Rejects a mapping in place of a list, as from an override such as `seeds[0]=1`, and the reverse."""
-    for key, value in given.items():
-        default, name = defaults.get(key), f"{prefix}{key}"
-        if isinstance(default, list) and isinstance(value, Mapping):
-            raise ConfigError(
-                f"{name} is a list whose items cannot be set separately: set the whole list, {name}=[...]"
-            )
-        if isinstance(default, Mapping) and isinstance(value, list):
-            raise ConfigError(f"{name} is {value!r:.60}, must be a mapping of keys to values")
-        if isinstance(default, Mapping) and isinstance(value, Mapping):
-            _check_containers(value, default, f"{name}.")
-
-
-def _context(multiple: int | float | str, *, _root_) -> int:
-    """Resolves `${context:1/4}` in a YAML file: a multiple of the model's training context, in tokens."""
-    try:
-        tokens = Fraction(str(multiple)) * training_context(_root_.model)
-    except ValueError as error:
-        raise ConfigError(f"${{context:{multiple}}} is not a multiple such as 4 or 1/2") from error
-    if tokens.denominator != 1:
-        raise ConfigError(f"${{context:{multiple}}} is {float(tokens):g} tokens of {_root_.model}, not a whole number")
-    return int(tokens)
-
-
-def _explained(error: OmegaConfBaseException) -> ConfigError:
-    cause = error.__cause__
-    if isinstance(cause, (ConfigError, FileNotFoundError)):
-        return ConfigError(str(cause))
-    key = error.full_key or error.key
-    if isinstance(error, ConfigKeyError) and dataclasses.is_dataclass(error.object_type):
-        names = [f.name for f in dataclasses.fields(error.object_type)]
-        nearest = difflib.get_close_matches(str(error.key), names, n=1, cutoff=0.0)
-        hint = f"the nearest is {nearest[0]!r}" if nearest else "there are none here"
-        return ConfigError(f"unknown key {key!r}; {hint}")
-    message = str(error).splitlines()[0]
-    if isinstance(error, KeyValidationError):
-        message += ": a key is text, in quotes where YAML takes it for null or a number"
-    return ConfigError(f"{key}: {message}" if key else message)
 
 
 def _variants(given: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:

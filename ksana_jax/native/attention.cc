@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "jobs.h"
+#include "numbers.h"
+#include "pattern.h"
 #include "simd.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,7 +20,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int32_t kFar = 1 << 30;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr int64_t kJobRows = 64;
 constexpr int64_t kPieceKeys = 64;
@@ -26,69 +27,9 @@ constexpr int64_t kPieceKeys = 64;
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kCacheLine = 64;
 
-int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-
-// The numbers of `pallas_kernels.patterns.Pattern`, in its order; see `pallas_kernels.mask` for what they say.
-struct Pattern {
-  int32_t window, num_sinks, stride, has_global, global_every, sink_position, sink_ceiling;
-
-  bool Visible(int32_t query, int32_t key) const {
-    const int32_t distance = query - key;
-    if (distance < 0) return false;
-    if (distance < window && distance % stride == 0) return true;
-    return key < num_sinks || (has_global && key % global_every == 0);
-  }
-
-  bool Repositioned(int32_t query, int32_t key) const {
-    if (key >= num_sinks || sink_position == 0) return false;
-    const int32_t distance = query - key;
-    return sink_position == 1 || (distance >= window && distance > sink_ceiling);
-  }
-
-  // Whether no query at first..last sees any of `size` positions from `start`; false is always right.
-  bool SeesNone(int32_t first, int32_t last, int32_t start, int32_t size) const {
-    if (start > last) return true;
-    const bool far = first - (start + size - 1) >= window;
-    return far && start >= num_sinks && !has_global;
-  }
-
-  // Whether each query at first..last sees all of them, and with its own query; false is always right.
-  bool SeesAll(int32_t first, int32_t last, int32_t start, int32_t size) const {
-    return start + size - 1 <= first && last - start < window && stride == 1 &&
-           !(sink_position != 0 && start < num_sinks);
-  }
-};
-
-enum Stored : int32_t { kFloat32, kBfloat16, kFloat16, kInt8 };
-
-int64_t BytesOf(Stored stored) { return stored == kFloat32 ? 4 : stored == kInt8 ? 1 : 2; }
-
-float FromBfloat16(uint16_t bits) {
-  const uint32_t wide = uint32_t{bits} << 16;
-  float x;
-  std::memcpy(&x, &wide, sizeof(x));
-  return x;
-}
-
-// Reads a vector of numbers, or codes without their scale.
-void Widen(const void* from, int64_t n, Stored stored, float* to) {
-  if (stored == kFloat32) {
-    std::memcpy(to, from, n * sizeof(float));
-  } else if (stored == kBfloat16) {
-    const auto* bits = static_cast<const uint16_t*>(from);
-    for (int64_t i = 0; i < n; ++i) to[i] = FromBfloat16(bits[i]);
-  } else if (stored == kFloat16) {
-    const auto* halves = static_cast<const _Float16*>(from);
-    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(halves[i]);
-  } else {
-    const auto* codes = static_cast<const int8_t*>(from);
-    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(codes[i]);
-  }
-}
-
 // The arrays of a call. Sizes have the letters of the contract, `wide` is H rounded up to whole vectors.
 struct Call {
-  int64_t s, q, n, h, m, l, k, b, p, j, wide;
+  int64_t s, q, n, h, l, k, b, p, j, wide;
   Stored stored, asked;  // types of the pool, and of queries and results
   const char* queries;
   const char* pool;
@@ -364,21 +305,8 @@ class Job {
       for (int64_t d = 0; d < call_.h; ++d) to[d] = out[d] * weight;
     } else {
       auto* to = reinterpret_cast<uint16_t*>(call_.out) + vector * call_.h;
-      for (int64_t d = 0; d < call_.h; ++d) to[d] = Narrow(out[d] * weight);
+      for (int64_t d = 0; d < call_.h; ++d) to[d] = Narrow(out[d] * weight, call_.asked);
     }
-  }
-
-  uint16_t Narrow(float x) const {
-    uint16_t bits;
-    if (call_.asked == kFloat16) {
-      const auto half = static_cast<_Float16>(x);
-      std::memcpy(&bits, &half, sizeof(bits));
-      return bits;
-    }
-    uint32_t wide;
-    std::memcpy(&wide, &x, sizeof(wide));
-    if (x != x) return 0x7fc0;
-    return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;  // to nearest, ties to even
   }
 
   const Call& call_;
@@ -421,7 +349,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi
   const auto dims = q.dimensions(), of_pool = kv.dimensions();
   Call call{};
   call.s = dims[0], call.q = dims[1], call.n = dims[2], call.h = dims[3];
-  call.m = of_pool[0], call.l = of_pool[1], call.k = of_pool[3], call.b = of_pool[4];
+  call.l = of_pool[1], call.k = of_pool[3], call.b = of_pool[4];
   call.p = tables.dimensions()[1];
   call.j = q_sink.element_count() ? q_sink.dimensions()[2] : 0;
   call.wide = RoundUp(call.h, kLanes);

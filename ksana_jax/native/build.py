@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 MAIN = "attention.cc"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 # Names of compilers, in order of preference, where the environment variable CXX has none.
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 
 import jax
@@ -18,11 +17,6 @@ MAX_HEAD_DIM = 512
 # Numbers of `Stored` in attention.cc. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS_ON_CPU`.
 STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
 QUERIES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Nothing to tune."""
 
 
 @functools.cache
@@ -40,7 +34,7 @@ def target() -> str:
     return name
 
 
-def attend(call: Call, work: None = None, *, tuning: Tuning) -> Result:
+def attend(call: Call, work: None = None, *, tuning: None) -> Result:
     """Attends a call; `pallas_kernels.contract` has the arguments. Computes in float32.
 
     Raises:
@@ -88,4 +82,4 @@ def attend(call: Call, work: None = None, *, tuning: Tuning) -> Result:
     )
 
 
-KERNEL = Kernel(attend, Tuning())
+KERNEL = Kernel(attend, None)

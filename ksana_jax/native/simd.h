@@ -9,6 +9,9 @@
 namespace ksana {
 
 constexpr int kLanes = 16;
+
+inline int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 

@@ -1,0 +1,42 @@
+// Which keys a query sees.
+#pragma once
+
+#include <cstdint>
+
+namespace ksana {
+
+// Positions from here on are those of absent blocks.
+constexpr int32_t kFar = 1 << 30;
+
+// The numbers of `pallas_kernels.patterns.Pattern`, in its order; see `pallas_kernels.mask` for what they say.
+struct Pattern {
+  int32_t window, num_sinks, stride, has_global, global_every, sink_position, sink_ceiling;
+
+  bool Visible(int32_t query, int32_t key) const {
+    const int32_t distance = query - key;
+    if (distance < 0) return false;
+    if (distance < window && distance % stride == 0) return true;
+    return key < num_sinks || (has_global && key % global_every == 0);
+  }
+
+  bool Repositioned(int32_t query, int32_t key) const {
+    if (key >= num_sinks || sink_position == 0) return false;
+    const int32_t distance = query - key;
+    return sink_position == 1 || (distance >= window && distance > sink_ceiling);
+  }
+
+  // Whether no query at first..last sees any of `size` positions from `start`; false is always right.
+  bool SeesNone(int32_t first, int32_t last, int32_t start, int32_t size) const {
+    if (start > last) return true;
+    const bool far = first - (start + size - 1) >= window;
+    return far && start >= num_sinks && !has_global;
+  }
+
+  // Whether each query at first..last sees all of them, and with its own query; false is always right.
+  bool SeesAll(int32_t first, int32_t last, int32_t start, int32_t size) const {
+    return start + size - 1 <= first && last - start < window && stride == 1 &&
+           !(sink_position != 0 && start < num_sinks);
+  }
+};
+
+}  // namespace ksana
