@@ -1,8 +1,9 @@
 """Trains the embedded model, ksana-tiny, on the source code of the Python standard library.
 
 Reading order: `settings` (configuration of a run), `corpus` (training and held-out files), `tokenizer`, `batches`
-(files as sequences), `recall_mix` (recall examples among them), `optimizer` (one step), `sinks` (the metric that the
-model is made for), `checkpoints`, `loop` (a run, from corpus to exported model).
+(files as sequences), `recall_mix` (recall examples among them), `start` (weights before the first step), `optimizer`
+(one step), `sinks` (the metric that the model is made for), `checkpoints`, `loop` (a run, from corpus to exported
+model).
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from pathlib import Path
 
 from ksana_jax.models.params import num_params
 from ksana_jax.models.sinks import EPSILON, SPAN
@@ -38,9 +39,9 @@ def model_card(config: TrainConfig, log: str) -> str:
         f"decay {config.weight_decay:g} on matrices, clip {config.clip_norm:g}; {config.warmup_steps} steps of "
         f"warm-up, then constant, then linear to 0 in the last {config.decay_fraction:.0%}.",
         f"Run: {steps:,} steps of {config.batch_size} sequences, {tokens / 1e6:.1f}M tokens, {seconds / 60:.0f} "
-        f"minutes; products in {config.compute_dtype}, sums and master weights in float32.",
+        f"minutes; products in {config.compute_dtype}, sums and master weights in float32." + _start(config),
     ]
-    lines = ["# ksana-tiny", ""]
+    lines = [f"# {Path(config.out_dir).name}", ""]
     lines += _wrapped(
         f"A Llama model of {num_params(shape):,} parameters, trained by ksana_jax on the source files of the Python "
         "standard library, to show on any machine how windows, sinks and eviction affect a trained model. It generates "
@@ -62,6 +63,10 @@ def _recall(config: TrainConfig) -> str:
     if not config.recall_fraction:
         return ""
     return f" {config.recall_fraction:.0%} of the sequences are generated recall examples instead ({', '.join(KINDS)})."
+
+
+def _start(config: TrainConfig) -> str:
+    return "" if config.init_from is None else f" It started from the weights and the tokenizer of {config.init_from}."
 
 
 def _measurements(measured: list[dict]) -> list[str]:

@@ -27,7 +27,8 @@ from ksana_jax.training.recall_mix import RecallMix
 from ksana_jax.training.resume import check_same, fixed_fields, tokens_source
 from ksana_jax.training.settings import TrainConfig
 from ksana_jax.training.sinks import evaluate, recall_accuracy
-from ksana_jax.training.tokenizer import load_tokenizer, train_tokenizer
+from ksana_jax.training.start import first_params, tokenizer_model
+from ksana_jax.training.tokenizer import load_tokenizer
 from ksana_jax.training.trainlog import TrainLog
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,7 @@ def _make_tokens(config: TrainConfig, path: Path, texts: list[tuple[str, str]], 
     if not train or not held_out:
         found = f"{len(train)} training and {len(held_out)} held-out files"
         raise ConfigError(f"the corpus has {found}, needs some of each")
-    logger.info("training a tokenizer of %d pieces on %d files", config.vocab_size, len(train))
-    model = train_tokenizer([text for _, text in train], config.vocab_size, config.tokenizer_sample_bytes, config.seed)
-    write_atomic(path.with_name("tokenizer.model"), model)
+    write_atomic(path.with_name("tokenizer.model"), tokenizer_model(config, [text for _, text in train]))
     write_atomic(path.with_name("heldout.txt"), "".join(name + "\n" for name, _ in held_out))
     encode = load_tokenizer(path.with_name("tokenizer.model")).encode
     files, held = (TokenFiles.encode([text for _, text in part], encode) for part in (train, held_out))
@@ -137,7 +136,7 @@ class _Run:
             num_params(self._model) / 1e6,
             self._batches.steps_per_epoch,
         )
-        self.state, self._saved = init_state(config), Progress()
+        self.state, self._saved = init_state(config, first_params(config)), Progress()
         if restored := checkpoints.restore(self._out / "checkpoints", self.state, fixed_fields(config)):
             self.state, self._saved = restored
             logger.info("resuming at step %d, %.0f s", self._saved.step, self._saved.elapsed_s)

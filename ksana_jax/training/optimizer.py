@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.params import Params, init_params, sink_logits
+from ksana_jax.models.params import Params, sink_logits
 from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import forward, logits
 from ksana_jax.training.attention import training_attend
@@ -37,9 +37,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def init_state(config: TrainConfig) -> TrainState:
-    """Returns random weights and a new optimiser state."""
-    params = init_params(config.model_config(), config.seed)
+def init_state(config: TrainConfig, params: Params) -> TrainState:
+    """Returns the weights with a new optimiser state."""
     return TrainState(params, make_optimizer(config).init(params))  # pyright: ignore[reportArgumentType]
 
 

@@ -55,6 +55,7 @@ def tokens_source(config: TrainConfig, texts: Iterable[tuple[str, str]]) -> dict
         "vocab_size": config.vocab_size,
         "tokenizer_sample_bytes": config.tokenizer_sample_bytes,
         "seed": config.seed,
+        "init_from": config.init_from,
     }
 
 

@@ -37,6 +37,8 @@ class TrainConfig:
       out_dir: folder of checkpoints, encoded corpus, tokenizer and log; a run with an existing out_dir resumes.
       export_dir: Hugging Face directory written at the end; None takes out_dir/export.
       first_export_s: training seconds after which the unfinished model is exported as well, or None.
+      init_from: an embedded model, or a Hugging Face directory with a tokenizer.model: the run starts from its weights
+        and has its tokenizer; None starts from random weights and trains a tokenizer.
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
@@ -58,6 +60,7 @@ class TrainConfig:
     out_dir: str = "runs/ksana-tiny"
     export_dir: str | None = None
     first_export_s: float | None = None
+    init_from: str | None = None
     corpus_dir: str | None = None
     seed: int = 0
     model: ModelShape = dataclasses.field(default_factory=ModelShape)

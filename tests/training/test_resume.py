@@ -15,6 +15,7 @@ from ksana_jax.training.checkpoints import Progress
 from ksana_jax.training.optimizer import init_state
 from ksana_jax.training.resume import MAY_CHANGE, fixed_fields
 from ksana_jax.training.settings import TrainConfig, load_config
+from ksana_jax.training.start import first_params
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_tokens_that_cannot_be_read_are_one_line(tiny_config, out):
 @pytest.mark.parametrize("tokens", [2**31 - 1, 2**31, 2**40 + 7])
 def test_counts_of_tokens_beyond_32_bits_are_saved(tmp_path, tiny_config, tokens):
     config = load_config(tiny_config, [f"out_dir={tmp_path}"])
-    state = init_state(config)
+    state = init_state(config, first_params(config))
     checkpoints.save(tmp_path, state, Progress(5, tokens, 2.5), 3, fixed_fields(config))
     found = checkpoints.restore(tmp_path, state, fixed_fields(config))
     assert found is not None
@@ -111,7 +112,7 @@ def test_counts_of_tokens_beyond_32_bits_are_saved(tmp_path, tiny_config, tokens
 
 def test_counts_that_were_saved_in_32_bits_are_read(tmp_path, tiny_config):
     config = load_config(tiny_config, [f"out_dir={tmp_path}"])
-    state = init_state(config)
+    state = init_state(config, first_params(config))
     save_checkpoint(tmp_path, {"state": state, "tokens": np.int32(77), "elapsed_s": np.float32(2.5)}, step=5)
     found = checkpoints.restore(tmp_path, state, fixed_fields(config))
     assert found is not None and found[1] == Progress(5, 77, 2.5)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ksana_jax.config import ConfigError
 from ksana_jax.loading import load_model
 from ksana_jax.tokenizers import load_tokenizer
 from ksana_jax.training import loop, train, trainlog
@@ -154,3 +155,22 @@ def test_model_with_sink_logits_and_no_bos_is_trained_and_exported(tmp_path, tin
     assert tokenizer.encode("x") == load_spm(tmp_path / "tokenizer.model").encode("x")
     card = (tmp_path / "export" / "MODEL_CARD.md").read_text()
     assert "at position 0 of no training sequence" in " ".join(card.split())
+
+
+def test_run_starts_from_the_weights_and_the_tokenizer_of_another(tmp_path, finished, tiny_config):
+    start = [f"out_dir={tmp_path}", f"init_from={finished / 'export'}"]
+    train(str(tiny_config), [*start, "learning_rate=1e-9", "num_steps=5", "eval_every=5"])
+    for name, weight in weights_of(tmp_path).items():
+        np.testing.assert_allclose(weight, weights_of(finished)[name], atol=1e-6, err_msg=name)
+    assert log_of(tmp_path)[-1]["heldout_loss"] == pytest.approx(log_of(finished)[-1]["heldout_loss"], abs=1e-3)
+    assert (tmp_path / "tokenizer.model").read_bytes() == (finished / "tokenizer.model").read_bytes()
+    with pytest.raises(ConfigError, match=r"init_from '.*' \(now None\)"):
+        train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=10"])
+
+
+def test_another_shape_than_that_of_the_weights_is_refused(tmp_path, finished, tiny_config):
+    with pytest.raises(ConfigError, match=r"export has d_ff 64, not 96; num_heads 2, not 4"):
+        train(
+            str(tiny_config),
+            [f"out_dir={tmp_path}", f"init_from={finished / 'export'}", "model.num_heads=4", "model.d_ff=96"],
+        )

@@ -17,6 +17,7 @@ from ksana_jax.training.batches import IGNORED
 from ksana_jax.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
 from ksana_jax.training.settings import ModelShape, TrainConfig
 from ksana_jax.training.sinks import evaluate, resting_attention
+from ksana_jax.training.start import first_params
 from tests.soak import soak_unless
 
 SHAPE = ModelConfig(
@@ -112,7 +113,7 @@ def test_weight_decay_shrinks_matrices_only():
     )
     inputs = np.zeros((2, 64), np.int32)
     nothing_scored = np.full((2, 64), IGNORED, np.int32)
-    before = init_state(config)
+    before = init_state(config, first_params(config))
     norm, matrix = np.array(before.params.final_norm), np.array(before.params.layers[0].w_q)
     after, loss = make_train_step(config)(before, inputs, nothing_scored, np.float32(0.1))
     assert loss == 0
