@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ksana_jax.loading.load import load_model
     from ksana_jax.patterns import AttentionPattern
     from ksana_jax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from ksana_jax.runner.example import StepFunction
+    from ksana_jax.step.contract import Part, StepShape
 
 __version__ = "0.1.0"
 
@@ -36,7 +38,9 @@ _PUBLIC = {
     "ksana_jax.patterns": "AttentionPattern",
     "ksana_jax.config": "ModelConfig EngineConfig",
     "ksana_jax.loading.load": "load_model",
+    "ksana_jax.runner.example": "StepFunction",
+    "ksana_jax.step.contract": "StepShape Part",
 }
 __all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
-__all__ += ["ModelConfig", "EngineConfig", "load_model"]
+__all__ += ["ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

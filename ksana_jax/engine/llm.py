@@ -30,8 +30,10 @@ from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.engine import Compared, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
+from ksana_jax.runner.example import StepFunction, step_function
 from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
+from ksana_jax.step.contract import StepShape
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from ksana_jax.units import byte_size
 
@@ -195,6 +197,26 @@ class LLM:
     def memory_usage(self) -> dict[str, Compared]:
         """Returns planned and measured bytes of weights, pool, a step and the peak; meaningful after `warm_up`."""
         return usage(self.memory_plan, self.runner, self._resident_before)
+
+    def step_function(self, shape: StepShape | None = None, context: int | None = None) -> StepFunction:
+        """Returns a step as a pure function with example arguments, for jax's own tools:
+
+            step = llm.step_function()
+            jax.make_jaxpr(step.function)(*step.arguments)
+            jax.jit(step.function).lower(*step.arguments).compile().cost_analysis()
+
+        Args:
+          shape: sizes of the step, such as a key of `llm.runner.programs`; None takes a decode of max_num_seqs rows.
+          context: tokens of each row, those of the step included; None takes as many as the block tables hold and the
+            pool has room for.
+
+        Raises:
+          ValueError: block tables of this shape do not hold such rows.
+        """
+        if shape is None:
+            width = -(-(context or self.engine.max_model_len) // self.config.block_size)
+            shape = self.engine.builder.buckets.shape(self.config.max_num_seqs, (), width)
+        return step_function(self.runner, shape, context)
 
     def clear_records(self) -> None:
         self.engine.records.clear()

@@ -27,7 +27,7 @@ from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
-from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole
+from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole, step_whole
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
 
@@ -279,15 +279,20 @@ class Runner:
 
     def lower_step(self, shape: StepShape):
         """Lowers a step as one program without compiling it, for inspection."""
-        return lower_whole(self._network, shape, self._seen.alike, *self._step_arguments(shape))
+        return lower_whole(self._network, shape, self._seen.alike, *self.step_arguments(shape))
+
+    def pure_step(self, shape: StepShape) -> Callable:
+        """Returns the network on a step of one shape as a pure function, neither compiled nor donating; arguments and
+        results as those of `compile_step`."""
+        return functools.partial(step_whole, network=self._network, shape=shape, alike=self._seen.alike)
 
     def _lower_step(self, shape: StepShape):
         """Lowers a step as it will run."""
         if self.platform in BY_LAYER:
-            return lower_by_layer(self._network, shape, *self._step_arguments(shape))
+            return lower_by_layer(self._network, shape, *self.step_arguments(shape))
         return self.lower_step(shape)
 
-    def _step_arguments(self, shape: StepShape):
+    def step_arguments(self, shape: StepShape):
         """Returns the arguments of a step's program, or their shapes."""
         tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
