@@ -86,8 +86,13 @@ def expected_beams(prompt: bytes, width: int, penalty: float, patterns: Patterns
 @functools.lru_cache(maxsize=2**16)
 def visible_later(pattern: str, layers: tuple[int, ...], done: int, covered: int, size: int) -> list[int]:
     """Starts of the blocks that queries of some layers from `done` on see, or write to."""
+    return seen_later([PATTERNS[pattern][layer] for layer in layers], done, covered, size)
+
+
+def seen_later(patterns: Patterns, done: int, covered: int, size: int) -> list[int]:
+    """Starts of the blocks that queries from `done` on see with any of some patterns, or write to."""
     later, positions = np.arange(done, done + LONGEST + 10)[:, None], np.arange(covered)[None]
-    seen = np.any([literal(PATTERNS[pattern][layer], later, positions)[0] for layer in layers], axis=(0, 1))
+    seen = np.any([literal(pattern, later, positions)[0] for pattern in patterns], axis=(0, 1))
     return (np.flatnonzero((seen | (positions[0] >= done)).reshape(-1, size).any(axis=1)) * size).tolist()
 
 

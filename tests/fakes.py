@@ -122,15 +122,9 @@ class FakeExecutor:
         a, shape = step.arrays, step.shape
         tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
         groups = [self._read(a.of_group(group), shape) for group in range(len(self.layout.groups))]
-        queries = a.cache_positions[:, :, None]
-        hidden, seen, visible = embed(a.tokens, np.maximum(a.positions, 0)), None, None
-        for (group, at), pattern in zip(self.layout.places, self._patterns, strict=True):
-            kv_slots, kv_positions, weights = groups[group]
-            keys = self._write_and_read(at, a, group, hidden, kv_slots)
-            if (group, pattern) != seen:
-                seen, visible = (group, pattern), pattern.visible(queries[group], kv_positions[tile_of])
-            self._observe(at, a, group, hidden, (keys[tile_of], kv_slots[tile_of], visible))
-            hidden = attend(hidden, (keys * weights)[tile_of], visible)
+        hidden = embed(a.tokens, np.maximum(a.positions, 0))
+        for layer in range(len(self.layout.places)):
+            hidden = self._attend(layer, a, groups, tile_of, hidden)
         last = hidden[a.sampled[: step.num_sampled]]
         tokens = choose(last, self.vocab)
         if (s := step.sampling) is not None:
@@ -143,6 +137,15 @@ class FakeExecutor:
             if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
         )
+
+    def _attend(self, layer: int, a: StepArrays, groups: list, tile_of: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        """Computes the hidden [T] after a layer. groups: of each what `_read` returns. tile_of: [T]"""
+        (group, at), pattern = self.layout.places[layer], self._patterns[layer]
+        kv_slots, kv_positions, weights = groups[group]
+        keys = self._write_and_read(at, a, group, hidden, kv_slots)
+        visible = pattern.visible(a.cache_positions[group][:, None], kv_positions[tile_of])
+        self._observe(at, a, group, hidden, (keys[tile_of], kv_slots[tile_of], visible))
+        return attend(hidden, (keys * weights)[tile_of], visible)
 
     def _write_and_read(self, at: int, a: StepArrays, group: int, hidden, kv_slots: np.ndarray) -> np.ndarray:
         """Stores hidden [T] in a layer of a group; returns what lies there at some slots."""

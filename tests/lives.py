@@ -13,13 +13,14 @@ import multiprocessing
 import random
 import time
 
+from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
 from tests.storing_simulation import StoringSimulation
 
 
 def kind_of(seed: int) -> type[Simulation]:
-    """Every third life is that of an engine that evicts tokens or stores codes."""
-    return Simulation if seed % 3 else StoringSimulation
+    """Every third life is that of an engine that evicts tokens or stores codes, of vectors or of blocks by turns."""
+    return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, Simulation)[seed % 6]
 
 
 def live_a_life(rng: random.Random, num_steps: int = 50, kind: type[Simulation] = Simulation) -> Simulation:

@@ -1,6 +1,7 @@
 """Whatever befalls an engine, in any order: the books balance after every step, every text is the one that its prompt
 gives alone, and whatever can be served is. See `tests.simulation`."""
 
+import dataclasses
 import os
 import random
 
@@ -9,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ksana_jax.kv.codecs.registry import CODECS
+from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from tests.lives import live_a_life
+from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
 from tests.storing_simulation import METHODS, StoringSimulation
 
@@ -30,6 +33,12 @@ def test_every_life_ends_well(rng):
 @given(st.randoms(use_true_random=False))
 def test_every_life_with_evictions_and_codecs_ends_well(rng):
     live_a_life(rng, num_steps=30, kind=StoringSimulation)
+
+
+@settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_every_life_with_block_codecs_ends_well(rng):
+    live_a_life(rng, num_steps=30, kind=SealingSimulation)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -52,6 +61,18 @@ def test_lives_meet_every_method_and_codec():
     expected = {f"engines with {name}" for name in (*METHODS, *CODECS, "whole", "streamed", "pyramid")}
     expected |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
     assert expected <= (+seen_in(StoringSimulation, 45)).keys()
+
+
+def test_lives_find_exact_first_tokens_that_go_early(monkeypatch):
+    keeps = Sealing.residual_live
+
+    def keeps_no_first_tokens(sealing, live):
+        return dataclasses.replace(keeps(sealing, live), num_sinks=0)
+
+    monkeypatch.setattr(Sealing, "residual_live", keeps_no_first_tokens)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            live_a_life(random.Random(seed), kind=SealingSimulation)
 
 
 def a_token_too_few(monkeypatch):

@@ -85,10 +85,10 @@ class Gear(Kivi):
 
     def decode(self, stored: Mapping[str, Any], xp: Any) -> Any:
         x = super().decode(stored, xp)
-        if self.rank:
+        if "left" in stored:
             left, right = (stored[name].astype(xp.float32) for name in ("left", "right"))
             x = x + left @ xp.swapaxes(right, -1, -2)
-        if not self.outliers:
+        if "index" not in stored:
             return x
         vectors = self._turned(x, xp)
         places = stored["index"][..., None] == np.arange(vectors.shape[-1])

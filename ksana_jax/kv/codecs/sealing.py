@@ -62,10 +62,10 @@ class Sealing:
         """
         # Block size 4, residual 6: query 8 reads tokens 0 to 8 exactly, query 9 those from 4 on, and sees 4 to 9 in a
         # window of 6. The block that is being filled is always kept, so that it can be encoded.
-        window, first = max(self.residual, 1), self.first
+        window = max(self.residual, 1)
         if live.window is not None and not (live.num_sinks or live.globals_every):
-            window, first = min(window, live.window), 0
-        return LiveRange(window, first, ())
+            window = min(window, live.window)
+        return LiveRange(window, self.first, ())
 
     def _arrays(self, block_size: int, head_dim: int) -> tuple[tuple[str, Arrays], ...]:
         return tuple((side, getattr(self, side).arrays(block_size, head_dim)) for side in ("k", "v"))

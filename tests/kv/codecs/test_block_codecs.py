@@ -167,6 +167,24 @@ def test_exact_blocks_are_kept_as_long_as_a_query_reads_them(size, residual, win
         assert kept.tolist() == starts[starts + size > first].tolist()
 
 
+def test_first_tokens_stay_exact_as_long_as_a_window_sees_them():
+    sealing = find_sealing({"k": "kvquant4", "v": "kvquant4", "first": 5})
+    live = sealing.residual_live(LiveRange.of([AttentionPattern(window=7)]))
+    starts = np.arange(0, 64, 4)
+    for position in range(12):  # the query at 11 is the last one to see a token before 5
+        assert set(starts[: 2 if position >= 5 else 1]) <= set(starts[~live.dead_blocks(starts, 4, position)])
+
+
+@pytest.mark.parametrize("name", ["gear4", "kvquant2"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_vectors_too_short_for_outliers_have_none(name, size):
+    sealing, x = find_sealing(name), np.linspace(-1, 1, size * 8, dtype=np.float32).reshape(1, size, 8)
+    assert sealing is not None
+    stored = sealing.encoded(x, x, np)
+    assert stored.shape == (1, sealing.head_bytes(size, 8))
+    np.testing.assert_allclose(np.stack(sealing.decoded(stored, size, 8, np)), [x, x], atol=0.35)
+
+
 def test_another_pattern_changes_what_is_kept_exactly():
     layout = KVLayout.of(MODEL, dtype={"k": "kivi2", "v": "kivi2", "residual": 9}, block_size=4, platform="cpu")
     windows = [group.live.window for group in layout.groups]

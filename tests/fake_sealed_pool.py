@@ -1,0 +1,89 @@
+"""The fake network on a pool of a block codec: exact keys and values of the newest tokens, and codes of full blocks.
+
+A query sees hashes of what is read: of decoded codes, or of exact keys and values, which are in blocks of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.step.contract import StepArrays
+from tests.fake_network import HEAD_DIM, attend
+from tests.fake_pool import StoringExecutor, digest, vectors
+
+_VECTOR = 4 * HEAD_DIM  # bytes
+
+
+class SealingExecutor(StoringExecutor):
+    """A `StoringExecutor` whose layout has a block codec."""
+
+    def _attend(self, layer: int, a: StepArrays, groups: list, tile_of: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        self._write(layer, a, hidden)
+        self._seal(layer, a)
+        group, (exact, _) = self.layout.places[layer][0], self.layout.residual_places[layer]
+        q = a.positions[:, None]
+        visible, weighed = [], []
+        with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
+            for source, keys, is_code in (
+                (groups[group], self._codes(layer, groups[group][0]), True),
+                (groups[exact[0]], self._exact(layer, groups), False),
+            ):
+                _, positions, weights = source
+                positions = positions[tile_of]
+                seen = self._patterns[layer].visible(q, positions) & (self._reads_codes(q, positions) == is_code)
+                visible.append(seen)
+                weighed.append((keys * weights)[tile_of])
+        return attend(hidden, np.hstack(weighed), np.hstack(visible))
+
+    def _reads_codes(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        assert self.layout.sealed is not None
+        sealing = self.layout.sealed.sealing
+        return (kv < sealing.exact_from(q, self.block_size, np)) & (kv >= sealing.first)
+
+    def _bytes(self, block: np.ndarray, starts: Any, size: int) -> np.ndarray:
+        """Reads bytes [..., size] of the only head of blocks [...] from some starts on."""
+        return self.leaves["kv"][block[..., None], 0, 0, 0, np.asarray(starts)[..., None] + np.arange(size)]
+
+    def _write(self, layer: int, a: StepArrays, hidden: np.ndarray) -> None:
+        real = a.positions >= 0
+        for (group, at), x in zip(self.layout.residual_places[layer], vectors(hidden[real]), strict=True):
+            block, offset = np.divmod(a.slots[group][real], self.block_size)
+            starts = (at * self.block_size + offset)[:, None] * _VECTOR + np.arange(_VECTOR)
+            self.leaves["kv"][block[:, None], 0, 0, 0, starts] = x.view(np.uint8)
+
+    def _side(self, place: tuple[int, int], block: np.ndarray) -> np.ndarray:
+        """Reads exact keys or values [..., B, 8] of blocks [...]."""
+        size = self.block_size * _VECTOR
+        return (
+            self._bytes(block, place[1] * size, size).view(np.float32).reshape(*block.shape, self.block_size, HEAD_DIM)
+        )
+
+    def _seal(self, layer: int, a: StepArrays) -> None:
+        assert self.layout.sealed is not None and a.full_blocks is not None
+        sealing, (group, at) = self.layout.sealed.sealing, self.layout.places[layer]
+        full = a.full_blocks[group] < self.num_blocks
+        for exact, _ in self.layout.residual_places[layer]:
+            assert ((a.full_blocks[exact] < self.num_blocks) == full).all()
+        if not full.any():
+            return
+        k, v = (self._side(place, a.full_blocks[place[0]][full]) for place in self.layout.residual_places[layer])
+        size = sealing.head_bytes(self.block_size, HEAD_DIM)
+        self.leaves["kv"][a.full_blocks[group][full], 0, 0, 0, at * size : (at + 1) * size] = sealing.encoded(k, v, np)
+
+    def _codes(self, layer: int, kv_slots: np.ndarray) -> np.ndarray:
+        """Hashes [S, P * B] of decoded keys and values."""
+        assert self.layout.sealed is not None
+        sealing, at = self.layout.sealed.sealing, self.layout.places[layer][1]
+        block, size = kv_slots[:, :: self.block_size] // self.block_size, sealing.head_bytes(self.block_size, HEAD_DIM)
+        k, v = sealing.decoded(self._bytes(block, at * size, size), self.block_size, HEAD_DIM, np)
+        return digest(k, v).reshape(kv_slots.shape)
+
+    def _exact(self, layer: int, groups: list) -> np.ndarray:
+        """Hashes [S, P * B] of exact keys and values, which are at the same places of their tables."""
+        (k_group, _), (v_group, _) = places = self.layout.residual_places[layer]
+        assert (groups[k_group][1] == groups[v_group][1]).all()
+        blocks = (groups[group][0][:, :: self.block_size] // self.block_size for group, _ in places)
+        k, v = (self._side(place, block) for place, block in zip(places, blocks, strict=True))
+        return digest(k, v).reshape(groups[k_group][0].shape)
