@@ -5,7 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.sampling.truncation import Limits, least_kept
 from ksana_jax.step.contract import SamplingArrays
+
+# Width of the groups in which the scores of a row are searched and drawn from.
+_GROUP = 128
 
 
 def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
@@ -16,20 +20,86 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     """
     if settings is not None:
         logits_SV = adjust(logits_SV, settings)
-    greedy, best = jnp.argmax(logits_SV, axis=-1), jnp.max(logits_SV, axis=-1, keepdims=True)
-    usable = jnp.isfinite(best[:, 0])
+    logits_SGW = _grouped(logits_SV)
+    greedy, best = _argmax(logits_SGW)
+    usable = jnp.isfinite(best)
     if settings is None:
         return jnp.where(usable, greedy, -1).astype(jnp.int32)
-    heat = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
-    # Relative to the best score, so that a small temperature cannot overflow.
-    scaled = (logits_SV - best) / heat[:, None]
-    limits = settings.top_k, settings.top_p, settings.min_p
-    truncated = _truncates(logits_SV.shape[-1], *limits) & (settings.temperature > 0)
+    draws = settings.temperature > 0
+    temperature = jnp.where(draws, settings.temperature, 1.0)
+    limits = Limits(settings.top_k, settings.top_p, settings.min_p)
     # One program serves all requests: it skips at run time what no row needs.
-    kept = jax.lax.cond(jnp.any(truncated), truncate, lambda scores, *_: scores, scaled, *limits)
-    # Gumbel-max trick: the argmax of (score + noise) is distributed as the softmax of the scores.
-    drawn = jnp.argmax(kept + _noise(settings, logits_SV.shape[-1]), axis=-1)
-    return jnp.where(usable, jnp.where(settings.temperature > 0, drawn, greedy), -1).astype(jnp.int32)
+    least = jax.lax.cond(
+        jnp.any(draws & limits.exclude(logits_SV.shape[-1])),
+        lambda logits: least_kept(logits, best, temperature, limits),
+        lambda _: jnp.full_like(best, -jnp.inf),
+        logits_SV,
+    )
+    drawn = jax.lax.cond(
+        jnp.any(draws),
+        lambda logits: _draw(logits, best, temperature, least, _noise(settings, logits.shape[1] + _GROUP)),
+        lambda _: greedy,
+        logits_SGW,
+    )
+    return jnp.where(usable, jnp.where(draws, drawn, greedy), -1).astype(jnp.int32)
+
+
+def _grouped(logits_SV: jax.Array) -> jax.Array:
+    """Divides scores [S, V] into groups of neighbours: [S, G, W], padded with -inf."""
+    rows, vocab = logits_SV.shape
+    padding = -vocab % _GROUP
+    if padding:
+        logits_SV = jnp.pad(logits_SV, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    return logits_SV.reshape(rows, -1, _GROUP)
+
+
+def _argmax(logits_SGW: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the lowest id [S] of the best score, and that score [S].
+
+    XLA:CPU vectorises a maximum and not an argmax: of 131,072 scores in groups it takes a tenth of the time.
+    """
+    best_SG = jnp.max(logits_SGW, axis=-1)
+    group = jnp.argmax(best_SG, axis=-1)
+    at = jnp.argmax(_in_group(logits_SGW, group), axis=-1)
+    return group * _GROUP + at, jnp.max(best_SG, axis=-1)
+
+
+def _in_group(logits_SGW: jax.Array, group: jax.Array) -> jax.Array:
+    """Returns the scores [S, W] of one group [S] of each row."""
+    return jnp.take_along_axis(logits_SGW, group[:, None, None], axis=1, mode="clip")[:, 0]
+
+
+def _draw(
+    logits_SGW: jax.Array, best: jax.Array, temperature: jax.Array, least: jax.Array, noise: jax.Array
+) -> jax.Array:
+    """Draws a token [S] from the softmax of those of a row's scores / temperature [S] that are at least `least` [S].
+
+    The Gumbel-max trick (the argmax of score + noise is distributed as the softmax of the scores) first draws a group
+    by the logarithm of its sum, then a token of it: noise for G + W numbers, not for V.
+
+    Args:
+      best: [S] best score. noise: [S, G + W], Gumbel distributed.
+    """
+
+    def kept(logits: jax.Array) -> jax.Array:
+        of_row = (slice(None), *[None] * (logits.ndim - 1))
+        scaled = (logits - best[of_row]) / temperature[of_row]
+        return jnp.where(logits >= least[of_row], scaled, -jnp.inf)
+
+    num_groups = logits_SGW.shape[1]
+    sums = jnp.sum(jnp.exp(kept(logits_SGW)), axis=-1)
+    group = jnp.argmax(jnp.log(sums) + noise[:, :num_groups], axis=-1)
+    return group * _GROUP + jnp.argmax(kept(_in_group(logits_SGW, group)) + noise[:, num_groups:], axis=-1)
+
+
+def _noise(settings: SamplingArrays, size: int) -> jax.Array:
+    """Returns Gumbel noise [S, size] of each row's seed, at its place in the random stream."""
+
+    def one(seed, step):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(one)(settings.seeds, settings.num_outputs)
 
 
 def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
@@ -44,79 +114,6 @@ def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
     logits_SV = jnp.where(repeated, penalised, logits_SV)
     logits_SV = logits_SV - settings.frequency_penalty[:, None] * settings.counts
     return logits_SV - settings.presence_penalty[:, None] * generated
-
-
-def truncate(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Sets the scores [S, V] of tokens outside top-k, top-p or min-p to -inf.
-
-    Args:
-      top_k: [S]; below 1 keeps all. top_p: [S] in (0, 1]; keeps the smallest set that reaches this probability.
-      min_p: [S]; minimum probability relative to the best token's.
-
-    Tokens that tie with the last one kept are kept too. Source: nucleus sampling, arXiv:1904.09751; min-p,
-    arXiv:2407.01082.
-    """
-    vocab = logits_SV.shape[-1]
-    best = jnp.max(logits_SV, axis=-1, keepdims=True)
-    keys = _ordered(logits_SV)
-    k = jnp.where(top_k < 1, vocab, jnp.minimum(top_k, vocab))
-    floor_k = _floor(keys, jnp.ones_like(logits_SV, jnp.int32), k, k < vocab)
-    # top_p applies to what top_k has kept.
-    weights = jnp.where(keys >= floor_k[:, None], jnp.exp(logits_SV - best), 0.0)
-    floor_p = _floor(keys, weights, top_p * jnp.sum(weights, axis=-1), top_p < 1.0)
-    floor_m = best + jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)[:, None]
-    kept = (keys >= jnp.maximum(floor_k, floor_p)[:, None]) & (logits_SV >= floor_m)
-    # The best token stays, even if rounding with a min_p of 1 would exclude it.
-    return jnp.where(kept | (logits_SV == best), logits_SV, -jnp.inf)
-
-
-def _truncates(vocab: int, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Whether settings [S] can exclude tokens."""
-    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0)
-
-
-def _ordered(scores: jax.Array) -> jax.Array:
-    """Maps float32 scores to uint32 keys in the same order."""
-    bits = jax.lax.bitcast_convert_type(scores + 0.0, jnp.uint32)  # -0.0 becomes 0.0, which it equals
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _floor(keys_SV: jax.Array, weights_SV: jax.Array, wanted: jax.Array, active: jax.Array) -> jax.Array:
-    """Finds the highest key [S] such that the weights of tokens at or above it reach `wanted`, by bisection.
-
-    Args:
-      keys_SV: uint32. weights_SV: not negative. wanted: [S] sums of weights. active: [S]; other rows get 0.
-
-    At most 32 passes, no sort. Ends when at most one token is between the bounds of each row: any key down to that
-    token keeps the same tokens.
-    """
-
-    def unsettled(bounds):
-        low, high, num_low, num_high = bounds
-        return jnp.any((high - low > 1) & (num_low - num_high > 1))
-
-    def halve(bounds):
-        low, high, num_low, num_high = bounds
-        middle = low + (high - low) // 2
-        above = keys_SV >= middle[:, None]
-        num = jnp.sum(above, axis=-1, dtype=jnp.int32)
-        enough = jnp.sum(jnp.where(above, weights_SV, 0), axis=-1) >= wanted
-        low, num_low = jnp.where(enough, middle, low), jnp.where(enough, num, num_low)
-        return low, jnp.where(enough, high, middle), num_low, jnp.where(enough, num_high, num)
-
-    # Tokens at or above `low` reach `wanted`, tokens at or above `high` do not.
-    low = jnp.where(active, jnp.min(keys_SV, axis=-1), 0)
-    high = jnp.where(active, jnp.max(keys_SV, axis=-1) + 1, 0)
-    num_low = jnp.full(wanted.shape, keys_SV.shape[-1], jnp.int32)
-    return jax.lax.while_loop(unsettled, halve, (low, high, num_low, jnp.zeros_like(num_low)))[0]
-
-
-def _noise(settings: SamplingArrays, vocab: int) -> jax.Array:
-    def one(seed, step):
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
-        return jax.random.gumbel(key, (vocab,), jnp.float32)
-
-    return jax.vmap(one)(settings.seeds, settings.num_outputs)
 
 
 def score(logits_SV: jax.Array, tokens: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from scipy.special import chdtrc
 
-from ksana_jax.sampling.sampler import adjust, sample, score, truncate
+from ksana_jax.sampling.sampler import adjust, sample, score
+from ksana_jax.sampling.truncation import NUM_CANDIDATES, Limits, least_kept
 from ksana_jax.step.contract import SamplingArrays
 from tests.sampling.reference import nucleus_margin, penalised, probabilities, softmax
 
 V = 32
 DRAWS = 8192
-sample_jit, truncate_jit = jax.jit(sample), jax.jit(truncate)
+sample_jit, least_kept_jit = jax.jit(sample), jax.jit(least_kept)
 
 
 def settings(size: int, **given) -> SamplingArrays:
@@ -41,9 +42,16 @@ def draw(logits_V, **given) -> np.ndarray:
     return np.asarray(sample_jit(np.tile(logits_V, (DRAWS, 1)), settings(DRAWS, **given)))
 
 
+def kept_tokens(logits_SV, **limits) -> np.ndarray:
+    """Whether top-k, top-p and min-p keep each token that is possible: boolean [S, V]."""
+    logits_SV = logits_SV.astype(np.float32)
+    least = least_kept_jit(logits_SV, logits_SV.max(-1), np.ones(len(logits_SV), np.float32), Limits(**limits))
+    return (logits_SV >= np.asarray(least)[:, None]) & np.isfinite(logits_SV)
+
+
 def chance(tokens, expected_V) -> float:
     """Probability of counts this far from the expected ones or farther (Pearson's chi-square); rare tokens pooled."""
-    counts, expected = np.bincount(tokens, minlength=V), expected_V * len(tokens)
+    counts, expected = np.bincount(tokens, minlength=len(expected_V)), expected_V * len(tokens)
     assert not counts[expected_V == 0].any(), "a token was drawn that cannot be"
     rare = expected < 5
     counts = np.append(counts[~rare], counts[rare].sum())
@@ -129,7 +137,7 @@ def test_truncation_keeps_the_tokens_that_the_definitions_keep():
         "top_p": rng.choice([1.0, 0.999, 0.9, 0.5, 0.1, 1e-4], size).astype(np.float32),
         "min_p": rng.choice([0.0, 1e-4, 0.03, 0.3, 1.0], size).astype(np.float32),
     }
-    kept = np.isfinite(truncate_jit(logits, **given))
+    kept = kept_tokens(logits, **given)
     compared = 0
     for row in range(size):
         one = {name: column[row].item() for name, column in given.items()}
@@ -155,7 +163,7 @@ def test_truncation_keeps_what_the_definitions_keep_in_a_large_vocabulary_with_t
         "top_p": np.resize([0.9, 1.0, 0.1, 0.5], len(logits)).astype(np.float32),
         "min_p": np.zeros(len(logits), np.float32),
     }
-    kept = np.isfinite(truncate_jit(logits, **given))
+    kept = kept_tokens(logits, **given)
     for row, row_kept in enumerate(kept):
         one = {name: column[row].item() for name, column in given.items()}
         expected = probabilities(logits[row], **one) > 0
@@ -164,23 +172,54 @@ def test_truncation_keeps_what_the_definitions_keep_in_a_large_vocabulary_with_t
         assert not (row_kept & ~expected).any() or not (expected & ~row_kept).any()
 
 
-def test_no_row_has_its_scores_sorted_and_truncation_is_skipped_where_nobody_asks_for_it():
-    program = jax.make_jaxpr(sample)(random_logits(4, V), settings(4, top_p=0.9))
-    assert "sort" not in str(program)
-    assert [eqn.primitive.name for eqn in program.eqns].count("cond") == 1
-    assert "while" not in {eqn.primitive.name for eqn in program.eqns}  # the search is inside of it
+def test_rows_that_keep_more_tokens_than_are_sorted_keep_those_of_the_definition():
+    vocab = 4 * NUM_CANDIDATES
+    flat = random_logits(8, vocab, seed=14, scale=0.5)
+    tied = np.where(np.arange(vocab) < 2 * NUM_CANDIDATES, 1.0, flat - 9).astype(np.float32)
+    logits = np.concatenate([flat, tied, random_logits(4, vocab, seed=15, scale=6)])
+    given = {
+        "top_k": np.resize([0, NUM_CANDIDATES + 9, 0, NUM_CANDIDATES, 7], len(logits)).astype(np.int32),
+        "top_p": np.resize([0.9, 1.0, 0.97, 0.7, 0.5, 0.95], len(logits)).astype(np.float32),
+        "min_p": np.zeros(len(logits), np.float32),
+    }
+    kept = kept_tokens(logits, **given)
+    assert (kept.sum(axis=1) > NUM_CANDIDATES).sum() > 8 and (kept.sum(axis=1) < NUM_CANDIDATES).any()
+    for row, row_kept in enumerate(kept):
+        one = {name: column[row].item() for name, column in given.items()}
+        assert nucleus_margin(logits[row], **one) > 1e-5
+        np.testing.assert_array_equal(row_kept, probabilities(logits[row], **one) > 0, err_msg=str((row, one)))
 
 
-def test_scores_that_stay_are_unchanged():
-    logits = random_logits(4, V)
-    out = np.asarray(truncate(logits, np.full(4, 5), np.full(4, 0.9, np.float32), np.zeros(4, np.float32)))
-    assert (out == logits)[np.isfinite(out)].all() and np.isfinite(out).any(axis=1).all()
+def test_truncation_and_noise_are_skipped_where_nobody_asks_for_them():
+    here = [eqn.primitive.name for eqn in jax.make_jaxpr(sample)(random_logits(4, V), settings(4)).eqns]
+    assert here.count("cond") == 2 and not {"sort", "while", "top_k", "exp"} & set(here)
 
 
-def test_a_draw_depends_on_seed_and_number_of_outputs_alone_not_on_row_or_batch():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends sort for top_k")
+def test_a_cpu_sorts_no_whole_row():
+    program = sample_jit.lower(random_logits(4, 4 * NUM_CANDIDATES), settings(4)).compile().as_text()
+    assert 'custom_call_target="TopK"' in program and " sort(" not in program
+
+
+@pytest.mark.parametrize("given", [{}, {"top_p": 0.8, "temperature": 1.5}])
+def test_tokens_of_several_groups_are_drawn_as_often_as_their_probabilities_say(given):
+    logits = random_logits(300, seed=16)
+    logits[128:256] -= 40  # a group that is practically impossible
+    assert chance(draw(logits, **given), probabilities(logits, **given)) > LEAST_CHANCE
+
+
+def test_of_equal_scores_in_several_groups_greedy_takes_the_lowest_id():
+    logits = random_logits(3, 300, seed=17)
+    logits[0, [290, 140, 139]] = logits[1, [299, 5]] = logits[2, [299]] = 50
+    assert np.asarray(sample(logits, None)).tolist() == [139, 5, 299]
+    assert np.asarray(sample_jit(logits, settings(3, temperature=[0, 0, 1]))).tolist() == [139, 5, 299]
+
+
+@pytest.mark.parametrize("vocab", [V, 300])
+def test_a_draw_depends_on_seed_and_number_of_outputs_alone_not_on_row_or_batch(vocab):
     size = 64
     rng = np.random.default_rng(5)
-    logits = random_logits(size, V, seed=5)
+    logits = random_logits(size, vocab, seed=5)
     given = {
         "temperature": rng.choice([0, 0.7, 1.5], size),
         "top_k": rng.integers(0, 9, size),
