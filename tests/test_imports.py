@@ -14,8 +14,8 @@ ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec config reque
 HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "native models ops sampling runner loading"
 ENGINE = "planner engine"
-AROUND_IT = "inspect bench compile_check training"
-FRONT = "ksana_jax evaluation experiments cli __main__"
+AROUND_IT = "inspect compile_check training"
+FRONT = "ksana_jax evaluation experiments bench cli __main__"
 ROOMS = " ".join((LEAVES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 
 

@@ -1,1 +1,8 @@
-"""Measures speed and memory on this machine: `ksana bench host`, `ksana bench throughput`, `bench.peak_memory`."""
+"""Measures speed on this machine: `ksana bench NAME` for each entry of BENCHES. `peak_memory` compares memory."""
+
+from __future__ import annotations
+
+# A benchmark is a file with a subclass of `bench.core.Bench`, and an entry here.
+BENCHES: dict[str, str] = {
+    "latency": "ksana_jax.bench.latency:Latency",
+}

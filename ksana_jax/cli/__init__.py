@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax import __version__, interrupts
-from ksana_jax.cli import chat, evaluation, groups, logs, machine, studies, tasks, text, training
+from ksana_jax.cli import bench, chat, evaluation, groups, logs, machine, studies, tasks, text, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = groups.group(
@@ -58,10 +58,10 @@ for command in COMMANDS:
 # All of its arguments are those of another program.
 app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
 
-bench = groups.group("Benchmarks of the engine on this machine.")
-bench.command("host", cls=groups.Command)(machine.bench_host)
-bench.command("throughput", cls=groups.Command)(machine.bench_throughput)
-app.add_typer(bench, name="bench")
+benches = groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup)
+benches.command("host", cls=groups.Command)(machine.bench_host)
+benches.command("throughput", cls=groups.Command)(machine.bench_throughput)
+app.add_typer(benches, name="bench")
 
 kernels = groups.group("Checks of the GPU kernels that need no GPU.")
 kernels.command("check", cls=groups.Command)(machine.kernels_check)

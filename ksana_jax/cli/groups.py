@@ -27,10 +27,10 @@ class Group(_FlagsWithoutType, TyperGroup):
 FORMER_NAMES = {"sinks": "num-sinks"}
 
 
-def group(help: str, **settings) -> typer.Typer:
+def group(help: str, cls: type[Group] = Group, **settings) -> typer.Typer:
     """Creates an empty command group, which prints its help when no command is given."""
     names = {
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: FORMER_NAMES.get(name, name),
     }
-    return typer.Typer(cls=Group, help=help, context_settings=names, no_args_is_help=True, **settings)
+    return typer.Typer(cls=cls, help=help, context_settings=names, no_args_is_help=True, **settings)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.report import Report, read_report, report_of_rows
-from ksana_jax.experiments.tasks.base import BaseTask
+from ksana_jax.experiments.tasks.base import Results
 from ksana_jax.experiments.tasks.results import ResultRow
 
 
@@ -47,7 +47,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def check_comparable(
-    a: str, a_task: BaseTask, a_rows: Sequence[ResultRow], b: str, b_task: BaseTask, b_rows: Sequence[ResultRow]
+    a: str, a_task: Results, a_rows: Sequence[ResultRow], b: str, b_task: Results, b_rows: Sequence[ResultRow]
 ) -> None:
     """Rejects runs of different tasks, and runs whose values of the same key come from different samples."""
     if type(a_task) is not type(b_task):

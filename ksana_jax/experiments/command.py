@@ -60,7 +60,7 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     # The table is on disk and on the terminal before the figure is drawn.
     files = write_tables(made, out) if out is not None else []
-    _show(made)
+    show(made)
     if out is not None:
         files += draw(made, out) + ["records.jsonl", "run.json"] * (out == folders[0])
         Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
@@ -86,7 +86,7 @@ def compare_and_show(a: Path, b: Path, out: Path | None = None, as_json: bool = 
         print(line)
 
 
-def _show(made: Report) -> None:
+def show(made: Report) -> None:
     """Prints table, conclusion and notes."""
     _print(made.title, tables.terminal(made.rows, made.columns), made.conclusion, made.notes)
 

@@ -2,7 +2,7 @@
 
 A row of one run is joined with the row of the other whose trials differ from its own in the fewest settings, if each is
 the only such row of the other; a run with a single row is compared with every row of the other. Values are paired by
-the sample on which both were measured (`BaseTask.sample`), otherwise by seed.
+the sample on which both were measured (`Results.sample`), otherwise by seed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ksana_jax.experiments import dotted, noise
 from ksana_jax.experiments.combine import check_comparable, names_of
 from ksana_jax.experiments.identity import canonical, defining
 from ksana_jax.experiments.report import read_planned, result_rows, summary
-from ksana_jax.experiments.tasks import task_named
-from ksana_jax.experiments.tasks.base import BaseTask, Column, ResultRow
+from ksana_jax.experiments.tasks import results_named
+from ksana_jax.experiments.tasks.base import Column, ResultRow, Results
 
 Differs = dict[str, tuple[Any, Any]]  # {dotted key: (value in A, value in B)}
 
@@ -106,7 +106,7 @@ class _Run:
     """One run. Lists have an entry per row of the plan; configs: None for a row without a finished trial."""
 
     name: str
-    task: BaseTask
+    task: Results
     rows: list[ResultRow]
     configs: list[_Config | None]
     values: list[dict[str, dict[Hashable, float]]]
@@ -115,7 +115,7 @@ class _Run:
     @classmethod
     def read(cls, folder: Path) -> _Run:
         records, plan = read_planned(folder)
-        task, name = task_named(plan["task"]), plan["task"]
+        task, name = results_named(plan["task"]), plan["task"]
         configs: list[_Config | None] = []
         values: list[dict[str, dict[Hashable, float]]] = []
         environment: dict[str, Any] = {}

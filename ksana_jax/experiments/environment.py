@@ -37,6 +37,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "backend": device.platform,
         "device": device.device_kind,
+        "cpu": cpu_model(),
         "num_devices": jax.device_count(),
         # Identifies shards that run on the same machine, without revealing its name.
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
@@ -44,6 +45,16 @@ def environment() -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
     }
+
+
+def cpu_model() -> str:
+    """Returns the name of the processor as /proc/cpuinfo has it, or else what the platform says of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _version(name: str) -> str | None:

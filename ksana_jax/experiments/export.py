@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ksana_jax.experiments.report import read_planned, summary
 from ksana_jax.experiments.tables import csv_text
-from ksana_jax.experiments.tasks import task_named
+from ksana_jax.experiments.tasks import results_named
 
 
 def export(folder: Path) -> str:
@@ -22,7 +22,7 @@ def export(folder: Path) -> str:
     """
     records, plan = read_planned(folder)
     name = plan["task"]
-    task = task_named(name)
+    task = results_named(name)
     found = []
     for row in plan["rows"]:
         for trial in row["trials"]:

@@ -218,6 +218,11 @@ def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ..
             raise ConfigError(f"{what}: {name!r} is {values[name]!r:.60}")
 
 
+def record_line(kind: str, **fields: Any) -> str:
+    """Returns one record as a line of a records file."""
+    return json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}, allow_nan=False) + "\n"
+
+
 class RecordFile:
     """Appends records to one file. Opening it removes an incomplete last line, with a warning.
 
@@ -236,8 +241,7 @@ class RecordFile:
 
     def append(self, kind: str, **fields: Any) -> None:
         """Writes and flushes one record, so that killing this process cannot lose it."""
-        line = json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        self._file.write(record_line(kind, **fields).encode())
         self._file.flush()
         if kind == "done":
             os.fsync(self._file.fileno())

@@ -13,8 +13,8 @@ from typing import Any
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import figures, noise, tables
 from ksana_jax.experiments.records import Records, read
-from ksana_jax.experiments.tasks import task_named
-from ksana_jax.experiments.tasks.base import BaseTask, Column, ResultRow
+from ksana_jax.experiments.tasks import results_named
+from ksana_jax.experiments.tasks.base import Column, ResultRow, Results
 from ksana_jax.files import write_atomic
 
 FIGURE_INCHES = 3.9
@@ -26,7 +26,7 @@ class Report:
 
     name: str
     title: str
-    task: BaseTask
+    task: Results
     rows: list[ResultRow]
     columns: list[Column]
     notes: list[str]
@@ -50,7 +50,7 @@ def report(folder: Path) -> Report:
 def read_report(folder: Path) -> Report:
     """Returns the report of a folder's records; writes nothing."""
     records, plan = read_planned(folder)
-    task = task_named(plan["task"])
+    task = results_named(plan["task"])
     rows = result_rows(records, task)
     notes = [*_progress_note(rows), *_shared_note(records, rows)]
     return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed)
@@ -70,7 +70,7 @@ def read_planned(folder: Path) -> tuple[Records, dict[str, Any]]:
 
 
 def report_of_rows(
-    name: str, title: str, task: BaseTask, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
+    name: str, title: str, task: Results, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
 ) -> Report:
     """Returns the report of rows, with the given notes followed by those on the numbers."""
     columns = task.columns(rows)
@@ -106,7 +106,7 @@ def draw(made: Report, folder: Path) -> list[str]:
     return [f"figure.{kind}" for kind in files]
 
 
-def result_rows(records: Records, task: BaseTask) -> list[ResultRow]:
+def result_rows(records: Records, task: Results) -> list[ResultRow]:
     """Returns the plan's rows with the measurements so far."""
     assert records.plan is not None
     rows = []
@@ -130,7 +130,7 @@ class _Own:
 
 
 def summary(
-    task: BaseTask, name: str, trial: str, measurements: list[dict[str, Any]]
+    task: Results, name: str, trial: str, measurements: list[dict[str, Any]]
 ) -> list[tuple[str, float, Hashable | None]]:
     """Returns (key, value, sample) of each finite number of a trial."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ksana_jax.config import ConfigError
-from ksana_jax.experiments.tasks.base import BaseTask
+from ksana_jax.experiments.tasks.base import BaseTask, Results
 from ksana_jax.plugins import nearest, resolve
 
 TASKS: dict[str, str] = {
@@ -25,16 +25,28 @@ def task_named(name: str) -> BaseTask:
     Raises:
       ConfigError: there is no such task (the nearest is named), the class is not a `BaseTask`, or it is incomplete.
     """
+    found = _instance(name, BaseTask)
+    assert isinstance(found, BaseTask)
+    return found
+
+
+def results_named(name: str) -> Results:
+    """Returns what reads the measurements of a task or benchmark; raises ConfigError like `task_named`."""
+    return _instance(name, Results)
+
+
+def _instance(name: str, kind: type[Results]) -> Results:
     if name not in TASKS and ":" not in name:
         raise ConfigError(
             f"unknown task {name!r}; the nearest is {nearest(name, TASKS, cutoff=0.0)!r}. "
             "A task of your own is 'package.module:Class'"
         )
     found = resolve(name, TASKS, "task")
-    if not (isinstance(found, type) and issubclass(found, BaseTask)):
-        raise ConfigError(f"task is {name!r}, which is not a subclass of ksana_jax.experiments.tasks.base.BaseTask")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        base = f"ksana_jax.experiments.tasks.base.{kind.__name__}"
+        raise ConfigError(f"task is {name!r}, which is not a subclass of {base}")
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(
-            f"task is {name!r}, which lacks {', '.join(missing)}; see ksana_jax.experiments.tasks.base.BaseTask"
+            f"task is {name!r}, which lacks {', '.join(missing)}; see ksana_jax.experiments.tasks.base.{kind.__name__}"
         )
     return found()

@@ -69,22 +69,8 @@ class TrialContext(Protocol):
         ...
 
 
-@dataclasses.dataclass
-class NoSettings:
-    """Settings of a task without settings."""
-
-
-class BaseTask(abc.ABC):
-    """One kind of measurement. Subclasses define Settings, run, summarise and columns; the rest has defaults.
-
-    To add a task, write a class in a new file and an entry in TASKS, or name it in YAML: `task: my_module:MyTask`.
-    """
-
-    Settings: type = NoSettings  # a dataclass with the fields of `settings` in the YAML file
-
-    @abc.abstractmethod
-    def run(self, trial: TrialContext) -> Iterator[Measurement]:
-        """Yields measurements, each written at once: plain values, with a "metric" that names their kind."""
+class Results(abc.ABC):
+    """Turns one kind of measurements into a table and a figure. A task measures them too, or a benchmark of `bench`."""
 
     @abc.abstractmethod
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
@@ -101,17 +87,6 @@ class BaseTask(abc.ABC):
         by their differences on each. With None, every trial is a separate measurement.
         """
         return None
-
-    def max_model_len(self, settings: Any) -> int | None:
-        """Returns the tokens of the longest sequence that the settings need; None leaves it to the model."""
-        return None
-
-    def inputs(self, settings: Any) -> dict[str, str]:
-        """Returns digests of the task's inputs, so that changed inputs make another trial."""
-        return {}
-
-    def check(self, config: Mapping[str, Any]) -> None:  # noqa: B027  a task may have nothing to check
-        """Checks the config; raises ConfigError if settings and pattern are incompatible."""
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
         """Returns the column that best summarises a trial: by default the first with a best value; None if none has."""
@@ -131,3 +106,32 @@ class BaseTask(abc.ABC):
         from ksana_jax.experiments.tasks.row_figure import draw_columns
 
         draw_columns(figure, rows, self.columns(rows))
+
+
+@dataclasses.dataclass
+class NoSettings:
+    """Settings of a task without settings."""
+
+
+class BaseTask(Results):
+    """One kind of measurement. Subclasses define Settings, run, summarise and columns; the rest has defaults.
+
+    To add a task, write a class in a new file and an entry in TASKS, or name it in YAML: `task: my_module:MyTask`.
+    """
+
+    Settings: type = NoSettings  # a dataclass with the fields of `settings` in the YAML file
+
+    @abc.abstractmethod
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        """Yields measurements, each written at once: plain values, with a "metric" that names their kind."""
+
+    def max_model_len(self, settings: Any) -> int | None:
+        """Returns the tokens of the longest sequence that the settings need; None leaves it to the model."""
+        return None
+
+    def inputs(self, settings: Any) -> dict[str, str]:
+        """Returns digests of the task's inputs, so that changed inputs make another trial."""
+        return {}
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Checks the config; raises ConfigError if settings and pattern are incompatible."""

@@ -30,7 +30,7 @@ class ResultRow:
     """A row of the table with its results. trials: the measurements of each finished trial, one trial per seed.
 
     values: {summary key: its values}, one per sample; among trials with the same sample, the first counts.
-    samples: {summary key: the sample of each value}; see `BaseTask.sample`.
+    samples: {summary key: the sample of each value}; see `Results.sample`.
     """
 
     label: str
