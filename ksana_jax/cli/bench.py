@@ -45,7 +45,7 @@ class BenchGroup(Group):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.commands = ChainMap(Benches(), self.commands)  # pyright: ignore[reportAttributeAccessIssue]
+        self.commands: Any = ChainMap(Benches(), self.commands)  # pyright: ignore[reportArgumentType]
 
 
 def _command(name: str, spec: str) -> Any:
@@ -74,7 +74,8 @@ def _command(name: str, spec: str) -> Any:
 
 def _parameter(field: dataclasses.Field, hint: Any) -> inspect.Parameter:
     """Returns a field as an option: numbers separated by commas if it is a tuple, YAML if it is a mapping."""
-    help, default = field.metadata["help"], field.default
+    help: str = field.metadata["help"]
+    default: Any = field.default
     settings: dict[str, Any] = {}
     if get_origin(hint) is tuple:
         hint, default, settings = str, ",".join(map(str, field.default)), {"metavar": "NUMBERS"}
