@@ -78,7 +78,7 @@ def _parameter(field: dataclasses.Field, hint: Any) -> inspect.Parameter:
     default: Any = field.default
     settings: dict[str, Any] = {}
     if get_origin(hint) is tuple:
-        hint, default, settings = str, ",".join(map(str, field.default)), {"metavar": "NUMBERS"}
+        hint, default, settings = str, ",".join(map(str, default)), {"metavar": "NUMBERS"}
     elif _holds(hint, dict):
         hint, settings = str | None, {"metavar": "YAML"}
     if default is None:

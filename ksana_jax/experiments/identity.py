@@ -41,7 +41,7 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
       ConfigError: its task is unknown.
     """
     parts: dict[str, Any] = dict(config)
-    if "engine" not in config:  # a benchmark's row, which says all of its settings
+    if "point" in config:  # a row of a benchmark, which says all of its settings
         return parts
     engine = {RENAMED[name] if name in RENAMED else name: value for name, value in config["engine"].items()}
     parts["engine"] = differing(engine, EngineConfig)
