@@ -67,7 +67,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def _hear(self, event: str, duration_s: float, **_: object) -> None:
+    def _hear(self, event: str, duration_secs: float, **_: object) -> None:
         self.count += event == _COMPILED
 
     def close(self) -> None:
