@@ -5,4 +5,5 @@ from __future__ import annotations
 # A benchmark is a file with a subclass of `bench.core.Bench`, and an entry here.
 BENCHES: dict[str, str] = {
     "latency": "ksana_jax.bench.latency:Latency",
+    "scheduling": "ksana_jax.bench.scheduling:Scheduling",
 }

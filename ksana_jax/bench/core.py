@@ -7,6 +7,7 @@ entry in BENCHES; `ksana bench NAME` then has it, with an option for each field.
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import hashlib
 import json
@@ -53,10 +54,11 @@ class Bench(Results):
     """A benchmark: a dataclass whose fields are options, each with a default.
 
     A repetition measures every case once, in turn, forwards and backwards alternately (A B C, C B A), so that a change
-    in the machine's speed affects all alike. One repetition before the first is not recorded.
+    in the machine's speed affects all alike. Unless `start` warms up everything, one more comes first and is not kept.
     """
 
     REPEATS: ClassVar[int] = 3  # unless told otherwise
+    WARM_TURN: ClassVar[bool] = True  # whether a repetition that is not recorded comes first
 
     @abc.abstractmethod
     def title(self) -> str:
@@ -186,8 +188,8 @@ def run(bench: Bench, repeats: int = 3, clock: Callable[[], float] = time.perf_c
     compilations = Compilations()
     try:
         bench.start()
-        for case, found in _turn(bench, cases, absent):
-            del case, found
+        if bench.WARM_TURN:
+            collections.deque(_turn(bench, cases, absent), maxlen=0)
         where = {"metric": "machine", "warm_up_s": clock() - began, **_machine(environment())}
         for number in range(repeats):
             there = [case for case in cases if case.name not in absent]

@@ -63,7 +63,8 @@ class Latency(Bench):
         self.llm.clear_records()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
         metrics = [output.check().metrics for output in outputs]
-        first, rest = ([m.ttft_s for m in metrics], [m.tpot_s for m in metrics])
+        first = [m.ttft_s for m in metrics if m.ttft_s is not None]
+        rest = [m.tpot_s for m in metrics if m.tpot_s is not None]
         return {
             "ttft_s": float(np.median(first)),
             "ttft_last_s": max(first),
