@@ -5,5 +5,6 @@ from __future__ import annotations
 # A benchmark is a file with a subclass of `bench.core.Bench`, and an entry here.
 BENCHES: dict[str, str] = {
     "latency": "ksana_jax.bench.latency:Latency",
+    "tokens-in-forward": "ksana_jax.bench.tokens_in_forward:TokensInForward",
     "scheduling": "ksana_jax.bench.scheduling:Scheduling",
 }
