@@ -136,6 +136,7 @@ def test_pages_build_without_a_warning(tmp_path):
         "ksana_jax.loading",
         "ksana_jax.tokenizers",
         "ksana_jax.inspect",
+        "ksana_jax.trace",
         "ksana_jax.recall",
     ],
 )

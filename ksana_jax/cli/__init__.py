@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax import __version__, interrupts
-from ksana_jax.cli import bench, chat, evaluation, groups, logs, machine, studies, tasks, text, training
+from ksana_jax.cli import bench, chat, evaluation, groups, logs, machine, studies, tasks, text, tracing, training
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = groups.group(
@@ -55,6 +55,8 @@ COMMANDS = (
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
 
+# Its arguments may be those of another command.
+app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(tracing.trace)
 # All of its arguments are those of another program.
 app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
 

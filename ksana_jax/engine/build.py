@@ -29,6 +29,9 @@ from ksana_jax.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from ksana_jax.planner.engine import PoolPlan
 
+# Called with each new engine; empty unless somebody traces, see `ksana_jax.trace`.
+observers: list[Callable[[Engine], None]] = []
+
 
 def build_engine(
     model: ModelConfig,
@@ -71,7 +74,7 @@ def build_engine(
     else:
         layout = make_layout(model, seen, config, "cpu")
         half = _DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
-    return Engine(
+    engine = Engine(
         _scheduler(half, clock, memory),
         _builder(half, model.vocab_size, buckets),
         half.executor,
@@ -81,6 +84,9 @@ def build_engine(
         memory_plan=half.plan,
         clock=clock,
     )
+    for observe in observers:
+        observe(engine)
+    return engine
 
 
 def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:

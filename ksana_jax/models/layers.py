@@ -69,5 +69,5 @@ def norm_kind(name: str) -> Norm:
 
 def normaliser(spec: NormSpec) -> Normalise:
     """Returns the function that applies a layer's norms."""
-    apply = norm_kind(spec.kind).apply
+    apply = jax.named_scope("norm")(norm_kind(spec.kind).apply)
     return lambda x, weight: apply(x, weight, spec.eps)

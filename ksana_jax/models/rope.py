@@ -19,6 +19,7 @@ class Rope(NamedTuple):
     inv_freq: jax.Array | np.ndarray
     scale: float
 
+    @jax.named_scope("rope")
     def angles(self, positions) -> tuple[jax.Array, jax.Array]:
         """Returns cosines and sines [..., H/2] for text positions [...], in float32."""
         angle = jnp.asarray(positions, jnp.float32)[..., None] * self.inv_freq
@@ -33,6 +34,7 @@ class Rope(NamedTuple):
         return _rotate(x, angles, 1.0)
 
 
+@jax.named_scope("rope")
 def _rotate(x, angles, scale):
     cos, sin = (a[..., None, :] * scale for a in angles)
     half = x.shape[-1] // 2

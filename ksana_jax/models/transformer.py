@@ -47,6 +47,7 @@ def forward(
     return final_norm(params, x, config=config), state
 
 
+@jax.named_scope("embed")
 def embedded(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Looks up and scales the embedding of tokens: [..., D]; tokens as in `forward`."""
     x = params.embed[tokens] if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens
@@ -67,10 +68,12 @@ def run_layer(
     norm = normaliser(spec.norms)
     q, k, v = queries_keys_values(norm(x, p.attn_norm), p, spec.attention, norm, linear)
     out, state = attend(q, k, v, state)
-    out = linear(out.reshape(*x.shape[:-1], -1), p.w_o, p.b_o)
-    x = x + (out if p.post_attn_norm is None else norm(out, p.post_attn_norm))
-    out = mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, linear)
-    return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm)), state
+    with jax.named_scope("output"):
+        out = linear(out.reshape(*x.shape[:-1], -1), p.w_o, p.b_o)
+        x = x + (out if p.post_attn_norm is None else norm(out, p.post_attn_norm))
+    with jax.named_scope("mlp"):
+        out = mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, linear)
+        return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm)), state
 
 
 def final_norm(params: Params, x: jax.Array, *, config: ModelConfig) -> jax.Array:
@@ -78,6 +81,7 @@ def final_norm(params: Params, x: jax.Array, *, config: ModelConfig) -> jax.Arra
     return normaliser(config.layers[-1].norms)(x, params.final_norm)
 
 
+@jax.named_scope("qkv")
 def queries_keys_values(x: jax.Array, p: LayerParams, spec: AttentionSpec, norm: Normalise, linear: Linear):
     """Projects x [..., D] to q [..., N, H], k and v [..., K, H]; normalises heads if the layer has such norms."""
     kv_heads = (*x.shape[:-1], spec.num_kv_heads, spec.head_dim)
@@ -88,6 +92,7 @@ def queries_keys_values(x: jax.Array, p: LayerParams, spec: AttentionSpec, norm:
     return q, k, v
 
 
+@jax.named_scope("logits")
 def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Linear = linear) -> jax.Array:
     """Computes scores [..., V] in float32 from hidden states [..., D]."""
     head = params.embed if params.head is None else params.head

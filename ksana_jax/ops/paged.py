@@ -75,9 +75,12 @@ def paged_attend(
             if observer.unrotated_keys:
                 turns = context.rope.angles(context.batch.cache_positions)
         if implementation.schedule and alike[layer] not in plans:
-            plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)
-        queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
-        out, masses = implementation.attend(queries, cache, context, plans.get(alike[layer]))
+            with jax.named_scope("attention"):
+                plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)
+        with jax.named_scope("kv_write"):
+            queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
+        with jax.named_scope("attention"):
+            out, masses = implementation.attend(queries, cache, context, plans.get(alike[layer]))
         for (_, _, tiles), mass in zip(shape.places(), masses):
             cache = cache.add_scores(at, context.batch.block_tables[tiles], mass)
         return out.astype(q.dtype), cache

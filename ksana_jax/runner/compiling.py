@@ -1,4 +1,4 @@
-"""Compiles functions ahead of time and logs each. Knows no steps."""
+"""Compiles functions ahead of time, logs each and tells observers. Knows no steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,34 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 logger = logging.getLogger("ksana_jax")
+
+
+class Observer(Protocol):
+    """Sees every function that is compiled in this process, in the thread that compiles it."""
+
+    def lowered(self, lowered: Any, jaxpr: Any) -> None:
+        """Called with each `jax.stages.Lowered`, and the jaxpr that it was made of."""
+        ...
+
+    def compiled(self, key: Any, lowered: Any, function: Any, traced_s: float, compiled_s: float) -> None:
+        """Called with each compiled function, what it was compiled of, and the seconds of tracing and compiling."""
+        ...
+
+
+# Empty unless somebody traces: see `ksana_jax.trace`.
+observers: list[Observer] = []
+
+
+def lower(function: Any, *arguments: Any) -> Any:
+    """Traces and lowers a jitted function; returns a `jax.stages.Lowered`."""
+    traced = function.trace(*arguments)
+    lowered = traced.lower()
+    for observer in observers:
+        observer.lowered(lowered, traced.jaxpr)
+    return lowered
 
 
 def compiled(key: Any, lower: Callable[[], Any]) -> Callable:
@@ -48,5 +73,8 @@ def _traced(key: Any, lower: Callable[[], Any]) -> Callable[[], Callable]:
 def _compile(key: Any, lowered: Any, traced_s: float) -> Callable:
     began = time.perf_counter()
     function = lowered.compile()
-    logger.info("compiled %s in %.2f s, traced in %.2f s", key, time.perf_counter() - began, traced_s)
+    compiled_s = time.perf_counter() - began
+    logger.info("compiled %s in %.2f s, traced in %.2f s", key, compiled_s, traced_s)
+    for observer in observers:
+        observer.compiled(key, lowered, function, traced_s, compiled_s)
     return function

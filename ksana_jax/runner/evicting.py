@@ -14,7 +14,7 @@ from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache
-from ksana_jax.runner.compiling import compiled
+from ksana_jax.runner.compiling import compiled, lower
 
 # Blocks whose tokens one call moves, unless a single row has more: what bounds its temporary memory.
 BLOCKS_AT_ONCE = 64
@@ -90,10 +90,10 @@ class Evictor:
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
-            lowered = jax.jit(functools.partial(evict, method=method), donate_argnums=0).lower
+            run = jax.jit(functools.partial(evict, method=method), donate_argnums=0)
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.foresees else None
             asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given=given)
-            self._compiled[key] = compiled(("evict", *key), lambda: lowered(pool, asked))
+            self._compiled[key] = compiled(("evict", *key), lambda: lower(run, pool, asked))
         return self._compiled[key]
 
 

@@ -15,7 +15,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.runner.compiling import compiled
+from ksana_jax.runner.compiling import compiled, lower
 
 # Blocks moved by one call; a move of n takes the smallest that holds it, larger ones go in several calls.
 SIZES = (1, 8, 64)
@@ -147,7 +147,7 @@ class BlockMover:
         if key not in self._compiled:
             jitted = jax.jit(run, donate_argnums=0 if donates else ())
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
-            self._compiled[key] = compiled(key, lambda: jitted.lower(pool, *arguments))
+            self._compiled[key] = compiled(key, lambda: lower(jitted, pool, *arguments))
         return self._compiled[key]
 
 

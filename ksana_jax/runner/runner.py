@@ -24,7 +24,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
-from ksana_jax.runner.compiling import compile_all, compiled
+from ksana_jax.runner.compiling import compile_all, compiled, lower
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole, step_whole
@@ -324,22 +324,22 @@ class Runner:
         """Returns the key of the program that samples tokens, and a function that lowers it."""
         dense = sampling is not None and sampling.counts is not None
 
-        def lower():
+        def lowered():
             run = jax.jit(functools.partial(_choose_tokens, config=self.config, count=count, num_top=num_top))
-            return run.lower(self.params, hidden, sampling)
+            return lower(run, self.params, hidden, sampling)
 
-        return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lower
+        return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lowered
 
     def _score_program(self, num_tokens: int, num_top: int):
         """Returns the key of the program that scores prompt tokens, and a function that lowers it."""
 
-        def lower():
+        def lowered():
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
             targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
             run = functools.partial(_score_tokens, config=self.config, num_top=num_top)
-            return jax.jit(run).lower(self.params, hidden, targets)
+            return lower(jax.jit(run), self.params, hidden, targets)
 
-        return ("score", num_tokens, num_top), lower
+        return ("score", num_tokens, num_top), lowered
 
 
 def _sampling_shapes(size: int, vocab_size: int | None) -> Any:

@@ -25,6 +25,7 @@ from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL, PatternArrays
+from ksana_jax.runner.compiling import lower
 from ksana_jax.step.contract import StepArrays, StepShape
 
 # Platforms whose steps are compiled by `lower_by_layer`.
@@ -94,7 +95,7 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], *argum
       alike: see `paged_attend`.
       arguments: of the program, or their shapes.
     """
-    return network.jit(step_whole, donated="cache", shape=shape, alike=alike).lower(*arguments)
+    return lower(network.jit(step_whole, donated="cache", shape=shape, alike=alike), *arguments)
 
 
 def lower_by_layer(
@@ -105,12 +106,16 @@ def lower_by_layer(
     place = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.place(0))
     x, on_device, angles = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays)
     layers = {
-        kind: network.jit(step_layer, donated="cache", shape=shape, kind=kind).lower(
-            params.layers[kind], cache, x, on_device, angles[network.rope_kinds[kind]], patterns, place
+        kind: lower(
+            network.jit(step_layer, donated="cache", shape=shape, kind=kind),
+            *(params.layers[kind], cache, x, on_device, angles[network.rope_kinds[kind]], patterns, place),
         )
         for kind in dict.fromkeys(network.kinds)
     }
-    first, last = network.jit(step_first).lower(ends, arrays), network.jit(step_last).lower(ends, x, on_device.sampled)
+    first, last = (
+        lower(network.jit(step_first), ends, arrays),
+        lower(network.jit(step_last), ends, x, on_device.sampled),
+    )
     return LoweredByLayer(network, first, layers, last)
 
 
@@ -122,6 +127,16 @@ class LoweredByLayer:
     first: Any
     layers: dict[int, Any]
     last: Any
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """All of them, once each, in the order of `StepByLayer.programs`."""
+        return (self.first, *self.layers.values(), self.last)
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Returns how often a step calls each of `programs`."""
+        return (1, *(self.network.kinds.count(kind) for kind in self.layers), 1)
 
     def compile(self) -> StepByLayer:
         compiled = {kind: lowered.compile() for kind, lowered in self.layers.items()}

@@ -12,6 +12,7 @@ from ksana_jax.step.contract import SamplingArrays
 _GROUP = 128
 
 
+@jax.named_scope("sampling")
 def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     """Samples one token [S] for each row of float32 scores [S, V]; settings None takes the most probable in all rows.
 
@@ -116,6 +117,7 @@ def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
     return logits_SV - settings.presence_penalty[:, None] * generated
 
 
+@jax.named_scope("sampling")
 def score(logits_SV: jax.Array, tokens: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes log-probabilities of given tokens, and of the most probable ones.
 

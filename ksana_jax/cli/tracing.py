@@ -1,0 +1,48 @@
+"""`ksana trace`: runs an experiment or another command, and writes what its engines did to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def trace(
+    context: typer.Context,
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            help="an experiment with its overrides, as `ksana run` takes them; or a command with its options, such as "
+            "bench throughput --requests 8",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="output folder; new or empty", show_default=False)],
+    profile_steps: Annotated[
+        int, typer.Option(help="steps that run under jax's profiler, after the first that compiles nothing; 0: none")
+    ] = 64,
+) -> None:
+    """Runs an experiment or a benchmark and writes a bundle: index.html, steps, requests, HLO, costs, a profile.
+
+    Every engine that the command builds is traced. Results of an experiment are in the folder run.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from ksana_jax import checks
+    from ksana_jax.trace.bundle import check_new, tracing
+    from ksana_jax.trace.target import command_line
+
+    checks.require(checks.integer("--profile-steps", profile_steps, 0))
+    check_new(out)
+    root = context.find_root()
+    words = ["--debug"] * root.params["debug"]
+    words += command_line(target, list(getattr(root.command, "commands", {})), out)
+    with tracing(out, command=f"ksana {' '.join(target)}", profile_steps=profile_steps) as seen:
+        code = root.command.main(words, prog_name="ksana", standalone_mode=False)
+    if not seen.watches:
+        raise ValueError(f"ksana {' '.join(target)} built no engine, so there is nothing to trace")
+    folders = ", ".join(f"engine-{watch.number}" for watch in seen.watches[:3]) + ", ..." * (len(seen.watches) > 3)
+    Console(highlight=False).print(f"{escape(str(out))}: index.html, trace.json, functions, {folders}")
+    raise typer.Exit(code or 0)

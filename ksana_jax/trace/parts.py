@@ -1,0 +1,121 @@
+"""Parts of the model, and the share of the device's time that each took in a profile.
+
+The network opens a `jax.named_scope` around each part. XLA keeps the scopes with every operation of a compiled program,
+and the profiler records when each operation ran.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+# Named scopes of models/, ops/ and sampling/. An operation belongs to the innermost of its scopes.
+PARTS = ("embed", "norm", "qkv", "rope", "kv_write", "attention", "output", "mlp", "logits", "sampling")
+OTHER = "other"
+
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\bmetadata=\{[^}]*?op_name=\"([^\"]*)\"", re.M)
+
+
+def part_of(op_name: str) -> str:
+    """Returns the part of an operation from its scopes, such as "jit(step_layer)/mlp/norm/mul"; or "other"."""
+    return next((scope for scope in reversed(op_name.split("/")) if scope in PARTS), OTHER)
+
+
+def parts_of_operations(hlo: str) -> dict[str, str]:
+    """Returns the part of each operation in the text of an HLO module that has one."""
+    return {name: part for name, scopes in _OPERATION.findall(hlo) if (part := part_of(scopes)) != OTHER}
+
+
+class Operation(NamedTuple):
+    """One run of an operation in a profile: on a line of events, from start to end in nanoseconds."""
+
+    line: Any
+    module: str
+    program: Any
+    name: str
+    start_ns: float
+    end_ns: float
+
+
+class HasParts(Protocol):
+    """What is read of a `functions.Program`."""
+
+    module: str
+    parts: dict[str, str]
+
+
+def operations(folder: Path) -> list[Operation]:
+    """Reads the operations of the newest profile in a folder that `jax.profiler` wrote."""
+    import jax
+
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        return []
+    found = []
+    for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
+        for number, line in enumerate(plane.lines):
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats and "hlo_module" in stats:
+                    start, end = event.start_ns, event.start_ns + event.duration_ns
+                    module, program = str(stats["hlo_module"]), stats.get("program_id")
+                    found.append(Operation((plane.name, number), module, program, str(stats["hlo_op"]), start, end))
+    return found
+
+
+def seconds_by_part(ran: Iterable[Operation], programs: Sequence[HasParts]) -> dict[str, float]:
+    """Returns the seconds that operations of each part ran, without those that ran inside them.
+
+    A profile names a program's module, which programs for several shapes share: of these, the ones that have every
+    operation seen decide, by majority.
+    """
+    by_program: dict[Any, list[tuple[str, float]]] = collections.defaultdict(list)
+    for operation, own_ns in _own_times(ran):
+        by_program[operation.module, operation.program].append((operation.name, own_ns))
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for (module, _), runs in by_program.items():
+        part = _voted({name for name, _ in runs}, [p.parts for p in programs if p.module == module])
+        for name, own_ns in runs:
+            seconds[part.get(name, OTHER)] += own_ns / 1e9
+    return {part: seconds[part] for part in (*PARTS, OTHER) if part in seconds}
+
+
+@dataclasses.dataclass
+class _Run:
+    operation: Operation
+    own_ns: float
+
+
+def _own_times(ran: Iterable[Operation]) -> list[tuple[Operation, float]]:
+    """Returns each operation with its time minus that of the operations that it contains."""
+    found: list[_Run] = []
+    for line in _by_line(ran).values():
+        around: list[_Run] = []
+        for operation in sorted(line, key=lambda o: (o.start_ns, -o.end_ns)):
+            while around and around[-1].operation.end_ns <= operation.start_ns:
+                around.pop()
+            run = _Run(operation, operation.end_ns - operation.start_ns)
+            if around:
+                around[-1].own_ns -= run.own_ns
+            around.append(run)
+            found.append(run)
+    return [(run.operation, max(run.own_ns, 0.0)) for run in found]
+
+
+def _by_line(ran: Iterable[Operation]) -> dict[Any, list[Operation]]:
+    lines: dict[Any, list[Operation]] = collections.defaultdict(list)
+    for operation in ran:
+        lines[operation.line].append(operation)
+    return lines
+
+
+def _voted(names: set[str], candidates: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the part of each operation by the majority of the programs that may have run."""
+    known = [len(names & candidate.keys()) for candidate in candidates]
+    best = [c for c, count in zip(candidates, known, strict=True) if count == max(known)]
+    votes = {name: collections.Counter(c[name] for c in best if name in c) for name in names}
+    return {name: count.most_common(1)[0][0] for name, count in votes.items() if count}

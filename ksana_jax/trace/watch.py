@@ -1,0 +1,195 @@
+"""Watches one engine from outside: the times of each step by phase, its shape, its moves, its requests.
+
+It wraps methods of the engine's parts where the engine calls them, and takes the wrappers off at the end. No decision
+depends on it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ksana_jax.engine.completion import Request
+from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.moves import Moves
+from ksana_jax.metrics import StepRecord
+from ksana_jax.step.contract import ScheduledBatch, StepInput, StepShape
+from ksana_jax.trace.functions import CompilationLog, reason_of
+from ksana_jax.trace.wrapping import Wrappers
+
+# The host's phases of a step, in their order, and the wait for the device.
+PHASES = ("schedule", "build", "submit", "compile", "wait", "finish")
+
+
+@dataclasses.dataclass
+class StepTrace:
+    """One step. Times are seconds on the engine's clock, durations in seconds.
+
+    schedule_s: the scheduler. build_s: from there to the submission: arrays. submit_s: handing the step to the device,
+      without compile_s: what had to be compiled first. wait_s: for the result. finish_s: from there to the end of the
+      step: tokens, texts, records.
+    device_s: from the submission, or the previous step's result if that came later, to the result: the most that the
+      device can have worked on the step.
+    num_rows, num_tokens, num_sampled: that were asked for. shape: what the step was padded to.
+    moved_bytes: of whole blocks, by direction. compiled: functions that it had to wait for.
+    profiled: whether the profiler ran, which makes steps slower; profiler_s: to start it and to write what it saw.
+    record: the engine's own record.
+    """
+
+    step: int
+    began_s: float
+    num_rows: int
+    num_tokens: int
+    num_decodes: int
+    num_sampled: int
+    schedule_s: float
+    build_s: float = 0.0
+    submit_s: float = 0.0
+    compile_s: float = 0.0
+    wait_s: float = 0.0
+    finish_s: float = 0.0
+    device_s: float = 0.0
+    ended_s: float = 0.0
+    shape: StepShape | None = None
+    moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    compiled: list[str] = dataclasses.field(default_factory=list)
+    profiled: bool = False
+    profiler_s: float = 0.0
+    record: StepRecord | None = None
+    _submitted_s: float = 0.0
+    _scheduled_s: float = 0.0
+    _result_s: float = 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the step as plain values for JSON, with the fields of its record."""
+        own = {k: v for k, v in vars(self).items() if not k.startswith("_") and k not in ("record", "shape")}
+        shape = None if self.shape is None else self.shape._asdict() | {"parts": [list(p) for p in self.shape.parts]}
+        record = {} if self.record is None else self.record._asdict()
+        return record | own | {"padded_tokens": self.padded_tokens, "shape": shape}
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that the device computes, padding included."""
+        return self.num_tokens if self.shape is None else self.shape.num_tokens
+
+
+class _Pending:
+    """A submitted step whose result is timed; everything else is the executor's own."""
+
+    def __init__(self, pending: Any, done: Callable[[Callable[[], Any]], Any]):
+        self._pending, self._done = pending, done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
+
+    def result(self) -> Any:
+        return self._done(self._pending.result)
+
+
+class EngineWatch:
+    """Records the steps and requests of an engine until `stop`.
+
+    Args:
+      number: of the engine within the trace. log: what is compiled meanwhile.
+      before_step: called before a step is submitted; returns whether the profiler runs. after_step: called after it.
+
+    Attributes:
+      steps, requests: so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        number: int,
+        log: CompilationLog,
+        before_step: Callable[[StepTrace], bool],
+        after_step: Callable[[StepTrace], None],
+    ):
+        self.number, self._clock = number, engine.clock
+        self.steps: list[StepTrace] = []
+        self.requests: list[Request] = []
+        self._log, self._before_step, self._after_step = log, before_step, after_step
+        self._running: collections.deque[StepTrace] = collections.deque()
+        self._last_result_s = 0.0
+        # Weakly: whoever drops the engine wants its pool back.
+        self._engine = weakref.ref(engine)
+        self._wrappers = Wrappers()
+        self._wrappers.add(engine, "scheduler", "schedule", self._schedule)
+        self._wrappers.add(engine, "executor", "submit", self._submit)
+        self._wrappers.add(engine, "executor", "reset", self._reset)
+        self._wrappers.add(engine, "intake", "new_requests", self._new_requests)
+        engine.observers.append(self._observe)
+
+    def stop(self) -> None:
+        """Leaves the engine as it was."""
+        if (engine := self._engine()) is not None:
+            self._wrappers.remove(engine)
+            engine.observers.remove(self._observe)
+
+    def _new_requests(self, method: Callable[..., list[Request]], *args: Any, **given: Any) -> list[Request]:
+        made = method(*args, **given)
+        self.requests += made
+        return made
+
+    def _reset(self, method: Callable[[], None]) -> None:
+        self._running.clear()
+        method()
+
+    def _schedule(self, method: Callable[[], ScheduledBatch | None]) -> ScheduledBatch | None:
+        began = self._clock()
+        batch = method()
+        if batch is not None:
+            now, sampled = self._clock(), len(batch.sampled)
+            number = len(self.steps) + len(self._running) + 1
+            step = StepTrace(number, began, len(batch.rows), batch.num_tokens, len(batch.decodes), sampled, now - began)
+            step._scheduled_s = now
+            self._running.append(step)
+        return batch
+
+    def _submit(self, method: Callable[[StepInput], Any], given: StepInput) -> Any:
+        step, log, engine = self._running[-1], self._log, self._engine()
+        assert engine is not None
+        built = self._clock()
+        step.profiled = self._before_step(step)
+        began, writing, known = self._clock(), log.writing_s, len(log.functions)
+        step.shape, step.build_s, step.profiler_s = given.shape, built - step._scheduled_s, began - built
+        step.moved_bytes = moved_bytes(given.moves, engine.memory.layout.block_bytes)
+        programs = list(getattr(engine.executor, "programs", ()))
+        pending = method(given)
+        now, new = self._clock(), log.functions[known:]
+        for function in new:
+            function.step, function.engine, function.reason = step.step, self.number, reason_of(function.key, programs)
+            programs.append(function.key)
+        step.compiled, step.compile_s = [f.name for f in new], sum(f.traced_s + f.compiled_s for f in new)
+        step.submit_s = max(now - began - step.compile_s - (log.writing_s - writing), 0.0)
+        step._submitted_s = now
+        return _Pending(pending, lambda result: self._wait(step, result))
+
+    def _wait(self, step: StepTrace, result: Callable[[], Any]) -> Any:
+        began = self._clock()
+        output = result()
+        now = self._clock()
+        step.wait_s, step._result_s = now - began, now
+        step.device_s = now - max(step._submitted_s - step.submit_s, self._last_result_s)
+        self._last_result_s = now
+        return output
+
+    def _observe(self, engine: Engine) -> None:
+        if not self._running:
+            return
+        step, now = self._running.popleft(), engine.clock()
+        step.finish_s, step.ended_s, step.record = now - step._result_s, now, engine.records[-1]
+        self.steps.append(step)
+        self._after_step(step)
+        step.profiler_s += self._clock() - now
+
+
+def moved_bytes(moves: Moves | None, block_bytes: int) -> dict[str, int]:
+    """Returns the bytes of moved blocks: saved to the host, copied on the device, loaded from the host."""
+    if moves is None:
+        return {}
+    counts = {"saved": len(moves.saves), "copied": len(moves.copies), "loaded": len(moves.loads)}
+    return {way: count * block_bytes for way, count in counts.items() if count}
