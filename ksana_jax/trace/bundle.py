@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ksana_jax.config import ConfigError
 from ksana_jax.engine import build
 from ksana_jax.engine.engine import Engine, Request
@@ -99,11 +101,15 @@ def tracing(folder: str | Path, *, command: str = "", profile_steps: int = PROFI
     trace = Trace(folder, command, log, Profiler(folder / "profile", profile_steps))
     build.observers.append(trace.watch)
     compiling.observers.append(log)
+    # A program from jax's cache on disk may have been compiled from the same operations in other scopes.
+    shared = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
         yield trace
     finally:
         build.observers.remove(trace.watch)
         compiling.observers.remove(log)
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", shared)
         trace.profiler.stop()
         for watch in reversed(trace.watches):
             watch.stop()
