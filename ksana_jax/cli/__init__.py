@@ -45,6 +45,7 @@ COMMANDS = (
     studies.compare,
     studies.export,
     studies.inspect,
+    tracing.replay,
     tasks.tasks,
     text.generate,
     chat.chat,

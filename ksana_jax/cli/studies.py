@@ -40,8 +40,8 @@ def report(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="the run to compare with it", show_default=False)],
+    a: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote, or a recording", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="the run or recording to compare with it", show_default=False)],
     out: Annotated[
         Path | None, typer.Option(help="folder for compare.md and compare.json", show_default="none")
     ] = None,
@@ -51,9 +51,15 @@ def compare(
 
     Rows are joined with those of the nearest settings. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
+
+    Of two recordings (`ksana trace --record`), shows the first step in which their decisions, blocks and tokens differ.
     """
     from ksana_jax.experiments.command import compare_and_show
+    from ksana_jax.trace.command import compare_recordings
+    from ksana_jax.trace.recording import is_recording
 
+    if is_recording(a) and is_recording(b):
+        return compare_recordings(a, b, out, as_json)
     compare_and_show(a, b, out, as_json)
 
 

@@ -1,4 +1,4 @@
-"""`ksana trace`: runs an experiment or another command, and writes what its engines did to a folder."""
+"""`ksana trace` and `ksana replay`: write down what engines do, and do it again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ksana_jax.cli.options import AsJson
 
 
 def trace(
@@ -22,6 +24,9 @@ def trace(
     profile_steps: Annotated[
         int, typer.Option(help="steps that run under jax's profiler, after the first that compiles nothing; 0: none")
     ] = 64,
+    record: Annotated[
+        bool, typer.Option("--record", help="also record requests, decisions, blocks and tokens, for `ksana replay`")
+    ] = False,
 ) -> None:
     """Runs an experiment or a benchmark and writes a bundle: index.html, steps, requests, HLO, costs, a profile.
 
@@ -39,10 +44,31 @@ def trace(
     root = context.find_root()
     words = ["--debug"] * root.params["debug"]
     words += command_line(target, list(getattr(root.command, "commands", {})), out)
-    with tracing(out, command=f"ksana {' '.join(target)}", profile_steps=profile_steps) as seen:
+    with tracing(out, command=f"ksana {' '.join(target)}", profile_steps=profile_steps, record=record) as seen:
         code = root.command.main(words, prog_name="ksana", standalone_mode=False)
     if not seen.watches:
         raise ValueError(f"ksana {' '.join(target)} built no engine, so there is nothing to trace")
     folders = ", ".join(f"engine-{watch.number}" for watch in seen.watches[:3]) + ", ..." * (len(seen.watches) > 3)
     Console(highlight=False).print(f"{escape(str(out))}: index.html, trace.json, functions, {folders}")
     raise typer.Exit(code or 0)
+
+
+def replay(
+    recording: Annotated[Path, typer.Argument(help="a recording, or a folder with one", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="settings of the engine to change, such as policy=shortest_first", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for the replay's own recording; new or empty", show_default="none")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replays a recording of `ksana trace --record` step by step, and reports the first difference.
+
+    The same requests enter before the same steps; decisions, blocks and tokens are compared. Without overrides a
+    difference ends the replay with exit code 1; with them, it goes on to the end.
+    """
+    from ksana_jax.trace.command import replay_and_show
+
+    raise typer.Exit(replay_and_show(recording, overrides or [], out, as_json))

@@ -77,6 +77,8 @@ class Engine:
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
         self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
         self.memory_plan = memory_plan
+        # Model and load_format of the LLM that has read the weights; None if they were in memory.
+        self.source: tuple[str, str] | None = None
         self.max_model_len = scheduler.max_model_len
         self.intake = Intake(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}

@@ -80,6 +80,7 @@ class LLM:
         elif tokenizer is None:
             tokenizer = find_tokenizer(model_dir)
         self._build(model_config, config, read_params, pattern, tokenizer, before)
+        self.engine.source = (self.name, load_format)
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:

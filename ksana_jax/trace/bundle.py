@@ -19,10 +19,11 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.experiments.environment import environment
 from ksana_jax.files import write_atomic
 from ksana_jax.runner import compiling
-from ksana_jax.trace import page
+from ksana_jax.trace import page, recording
 from ksana_jax.trace.functions import CompilationLog
 from ksana_jax.trace.parts import operations, seconds_by_part
 from ksana_jax.trace.profile import Profiler
+from ksana_jax.trace.recorder import Recorder
 from ksana_jax.trace.summary import compile_summary, summary
 from ksana_jax.trace.watch import EngineWatch
 
@@ -38,14 +39,17 @@ class Trace:
     """What a trace has seen so far; `tracing` yields it and writes it at the end.
 
     engines: description of each engine, with its steps and requests in the watch of the same index.
+    record: whether each engine is recorded, by the recorder of the same index.
     """
 
     folder: Path
     command: str
     log: CompilationLog
     profiler: Profiler
+    record: bool = False
     engines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     watches: list[EngineWatch] = dataclasses.field(default_factory=list)
+    recorders: list[Recorder] = dataclasses.field(default_factory=list)
     began: float = dataclasses.field(default_factory=time.time)
 
     def watch(self, engine: Engine) -> None:
@@ -53,6 +57,15 @@ class Trace:
         number = len(self.watches) + 1
         self.engines.append(description(engine) | {"engine": number})
         self.watches.append(EngineWatch(engine, number, self.log, self.profiler.before_step, self.profiler.after_step))
+
+        if self.record:
+            self.recorders.append(Recorder(engine))
+
+    def stop(self) -> None:
+        """Leaves all engines as they were."""
+        self.profiler.stop()
+        for observer in (*reversed(self.recorders), *reversed(self.watches)):
+            observer.stop()
 
     def plain(self) -> dict[str, Any]:
         """Returns the trace as plain values for JSON; lines of steps and requests are in files of their own."""
@@ -78,7 +91,9 @@ class Trace:
 
 
 @contextlib.contextmanager
-def tracing(folder: str | Path, *, command: str = "", profile_steps: int = PROFILED_STEPS) -> Iterator[Trace]:
+def tracing(
+    folder: str | Path, *, command: str = "", profile_steps: int = PROFILED_STEPS, record: bool = False
+) -> Iterator[Trace]:
     """Traces every engine that is built inside, and writes a bundle: index.html, trace.json, and the files it names.
 
         with tracing("runs/trace"):
@@ -91,6 +106,7 @@ def tracing(folder: str | Path, *, command: str = "", profile_steps: int = PROFI
       folder: must not exist, or be empty.
       command: shown on the page.
       profile_steps: steps that run under jax's profiler, from the first that compiles nothing; 0 runs no profiler.
+      record: also record each engine, for `ksana replay` and `ksana compare`.
 
     Raises:
       ConfigError: the folder has files.
@@ -98,7 +114,7 @@ def tracing(folder: str | Path, *, command: str = "", profile_steps: int = PROFI
     folder = Path(folder)
     check_new(folder)
     log = CompilationLog(folder / "functions")
-    trace = Trace(folder, command, log, Profiler(folder / "profile", profile_steps))
+    trace = Trace(folder, command, log, Profiler(folder / "profile", profile_steps), record)
     build.observers.append(trace.watch)
     compiling.observers.append(log)
     # A program from jax's cache on disk may have been compiled from the same operations in other scopes.
@@ -110,9 +126,7 @@ def tracing(folder: str | Path, *, command: str = "", profile_steps: int = PROFI
         build.observers.remove(trace.watch)
         compiling.observers.remove(log)
         jax.config.update("jax_compilation_cache_include_metadata_in_key", shared)
-        trace.profiler.stop()
-        for watch in reversed(trace.watches):
-            watch.stop()
+        trace.stop()
         if trace.watches:
             write(trace)
 
@@ -136,6 +150,8 @@ def write(trace: Trace) -> None:
         folder.mkdir(exist_ok=True)
         write_atomic(folder / "steps.jsonl", _lines(of_steps))
         write_atomic(folder / "requests.jsonl", _lines(of_requests))
+        if trace.record:
+            trace.recorders[number - 1].write(folder / recording.NAME)
     write_atomic(trace.folder / "trace.json", json.dumps(content, indent=1) + "\n")
     write_atomic(trace.folder / "index.html", page.render(content, steps, requests))
 

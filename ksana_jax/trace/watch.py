@@ -117,7 +117,7 @@ class EngineWatch:
         # Weakly: whoever drops the engine wants its pool back.
         self._engine = weakref.ref(engine)
         self._wrappers = Wrappers()
-        self._wrappers.add(engine, "scheduler", "schedule", self._schedule)
+        self._wrappers.add(engine, "scheduler", "_schedule", self._schedule)
         self._wrappers.add(engine, "executor", "submit", self._submit)
         self._wrappers.add(engine, "executor", "reset", self._reset)
         self._wrappers.add(engine, "intake", "new_requests", self._new_requests)

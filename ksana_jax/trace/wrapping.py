@@ -19,8 +19,8 @@ class Wrappers:
         self._active = True
 
     def add(self, engine: Engine, part: str, name: str, wrapper: Callable[..., Any]) -> None:
-        """Wraps the method `name` of `engine.part`."""
-        owner = getattr(engine, part)
+        """Wraps the method `name` of `engine.part`, or of the engine itself if `part` is empty."""
+        owner = getattr(engine, part) if part else engine
         method = getattr(owner, name)
 
         def wrapped(*args: Any, **given: Any) -> Any:
@@ -35,8 +35,8 @@ class Wrappers:
         """Takes the wrappers off; one that others have wrapped since stays and does nothing."""
         self._active = False
         for part, name in reversed(self._places):
-            owner = getattr(engine, part)
-            mine = vars(owner).get(name)
+            owner = getattr(engine, part) if part else engine
+            mine: Any = vars(owner).get(name)
             if getattr(mine, "belongs_to", None) is self:
                 delattr(owner, name)
                 if not hasattr(mine.method, "__self__"):  # a wrapper of another

@@ -32,11 +32,11 @@ def test_a_watched_engine_gives_the_same_tokens_and_is_left_as_it_was(tmp_path):
         requests = busy(engine)
         for _ in range(4):
             step(engine)
-        assert "schedule" in vars(engine.scheduler)
+        assert "_schedule" in vars(engine.scheduler)
     run(engine)
     assert tokens(requests) == tokens(expected)
     assert len(trace.watches[0].steps) == 4  # nothing is seen after the end
-    assert not ({"schedule", "submit", "reset", "new_requests"} & {*vars(engine.scheduler), *vars(engine.executor)})
+    assert not ({"_schedule", "submit", "reset", "new_requests"} & {*vars(engine.scheduler), *vars(engine.executor)})
     assert "new_requests" not in vars(engine.intake) and not engine.observers
     assert build.observers == [] and compiling.observers == []
 

@@ -1,0 +1,82 @@
+"""What `ksana replay`, and `ksana compare` of recordings, print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.experiments.dotted import dotlist
+from ksana_jax.files import write_atomic
+from ksana_jax.trace import differences, recording
+from ksana_jax.trace.bundle import check_new
+from ksana_jax.trace.replay import make_llm, replay
+
+
+def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_json: bool) -> int:
+    """Replays a recording and prints how it went; returns the exit code: 1 if it differed and no setting was changed.
+
+    Args:
+      out: folder for the recording of the replay; None writes none.
+    """
+    made = recording.read(path)
+    settings = dotlist(list(overrides))
+    if out is not None:
+        check_new(out)
+    engine = make_llm(made, settings).engine
+    done = replay(made, engine, to_the_end=bool(settings))
+    what = f"{done.num_steps:,} steps of {len(made.steps):,}, {made.num_requests:,} requests"
+    if done.difference is None:
+        print(f"{what}: the same decisions, blocks and tokens")
+    else:
+        print("\n".join([what, *done.difference.lines()]))
+        print(_hardware(made, engine), end="")
+    if out is not None:
+        done.recorder.write(out / recording.NAME)
+        print(f"{out}: {recording.NAME}")
+    if as_json:
+        found = None if done.difference is None else dataclasses.asdict(done.difference)
+        print(json.dumps({"steps": done.num_steps, "recorded_steps": len(made.steps), "difference": found}))
+    return int(done.difference is not None and not settings)
+
+
+def _hardware(made: recording.Recording, engine: Any) -> str:
+    """Says what the recording ran on, where that is something else than here."""
+    import jax
+
+    here = {"device": jax.devices()[0].device_kind, "implementation": engine.executor.implementation.name}
+    lines = [f"recorded with {k} {made.header[k]}, here {v}\n" for k, v in here.items() if made.header[k] != v]
+    return "".join(lines)
+
+
+def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> None:
+    """Prints where two recordings part: settings, requests, and the first step of each kind of difference.
+
+    Args:
+      out: folder for compare.json; None writes nothing.
+    """
+    left, right = recording.read(a), recording.read(b)
+    settings, requests = differences.other_settings(left, right), differences.other_requests(left, right)
+    found = differences.first_differences(left, right)
+    for name, values in settings.items():
+        print(f"{name}: " + " and ".join(f"{value!s:.60}" for value in values))
+    if requests is not None:
+        print(f"The requests are not the same: {requests}")
+    for kind in differences.KINDS:
+        if (difference := found.get(kind)) is None:
+            print(f"no {differences.WORDS[kind]} differs in {len(left.steps):,} steps")
+        else:
+            print("\n".join(difference.lines("A", "B")))
+    plain = {
+        "settings": settings,
+        "requests": requests,
+        "steps": [len(left.steps), len(right.steps)],
+        "differences": {kind: dataclasses.asdict(difference) for kind, difference in found.items()},
+    }
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / "compare.json", json.dumps(plain) + "\n")
+    if as_json:
+        print(json.dumps(plain))
