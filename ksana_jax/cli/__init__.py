@@ -63,7 +63,6 @@ app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True
 
 benches = groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup)
 benches.command("host", cls=groups.Command)(machine.bench_host)
-benches.command("throughput", cls=groups.Command)(machine.bench_throughput)
 app.add_typer(benches, name="bench")
 
 kernels = groups.group("Checks of the GPU kernels that need no GPU.")

@@ -109,33 +109,6 @@ def bench_host(
     )
 
 
-def bench_throughput(
-    model: Annotated[str, typer.Option(help="a Hugging Face directory, or ksana-tiny")] = "ksana-tiny",
-    dtype: Annotated[str, typer.Option(help="f32, bf16 or f16")] = "f32",
-    requests: Annotated[int, typer.Option(help="number of requests, all submitted at the start")] = 32,
-    seed: Annotated[int, typer.Option(help="seed for lengths and prompts")] = 0,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="blocks in the pool", show_default="as many as all requests need")
-    ] = None,
-    kv_eviction: KVEviction = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measures output tokens per second: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
-
-    With --kv-eviction, also how many requests a pool of as many bytes serves at once if they evict."""
-    from ksana_jax.bench.throughput import main as measure
-
-    measure(
-        model,
-        dtype=dtype,
-        num_requests=requests,
-        seed=seed,
-        as_json=as_json,
-        num_blocks=num_blocks,
-        kv_eviction=read_setting("kv_eviction", kv_eviction),
-    )
-
-
 def kernels_check(
     target: Annotated[str, typer.Option(help="h200, h100, a100 (Triton kernels only) or v5e, a TPU")] = "h200",
     only: Annotated[str, typer.Option(help="check only cases whose line of output matches", metavar="REGEX")] = "",

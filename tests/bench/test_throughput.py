@@ -1,33 +1,171 @@
-"""`ksana bench throughput`: what is printed of two runs of the workload."""
+"""`ksana bench throughput`: what is measured of engines and peers that are fakes."""
 
-import json
+import dataclasses
+import os
+import sys
 
 import pytest
 
-from ksana_jax.bench import throughput
-from ksana_jax.config import ConfigError
+from ksana_jax.bench import bounds, command, core, peer_process, throughput
+from ksana_jax.bench.bounds import Rates, Work, work_of
+from ksana_jax.bench.core import Absent
+from ksana_jax.bench.peer_process import PeerProcess
+from ksana_jax.bench.peers import PEERS, PeerSpec
+from ksana_jax.bench.throughput import BOUND, EVICTING, OURS, Throughput
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.experiments.tasks.results import ResultRow
 
-RUN = {"requests": 2, "prompt_tokens": 60, "output_tokens": 40, "seconds": 2.0, "output_tokens_per_s": 20.0}
-RUN |= {"dtype": "f32", "implementation": "xla", "platform": "cpu", "compilations": 5, "warm_up_s": 1.0}
-RUN |= {"compilations_after_warmup": 0, "num_blocks": 10, "block_bytes": 1000, "running": 1.5, "steps": 40}
+MODEL = ModelConfig(
+    vocab_size=100, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=16, tie_embeddings=False
+)
 
 
-def test_evictions_are_compared_in_a_pool_of_as_many_bytes(monkeypatch, capsys):
-    def run(model, **settings):
-        evicts = "kv_eviction" in settings
-        asked = (settings["num_blocks"], settings.get("memory_bytes"))
-        assert asked == ((None, 10_000) if evicts else (10, None))
-        changed = {"num_blocks": 8, "block_bytes": 1250, "running": 6.0, "output_tokens_per_s": 50.0} if evicts else {}
-        return RUN | changed | {"token_ids": []}
+class FakeLLM:
+    def __init__(self, num_blocks):
+        self.num_blocks, self.block_bytes, self.model_config, self.warm = num_blocks, 1000, MODEL, None
 
+    def warm_up(self, max_len):
+        self.warm = max_len
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Engines that are asked for, whose runs take 2 s without and 1 s with evictions, and bounds of 0.5 s."""
+    made = []
+
+    def make_llm(model, **settings):
+        made.append(settings)
+        return FakeLLM(settings.get("num_blocks") or 8)
+
+    def run(llm, prompts, lengths):
+        evicts = llm.num_blocks == 8
+        found = {"num_blocks": llm.num_blocks, "running": 6.0 if evicts else 1.5, "steps": 40}
+        return 1.0 if evicts else 2.0, [[1]] * len(prompts), found
+
+    monkeypatch.setattr("ksana_jax.bench.latency.make_llm", make_llm)
     monkeypatch.setattr(throughput, "run", run)
+    monkeypatch.setattr(bounds, "measure_rates", lambda dtype: Rates(1.0, 1.0))
+    monkeypatch.setattr(bounds, "work_of", lambda *_: Work(0.5, 0.25))
+    return made
+
+
+def rows_of(bench, repeats=1):
+    made = command.report_of(bench, core.run(bench, repeats)[0])
+    return {(row.label, row.point["requests"]): row for row in made.rows}, made
+
+
+def test_evictions_are_compared_in_a_pool_of_as_many_bytes(engines):
     setting = {"method": "h2o", "budget": 0.2}
-    throughput.main("any", num_blocks=10, kv_eviction=setting, as_json=True)
-    *_, full, evicting, times, last = capsys.readouterr().out.splitlines()
-    assert full.split() == ["everything", "10", "1.50", "40", "20"]
-    assert evicting.split() == ["method", "h2o,", "budget", "0.2", "8", "6.00", "40", "50"]
-    assert times == "4.00 times the requests at once, 2.50 times the output tokens/s"
-    found = json.loads(last)
-    assert found["running"] == 1.5 and found["evicting"]["running"] == 6.0
+    rows, made = rows_of(Throughput(num_blocks=10, kv_eviction=setting, requests=(2,)))
+    assert [s.get("num_blocks") for s in engines] == [10, None]
+    assert engines[1]["memory_bytes"] == 10_000 and engines[1]["kv_eviction"] == setting
+    assert rows[OURS, 2].mean("running") == 1.5 and rows[EVICTING, 2].mean("running") == 6.0
+    assert "evicting gives 2.00 times the output tokens/s" in made.conclusion
     with pytest.raises(ConfigError, match="kv_eviction method is 'h20'"):
-        throughput.main("any", kv_eviction={"method": "h20"})
+        Throughput(kv_eviction={"method": "h20"}).cases()
+
+
+def test_every_engine_is_told_its_share_of_the_bound(engines):
+    rows, _ = rows_of(Throughput(num_blocks=10, requests=(2, 1)))
+    assert rows[OURS, 2].mean("of_bound") == 0.25 and rows[BOUND, 2].mean("of_bound") is None
+    assert rows[OURS, 1].mean("output_tokens_per_s") == 64.0  # 128 tokens of one request in 2 s
+
+
+def test_a_missing_environment_of_peers_gives_rows_that_say_so(engines, tmp_path):
+    rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), peers=str(tmp_path / "none")))
+    assert all(rows[label, 2].mean("run_s") is None for label in PEERS)
+    absent = f"absent, there is no environment {tmp_path / 'none'}: `make peers`"
+    assert sum(absent in note for note in made.notes) == len(PEERS)
+    assert rows[OURS, 2].mean("run_s") == 2.0
+
+
+@dataclasses.dataclass
+class FakePeer:
+    spec: PeerSpec
+    environment: object
+    model: str
+    dtype: str
+    threads: int
+    rows: int
+    max_model_len: int
+    pid: int = 0
+    versions: str = "peer 1"
+
+    def generate(self, prompts, lengths):
+        if self.spec.script == "of_vllm":
+            raise Absent("failed: no")
+        return 4.0, [[1], [2]]
+
+    def close(self):
+        pass
+
+
+def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch, tmp_path):
+    monkeypatch.setattr(peer_process, "PeerProcess", FakePeer)
+    monkeypatch.setattr(throughput, "_export_random", lambda *_: None)
+    rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), peers=str(tmp_path)), repeats=2)
+    found = rows["transformers, static batch", 2]
+    assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
+    assert made.conclusion == "2 requests: 2.00 times the output tokens/s of transformers, static batch."
+    assert "transformers, static batch: peer 1." in made.notes
+    assert rows["vLLM", 2].mean("run_s") is None and any("vLLM, requests 2: failed: no" in n for n in made.notes)
+
+
+PEER = """
+class Toy:
+    def __init__(self, model, rows):
+        print("noise")
+        if model == "bad":
+            raise ValueError("no such model")
+        self.rows = rows
+    def versions(self):
+        return f"toy {self.rows}"
+    def prepare(self):
+        self.prepared = True
+    def generate(self, prompts, lengths):
+        assert self.prepared
+        print("more noise")
+        if len(prompts) > self.rows:
+            raise SystemExit("too many")
+        return [p[-1:] * n for p, n in zip(prompts, lengths)]
+"""
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    (tmp_path / "toy_peer.py").write_text(PEER)
+    (tmp_path / "bin").mkdir()
+    os.symlink(sys.executable, tmp_path / "bin" / "python")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_a_peer_answers_over_pipes_and_its_failures_are_told(environment):
+    spec = PeerSpec("toy_peer", "Toy", "json")
+    peer = PeerProcess(spec, environment, model="m", rows=2)
+    seconds, tokens = peer.generate([[1, 2], [3]], [2, 3])
+    assert (peer.versions, tokens) == ("toy 2", [[2, 2], [3, 3, 3]]) and 0 <= seconds < 10
+    with pytest.raises(Absent, match="failed, its process ended: too many"):
+        peer.generate([[1]] * 3, [1] * 3)
+    peer.close()
+    with pytest.raises(Absent, match="failed: ValueError: no such model"):
+        PeerProcess(spec, environment, model="bad", rows=2)
+    with pytest.raises(Absent, match="has no no_such_package: `make peers` installs it"):
+        PeerProcess(spec._replace(package="no_such_package"), environment, model="m", rows=2)
+
+
+def test_the_bound_counts_every_weight_key_and_product_once():
+    # One request of three prompt tokens and two of output: the prompt, then one step that reads four keys.
+    work = work_of(MODEL, "bf16", [3], [2])
+    body, head = 2 * (2 * (2 * 64 + 2 * 32 + 3 * 128 + 2 * 8) + 8), 2 * 800
+    weight_bytes = (body + head) // 2 * 2
+    kv_token = 2 * 2 * 1 * 4 * 2
+    assert work.num_bytes == 2 * weight_bytes + 4 * kv_token
+    assert work.flop == 4 * body + 2 * head + (1 + 2 + 3 + 4) * 4 * 2 * 2 * 4
+    assert Work(6.0, 8.0).seconds(Rates(2.0, 4.0)) == 3.0
+
+
+def test_the_notes_have_the_rates_of_the_bound():
+    m = {"metric": "repetition", "turn": 0, "compilations": 0, "load": 0.0, "seconds": 1.0}
+    row = ResultRow(BOUND, {"requests": 2}, 1, [[m | {"bytes_per_s": 2e9, "flop_per_s": 3e9}]], {})
+    assert "at 2.0 GB/s" in Throughput().notes([row])[0] and "at 3 GFLOP/s" in Throughput().notes([row])[0]

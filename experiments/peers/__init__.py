@@ -1,1 +1,0 @@
-"""Other engines on the same machine, the same weights and the same requests, in one run."""

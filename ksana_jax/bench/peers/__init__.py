@@ -1,0 +1,25 @@
+"""Other engines, measured by `ksana bench throughput`; they run in an environment of their own (`make peers`).
+
+Each is a class of a script in this folder, which a process of that environment runs (`worker`): they import nothing of
+ksana_jax, and this package imports none of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PeerSpec(NamedTuple):
+    """A peer. script, name: its class. package: what must be installed; how: the command that installs it."""
+
+    script: str
+    name: str
+    package: str
+    how: str = "`make peers`"
+
+
+PEERS: dict[str, PeerSpec] = {
+    "transformers, static batch": PeerSpec("of_transformers", "Static", "transformers"),
+    "transformers, continuous": PeerSpec("of_transformers", "Continuous", "transformers"),
+    "vLLM": PeerSpec("of_vllm", "Engine", "vllm", "`make peers`, which takes a build for CPUs by a third party"),
+}
