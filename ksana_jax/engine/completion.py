@@ -179,6 +179,18 @@ class Request:
             completion.fail(f"{type(failure).__name__}: {failure}")
         self.notify()
 
+    def close(self, now: float) -> None:
+        """Completes texts and metrics once all completions have ended."""
+        metrics = self.metrics
+        metrics.finished_s = now
+        for completion in self.completions:
+            completion.close()
+        lengths = [len(c.seq.token_ids) - c.seq.num_prompt for c in self.completions]
+        metrics.num_output_tokens, metrics.longest_output = sum(lengths), max(lengths)
+        metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
+        if self.beams is not None:
+            metrics.num_preemptions += self.beams.num_preemptions
+
     @property
     def sequences(self) -> list[Sequence]:
         """Returns its running sequences: one per completion, or its beams."""

@@ -14,7 +14,6 @@ import numpy as np
 from ksana_jax import interrupts
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.engine import report
-from ksana_jax.engine.beam import advance
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.intake import Intake
@@ -262,11 +261,12 @@ class Engine:
 
     def _report(self, step: _Submitted, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
         """Adds new tokens to their requests; returns the requests with something new, in order."""
-        reported = self._report_tokens(step.batch, output, result, watched)
+        reported = report.add_tokens(step.batch, output, result, watched, self._stop_by_text)
         for seq in result.finished:
             reported.setdefault(seq.owner)
         if len(result.beams):
-            self._advance_beams(step.batch, output, result, reported)
+            new_beam, fail = self.intake.new_beam, functools.partial(self._end, reason=FinishReason.ERROR)
+            reported |= report.advance_beams(self.scheduler, step.batch, output, result, new_beam, fail)
         return reported
 
     def _close_ended(self, reported: dict[Request, None], now: float) -> None:
@@ -350,46 +350,6 @@ class Engine:
             self.executor.move(moves)
             self.memory.commit()
 
-    def _report_tokens(self, batch, output: StepOutput, result: StepResult, rows_of) -> dict[Request, None]:
-        """Adds new tokens to the completions that want them; returns their requests, in order."""
-        reported: dict[Request, None] = {}
-        if not rows_of:
-            return reported
-        place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
-        token_of = dict(zip(result.rows.tolist(), result.tokens.tolist(), strict=True))
-        for completion, row in rows_of.items():
-            if row not in token_of or not completion.watched:
-                continue
-            stop = completion.add(token_of[row], output.scores, place_of[row])
-            if stop is not None:
-                self._stop_by_text(completion.seq, stop)
-                reported.setdefault(completion.seq.owner)
-            if completion.streams:
-                reported.setdefault(completion.seq.owner)
-        return reported
-
-    def _advance_beams(self, batch, output: StepOutput, result: StepResult, reported) -> None:
-        """Passes the scores of beams to their requests, which choose the continuations."""
-        place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
-        scores = output.scores
-        assert scores is not None
-        # Dropped beams leave their rows: who is where is asked before.
-        for seq, row in [(self.scheduler.rows.seqs[row], row) for row in result.beams.tolist()]:
-            assert seq is not None
-            request, place = seq.owner, place_of[row]
-            if output.tokens[place] < 0:
-                self._end(request, FinishReason.ERROR)
-                reported.setdefault(request)
-            if request.finished:
-                continue
-            top = slice(request.beams.num_candidates)
-            if not request.beams.report(seq, scores.top_ids[place, top], scores.top_logprobs[place, top]):
-                continue
-            new_beam = functools.partial(self.intake.new_beam, request, salt=seq.kv.salt)
-            if not advance(request.beams, self.scheduler, new_beam):
-                report.finish_beams(request)
-                reported.setdefault(request)
-
     def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in (*request.sequences, *(c.seq for c in request.completions)):
             self.scheduler.finish(seq, reason)
@@ -400,14 +360,7 @@ class Engine:
         self.scheduler.finish(seq, FinishReason.STOP, stop)
 
     def _close(self, request: Request, now: float | None = None) -> None:
+        request.close(self.clock() if now is None else now)
         for completion in request.completions:
-            completion.close()
             self._watched.pop(completion, None)
-        metrics = request.metrics
-        metrics.finished_s = self.clock() if now is None else now
-        lengths = [len(c.seq.token_ids) - c.seq.num_prompt for c in request.completions]
-        metrics.num_output_tokens, metrics.longest_output = sum(lengths), max(lengths)
-        metrics.num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
-        if request.beams is not None:
-            metrics.num_preemptions += request.beams.num_preemptions
         self.requests.pop(request.request_id, None)

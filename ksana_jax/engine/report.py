@@ -1,13 +1,18 @@
-"""Reports of a step besides its tokens: first-token times, prompt scores, best beams, the step's record."""
+"""Reports of a step: first-token times, tokens and scores, beams, the step's record."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
+from ksana_jax.engine.beam import advance
 from ksana_jax.engine.completion import Completion, Request, top_logprobs
 from ksana_jax.metrics import StepRecord
+from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.sequence import Rows
+from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 
@@ -56,6 +61,71 @@ def add_prompt_scores(
             token_id = int(rows.token_ids[row, first + offset])
             seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
         seq.num_scored = max(seq.num_scored, end + 1)
+
+
+def add_tokens(
+    batch: ScheduledBatch,
+    output: StepOutput,
+    result: StepResult,
+    rows_of: dict[Completion, int],
+    stop_by_text: Callable[[Sequence, str], None],
+) -> dict[Request, None]:
+    """Adds new tokens to the completions that want them; returns their requests, in order.
+
+    Args:
+      rows_of: row of each completion that wants them.
+      stop_by_text: ends a sequence whose text has come to a stop string.
+    """
+    reported: dict[Request, None] = {}
+    if not rows_of:
+        return reported
+    place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
+    token_of = dict(zip(result.rows.tolist(), result.tokens.tolist(), strict=True))
+    for completion, row in rows_of.items():
+        if row not in token_of or not completion.watched:
+            continue
+        stop = completion.add(token_of[row], output.scores, place_of[row])
+        if stop is not None:
+            stop_by_text(completion.seq, stop)
+            reported.setdefault(completion.seq.owner)
+        if completion.streams:
+            reported.setdefault(completion.seq.owner)
+    return reported
+
+
+def advance_beams(
+    scheduler: Scheduler,
+    batch: ScheduledBatch,
+    output: StepOutput,
+    result: StepResult,
+    new_beam: Callable[..., Sequence],
+    fail: Callable[[Request], None],
+) -> dict[Request, None]:
+    """Passes the scores of beams to their requests, which choose the continuations; returns requests that have ended.
+
+    Args:
+      new_beam: see `Intake.new_beam`. fail: ends a request because its scores are not finite.
+    """
+    reported: dict[Request, None] = {}
+    place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
+    scores = output.scores
+    assert scores is not None
+    # Dropped beams leave their rows: who is where is asked before.
+    for seq, row in [(scheduler.rows.seqs[row], row) for row in result.beams.tolist()]:
+        assert seq is not None
+        request, place = seq.owner, place_of[row]
+        if output.tokens[place] < 0:
+            fail(request)
+            reported.setdefault(request)
+        if request.finished:
+            continue
+        top = slice(request.beams.num_candidates)
+        if not request.beams.report(seq, scores.top_ids[place, top], scores.top_logprobs[place, top]):
+            continue
+        if not advance(request.beams, scheduler, functools.partial(new_beam, request, salt=seq.kv.salt)):
+            finish_beams(request)
+            reported.setdefault(request)
+    return reported
 
 
 def record(
