@@ -173,6 +173,10 @@ class EngineConfig:
         with a query_tile of 32 with groups of four and 128 with MHA.
       policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
         "package.module:name" of your own, or the function itself.
+      async_scheduling: schedule and submit a step while the one before it runs; tokens are the same. Its sampled tokens
+        go from step to step on the device. Where a step depends on them in another way (beams, penalties, several
+        completions of one prompt, prefix caching under a window, a tier on the host, the embedding on the host, a pool
+        that is nearly full), the engine waits for them first.
       max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
         None takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
       memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
@@ -209,6 +213,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     query_tile: int = 32
     policy: Any = "fcfs"
+    async_scheduling: bool = False
     max_repositioned_sinks: int | None = None
     memory_bytes: int = 2 * GIB
     memory_fraction: float | None = None
@@ -246,6 +251,7 @@ class EngineConfig:
             checks.one_of("cache_write", self.cache_write, ("back", "through", "drop")),
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
             checks.one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS),
+            checks.boolean("async_scheduling", self.async_scheduling),
             checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
             error=ConfigError,

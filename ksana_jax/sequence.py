@@ -83,6 +83,8 @@ class Rows:
 
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; the tokens left to
     compute are num_tokens - num_computed.
+    num_known: [R] tokens that have been sampled; num_tokens, or one less while a step that samples the last token runs
+      (`expect`).
     num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
       cache position is its text position minus this number; the two are equal if nothing is evicted.
     block_tables, block_starts: [Gk, R, P] live blocks by position, and the cache position where each begins; FAR if
@@ -107,6 +109,7 @@ class Rows:
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.token_ids = np.zeros((num_rows, 64), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
+        self.num_known = np.zeros(num_rows, np.int32)
         self.num_computed = np.zeros(num_rows, np.int32)
         self.num_prompt = np.zeros(num_rows, np.int32)
         self.max_len = np.zeros(num_rows, np.int32)
@@ -151,7 +154,8 @@ class Rows:
         if count >= self.token_ids.shape[1]:
             self._grow(count + 1)
         self.token_ids[row, :count] = seq.token_ids
-        self.num_tokens[row], self.num_computed[row], self.num_prompt[row] = count, 0, seq.num_prompt
+        self.num_tokens[row] = self.num_known[row] = count
+        self.num_computed[row], self.num_prompt[row] = 0, seq.num_prompt
         self.max_len[row] = seq.max_len
         self.is_beam[row] = seq.is_beam
         self.min_len[row] = seq.num_prompt + p.min_tokens
@@ -172,10 +176,10 @@ class Rows:
         self.asks[row] = self.samples[row] or p.logprobs is not None or p.prompt_logprobs is not None
 
     def clear(self, row: int) -> None:
-        """Frees a row and moves its tokens back to its sequence. Its blocks must have been released."""
+        """Frees a row and moves its known tokens back to its sequence. Its blocks must have been released."""
         seq = self.seqs[row]
         assert seq is not None
-        seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        seq.token_ids = self.token_ids[row, : self.num_known[row]].copy()
         self.seqs[row], seq.row = None, None
         self.allocated_until[row] = self.prefix_end[row] = 0
         self.num_blocks[:, row] = self.return_at[:, row] = self.num_evicted[:, row] = 0
@@ -187,19 +191,37 @@ class Rows:
         self.asks[row] = self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
+    def num_left(self, rows: np.ndarray) -> np.ndarray:
+        """Returns how many tokens each row has left to compute; the last token of a text is never computed."""
+        return np.minimum(self.num_tokens[rows], self.max_len[rows] - 1) - self.num_computed[rows]
+
     def next_chunk(self, row: int) -> int:
         """Returns how many tokens a row can compute at once: what is left, but no more than up to its next eviction."""
         return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
 
+    def expect(self, rows: np.ndarray, places: np.ndarray) -> None:
+        """Reserves one token of each row for the one that a running step samples at a place among its sampled tokens.
+
+        Until `append`, -1 - place stands for it, as in `StepArrays.tokens`.
+        """
+        at = self._next(rows)
+        self.token_ids[rows, at] = -1 - places
+        self.num_tokens[rows] = at + 1
+
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Appends one token to each row; returns the new lengths."""
-        at = self.num_tokens[rows]
+        """Appends one token to each row, or gives the expected one; returns the new lengths."""
+        at = self._next(rows)
+        self.token_ids[rows, at] = tokens
+        length = self.num_tokens[rows] = self.num_known[rows] = at + 1
+        return length
+
+    def _next(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the place of each row's next token."""
+        at = self.num_known[rows]
         longest = int(at.max(initial=0))
         if longest >= self.token_ids.shape[1]:
             self._grow(longest + 1)
-        self.token_ids[rows, at] = tokens
-        length = self.num_tokens[rows] = at + 1
-        return length
+        return at
 
     def block_ids(self, row: int) -> np.ndarray:
         """Returns the ids of the blocks that a row holds, group by group."""

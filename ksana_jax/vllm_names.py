@@ -221,8 +221,8 @@ SAME = {
     LLM: """
 dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
 kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
-max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; seed=1; load_format="dummy";
-tokenizer="ksana-tiny"
+max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; async_scheduling=True; seed=1;
+load_format="dummy"; tokenizer="ksana-tiny"
 """,
     GENERATE: """
 prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]];
@@ -248,6 +248,7 @@ Other differences:
   draws a progress bar on standard error.
 - `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
 - `enable_prefix_caching` is off by default, because a measurement that repeats its prompts would measure the cache.
+- `async_scheduling` is off by default: steps one after the other are easier to follow and to time.
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
 - There is no `AsyncLLMEngine` and no server; `llm.stream(...)` yields outputs as they grow, and with `delta=True` only

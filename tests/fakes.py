@@ -19,7 +19,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR
 from ksana_jax.request import SamplingParams
 from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape
+from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, fed
 from tests.fake_network import (
     FULLY,
     HEAD_DIM,
@@ -71,6 +71,7 @@ class FakeExecutor:
         self.fails: str | None = None
         self.set_patterns(patterns)
         self._num_noises = 0
+        self._sampled = np.zeros(1, np.int32)
         self.layout = layout or KVLayout(group_layers(patterns), block_size)
         self._allocate(host_slots)
         self.reset()
@@ -120,6 +121,7 @@ class FakeExecutor:
             self.scramble(np.ones(self.num_blocks, bool))
             raise self.Failed("as told")
         a, shape = step.arrays, step.shape
+        a = a._replace(tokens=fed(a.tokens, self._sampled, np))
         tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
         groups = [self._read(a.of_group(group), shape) for group in range(len(self.layout.groups))]
         hidden = embed(a.tokens, np.maximum(a.positions, 0))
@@ -130,6 +132,7 @@ class FakeExecutor:
         if (s := step.sampling) is not None:
             seeds = (u64(s.seeds[:, 0]) << np.uint64(32)) + u64(s.seeds[:, 1])
             tokens = np.where(s.temperature > 0, choose(last, self.vocab, seeds, s.num_outputs), tokens)
+        self._sampled = np.append(tokens, -1)  # never empty
         return StepOutput(
             tokens,
             None if step.num_logprobs is None else score(last, tokens, step.num_logprobs, self.vocab),
@@ -215,6 +218,7 @@ class FakeExecutor:
         assert (a.block_starts[~absent] % self.block_size == 0).all()
         gaps = np.diff(a.block_starts, axis=2)
         assert ((gaps > 0) | absent[:, :, 1:]).all() and (gaps >= 0).all(), "blocks are not in the order of the text"
+        assert a.tokens.min() >= 1 - len(self._sampled), "a token that the step before did not sample"
         assert ((a.sampled >= 0) & (a.sampled < tokens)).all() and 0 <= step.num_sampled <= shape.max_sampled
         if step.sampling is not None:
             given = [x for x in step.sampling if x is not None]
@@ -231,6 +235,7 @@ def make_engine(
     query_tile: int = 4,
     max_model_len: int = 64,
     policy: Any = "fcfs",
+    async_scheduling: bool = False,
     caching: bool = False,
     replacement: Any = "lru",
     preempt: Any = "auto",
@@ -259,6 +264,7 @@ def make_engine(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         policy=policy,
+        async_scheduling=async_scheduling,
         preempt=preempt,
         max_num_batched_tokens=max_num_batched_tokens,
         query_tile=query_tile,

@@ -53,7 +53,17 @@ def seen_in(kind: type[Simulation], num_lives: int):
 
 def test_lives_meet_everything_that_the_memory_does():
     expected = {"beam searches", "turns", "aborts", "restarts", "failed steps", "changes of pattern", "preemptions"}
-    expected |= {"hits_device", "hits_host", "hits_disk", "replaced", "saved", "loaded", "copied", "swapped_in"}
+    expected |= {
+        "steps ahead",
+        "hits_device",
+        "hits_host",
+        "hits_disk",
+        "replaced",
+        "saved",
+        "loaded",
+        "copied",
+        "swapped_in",
+    }
     assert expected <= (+seen_in(Simulation, 61)).keys()
 
 

@@ -86,6 +86,10 @@ class Engine:
         self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
+        # The step that runs while the one before it is reported.
+        self._ahead: _Submitted | None = None
+        # On the host an embedding is looked up before the step, for which its tokens must be known.
+        self.runs_ahead = config.async_scheduling and config.embedding_device == "device"
         self._changes = Changes(self._reset)
 
     @property
@@ -209,14 +213,14 @@ class Engine:
 
     def _step(self) -> list[Request]:
         self._changes.begin()
-        batch = self.scheduler.schedule()
-        if batch is None:
+        step = self._ahead or self._submit(self.scheduler.schedule())
+        if step is None:
             return self._wait()
-        step = self._submit(batch)
-        self.scheduler.advance(batch)
+        self.scheduler.advance(step.batch)
+        self._ahead = self._submit(self.scheduler.schedule_ahead(step.batch)) if self.runs_ahead else None
         output, now = self._collect(step)
         watched = self._report_prompts(step, output, now)
-        result = self.scheduler.settle(batch, output.tokens[: len(batch.sampled)])
+        result = self.scheduler.settle(step.batch, output.tokens[: len(step.batch.sampled)])
         reported = self._report(step, output, result, watched)
         self._close_ended(reported, now)
         self._observe(step, now)
@@ -231,7 +235,9 @@ class Engine:
         self._make_moves()
         return []
 
-    def _submit(self, batch: ScheduledBatch) -> _Submitted:
+    def _submit(self, batch: ScheduledBatch | None) -> _Submitted | None:
+        if batch is None:
+            return None
         step, ends = self.builder.build(batch, self.scheduler.rows)
         step.moves = self.memory.take_moves()
         peak_blocks = self.scheduler.blocks.num_used
@@ -328,6 +334,7 @@ class Engine:
             request.fail(error)
         self.requests.clear()
         self._watched.clear()
+        self._ahead = None
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
         self.executor.reset()

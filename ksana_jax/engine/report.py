@@ -19,7 +19,9 @@ from ksana_jax.step.contract import ScheduledBatch, StepOutput
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
     """Records the times of requests' first tokens; called between `Scheduler.advance` and `settle`."""
     sampled = batch.sampled
-    fresh = rows.num_tokens[sampled] == rows.num_prompt[sampled]
+    fresh = rows.num_known[sampled] == rows.num_prompt[sampled]
+    if batch.gone:
+        fresh &= batch.stay(sampled)
     if not np.count_nonzero(fresh):
         return
     for row in sampled[fresh]:
@@ -46,7 +48,7 @@ def add_prompt_scores(
     """
     scores = output.prompt_scores
     assert scores is not None, "the executor was given targets and returned no scores"
-    where = {row: i for i, row in enumerate(batch.rows.tolist())}
+    where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
     for completion, row in rows_of.items():
         seq, count = completion.seq, completion.seq.params.prompt_logprobs
         if count is None or row not in where:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
-from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
@@ -28,8 +26,8 @@ from ksana_jax.runner.compiling import compile_all, compiled, lower
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole, step_whole
-from ksana_jax.sampling.sampler import sample, score
-from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores
+from ksana_jax.runner.token_programs import bucket_of_top, choose_tokens, sampling_shapes, score_tokens
+from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores, fed
 
 # Of a step, by platform. XLA's rematerialisation counts the pool, which is written in place, once for each write. It
 # then takes the memory for full and computes in every layer what layers share: a third more kernels for Llama-8B.
@@ -39,8 +37,6 @@ COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": 1},
     "gpu": {"xla_disable_hlo_passes": "rematerialization"},
 }
-# Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
-SCORED_AT_ONCE = 128
 
 
 class _Seen(NamedTuple):
@@ -56,13 +52,15 @@ class _Submitted(NamedTuple):
 
     finish_moves: Callable[[], None]
     move_s: float
+    num_sampled: int
     tokens: Any
     scores: Any
     prompt_scores: Any
 
     def result(self) -> StepOutput:
         self.finish_moves()  # while the device computes
-        return StepOutput(np.asarray(self.tokens), _fetch(self.scores), _fetch(self.prompt_scores), self.move_s)
+        tokens = np.asarray(self.tokens)[: self.num_sampled]
+        return StepOutput(tokens, _fetch(self.scores), _fetch(self.prompt_scores), self.move_s)
 
 
 def _fetch(scores: Any) -> TokenScores | None:
@@ -127,6 +125,8 @@ class Runner:
             self.evictor = Evictor(layout, num_blocks, -(-max_model_len // layout.block_size))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
+        # Tokens [J] that the last step samples, on the device.
+        self._sampled: Any = np.zeros(0, np.int32)
         self.set_patterns(patterns)
 
     @property
@@ -144,7 +144,7 @@ class Runner:
 
     @property
     def programs(self) -> dict[Any, Any]:
-        """Compiled programs: steps by their StepShape, others by tuples that begin with "sample" or "score"."""
+        """Compiled programs: steps by their StepShape, others by tuples that begin with "sample", "score" or "feed"."""
         return dict(self._compiled)
 
     @property
@@ -202,18 +202,22 @@ class Runner:
         arrays = step.arrays
         if self.embeds_on_host:
             arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
+        elif arrays.tokens.min() < 0:
+            feed = self._program(*self._feed_program(step.shape))
+            arrays = arrays._replace(tokens=feed(arrays.tokens, self._sampled))
         self.cache, hidden, sampled = run(self.params, self.cache, arrays, self._seen.arrays)
         prompt_scores = None
         if step.targets is not None:
-            top = _bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
+            top = bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
             score_prompt = self._program(*self._score_program(step.shape.num_tokens, top))
             prompt_scores = score_prompt(self.params, hidden, step.targets)
-        tokens, scores = np.zeros(0, np.int32), None
+        self._sampled, scores = np.zeros(0, np.int32), None
         if step.num_sampled:
-            top = None if step.num_logprobs is None else _bucket_of_top(step.num_logprobs, self.config.vocab_size)
-            choose_tokens = self.compile_sampler(sampled, step.num_sampled, step.sampling, top)
-            tokens, scores = choose_tokens(self.params, sampled, step.sampling)
-        return _Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, scores, prompt_scores)
+            top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
+            choose = self.compile_sampler(sampled, step.num_sampled, step.sampling, top)
+            self._sampled, scores = choose(self.params, sampled, step.sampling)
+        finish_moves = functools.partial(self.mover.finish, saved)
+        return _Submitted(finish_moves, move_s, step.num_sampled, self._sampled, scores, prompt_scores)
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step; see `step.Executor`."""
@@ -233,6 +237,7 @@ class Runner:
         num_sampled: Sequence[int],
         asked: Sequence[SamplingParams] = (),
         workers: int = 1,
+        ahead: bool = False,
     ) -> None:
         """Compiles the steps of some shapes; already compiled ones cost nothing.
 
@@ -240,18 +245,21 @@ class Runner:
           num_sampled: buckets of the tokens that are sampled in a step.
           asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
           workers: programs compiled at once.
+          ahead: whether steps take tokens from the step before them.
         """
         vocab = self.config.vocab_size
         counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
-        tops = {None} | {_bucket_of_top(count, vocab) for count in counts if count is not None}
-        prompt_tops = {_bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
+        tops = {None} | {bucket_of_top(count, vocab) for count in counts if count is not None}
+        prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
         dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
         programs: dict[Any, Callable] = {shape: functools.partial(self._lower_step, shape) for shape in shapes}
+        if ahead:
+            programs |= map(self._feed_program, shapes)
         for tokens in {shape.num_tokens for shape in shapes}:
             programs |= [self._score_program(tokens, top) for top in prompt_tops]
         for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
             hidden = jax.ShapeDtypeStruct((most, self.config.d_model), self.params.embed.dtype)
-            for settings in (None, *(_sampling_shapes(count, vocab if d else None) for d in dense)):
+            for settings in (None, *(sampling_shapes(count, vocab if d else None) for d in dense)):
                 programs |= [self._sample_program(hidden, count, settings, top) for top in tops]
         new = {key: lower for key, lower in programs.items() if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
@@ -269,7 +277,7 @@ class Runner:
         return self._program(shape, functools.partial(self._lower_step, shape))
 
     def compile_sampler(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
-        """Logits and the choice of tokens: (params, hidden [J, D], sampling) -> (tokens [count], scores).
+        """Logits and the choice of tokens: (params, hidden [J, D], sampling) -> (tokens [J], scores).
 
         Args:
           hidden, sampling: arrays, or their shapes. count: how many tokens are chosen, after the first ones of hidden.
@@ -320,12 +328,23 @@ class Runner:
             arrays = arrays._replace(tokens=rows)
         return self.params, self.cache, arrays, self._seen.arrays
 
+    def _feed_program(self, shape: StepShape):
+        """Returns the key of the program that replaces a step's tokens by sampled ones, see `step.contract.fed`, and a
+        function that lowers it."""
+        sizes = shape.num_tokens, shape.max_sampled
+
+        def lowered():
+            ids = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
+            return lower(jax.jit(functools.partial(fed, xp=jnp)), *ids)
+
+        return ("feed", *sizes), lowered
+
     def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
         """Returns the key of the program that samples tokens, and a function that lowers it."""
         dense = sampling is not None and sampling.counts is not None
 
         def lowered():
-            run = jax.jit(functools.partial(_choose_tokens, config=self.config, count=count, num_top=num_top))
+            run = jax.jit(functools.partial(choose_tokens, config=self.config, count=count, num_top=num_top))
             return lower(run, self.params, hidden, sampling)
 
         return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lowered
@@ -336,42 +355,7 @@ class Runner:
         def lowered():
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
             targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-            run = functools.partial(_score_tokens, config=self.config, num_top=num_top)
+            run = functools.partial(score_tokens, config=self.config, num_top=num_top)
             return lower(jax.jit(run), self.params, hidden, targets)
 
         return ("score", num_tokens, num_top), lowered
-
-
-def _sampling_shapes(size: int, vocab_size: int | None) -> Any:
-    """Returns the shapes of SamplingArrays; with penalties and biases if a vocabulary size is given."""
-
-    def array(dtype, *more: int) -> Any:
-        return jax.ShapeDtypeStruct((size, *more), dtype)
-
-    f32, i32 = array(jnp.float32), array(jnp.int32)
-    settings = SamplingArrays(f32, i32, f32, f32, array(jnp.uint32, 2), i32, f32, f32, f32)
-    if vocab_size is None:
-        return settings
-    counts, in_prompt, bias = (array(dtype, vocab_size) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
-    return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)
-
-
-def _bucket_of_top(count: int, vocab_size: int) -> int:
-    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
-
-
-def _choose_tokens(params, hidden, sampling, *, config, count, num_top):
-    scores_SV = logits(params, hidden[:count], config=config)
-    tokens = sample(scores_SV, sampling)
-    return tokens, None if num_top is None else score(scores_SV, tokens, num_top)
-
-
-def _score_tokens(params, hidden, targets, *, config, num_top):
-    group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
-    if group < 16:
-        group = hidden.shape[0]
-    parts = jax.lax.map(
-        lambda part: score(logits(params, part[0], config=config), part[1], num_top),
-        (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
-    )
-    return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), parts)

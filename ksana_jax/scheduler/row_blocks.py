@@ -38,6 +38,11 @@ class RowBlocks:
         self._size = memory.block_size
         self._groups = np.arange(rows.num_groups)[:, None]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether rows return blocks before they end."""
+        return bool(self._windowed)
+
     def fill(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
         """Puts a sequence's blocks, and the tokens computed in them, into an empty row."""
         r = self.rows

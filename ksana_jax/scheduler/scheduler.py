@@ -69,6 +69,8 @@ class Scheduler:
     def _make_books(self, layout: KVLayout, scope: Scope) -> None:
         self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))
         self.running = Running(self.max_num_seqs)
+        # Steps that are scheduled and not settled.
+        self._unsettled: list[ScheduledBatch] = []
         self.set_layout(layout, scope)
 
     def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
@@ -173,10 +175,41 @@ class Scheduler:
             batch = self._schedule()
         return batch
 
+    def schedule_ahead(self, running: ScheduledBatch) -> ScheduledBatch | None:
+        """Chooses the step after one that has advanced and is not settled, or returns None: it has nothing to compute,
+        or depends on what `running` samples. Then settle first.
+
+        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts nobody: the text of a
+        preempted sequence must be known. Sequences that turn out to have ended leave their rows as ever (`gone`).
+        """
+        r = self.rows
+        if self._needs_tokens():
+            return None
+        places = np.arange(len(running.sampled))[running.stay(running.sampled)]
+        r.expect(running.sampled[places], places)
+        order = self.order
+        left = r.num_left(order)
+        blocks = -(-np.maximum(r.num_computed[order] + left - r.allocated_until[order], 0) // self.memory.block_size)
+        copies = np.count_nonzero(r.forked[order])
+        if r.num_groups * (int(blocks.sum()) + copies) > self.memory.device.num_available:
+            return None
+        return self._schedule()
+
+    def _needs_tokens(self) -> bool:
+        """Whether the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
+        scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
+        step by step, and blocks enter the prefix index before they leave a window and make room."""
+        r, memory = self.rows, self.memory
+        if memory.host is not None or self.queue.leaders:
+            return True
+        if memory.prefixes.enabled and self.row_blocks.has_windows:
+            return True
+        return bool(np.count_nonzero(r.is_beam | r.dense))
+
     def _schedule(self) -> ScheduledBatch | None:
         rows, order = self.rows, self.order
         preempted_before = self.num_preemptions
-        left = rows.num_tokens[order] - rows.num_computed[order]
+        left = rows.num_left(order)
         decodes = self._provide_decodes(order[left == 1][: self.max_num_batched_tokens])
         chunks: list[tuple[int, int]] = []
         budget = StepBudget(self.max_num_batched_tokens - len(decodes), self.tiles)
@@ -190,9 +223,11 @@ class Scheduler:
                 chunks += self.admission.admit(budget, [*decodes.tolist(), *(row for row, _ in chunks)])
         else:
             decodes = decodes[rows.alive[decodes]]
-        if chunks:
-            return self._with_chunks(decodes, chunks)
-        return ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS) if len(decodes) else None
+        if not chunks and not len(decodes):
+            return None
+        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS)
+        self._unsettled.append(batch)
+        return batch
 
     def _with_chunks(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> ScheduledBatch:
         """Returns the batch of decodes and (row, tokens) of others, of which those with one token are decodes too."""
@@ -269,7 +304,11 @@ class Scheduler:
     def advance(self, batch: ScheduledBatch) -> None:
         """Records what is known of a step before its tokens: how much it computes, and which blocks that frees."""
         rows = batch.rows
-        self.rows.num_computed[rows] += batch.num_per_row if len(batch.chunks) else 1
+        counts = batch.num_per_row if len(batch.chunks) else 1
+        if batch.gone:
+            stay = batch.stay(rows)
+            rows, counts = rows[stay], batch.num_per_row[stay]
+        self.rows.num_computed[rows] += counts
         if self.layout.eviction is not None:
             self.row_blocks.evict(rows)
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
@@ -285,6 +324,10 @@ class Scheduler:
         """
         r, rows = self.rows, batch.rows
         sampled, beams = batch.sampled, _NO_ROWS
+        self._unsettled.remove(batch)
+        if batch.gone:
+            stay = batch.stay(sampled)
+            rows, sampled, tokens = rows[batch.stay(rows)], sampled[stay], tokens[stay]
         if np.count_nonzero(r.is_beam[sampled]):
             by_request = r.is_beam[sampled]
             beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
@@ -331,6 +374,8 @@ class Scheduler:
         r = self.rows
         self.row_blocks.release(leaving)
         self.running.leave(leaving)
+        for batch in self._unsettled:
+            batch.gone.update(leaving.tolist())
         for row in leaving.tolist():
             seq = r.seqs[row]
             assert seq is not None

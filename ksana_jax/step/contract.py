@@ -26,7 +26,7 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class ScheduledBatch:
     """Rows and tokens of a step: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
 
@@ -35,12 +35,19 @@ class ScheduledBatch:
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
       samples: [D + chunks] whether the step computes the row's last token, so that its next one is sampled; None if
         all rows are sampled.
+      gone: rows that their sequences have left since the step was scheduled. What it computes for them counts for
+        nothing, and others may have taken these rows.
     """
 
     decodes: np.ndarray
     chunks: np.ndarray
     counts: np.ndarray
     samples: np.ndarray | None = None
+    gone: set[int] = dataclasses.field(default_factory=set)
+
+    def stay(self, rows: np.ndarray) -> np.ndarray:
+        """Returns whether each of some rows of the step still holds the sequence that it was scheduled for."""
+        return ~np.isin(rows, list(self.gone)) if self.gone else np.ones(len(rows), bool)
 
     @property
     def rows(self) -> np.ndarray:
@@ -128,7 +135,8 @@ Array: TypeAlias = Any
 class StepArrays(NamedTuple):
     """A step as padded int32 arrays; see `StepShape` for T, S, P, J and C.
 
-    tokens: [T] ids; in an executor with the embedding on the host, their embedding rows [T, D].
+    tokens: [T] ids; -1 - i is the token at index i of those that the step submitted before this one samples, see
+      `fed`. In an executor with the embedding on the host, their embedding rows [T, D].
     positions: [T] text positions, at which queries and keys are rotated; -1 for padding.
     cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
       text positions minus `Rows.num_evicted`. -1 for padding.
@@ -171,6 +179,13 @@ class StepArrays(NamedTuple):
         if self.shared_tables is None or self.shared_starts is None:
             return found
         return found._replace(shared_tables=self.shared_tables[group], shared_starts=self.shared_starts[group])
+
+
+def fed(tokens: Array, previous: Array, xp: Any) -> Array:
+    """Returns the ids [T] of a step's tokens, given those that the step before it sampled. xp: numpy or jax.numpy."""
+    # A row without a finite score has sampled -1: any token will do, since its sequence ends.
+    sampled = xp.maximum(previous[xp.maximum(-1 - tokens, 0)], 0)
+    return xp.where(tokens < 0, sampled, tokens)
 
 
 class SamplingArrays(NamedTuple):
@@ -270,7 +285,10 @@ class Executor(Protocol):
         ...
 
     def submit(self, step: StepInput) -> Pending:
-        """Starts the step's moves and then its computation; may return before either is done."""
+        """Starts the step's moves and then its computation; may return before either is done.
+
+        The next step may be submitted before this one's result is asked for.
+        """
         ...
 
     def move(self, moves: Moves) -> None:

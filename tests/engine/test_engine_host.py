@@ -259,7 +259,9 @@ class ComputedLate:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("settings", [{}, {"caching": True}, {"host_slots": 8, "preempt": "swap"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"caching": True}, {"host_slots": 8, "preempt": "swap"}, {"async_scheduling": True}], ids=str
+)
 def test_nothing_that_is_booked_before_the_tokens_disturbs_the_step_under_way(window, settings):
     patterns = two_layers(AttentionPattern(window=window))
     engine = make_engine(patterns, num_blocks=12, max_model_len=40, **settings)

@@ -27,6 +27,7 @@ VARIANTS = {
     "whole prompts": {"max_num_batched_tokens": 128, "query_tile": 64},
     "few small blocks": {"block_size": 4, "num_blocks": 14},
     "more rows than requests": {"max_num_seqs": 10},
+    "one step ahead": {"async_scheduling": True},
 }
 SAMPLED = [
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **given)

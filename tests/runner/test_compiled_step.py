@@ -73,6 +73,7 @@ def test_nothing_is_compiled_after_the_warm_up_whatever_is_asked_for(compilation
         max_num_batched_tokens=16,
         query_tile=16,
         max_model_len=48,
+        async_scheduling=True,
     )
     builder = llm.engine.builder
     widths = (16, 24)
