@@ -144,16 +144,17 @@ def test_errors_of_users_are_one_line_and_exit_code_2(capsys, tmp_path):
     assert "shard '9/2' is not k/n" in fails(capsys, "run", str(path), "--shard", "9/2")
 
 
-def test_rows_of_the_host_benchmark_are_numbers(capsys, monkeypatch):
-    from ksana_jax.bench import host
+def test_options_of_a_benchmark_are_its_fields(capsys, monkeypatch):
+    from ksana_jax.bench import command
 
     asked = []
-    monkeypatch.setattr(host, "main", lambda rows, **settings: asked.append((rows, settings)))
+    monkeypatch.setattr(command, "run_and_show", lambda bench, **settings: asked.append((bench, settings)))
     with pytest.raises(SystemExit) as raised:
         cli.main(["bench", "host", "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}"])
     assert raised.value.code == 0
-    eviction = {"method": "h2o", "budget": 0.1}
-    assert asked == [([4, 8], {"steps": 200, "context": 1024, "as_json": True, "kv_eviction": eviction})]
+    [(bench, settings)] = asked
+    assert (bench.rows, bench.steps, bench.kv_eviction) == ((4, 8), 200, {"method": "h2o", "budget": 0.1})
+    assert settings == {"repeats": 1, "out": None, "as_json": True}
     assert "kv_eviction={method" in fails(capsys, "bench", "host", "--kv-eviction", "{method")
     assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", "host", "--rows", "many")
 

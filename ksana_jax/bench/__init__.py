@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # A benchmark is a file with a subclass of `bench.core.Bench`, and an entry here.
 BENCHES: dict[str, str] = {
+    "host": "ksana_jax.bench.host:Host",
     "throughput": "ksana_jax.bench.throughput:Throughput",
     "latency": "ksana_jax.bench.latency:Latency",
     "tokens-in-forward": "ksana_jax.bench.tokens_in_forward:TokensInForward",

@@ -1,211 +1,178 @@
-"""Measures CPU time of the host loop per decode step: scheduling, step arrays and state updates; no model, no jax.
-
-The executor returns random tokens, and its time is not counted. All rows decode, with contexts staggered over a block's
-length, so that every step has the average number of rows that need a new block.
-"""
+"""`ksana bench host`: CPU time of the host loop per decode step and per new request."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ksana_jax import checks
-from ksana_jax.config import EngineConfig, ModelConfig
-from ksana_jax.engine.build import build_engine
-from ksana_jax.engine.engine import Engine
+from ksana_jax.bench.core import Bench, Case, option
+from ksana_jax.bench.host_engine import (
+    BLOCK_SIZE,
+    PARTS,
+    PREFILL_TOKENS,
+    VOCAB_SIZE,
+    WARM_UP,
+    TimedEngine,
+    admission,
+    decoding_engine,
+)
+from ksana_jax.bench.peer_process import PeerProcess
+from ksana_jax.bench.peers import SCHEDULER
+from ksana_jax.errors import ConfigError
+from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.moves import Moves
-from ksana_jax.patterns import FULL, AttentionPattern
-from ksana_jax.request import SamplingParams
-from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import StepInput, StepOutput
 
-BLOCK_SIZE = 16
-VOCAB_SIZE = 32_000
-PREFILL_TOKENS = 16_384
-WARM_UP = 20
-PARTS = ("schedule", "build", "advance", "settle")
+OURS, EVICTING, VLLM = "ksana_jax", "ksana_jax, evicting", "vLLM"
 
 
-class RandomTokens:
-    """An executor that takes almost no time, because its tokens are drawn beforehand."""
+@dataclasses.dataclass
+class Host(Bench):
+    """Measures the host loop: CPU time per decode step and per new request, with a device that takes no time.
 
-    def __init__(self, size: int):
-        self.tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
-        self.patterns: Sequence[AttentionPattern] = [FULL]
-        self.host_blocks = None
+    With --kv-eviction, the same steps without and with evictions, in turn. With --peers, vLLM's scheduler too, if the
+    environment has vLLM."""
 
-    def submit(self, step: StepInput) -> StepOutput:
-        return StepOutput(self.tokens[: step.num_sampled])
+    REPEATS = 1
+    WARM_TURN = False
 
-    def move(self, moves: Moves) -> None:
-        pass
+    rows: tuple[int, ...] = option((256, 1024), "numbers of running sequences")
+    steps: int = option(200, "steps to time; the median is reported")
+    context: int = option(1024, "tokens per sequence")
+    prefix_cache: str = option("off", "off, on, or both")
+    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")  # noqa: RUF009
+    peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
 
-    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        self.patterns = patterns
+    def title(self) -> str:
+        context = f"contexts of {self.context:,} tokens, block size {BLOCK_SIZE}"
+        return f"Host loop, decode steps, median of {self.steps}: {context}"
 
-    def reset(self) -> None:
-        pass
+    def cases(self) -> list[Case]:
+        counts = [*(("rows", count) for count in self.rows), ("steps", self.steps), ("context", self.context)]
+        checks.require(
+            *(checks.integer(name, value) for name, value in counts),
+            checks.one_of("prefix_cache", self.prefix_cache, ("off", "on", "both")),
+            error=ConfigError,
+        )
+        read_eviction(self.kv_eviction)
+        caches = ("off", "on") if self.prefix_cache == "both" else (self.prefix_cache,)
+        return [
+            Case(label, {"rows": rows, "prefix_cache": cache})
+            for rows in self.rows
+            for cache in caches
+            for label in (OURS, EVICTING, VLLM)
+            if (label != EVICTING or (self.kv_eviction and cache == "off")) and (label != VLLM or self.peers)
+        ]
 
+    def start(self) -> None:
+        self.folder, self.vllm = tempfile.TemporaryDirectory(), None
 
-class Stopwatch:
-    """Accumulates CPU and wall time of calls, in seconds since it was last read."""
+    def turn(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Measurement]]:
+        """Steps of this engine's cases with as many rows take turns, so that a changing load affects all alike."""
+        for rows in dict.fromkeys(case.point["rows"] for case in cases):
+            alike = [case for case in cases if case.point["rows"] == rows]
+            ours = [case for case in alike if case.label != VLLM]
+            found = dict(zip(map(id, ours), self._decode_steps(rows, ours), strict=True))
+            for case in alike:
+                yield case, found[id(case)] if case.label != VLLM else self._vllm_steps(case)
 
-    def __init__(self, call: Callable):
-        self.call, self.cpu_s, self.wall_s = call, 0.0, 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        result = self.call(*args)
-        self.cpu_s += time.thread_time() - cpu
-        self.wall_s += time.perf_counter() - wall
-        return result
-
-    def read(self) -> tuple[float, float]:
-        """Returns CPU and wall seconds, and resets them to zero."""
-        seconds = self.cpu_s, self.wall_s
-        self.cpu_s = self.wall_s = 0.0
-        return seconds
-
-
-class _TimedBuilder:
-    def __init__(self, builder: BatchBuilder):
-        self.build = Stopwatch(builder.build)
-
-
-def decoding_engine(rows: int, context: int, steps: int, kv_eviction: dict[str, Any] | None = None) -> Engine:
-    """Returns an engine with `rows` sequences of about `context` prefilled tokens that can decode `steps` steps.
-
-    Row i begins with context - (i mod BLOCK_SIZE) tokens.
-    """
-    block_size = BLOCK_SIZE
-    max_model_len = context + steps + 1
-    config = EngineConfig(
-        block_size=block_size,
-        num_blocks=rows * -(-max_model_len // block_size),
-        max_num_seqs=rows,
-        max_num_batched_tokens=max(PREFILL_TOKENS, rows),
-        max_model_len=max_model_len,
-        kv_eviction=kv_eviction,
-    )
-    executor = RandomTokens(rows)
-    engine = build_engine(ModelConfig(vocab_size=VOCAB_SIZE, eos_ids=(0,)), None, config, executor=executor)
-    scheduler = engine.scheduler
-    rng = np.random.default_rng(1)
-    params = SamplingParams(temperature=0, max_tokens=2 * steps + context, ignore_eos=True, detokenize=False)
-    for row in range(rows):
-        prompt = rng.integers(0, VOCAB_SIZE, max(context - row % block_size, 1), np.int32)
-        engine.add_request(prompt, params)
-    while scheduler.waiting or not _all_decode(scheduler):
-        engine.step()
-    return engine
-
-
-def _all_decode(scheduler: Scheduler) -> bool:
-    rows = scheduler.rows
-    return bool((rows.num_tokens[scheduler.order] - rows.num_computed[scheduler.order] == 1).all())
-
-
-class _TimedEngine:
-    """An engine whose rows decode, with stopwatches."""
-
-    def __init__(self, rows: int, context: int, steps: int, kv_eviction: dict[str, Any] | None):
-        self.rows, self.engine = rows, decoding_engine(rows, context, steps, kv_eviction)
-        self.executing = Stopwatch(self.engine.executor.submit)
-        self.engine.executor.submit = self.executing  # type: ignore[method-assign]  a stopwatch around the same
-        self.whole = Stopwatch(self.engine.step)
-        self.total_s: list[np.ndarray] = []
-        self.part_s: list[list[float]] = []
-
-    def step(self) -> None:
-        """Times a step."""
-        self.whole()
-        assert len(self.engine.scheduler.order) == self.rows and self.engine.records[-1].num_decodes == self.rows
-        self.total_s.append(np.subtract(self.whole.read(), self.executing.read()))
-
-    def watch_parts(self) -> None:
-        """Makes `step_parts` time each part, which itself costs a microsecond or two."""
-        timed, scheduler = _TimedBuilder(self.engine.builder), self.engine.scheduler
-        self.engine.builder = timed  # type: ignore[assignment]  it has what a step calls, timed
-        self.watches = {"build": timed.build}
-        for name in ("schedule", "advance", "settle"):
-            self.watches[name] = Stopwatch(getattr(scheduler, name))
-            setattr(scheduler, name, self.watches[name])
-
-    def step_parts(self) -> None:
-        """Times the parts of a step."""
-        self.engine.step()
-        self.part_s.append([self.watches[part].read()[0] for part in PARTS])
-
-    def medians(self) -> dict[str, float]:
-        cpu_us, wall_us = np.median(self.total_s[WARM_UP:], axis=0) * 1e6
-        parts_us = np.median(self.part_s[WARM_UP:], axis=0) * 1e6
-        return {
-            "rows": self.rows,
-            "step_us": round(float(cpu_us), 1),
-            "wall_us": round(float(wall_us), 1),
-            **{f"{name}_us": round(float(us), 1) for name, us in zip(PARTS, parts_us, strict=True)},
-        }
-
-
-def measure(
-    rows: int, steps: int, context: int, evictions: Sequence[dict[str, Any] | None] = (None,)
-) -> list[dict[str, float]]:
-    """Returns medians over steps in microseconds: CPU time `step_us` and wall time `wall_us` of Engine.step without its
-    executor, and CPU time of its parts.
-
-    Args:
-      evictions: `kv_eviction` of several engines, whose steps take turns, so that a changing load affects all alike.
-    """
-    # Rows that were prefilled first have already decoded some steps when the last one joins.
-    most = rows * context // PREFILL_TOKENS + 2 + 2 * (WARM_UP + steps)
-    engines = [_TimedEngine(rows, context, most, kv_eviction) for kv_eviction in evictions]
-    for _ in range(WARM_UP + steps):
+    def _decode_steps(self, rows: int, cases: Sequence[Case]) -> list[Measurement]:
+        # Rows that were prefilled first have already decoded some steps when the last one joins.
+        most = rows * self.context // PREFILL_TOKENS + 2 + 2 * (WARM_UP + self.steps)
+        engines = [
+            TimedEngine(
+                decoding_engine(
+                    rows,
+                    self.context,
+                    most,
+                    case.point["prefix_cache"] == "on",
+                    self.kv_eviction if case.label == EVICTING else None,
+                )
+            )
+            for case in cases
+        ]
+        for _ in range(WARM_UP + self.steps):
+            for engine in engines:
+                engine.step()
         for engine in engines:
-            engine.step()
-    for engine in engines:
-        engine.watch_parts()
-    for _ in range(WARM_UP + steps):
-        for engine in engines:
-            engine.step_parts()
-    return [engine.medians() for engine in engines]
+            engine.watch_parts()
+        for _ in range(WARM_UP + self.steps):
+            for engine in engines:
+                engine.step_parts()
+        added = [
+            admission(self.context, case.point["prefix_cache"] == "on") if case.label == OURS else {} for case in cases
+        ]
+        return [engine.medians() | more for engine, more in zip(engines, added, strict=True)]
+
+    def _vllm_steps(self, case: Case) -> Measurement:
+        assert self.peers is not None
+        if self.vllm is None:
+            # Nothing is loaded: vLLM asks for a configuration all the same.
+            folder = Path(self.folder.name)
+            (folder / "config.json").write_text(json.dumps(_CONFIG))
+            self.vllm = PeerProcess(SCHEDULER, Path(self.peers), model=str(folder))
+        found = self.vllm.ask(
+            "measure",
+            rows=case.point["rows"],
+            prefix_cache=case.point["prefix_cache"] == "on",
+            steps=self.steps,
+            context=self.context,
+            prefill_tokens=PREFILL_TOKENS,
+        )
+        return {**found, "versions": self.vllm.versions}
+
+    def processes(self) -> list[int]:
+        return [] if self.vllm is None else [self.vllm.pid]
+
+    def close(self) -> None:
+        if self.vllm is not None:
+            self.vllm.close()
+        self.folder.cleanup()
+
+    # ------------------------------------------------------------------ results
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        keys = {key for row in rows for key in row.values}
+        titles = {"step_us": "step, µs", "wall_us": "wall, µs", **{f"{part}_us": f"{part}, µs" for part in PARTS}}
+        titles |= {"add_us": "add a request, µs", "admit_us": "admit it, µs"}
+        return [Column(key, title, lambda value: f"{value:,.1f}") for key, title in titles.items() if key in keys]
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        """Compares steps that evict with those that do not, and vLLM's with those of this engine."""
+        found = {(row.label, *row.point.values()): us for row in rows if (us := row.mean("step_us"))}
+        said = []
+        for (label, count, cache), us in found.items():
+            if label != OURS and (ours := found.get((OURS, count, cache))):
+                said.append(f"{count:,} rows, prefix cache {cache}: {label} takes {us / ours:.2f} times as long")
+        return f"{'; '.join(said)}." if said else ""
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        turns = [m for row in rows for t in row.trials for m in t if "versions" in m]
+        said = [
+            "Step: CPU time of a step without the device's; wall: the same by the clock. Add: to check and queue a "
+            "request as long as the context; admit: to give it a row and blocks, and with a prefix cache to hash them."
+        ]
+        if turns:
+            said.append(
+                f"{turns[0]['versions']}: schedule and update of its synchronous scheduler, which prepare no arrays for "
+                "a device. Adding a request hashes its blocks."
+            )
+        return [*said, *super().notes(rows)]
 
 
-def main(
-    rows: list[int],
-    steps: int = 200,
-    context: int = 1024,
-    as_json: bool = False,
-    kv_eviction: dict[str, Any] | None = None,
-) -> None:
-    """Measures decode steps and prints a table.
-
-    Args:
-      rows: numbers of running sequences to measure.
-      steps: number of steps, of which the median is reported.
-      context: tokens of each sequence when it starts to decode.
-      as_json: whether the last line is {"results": [{"rows": 256, "step_us": ..., ...}, ...]}.
-      kv_eviction: as `EngineConfig.kv_eviction`: each number of rows is measured without and with it, by turns.
-    """
-    if not rows:
-        raise ValueError("rows is empty: give at least one number")
-    counts = [*(("rows", count) for count in rows), ("steps", steps), ("context", context)]
-    checks.require(*(checks.integer(name, value) for name, value in counts))
-    read_eviction(kv_eviction)
-    print(f"host loop, decode steps, median of {steps}: contexts of {context:,} tokens, block size {BLOCK_SIZE}")
-    print(f"{'rows':>6} {'step µs':>9} {'wall µs':>9}   of which " + " ".join(f"{part:>9}" for part in PARTS))
-    results = []
-    evictions = (None, kv_eviction) if kv_eviction else (None,)
-    for count in rows:
-        for setting, r in zip(evictions, measure(count, steps, context, evictions), strict=True):
-            results.append(r | ({"kv_eviction": setting} if kv_eviction else {}))
-            parts = " ".join(f"{r[f'{part}_us']:9,.1f}" for part in PARTS)
-            ratio = f"   evicting: {r['step_us'] / results[-2]['step_us']:.2f} times" if setting else ""
-            print(f"{count:6,} {r['step_us']:9,.1f} {r['wall_us']:9,.1f}            {parts}{ratio}")
-    if as_json:
-        print(json.dumps({"results": results}))
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1_000_000,
+}

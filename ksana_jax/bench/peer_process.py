@@ -38,7 +38,7 @@ class PeerProcess:
         )
         self.pid = self._process.pid
         try:
-            self.versions = str(self._ask(arguments)["versions"])
+            self.versions = str(self._ask("", arguments)["result"])
         except Absent:
             self.close()
             raise
@@ -49,13 +49,17 @@ class PeerProcess:
         Raises:
           Absent: it failed, with its message.
         """
-        answer = self._ask({"prompts": prompts, "lengths": lengths})
-        return answer["seconds"], answer["token_ids"]
+        answer = self._ask("generate", {"prompts": prompts, "lengths": lengths})
+        return answer["seconds"], answer["result"]
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, call: str, **arguments: Any) -> Any:
+        """Calls a method of the peer; returns its result. Raises Absent as `generate` does."""
+        return self._ask(call, arguments)["result"]
+
+    def _ask(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(json.dumps({"call": call, "arguments": arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:

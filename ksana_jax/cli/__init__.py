@@ -61,9 +61,7 @@ app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True
 # All of its arguments are those of another program.
 app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
 
-benches = groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup)
-benches.command("host", cls=groups.Command)(machine.bench_host)
-app.add_typer(benches, name="bench")
+app.add_typer(groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup), name="bench")
 
 kernels = groups.group("Checks of the GPU kernels that need no GPU.")
 kernels.command("check", cls=groups.Command)(machine.kernels_check)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -41,11 +40,11 @@ class Benches(Mapping):
 
 
 class BenchGroup(Group):
-    """Adds the commands of BENCHES to those that are registered."""
+    """The group whose commands are those of BENCHES."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.commands: Any = ChainMap(Benches(), self.commands)  # pyright: ignore[reportArgumentType]
+        self.commands: Any = Benches()
 
 
 def _command(name: str, spec: str) -> Any:

@@ -1,4 +1,4 @@
-"""`ksana plan`, `doctor`, `bench` and `kernels`: capacity, environment, speed and compile checks."""
+"""`ksana plan`, `doctor` and `kernels`: capacity, environment and compile checks."""
 
 from __future__ import annotations
 
@@ -83,30 +83,6 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
         print(json.dumps({**found, "attention": implementations}))
-
-
-def bench_host(
-    rows: Annotated[str, typer.Option(help="numbers of running sequences, comma-separated")] = "256,1024",
-    steps: Annotated[int, typer.Option(help="steps to time; the median is reported")] = 200,
-    context: Annotated[int, typer.Option(help="tokens per sequence")] = 1024,
-    kv_eviction: KVEviction = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measures the host loop: CPU time per decode step, with a device that takes no time.
-
-    With --kv-eviction, the same steps without and with evictions, in turn."""
-    counts = [part.strip() for part in rows.split(",")]
-    if not all(part.isdecimal() for part in counts):
-        raise ValueError(f"--rows is {rows!r}, must be comma-separated numbers such as 256,1024")
-    from ksana_jax.bench.host import main as measure
-
-    measure(
-        [int(part) for part in counts],
-        steps=steps,
-        context=context,
-        as_json=as_json,
-        kv_eviction=read_setting("kv_eviction", kv_eviction),
-    )
 
 
 def kernels_check(

@@ -3,13 +3,12 @@ and what a decode step costs."""
 
 import functools
 import gc
-import json
 import sys
 
 import numpy as np
 import pytest
 
-from ksana_jax.bench import host
+from ksana_jax.bench.host_engine import RandomTokens
 from ksana_jax.patterns import FULL, AttentionPattern
 from ksana_jax.request import FinishReason, RequestInput
 from tests.fakes import (
@@ -331,7 +330,7 @@ def test_a_decode_step_runs_no_python_per_sequence(pattern, temperature):
         for s in range(rows):
             engine.add_request(prompt_of(30, s), asking(40, ignore_eos=True, temperature=temperature))
         engine.step()
-        engine.executor = host.RandomTokens(rows)
+        engine.executor = RandomTokens(rows)
         taken = []
         for _ in range(12):  # all take a block in every fourth step, and return one under a window
             taken.append(count_bytecodes(engine.step))
@@ -339,28 +338,3 @@ def test_a_decode_step_runs_no_python_per_sequence(pattern, temperature):
         counts.append(taken)
     assert min(counts[0]) > 100 and len(set(counts[0])) > 1
     assert counts[0] == counts[1]
-
-
-def test_bench_host_prints_its_results_as_json_in_the_last_line(capsys):
-    host.main([3, 8], steps=5, context=40, as_json=True)
-    lines = capsys.readouterr().out.strip().splitlines()
-    results = json.loads(lines[-1])["results"]
-    assert [r["rows"] for r in results] == [3, 8]
-    for r in results:
-        parts = r["schedule_us"] + r["build_us"] + r["advance_us"] + r["settle_us"]
-        assert 0 < r["step_us"] < 1e5 and 0 < parts < 1e5
-
-
-def test_bench_host_compares_steps_that_evict_with_steps_that_do_not(capsys):
-    setting = {"method": "h2o", "budget": 24}
-    host.main([4], steps=5, context=40, as_json=True, kv_eviction=setting)
-    *_, table, last = capsys.readouterr().out.strip().splitlines()
-    assert [r["kv_eviction"] for r in json.loads(last)["results"]] == [None, setting]
-    assert "evicting: " in table and table.endswith(" times")
-    with pytest.raises(ValueError, match="kv_eviction method is 'h20'"):
-        host.main([4], kv_eviction={"method": "h20"})
-
-
-def test_bench_host_refuses_numbers_that_cannot_be():
-    with pytest.raises(ValueError, match=r"rows is 0, must be an integer from 1"):
-        host.main([0])

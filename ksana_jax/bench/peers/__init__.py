@@ -1,4 +1,4 @@
-"""Other engines, measured by `ksana bench throughput`; they run in an environment of their own (`make peers`).
+"""Other engines, which `ksana bench throughput` and `host` measure in an environment of their own (`make peers`).
 
 Each is a class of a script in this folder, which a process of that environment runs (`worker`): they import nothing of
 ksana_jax, and this package imports none of them.
@@ -17,6 +17,11 @@ class PeerSpec(NamedTuple):
     package: str
     how: str = "`make peers`"
 
+
+# Measured by `ksana bench host`.
+SCHEDULER = PeerSpec(
+    "of_vllm_scheduler", "Scheduler", "vllm", "`make peers`, which takes a build for CPUs by a third party"
+)
 
 PEERS: dict[str, PeerSpec] = {
     "transformers, static batch": PeerSpec("of_transformers", "Static", "transformers"),

@@ -2,10 +2,10 @@
 
     python worker.py SCRIPT CLASS
 
-The first line has the arguments of the class: model, dtype, threads, rows, max_model_len; the answer is {"versions":
-...}. Each further line is {"prompts": [[id, ...], ...], "lengths": [...]}; the answer is {"seconds": ..., "token_ids":
-[...]}, with the time of greedy decoding, EOS ignored. Whatever fails is answered by {"error": ...}. All that libraries
-print goes to standard error.
+Each line is {"call": METHOD, "arguments": {...}}, the first one {"call": "", ...} with the arguments of the class. The
+answer is {"result": ..., "seconds": ...}; for the first one the result is `versions()`. Whatever fails is answered by
+{"error": ...}. The methods `prepare` and `finish` of a peer that has them are called around each call, and not timed.
+All that libraries print goes to standard error.
 """
 
 import importlib
@@ -24,16 +24,14 @@ def main() -> None:
         asked = json.loads(line)
         try:
             if peer is None:
-                peer = getattr(importlib.import_module(script), name)(**asked)
-                answer = {"versions": peer.versions()}
+                peer = getattr(importlib.import_module(script), name)(**asked["arguments"])
+                answer = {"result": peer.versions()}
             else:
-                prepare, finish = getattr(peer, "prepare", _nothing), getattr(peer, "finish", _nothing)
-                prepare()
+                getattr(peer, "prepare", _nothing)()
                 began = time.perf_counter()
-                token_ids = peer.generate(asked["prompts"], asked["lengths"])
-                seconds = time.perf_counter() - began
-                finish()
-                answer = {"seconds": seconds, "token_ids": token_ids}
+                result = getattr(peer, asked["call"])(**asked["arguments"])
+                answer = {"result": result, "seconds": time.perf_counter() - began}
+                getattr(peer, "finish", _nothing)()
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
