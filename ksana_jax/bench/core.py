@@ -193,7 +193,7 @@ def run(bench: Bench, repeats: int = 3, clock: Callable[[], float] = time.perf_c
         where = {"metric": "machine", "warm_up_s": clock() - began, **_machine(environment())}
         for number in range(repeats):
             there = [case for case in cases if case.name not in absent]
-            load, then = Load(bench.processes()), clock()
+            load, then = Load(bench.processes), clock()
             compilations.read()
             for case, found in _turn(bench, there if number % 2 == 0 else there[::-1], absent):
                 now, kept = clock(), {"turn": number, "compilations": compilations.read(), "load": load.read()}

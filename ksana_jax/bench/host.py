@@ -158,8 +158,8 @@ class Host(Bench):
         ]
         if turns:
             said.append(
-                f"{turns[0]['versions']}: schedule and update of its synchronous scheduler, which prepare no arrays for "
-                "a device. Adding a request hashes its blocks."
+                f"{turns[0]['versions']}: schedule and update of its synchronous scheduler, which prepare no arrays. "
+                "Adding a request hashes its blocks."
             )
         return [*said, *super().notes(rows)]
 

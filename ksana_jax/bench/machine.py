@@ -36,11 +36,15 @@ class Load:
     """Measures the share of the machine's processor time that other programs take between two calls of `read`.
 
     Args:
-      pids: other processes that count as this one, such as peers that are measured.
+      pids: returns other processes that count as this one, such as peers that are measured.
     """
 
-    def __init__(self, pids: Iterable[int] = (), clock: Callable[[], tuple[float, float] | None] = processor_seconds):
-        self._pids, self._clock = (*pids,), clock
+    def __init__(
+        self,
+        pids: Callable[[], Iterable[int]] = tuple,
+        clock: Callable[[], tuple[float, float] | None] = processor_seconds,
+    ):
+        self._pids, self._clock = pids, clock
         self._before = self._now()
 
     def read(self) -> float | None:
@@ -55,7 +59,7 @@ class Load:
     def _now(self) -> tuple[float, float, float] | None:
         if (found := self._clock()) is None:
             return None
-        return (*found, time.process_time() + sum(map(seconds_of, self._pids)))
+        return (*found, time.process_time() + sum(map(seconds_of, self._pids())))
 
 
 class Compilations:
