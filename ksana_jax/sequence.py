@@ -191,21 +191,20 @@ class Rows:
         self.asks[row] = self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
-    def num_left(self, rows: np.ndarray) -> np.ndarray:
-        """Returns how many tokens each row has left to compute; the last token of a text is never computed."""
-        return np.minimum(self.num_tokens[rows], self.max_len[rows] - 1) - self.num_computed[rows]
-
     def next_chunk(self, row: int) -> int:
         """Returns how many tokens a row can compute at once: what is left, but no more than up to its next eviction."""
         return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
 
     def expect(self, rows: np.ndarray, places: np.ndarray) -> None:
-        """Reserves one token of each row for the one that a running step samples at a place among its sampled tokens.
+        """Counts the token of each row that a running step samples at a place among its sampled tokens, unless it is
+        the last of its text, which is never computed.
 
         Until `append`, -1 - place stands for it, as in `StepArrays.tokens`.
         """
         at = self._next(rows)
-        self.token_ids[rows, at] = -1 - places
+        goes_on = at + 1 < self.max_len[rows]
+        rows, at = rows[goes_on], at[goes_on]
+        self.token_ids[rows, at] = -1 - places[goes_on]
         self.num_tokens[rows] = at + 1
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -218,8 +217,7 @@ class Rows:
     def _next(self, rows: np.ndarray) -> np.ndarray:
         """Returns the place of each row's next token."""
         at = self.num_known[rows]
-        longest = int(at.max(initial=0))
-        if longest >= self.token_ids.shape[1]:
+        if len(at) and (longest := int(np.maximum.reduce(at))) >= self.token_ids.shape[1]:  # half the time of max()
             self._grow(longest + 1)
         return at
 

@@ -188,7 +188,7 @@ class Scheduler:
         places = np.arange(len(running.sampled))[running.stay(running.sampled)]
         r.expect(running.sampled[places], places)
         order = self.order
-        left = r.num_left(order)
+        left = r.num_tokens[order] - r.num_computed[order]
         blocks = -(-np.maximum(r.num_computed[order] + left - r.allocated_until[order], 0) // self.memory.block_size)
         copies = np.count_nonzero(r.forked[order])
         if r.num_groups * (int(blocks.sum()) + copies) > self.memory.device.num_available:
@@ -209,7 +209,7 @@ class Scheduler:
     def _schedule(self) -> ScheduledBatch | None:
         rows, order = self.rows, self.order
         preempted_before = self.num_preemptions
-        left = rows.num_left(order)
+        left = rows.num_tokens[order] - rows.num_computed[order]
         decodes = self._provide_decodes(order[left == 1][: self.max_num_batched_tokens])
         chunks: list[tuple[int, int]] = []
         budget = StepBudget(self.max_num_batched_tokens - len(decodes), self.tiles)
@@ -334,11 +334,13 @@ class Scheduler:
             for row in beams:
                 r.seqs[row].awaits_token = True
         finished: list[Sequence] = []
-        if tokens.min(initial=0) < 0:
+        if len(tokens) and np.minimum.reduce(tokens) < 0:
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
         length = r.append(sampled, tokens)
-        stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
+        stopped = np.logical_or.reduce(r.stop_ids.take(sampled, axis=0) == tokens[:, None], axis=1) & (
+            length > r.min_len[sampled]
+        )
         ended = stopped | (length >= r.max_len[sampled])
         if self.memory.prefixes.enabled:
             self.row_blocks.index_full(rows)

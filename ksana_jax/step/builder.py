@@ -80,7 +80,7 @@ class BatchBuilder:
         if shared is not None:
             shape, arrays, ends = shared
         else:
-            width = int(rows.num_blocks.take(batch.rows, axis=1).max())
+            width = int(np.maximum.reduce(rows.num_blocks.take(batch.rows, axis=1), axis=None))
             shape, ends = self.buckets.shape(len(decodes), batch.counts, width), np.arange(len(decodes), dtype=np.int32)
             arrays = self._with_decodes(shape, decodes, rows)
         if len(chunks):
