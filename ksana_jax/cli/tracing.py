@@ -12,12 +12,13 @@ from ksana_jax.cli.options import AsJson
 
 def trace(
     context: typer.Context,
-    target: Annotated[
+    what: Annotated[
         list[str],
         typer.Argument(
             help="an experiment with its overrides, as `ksana run` takes them; or a command with its options, such as "
             "bench throughput --requests 8",
             show_default=False,
+            metavar="EXPERIMENT...",
         ),
     ],
     out: Annotated[Path, typer.Option(help="output folder; new or empty", show_default=False)],
@@ -27,27 +28,38 @@ def trace(
     record: Annotated[
         bool, typer.Option("--record", help="also record requests, decisions, blocks and tokens, for `ksana replay`")
     ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="compile an experiment's steps for a machine that is not here: h200, h100, a100 or v5e; runs nothing",
+            show_default="run here",
+        ),
+    ] = None,
 ) -> None:
     """Runs an experiment or a benchmark and writes a bundle: index.html, steps, requests, HLO, costs, a profile.
 
-    Every engine that the command builds is traced. Results of an experiment are in the folder run.
+    Every engine that the command builds is traced. Results of an experiment are in the folder run. With --target, the
+    steps of an experiment's engines are compiled ahead of time, and their times computed from the machine's peak rates.
     """
     from rich.console import Console
     from rich.markup import escape
 
     from ksana_jax import checks
     from ksana_jax.trace.bundle import check_new, tracing
+    from ksana_jax.trace.command import trace_target
     from ksana_jax.trace.target import command_line
 
     checks.require(checks.integer("--profile-steps", profile_steps, 0))
     check_new(out)
+    if target is not None:
+        return trace_target(what, target, out)
     root = context.find_root()
     words = ["--debug"] * root.params["debug"]
-    words += command_line(target, list(getattr(root.command, "commands", {})), out)
-    with tracing(out, command=f"ksana {' '.join(target)}", profile_steps=profile_steps, record=record) as seen:
+    words += command_line(what, list(getattr(root.command, "commands", {})), out)
+    with tracing(out, command=f"ksana {' '.join(what)}", profile_steps=profile_steps, record=record) as seen:
         code = root.command.main(words, prog_name="ksana", standalone_mode=False)
     if not seen.watches:
-        raise ValueError(f"ksana {' '.join(target)} built no engine, so there is nothing to trace")
+        raise ValueError(f"ksana {' '.join(what)} built no engine, so there is nothing to trace")
     folders = ", ".join(f"engine-{watch.number}" for watch in seen.watches[:3]) + ", ..." * (len(seen.watches) > 3)
     Console(highlight=False).print(f"{escape(str(out))}: index.html, trace.json, functions, {folders}")
     raise typer.Exit(code or 0)

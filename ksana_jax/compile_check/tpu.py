@@ -79,7 +79,7 @@ def _step(shape: StepShape, sharding, num_blocks: int):
     device = next(iter(sharding.device_set))
     runner = Runner(
         LLAMA,
-        _placed(sharding, abstract_params(LLAMA, "bf16")),
+        placed(sharding, abstract_params(LLAMA, "bf16")),
         (FULL,) * LLAMA.num_layers,
         num_blocks=num_blocks,
         layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
@@ -128,12 +128,13 @@ def tiles(shape: StepShape):
     return q, table, table, ints((count, width)), ints((count * width,))
 
 
-def _placed(sharding, arrays):
+def placed(sharding, arrays):
+    """Returns the shapes of a tree of arrays, placed on a TPU."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
 
 
 def lower(sharding, function, *args, **options):
-    return jax.jit(function, **options).trace(*_placed(sharding, args)).lower(lowering_platforms=("tpu",))
+    return jax.jit(function, **options).trace(*placed(sharding, args)).lower(lowering_platforms=("tpu",))
 
 
 def missing() -> str | None:

@@ -71,11 +71,7 @@ class Trace:
         """Returns the trace as plain values for JSON; lines of steps and requests are in files of their own."""
         parts = self.parts()
         return {
-            "format": FORMAT,
-            "command": self.command,
-            "time": self.began,
-            "environment": environment(),
-            "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+            **about_machine(self.command, self.began),
             "compilations": compile_summary(self.log.functions),
             "engines": [
                 about | summary(watch.steps, parts) for about, watch in zip(self.engines, self.watches, strict=True)
@@ -154,6 +150,17 @@ def write(trace: Trace) -> None:
             trace.recorders[number - 1].write(folder / recording.NAME)
     write_atomic(trace.folder / "trace.json", json.dumps(content, indent=1) + "\n")
     write_atomic(trace.folder / "index.html", page.render(content, steps, requests))
+
+
+def about_machine(command: str, began: float) -> dict[str, Any]:
+    """Returns what every trace begins with: its command, when it began, machine, versions and flags."""
+    return {
+        "format": FORMAT,
+        "command": command,
+        "time": began,
+        "environment": environment(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+    }
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> str:

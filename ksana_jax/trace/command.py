@@ -1,4 +1,4 @@
-"""What `ksana replay`, and `ksana compare` of recordings, print."""
+"""What `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings do and print."""
 
 from __future__ import annotations
 
@@ -8,11 +8,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.experiments.config import load
 from ksana_jax.experiments.dotted import dotlist
 from ksana_jax.files import write_atomic
 from ksana_jax.trace import differences, recording
 from ksana_jax.trace.bundle import check_new
 from ksana_jax.trace.replay import make_llm, replay
+
+
+def trace_target(words: Sequence[str], target: str, out: Path) -> None:
+    """Compiles an experiment's engines for a machine that is not there, and writes the bundle.
+
+    Args:
+      words: the experiment and its overrides.
+
+    Raises:
+      ConfigError: there is no such target or experiment, or the compiler is not installed.
+    """
+    from ksana_jax.trace import absent
+
+    absent.check_target(target)
+    plan = load(words[0], list(words[1:]))
+    command = " ".join(["ksana trace", *words, "--target", target])
+    absent.trace_absent(plan, target, out, command, say=lambda line: print(line, flush=True))
+    print(f"{out}: index.html, trace.json, functions")
 
 
 def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_json: bool) -> int:

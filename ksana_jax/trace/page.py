@@ -24,10 +24,13 @@ def render(content: Mapping[str, Any], steps: Sequence[Rows], requests: Sequence
     """Returns the page.
 
     Args:
-      content: of trace.json. steps, requests: of each engine, the lines of their files.
+      content: of trace.json. steps, requests: of each engine, the lines of their files; none for an absent machine.
     """
     template = string.Template(resources.files("ksana_jax").joinpath("assets/trace.html").read_text("utf-8"))
-    sections = [_engine(*of) for of in zip(content["engines"], steps, requests, strict=True)]
+    if "target" in content:
+        sections = [_bounds(about, content["target"]["chip"]) for about in content["engines"]]
+    else:
+        sections = [_engine(*of) for of in zip(content["engines"], steps, requests, strict=True)]
     sections += [_functions(content["functions"], content["compilations"]), _machine(content)]
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(content["time"]))
     about = content["environment"]
@@ -58,14 +61,52 @@ def legend(colours: Mapping[str, str]) -> str:
     return f'<p class="legend">{found}</p>'
 
 
-def _engine(about: Mapping[str, Any], steps: Rows, requests: Rows) -> str:
-    number, config = about["engine"], about["config"]
-    heading = (
-        f"<h2>Engine {number}: {escape(about['model']['family'])}, {about['model']['num_layers']} layers, "
-        f"{escape(str(config['dtype']))}</h2>"
-    )
+def _heading(about: Mapping[str, Any]) -> str:
+    model, dtype = about["model"], about["config"]["dtype"]
+    name = f"Engine {about['engine']}: {model['family']}, {model['num_layers']} layers, {dtype}"
     attention = f"attention: {about['implementation']} on {about['platform']}; patterns: {about['patterns']}"
-    parts = [heading, f"<p>{escape(attention)}</p>"]
+    return f"<h2>{escape(name)}</h2><p>{escape(attention)}</p>"
+
+
+def _bounds(about: Mapping[str, Any], chip: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            escape(s["name"]),
+            escape(s["label"]),
+            f"{s['context']:,}",
+            f"{s['flops']:.4g}",
+            byte_size(s["weight_bytes"]),
+            byte_size(s["kv_bytes"]),
+            f"{1e3 * s['compute_s']:.4f}",
+            f"{1e3 * s['memory_s']:.4f}",
+            s["bound"],
+            byte_size(s["temp_bytes"]),
+            f"{s['compile_s']:.1f}",
+        )
+        for s in about["steps"]
+    ]
+    rate = chip["flops_per_s"][about["config"]["dtype"]]
+    note = (
+        f"Computed, not measured: the least time of a step on {chip['name']} at {rate / 1e12:,.0f} TFLOP/s and "
+        f"{chip['bytes_per_s'] / 1e9:,.0f} GB/s, every row with the given context and every tile full. Weights are "
+        "read once, and so are the keys and values that a tile sees."
+    )
+    heads = [
+        "step",
+        "pattern",
+        ">context",
+        ">FLOPs",
+        ">weights",
+        ">KV",
+        ">computed: compute ms",
+        ">computed: memory ms",
+    ]
+    heads += ["bound by", ">temporaries", ">compile s"]
+    return _heading(about) + f"<p>{escape(note)}</p>" + table(heads, rows)
+
+
+def _engine(about: Mapping[str, Any], steps: Rows, requests: Rows) -> str:
+    parts = [_heading(about)]
     if not steps:
         return "".join([*parts, "<p>No step was computed.</p>"])
     median = about["median_ms"]

@@ -1,0 +1,216 @@
+"""A trace for a machine that is not there: steps are compiled for it ahead of time, and their bounds computed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from ksana_jax.compile_check import tpu
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.experiments.config import Plan, Trial, patterns_of
+from ksana_jax.files import write_atomic
+from ksana_jax.kv.engine_layout import make_layout
+from ksana_jax.loading.config_json import load_config
+from ksana_jax.loading.load import abstract_params
+from ksana_jax.pattern_presets import read_patterns
+from ksana_jax.patterns import AttentionPattern
+from ksana_jax.runner import compiling
+from ksana_jax.runner.runner import Runner
+from ksana_jax.shipped import model_path
+from ksana_jax.step.buckets import Buckets
+from ksana_jax.step.contract import StepShape
+from ksana_jax.trace import page
+from ksana_jax.trace.bundle import about_machine
+from ksana_jax.trace.functions import CompilationLog, Function, name_of
+from ksana_jax.trace.roofline import CHIPS, Chip, Roofline, roofline
+from ksana_jax.trace.summary import compile_summary
+from pallas_kernels import aot
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine to compile for. placed: puts the shapes of arrays there. described: context of lowering for it."""
+
+    chip: Chip
+    device: Any
+    placed: Callable[[Any], Any]
+    described: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def check_target(name: str) -> None:
+    """Checks that a target is known, and that its compiler is installed.
+
+    Raises:
+      ConfigError: it is not; the message says what to install.
+    """
+    known = [*aot.targets(), *tpu.TARGETS]
+    if name not in known:
+        raise ConfigError(f"unknown target {name!r}; there are {', '.join(sorted(known))}")
+    if line := tpu.missing() if name in tpu.TARGETS else aot.missing():
+        raise ConfigError(line)
+
+
+def find_target(name: str) -> Target:
+    """Returns a target whose compiler is installed; see `check_target`."""
+    check_target(name)
+    # The plugins are there for their compilers; jax would look for devices, and complain where there are none.
+    jax.config.update("jax_platforms", "cpu")
+    if name in tpu.TARGETS:
+        sharding, _ = tpu.topology(name)
+        [device] = sharding.device_set
+        return Target(CHIPS[name], device, lambda tree: tpu.placed(sharding, tree), lambda: tpu.topology(name)[1])
+    target = aot.target(name)
+    return Target(CHIPS[name], aot.device(target), lambda tree: aot.placed(target, tree), lambda: aot.described(target))
+
+
+def engines_of(plan: Plan) -> list[list[Trial]]:
+    """Returns the trials of each engine that an experiment needs, one for each pattern."""
+    engines: dict[str, dict[str, Trial]] = {}
+    for trial in plan.trials:
+        engines.setdefault(trial.engine_key, {}).setdefault(str(patterns_of(trial.config)), trial)
+    return [list(trials.values()) for trials in engines.values()]
+
+
+def compile_engine(
+    plan: Plan, trials: Sequence[Trial], target: Target, log: CompilationLog, number: int
+) -> dict[str, Any]:
+    """Compiles the largest steps of an engine; returns them with their bounds, as plain values.
+
+    Args:
+      trials: that share the engine, and differ in their patterns: a step has bounds for each.
+
+    Raises:
+      ConfigError: the engine evicts, so how much a step reads is not known; or it has no max_model_len that fits.
+    """
+    trial = trials[0]
+    given = trial.config
+    model = load_config(model_path(given["model"]))
+    patterns = layer_patterns(trial, model)
+    sinks = plan.max_repositioned_sinks(trial)
+    config = EngineConfig(
+        **{"max_repositioned_sinks": sinks, **{k: v for k, v in given["engine"].items() if v is not None}}
+    )
+    config = config.for_model(model, patterns)
+    if config.kv_eviction is not None:
+        raise ConfigError(f"{trial.label}: bounds are not known for an engine with kv_eviction")
+    if config.dtype == "auto":
+        raise ConfigError("dtype is auto, must be given for a machine that is not there: engine.dtype=bf16")
+    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
+    layout = make_layout(model, patterns, config, target.device.platform)
+    num_blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)
+    runner = Runner(
+        model,
+        target.placed(abstract_params(model, config.dtype)),
+        patterns,
+        layout=layout,
+        num_blocks=num_blocks,
+        max_model_len=config.max_model_len,
+        max_repositioned_sinks=config.max_repositioned_sinks,
+        attention=config.attention_implementation,
+        embedding_device=config.embedding_device,
+        device=target.device,
+    )
+    steps = []
+    for shape in shapes_of(config, target.device.platform):
+        known = len(log.functions)
+        runner.compile_step(shape)
+        for function in log.functions[known:]:
+            function.engine = number
+        context = min(config.max_model_len, shape.table_width * config.block_size)
+        bounds = functools.partial(
+            roofline, model, shape, target.chip, dtype=config.dtype, kv_token_bytes=layout.token_bytes, context=context
+        )
+        new = log.functions[known:]
+        steps += [plain_step(shape, t.label, context, bounds(layer_patterns(t, model)), new) for t in trials]
+    return {
+        "engine": number,
+        "model": {"family": model.family, "num_layers": model.num_layers, "d_model": model.d_model},
+        "implementation": runner.implementation.name,
+        "platform": target.device.platform,
+        "patterns": "; ".join(t.label for t in trials),
+        "num_blocks": num_blocks,
+        "block_bytes": layout.block_bytes,
+        "config": config.plain(),
+        "steps": steps,
+    }
+
+
+def layer_patterns(trial: Trial, model: ModelConfig) -> tuple[AttentionPattern, ...]:
+    """Returns the pattern of each layer in a trial."""
+    asked = patterns_of(trial.config)  # none, one for all layers, or one for each
+    return read_patterns(asked if len(asked) > 1 else asked[0] if asked else model.pattern, model.num_layers)
+
+
+def plain_step(
+    shape: StepShape, label: str, context: int, bound: Roofline, functions: Sequence[Function]
+) -> dict[str, Any]:
+    """Returns a compiled step and its bounds as plain values; times are computed, not measured."""
+    found = dataclasses.asdict(bound) | {"computed_s": bound.seconds, "bound": bound.bound}
+    temp = max((p.memory.get("temp_bytes", 0) for f in functions for p in f.programs), default=0)
+    compile_s = sum(f.traced_s + f.compiled_s for f in functions)
+    return {
+        "name": name_of(shape),
+        "label": label,
+        "context": context,
+        "temp_bytes": temp,
+        "compile_s": compile_s,
+        **found,
+    }
+
+
+def shapes_of(config: EngineConfig, platform: str) -> list[StepShape]:
+    """Returns the steps that are compiled: a decode of all rows, and the largest steps with chunks of prompts."""
+    buckets = Buckets.of(config, platform)
+    return [buckets.shape(config.max_num_seqs, (), buckets.widths[-1]), *buckets.largest()]
+
+
+@contextlib.contextmanager
+def compiling_for(target: Target, log: CompilationLog) -> Iterator[None]:
+    """Returns a context in which steps are compiled for a target, without jax's cache on disk, and logged."""
+    kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    compiling.observers.append(log)
+    try:
+        # A program for a device that is not here can be written to the cache, but not read from it.
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        with target.described():
+            yield
+    finally:
+        compiling.observers.remove(log)
+        jax.config.update("jax_enable_compilation_cache", kept)
+        compilation_cache.reset_cache()
+
+
+def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callable[[str], None]) -> None:
+    """Compiles the engines of an experiment for a machine that is not there, and writes the bundle.
+
+    Args:
+      name: of the target. say: called with a line for each engine.
+
+    Raises:
+      ConfigError: see `check_target` and `compile_engine`.
+    """
+    target, log, began = find_target(name), CompilationLog(folder / "functions"), time.time()
+    with compiling_for(target, log):
+        engines = []
+        for number, trials in enumerate(engines_of(plan), 1):
+            say(f"compiling the steps of {trials[0].label} for {target.chip.name}")
+            engines.append(compile_engine(plan, trials, target, log, number))
+    content = {
+        **about_machine(command, began),
+        "target": {"name": name, "chip": dataclasses.asdict(target.chip)},
+        "compilations": compile_summary(log.functions),
+        "engines": engines,
+        "functions": [f.plain() for f in log.functions],
+    }
+    write_atomic(folder / "trace.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(folder / "index.html", page.render(content, [], []))
