@@ -38,18 +38,24 @@ def record(folder, drive=live, **settings):
     return recording.read(folder), engine
 
 
-def test_a_replay_takes_the_same_decisions_blocks_and_tokens(tmp_path):
-    made, first = record(tmp_path / "a")
+# With a tier on the host, the engine waits for the tokens of each step.
+AHEAD = {"async_scheduling": True, "host_slots": 0, "preempt": "auto"}
+
+
+@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["synchronous", "ahead"])
+def test_a_replay_takes_the_same_decisions_blocks_and_tokens(tmp_path, settings):
+    made, first = record(tmp_path / "a", **settings)
     assert first.scheduler.num_preemptions and any(e["event"] == "aborted" for e in made.events)
-    again = make_engine(**SETTINGS)
+    again = make_engine(**SETTINGS | settings)
     done = replay(made, again)
     assert done.difference is None and done.num_steps == len(made.steps) == len(first.records)
     assert [r._replace(ended_s=0) for r in again.records] == [r._replace(ended_s=0) for r in first.records]
     assert not again.has_work
 
 
-def test_recorded_steps_are_what_the_executor_was_given(tmp_path):
-    made, engine = record(tmp_path / "a")
+@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["synchronous", "ahead"])
+def test_recorded_steps_are_what_the_executor_was_given(tmp_path, settings):
+    made, engine = record(tmp_path / "a", **settings)
     for event, given in zip(made.steps, engine.executor.steps, strict=True):
         positions = [computed + i for _, computed, count in event["rows"] for i in range(count)]
         assert sorted(positions) == np.sort(given.arrays.positions[given.arrays.positions >= 0]).tolist()
