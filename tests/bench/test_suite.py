@@ -1,0 +1,67 @@
+"""`make bench`: what is run in the time there is, and the part of the README that it writes."""
+
+import dataclasses
+
+import pytest
+
+from ksana_jax.bench import BENCHES, suite
+from ksana_jax.bench.suite import BEGIN, END, SUITE, Entry
+from ksana_jax.errors import ConfigError
+from ksana_jax.experiments.report import Report
+from ksana_jax.experiments.tasks.results import Column, ResultRow
+from ksana_jax.plugins import resolve
+
+
+def report(title, conclusion="", notes=()):
+    row = ResultRow("", {"rows": 4}, 1, [[]], {"step_us": [2.0]})
+    return Report("bench", title, None, [row], [Column("step_us", "step", str)], [*notes], conclusion, {})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Minutes that pass: each benchmark takes three."""
+    passed, asked = [0.0], []
+
+    def run_and_show(bench, *, repeats, out, as_json):
+        passed[0] += 180.0
+        asked.append((type(bench).__name__, repeats, out.name, getattr(bench, "peers", None)))
+        return report(out.name)
+
+    monkeypatch.setattr(suite, "run_and_show", run_and_show)
+    return lambda: passed[0], asked
+
+
+def test_what_does_not_fit_the_time_is_left_out(clock, tmp_path):
+    now, asked = clock
+    entries = [Entry("a", "host", 4, {}, 2, peers=True), Entry("b", "latency", 8, {}), Entry("c", "latency", 4, {})]
+    made, left_out = suite.run_suite(tmp_path, "env", 10, entries, now)
+    assert asked == [("Host", 2, "a", "env"), ("Latency", 1, "c", None)]
+    assert [entry.folder for entry in left_out] == ["b"]
+    assert "Not measured, for want of time: b." in suite.performance(made, left_out)
+
+
+def test_the_whole_suite_fits_its_time_and_has_options_that_exist():
+    assert sum(entry.minutes for entry in SUITE) <= 20
+    for entry in SUITE:
+        bench = resolve(entry.bench, BENCHES, "bench")(**entry.options)
+        assert bench.cases() and (not entry.peers or "peers" in {f.name for f in dataclasses.fields(bench)})
+
+
+def test_the_summary_has_tables_conclusions_and_how_it_was_measured():
+    made = [
+        (Entry("a", "host", 1, {}, table=True), report("Host loop", "Twice as fast.", ["A machine."])),
+        (Entry("b", "latency", 1, {}), report("Latency", "Low.", ["A machine.", "That is a busy machine: so."])),
+    ]
+    said = suite.summary(made, [])
+    assert said == (
+        "**Host loop**\n\n| rows | step |\n| --- | ---: |\n| 4 | 2.0 |\n\nTwice as fast.\n\n**Latency.** Low.\n\n"
+        "A machine.\n\nThe machine was busy during: Latency.\n"
+    )
+
+
+def test_only_what_is_between_the_marks_is_replaced():
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert suite.replace_between(text, "new\n") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    for wrong in ("none", f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
+        with pytest.raises(ConfigError, match="once each"):
+            suite.replace_between(wrong, "")
