@@ -121,7 +121,11 @@ class Bench(Results):
         """Says how it was measured, and where and when one should not believe it."""
         found = [m for row in rows for trial in row.trials for m in trial]
         turns = [m for m in found if m["metric"] == "repetition"]
-        said = [f"{row.name}: {m['reason']}" for row in rows for t in row.trials for m in t if m["metric"] == "absent"]
+        absent: dict[str, dict[str, None]] = {}
+        for row in rows:
+            for m in (m for trial in row.trials for m in trial if m["metric"] == "absent"):
+                absent.setdefault(m["reason"], {})[row.label or row.name] = None
+        said = [f"{'; '.join(names)}: {reason}." for reason, names in absent.items()]
         if not turns:
             return said
         count = 1 + max(m["turn"] for m in turns)

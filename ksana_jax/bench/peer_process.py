@@ -24,10 +24,10 @@ class PeerProcess:
     def __init__(self, spec: PeerSpec, environment: Path, **arguments: Any):
         python = environment / "bin" / "python"
         if not python.exists():
-            raise Absent(f"absent, there is no environment {environment}: {spec.how} makes it")
+            raise Absent(f"absent, there is no environment {environment}: `make peers` makes it")
         installed = [python, "-c", f"from importlib.util import find_spec; assert find_spec({spec.package!r})"]
         if subprocess.run(installed, capture_output=True).returncode:
-            raise Absent(f"absent, {environment} has no {spec.package}: {spec.how} installs it")
+            raise Absent(f"absent, {environment} has no {spec.package}: `make peers` installs it")
         self._said = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [python, "-u", _FOLDER / "worker.py", spec.script, spec.name],

@@ -76,7 +76,7 @@ def test_what_is_absent_is_a_row_that_says_so():
     bench = Missing()
     made = command.report_of(bench, core.run(bench, repeats=2)[0])
     assert [row.mean("work_s") for row in made.rows] == [2.0, None]
-    assert made.notes[0] == "size 2: size 2 is not here: make it"
+    assert made.notes[0] == "size 2: size 2 is not here: make it."
 
 
 def measured(turn, work_s, compilations=0, load=0.0):

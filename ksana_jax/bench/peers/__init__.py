@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 
 class PeerSpec(NamedTuple):
-    """A peer. script, name: its class. package: what must be installed; how: the command that installs it."""
+    """A peer. script, name: its class. package: what must be installed."""
 
     script: str
     name: str
     package: str
-    how: str = "`make peers`"
 
 
 # Measured by `ksana bench host`.
@@ -26,5 +25,5 @@ SCHEDULER = PeerSpec(
 PEERS: dict[str, PeerSpec] = {
     "transformers, static batch": PeerSpec("of_transformers", "Static", "transformers"),
     "transformers, continuous": PeerSpec("of_transformers", "Continuous", "transformers"),
-    "vLLM": PeerSpec("of_vllm", "Engine", "vllm", "`make peers`, which takes a build for CPUs by a third party"),
+    "vLLM": PeerSpec("of_vllm", "Engine", "vllm"),
 }
