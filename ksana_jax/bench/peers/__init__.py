@@ -18,9 +18,7 @@ class PeerSpec(NamedTuple):
 
 
 # Measured by `ksana bench host`.
-SCHEDULER = PeerSpec(
-    "of_vllm_scheduler", "Scheduler", "vllm", "`make peers`, which takes a build for CPUs by a third party"
-)
+SCHEDULER = PeerSpec("of_vllm_scheduler", "Scheduler", "vllm")
 
 PEERS: dict[str, PeerSpec] = {
     "transformers, static batch": PeerSpec("of_transformers", "Static", "transformers"),
