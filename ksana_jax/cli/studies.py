@@ -52,7 +52,8 @@ def compare(
     Rows are joined with those of the nearest settings. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
 
-    Of two recordings (`ksana trace --record`), shows the first step in which their decisions, blocks and tokens differ.
+    Of two recordings (`ksana trace --record`), shows the first step in which their decisions and their blocks differ,
+    and which sequences have other tokens.
     """
     from ksana_jax.experiments.command import compare_and_show
     from ksana_jax.trace.command import compare_recordings

@@ -70,8 +70,20 @@ def _hardware(made: recording.Recording, engine: Any) -> str:
     return "".join(lines)
 
 
+def _outputs(a: dict[str, list[int]], b: dict[str, list[int]], differing: dict[str, int]) -> str:
+    """Says which sequences have other tokens."""
+    if not differing:
+        return f"all {len(a):,} sequences have the same tokens"
+    name, at = next(iter(differing.items()))
+    here = [str(of[name][at]) if len(of.get(name, ())) > at else "none" for of in (a, b)]
+    return (
+        f"{len(differing):,} of {len(a):,} sequences have other tokens; {name} from output token {at}: "
+        + " and ".join(here)
+    )
+
+
 def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> None:
-    """Prints where two recordings part: settings, requests, and the first step of each kind of difference.
+    """Prints where two recordings part: settings, requests, the first step with other decisions or blocks, tokens.
 
     Args:
       out: folder for compare.json; None writes nothing.
@@ -83,16 +95,19 @@ def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> Non
         print(f"{name}: " + " and ".join(f"{value!s:.60}" for value in values))
     if requests is not None:
         print(f"The requests are not the same: {requests}")
-    for kind in differences.KINDS:
+    for kind in ("rows", "blocks"):
         if (difference := found.get(kind)) is None:
             print(f"no {differences.WORDS[kind]} differs in {len(left.steps):,} steps")
         else:
             print("\n".join(difference.lines("A", "B")))
+    tokens = differences.other_tokens(left, right)
+    print(_outputs(differences.outputs(left), differences.outputs(right), tokens))
     plain = {
         "settings": settings,
         "requests": requests,
         "steps": [len(left.steps), len(right.steps)],
         "differences": {kind: dataclasses.asdict(difference) for kind, difference in found.items()},
+        "tokens": tokens,
     }
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,32 @@ def difference(a: Event | None, b: Event | None, kinds: Sequence[str] = KINDS) -
 
 
 def first_differences(a: Recording, b: Recording) -> dict[str, Difference]:
-    """Returns the first difference of each kind, as far as the recordings have one."""
-    return {kind: found for kind in KINDS if (found := first_difference(a.steps, b.steps, (kind,)))}
+    """Returns the first other decision and the first other choice of blocks, as far as the recordings have one.
+
+    Tokens are compared by sequence, see `other_tokens`: where decisions differ, steps sample for other sequences.
+    """
+    return {kind: found for kind in ("rows", "blocks") if (found := first_difference(a.steps, b.steps, (kind,)))}
+
+
+def outputs(recording: Recording) -> dict[str, list[int]]:
+    """Returns the sampled tokens of each sequence."""
+    found: dict[str, list[int]] = {}
+    for step in recording.steps:
+        for name, token in step["tokens"].items():
+            found.setdefault(name, []).append(token)
+    return found
+
+
+def other_tokens(a: Recording, b: Recording) -> dict[str, int]:
+    """Returns for each sequence whose tokens differ the index of the first output token that does."""
+    left, right = outputs(a), outputs(b)
+    found = {}
+    for name in (*left, *(right.keys() - left.keys())):
+        of_a, of_b = left.get(name, []), right.get(name, [])
+        if of_a != of_b:
+            same = (i for i, (x, y) in enumerate(zip(of_a, of_b, strict=False)) if x != y)
+            found[name] = next(same, min(len(of_a), len(of_b)))
+    return found
 
 
 def first_difference(a: Sequence[Event], b: Sequence[Event], kinds: Sequence[str] = KINDS) -> Difference | None:

@@ -9,7 +9,14 @@ import pytest
 from ksana_jax import AttentionPattern, SamplingParams, cli
 from ksana_jax.config import ConfigError
 from ksana_jax.trace import recording
-from ksana_jax.trace.differences import first_difference, first_differences, other_requests, other_settings
+from ksana_jax.trace.command import compare_recordings
+from ksana_jax.trace.differences import (
+    first_difference,
+    first_differences,
+    other_requests,
+    other_settings,
+    other_tokens,
+)
 from ksana_jax.trace.recorder import Recorder
 from ksana_jax.trace.replay import check_model, make_llm, replay
 from tests.engine.small import make_llm as small_llm
@@ -130,7 +137,21 @@ def test_compare_prints_the_first_decision_that_differs(tmp_path, capsys):
     assert (
         "step 1: the first decision that differs\n  A  r0/0 computes 16 after 0\n  B  r1/0 computes 5 after 0" in shown
     )
+    assert "all 2 sequences have the same tokens" in shown
     assert json.loads(shown.splitlines()[-1])["differences"]["rows"]["step"] == 1
+
+
+def test_other_tokens_are_found_by_sequence(tmp_path, capsys):
+    made, _ = record(tmp_path / "a")
+    assert other_tokens(made, made) == {}
+    changed = next(e for e in made.steps[4:] if "r0/0" in e["tokens"])
+    at = sum("r0/0" in e["tokens"] for e in made.steps[: changed["step"] - 1])
+    old, changed["tokens"]["r0/0"] = changed["tokens"]["r0/0"], 60
+    recording.write(tmp_path / "b" / recording.NAME, made.header, made.events)
+    compare_recordings(tmp_path / "a", tmp_path / "b", tmp_path / "out", False)
+    shown = capsys.readouterr().out
+    assert f"sequences have other tokens; r0/0 from output token {at}: {old} and 60" in shown
+    assert json.loads((tmp_path / "out/compare.json").read_text())["tokens"] == {"r0/0": at}
 
 
 def test_a_real_engine_samples_the_same_tokens_again_and_other_weights_are_refused(tmp_path):
