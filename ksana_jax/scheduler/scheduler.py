@@ -200,11 +200,8 @@ class Scheduler:
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
         step by step, and blocks enter the prefix index before they leave a window and make room."""
         r, memory = self.rows, self.memory
-        if memory.host is not None or self.queue.leaders:
-            return True
-        if memory.prefixes.enabled and self.row_blocks.has_windows:
-            return True
-        return bool(np.count_nonzero(r.is_beam | r.dense))
+        late = memory.prefixes.enabled and self.row_blocks.has_windows
+        return memory.host is not None or bool(self.queue.leaders) or late or bool((r.is_beam | r.dense).any())
 
     def _schedule(self) -> ScheduledBatch | None:
         rows, order = self.rows, self.order
@@ -338,9 +335,7 @@ class Scheduler:
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
         length = r.append(sampled, tokens)
-        stopped = np.logical_or.reduce(r.stop_ids.take(sampled, axis=0) == tokens[:, None], axis=1) & (
-            length > r.min_len[sampled]
-        )
+        stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
         ended = stopped | (length >= r.max_len[sampled])
         if self.memory.prefixes.enabled:
             self.row_blocks.index_full(rows)
