@@ -53,17 +53,16 @@ class Recorder:
     def stop(self) -> None:
         """Leaves the engine as it was."""
         if (engine := self._engine()) is not None:
-            self._header |= source_of(engine)
             self._wrappers.remove(engine)
 
     def write(self, path: Path) -> None:
         """Writes the recording."""
-        if (engine := self._engine()) is not None:
-            self._header |= source_of(engine)
         recording.write(path, self._header, self.events)
 
     def _create(self, method: Callable[..., list[Request]], *args: Any, **given: Any) -> list[Request]:
         made = method(*args, **given)
+        if (engine := self._engine()) is not None:
+            self._header |= source_of(engine)  # an LLM sets it after its engine was built
         asked = args[0] if args else given["asked"]
         self._created |= {request.request_id: request for request in made}
         self.events.append({"event": "created", "requests": list(map(_plain, made, asked))})

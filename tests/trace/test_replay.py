@@ -1,6 +1,7 @@
 """Recordings reproduce a run step by step, show where two runs part, and are refused where they cannot be replayed."""
 
 import dataclasses
+import gc
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams, cli
 from ksana_jax.config import ConfigError
-from ksana_jax.trace import recording
+from ksana_jax.trace import recording, tracing
 from ksana_jax.trace.command import compare_recordings
 from ksana_jax.trace.differences import (
     first_difference,
@@ -139,6 +140,18 @@ def test_compare_prints_the_first_decision_that_differs(tmp_path, capsys):
     )
     assert "all 2 sequences have the same tokens" in shown
     assert json.loads(shown.splitlines()[-1])["differences"]["rows"]["step"] == 1
+
+
+def test_a_recording_names_its_model_though_the_engine_is_gone_before_the_trace_ends(tmp_path):
+    with tracing(tmp_path / "out", profile_steps=0, record=True):
+        engine = make_engine(**SETTINGS)
+        engine.source = ("somewhere", "auto")  # by an LLM, after its engine was built
+        engine.add_request(prompt_of(9), asking(4))
+        run(engine)
+        del engine
+        gc.collect()
+    made = recording.read(tmp_path / "out")
+    assert (made.header["model"], made.header["load_format"]) == ("somewhere", "auto") and made.num_requests == 1
 
 
 def test_other_tokens_are_found_by_sequence(tmp_path, capsys):
