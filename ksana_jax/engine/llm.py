@@ -119,11 +119,12 @@ class LLM:
             )
         pool_bytes = self.num_blocks * self.block_bytes
         logger.info(
-            "KV pool: %s blocks of %s tokens, %s; room for %s tokens",
+            "KV pool: %s blocks of %s tokens, %s; room for %s tokens%s",
             f"{self.num_blocks:,}",
             self.config.block_size,
             byte_size(pool_bytes),
             f"{pool_bytes // self.runner.layout.token_bytes:,}",
+            "" if self.runner.layout.sealed is None else " as codes, fewer with those that are kept exactly",
         )
 
     def _take(self, engine: Engine, resident_before: int | None) -> None:
