@@ -131,6 +131,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
+LINEAR_IMPLEMENTATIONS = ("auto", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
 
 
@@ -200,6 +201,7 @@ class EngineConfig:
       attention_implementation: name of an implementation of paged attention; "auto" takes the first that supports the
         model on this device. `ksana doctor` lists them. On a CPU "native" is C++, compiled on first use and kept;
         without a C++ compiler "xla" serves.
+      linear_implementation: the same of products with weights: "native" on a CPU, or "xla".
       seed: seed for requests without a seed.
     """
 
@@ -228,6 +230,7 @@ class EngineConfig:
     cache_write: Literal["back", "through", "drop"] = "back"
     embedding_device: Literal["device", "host"] = "device"
     attention_implementation: str = "auto"
+    linear_implementation: str = "auto"
     seed: int = 0
 
     def __post_init__(self):
@@ -250,6 +253,7 @@ class EngineConfig:
             checks.one_of("preempt", self.preempt, ("swap", "recompute", "auto")),
             checks.one_of("cache_write", self.cache_write, ("back", "through", "drop")),
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
+            checks.one_of("linear_implementation", self.linear_implementation, LINEAR_IMPLEMENTATIONS),
             checks.one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS),
             checks.boolean("async_scheduling", self.async_scheduling),
             checks.boolean("enable_prefix_caching", self.enable_prefix_caching),

@@ -143,6 +143,7 @@ def _on_device(
         max_repositioned_sinks=config.max_repositioned_sinks,
         embedding_device=config.embedding_device,
         attention=config.attention_implementation,
+        linear=config.linear_implementation,
     )
     # Without weights and pool it refuses at once what the other one would.
     make_runner(params=abstract_params(model, config.dtype), num_blocks=1)

@@ -16,7 +16,6 @@ from ksana_jax.compilation_cache import cache_folder, machine
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-MAIN = "attention.cc"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 # Names of compilers, in order of preference, where the environment variable CXX has none.
 COMPILERS = ("c++", "g++", "clang++")
@@ -70,11 +69,11 @@ def _key(compiler: str, headers: Path) -> str:
 
 def _compile(compiler: str, headers: Path, path: Path) -> None:
     """Compiles to a file of its own and renames it: several processes may do so at once."""
-    log.info("compiling the attention of CPUs with %s, once for this machine", compiler)
+    log.info("compiling attention and products of CPUs with %s, once for this machine", compiler)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, "-I", str(headers), str(SOURCES / MAIN), "-o", str(made)]
+        command = [compiler, *FLAGS, "-isystem", str(headers), *map(str, sorted(SOURCES.glob("*.cc"))), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

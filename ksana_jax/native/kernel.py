@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.build import library
+from ksana_jax.native.target import STORED, target
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 
 MAX_HEAD_DIM = 512
 
-# Numbers of `Stored` in attention.cc. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS_ON_CPU`.
-STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
 QUERIES = ("float32", "bfloat16", "float16")
-
-
-@functools.cache
-def target() -> str:
-    """Makes the library known to jax; returns the name of the custom call, which is that of this very library: programs
-    that jax has kept on disk call no other.
-
-    Raises:
-      CannotBuild: it cannot be compiled here.
-    """
-    path = library()
-    name = f"ksana_attend_{path.stem}"
-    loaded = ctypes.cdll.LoadLibrary(str(path))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(loaded.ksana_attend), platform="cpu")
-    return name
 
 
 def attend(call: Call, work: None = None, *, tuning: None) -> Result:
@@ -62,7 +42,7 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
         array((s, width, n), jnp.float32),
         array((s, k, p * b) if options.return_mass else (0,), jnp.float32),
     )
-    out, lse, mass = jax.ffi.ffi_call(target(), results)(
+    out, lse, mass = jax.ffi.ffi_call(target("ksana_attend"), results)(
         q,
         kv,
         nothing if scales is None else scales,

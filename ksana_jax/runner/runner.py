@@ -16,7 +16,9 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
+from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
+from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
@@ -77,7 +79,8 @@ class Runner:
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
-      attention: name of an implementation of paged attention; "auto" takes the first that serves.
+      attention: name of an implementation of paged attention; "auto" takes the first that serves. linear: the same of
+        products with weights.
       device: that steps are compiled for, where it is not jax's first one.
       programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
 
@@ -98,6 +101,7 @@ class Runner:
         num_host_blocks: int = 0,
         embedding_device: str = "device",
         attention: str = "auto",
+        linear: str = "auto",
         device: Any = None,
         programs: dict[Any, Any] | None = None,
     ):
@@ -113,6 +117,7 @@ class Runner:
             device=device,
         )
         self.implementation = choose(needs, attention)
+        self.linear = choose_linear(self.platform, params.final_norm.dtype.name, linear)
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
         self.sink_width = -(-max_repositioned_sinks // layout.block_size)
@@ -134,7 +139,7 @@ class Runner:
         options = COMPILER_OPTIONS.get(self.platform)
         places = self.layout.places, self.layout.residual_places
         sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
-        return Network(self.config, self.ropes, *places, sinks, implementation, observers, options)
+        return Network(self.config, self.ropes, *places, sinks, implementation, observers, self.linear.apply, options)
 
     @property
     def num_compilations(self) -> int:
@@ -339,12 +344,16 @@ class Runner:
 
         return ("feed", *sizes), lowered
 
+    @property
+    def _logits(self) -> Callable:
+        return functools.partial(logits, config=self.config, linear=self.linear.apply)
+
     def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
         """Returns the key of the program that samples tokens, and a function that lowers it."""
         dense = sampling is not None and sampling.counts is not None
 
         def lowered():
-            run = jax.jit(functools.partial(choose_tokens, config=self.config, count=count, num_top=num_top))
+            run = jax.jit(functools.partial(choose_tokens, logits=self._logits, count=count, num_top=num_top))
             return lower(run, self.params, hidden, sampling)
 
         return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lowered
@@ -355,7 +364,7 @@ class Runner:
         def lowered():
             hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
             targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-            run = functools.partial(score_tokens, config=self.config, num_top=num_top)
+            run = functools.partial(score_tokens, logits=self._logits, num_top=num_top)
             return lower(jax.jit(run), self.params, hidden, targets)
 
         return ("score", num_tokens, num_top), lowered

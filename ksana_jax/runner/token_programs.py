@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.models.transformer import logits
 from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.step.contract import SamplingArrays
@@ -35,20 +34,20 @@ def bucket_of_top(count: int, vocab_size: int) -> int:
     return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
 
 
-def choose_tokens(params, hidden, sampling, *, config, count, num_top):
-    scores_SV = logits(params, hidden[:count], config=config)
+def choose_tokens(params, hidden, sampling, *, logits, count, num_top):
+    scores_SV = logits(params, hidden[:count])
     tokens = sample(scores_SV, sampling)
     scores = None if num_top is None else score(scores_SV, tokens, num_top)
     # Of one size, because the next step may take its tokens from there.
     return jnp.pad(tokens, (0, hidden.shape[0] - count)), scores
 
 
-def score_tokens(params, hidden, targets, *, config, num_top):
+def score_tokens(params, hidden, targets, *, logits, num_top):
     group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
     if group < 16:
         group = hidden.shape[0]
     parts = jax.lax.map(
-        lambda part: score(logits(params, part[0], config=config), part[1], num_top),
+        lambda part: score(logits(params, part[0]), part[1], num_top),
         (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
     )
     return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), parts)

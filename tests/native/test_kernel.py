@@ -18,7 +18,7 @@ from tests.pallas_kernels.contract import check
 from tests.soak import soak_unless
 
 try:
-    target()
+    target("ksana_attend")
     MISSING = ""
 except build.CannotBuild as reason:
     MISSING = str(reason)

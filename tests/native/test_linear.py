@@ -1,0 +1,81 @@
+"""Products with weights in C++, against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import LINEAR_IMPLEMENTATIONS as NAMES
+from ksana_jax.models import layers
+from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
+
+unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
+native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
+
+
+def drawn(*shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 67])
+@pytest.mark.parametrize(("columns", "inner"), [(1, 1), (7, 31), (43, 64), (96, 100)])
+def test_products_are_those_of_float64(rows, columns, inner, dtype):
+    from ksana_jax.native.linear import linear
+
+    x, w = drawn(rows, inner, dtype=dtype), drawn(columns, inner, dtype=dtype)
+    got = jax.jit(lambda x, w: linear(x, w, dtype=jnp.float32))(x, w)
+    x, w = (np.asarray(a, np.float64) for a in (x, w))
+    np.testing.assert_allclose(got, x @ w.T, atol=1e-6 * float((abs(x) @ abs(w).T).max()))
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
+    from ksana_jax.native.linear import linear
+
+    x, w = drawn(150, 96, dtype=dtype), drawn(203, 96, dtype=dtype)
+    whole = np.asarray(jax.jit(linear)(x, w), np.float32)
+    for rows in (slice(0, 1), slice(3, 5), slice(7, 20), slice(64, 131)):
+        np.testing.assert_array_equal(np.asarray(jax.jit(linear)(x[rows], w), np.float32), whole[rows])
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
+    from ksana_jax.native.linear import linear
+
+    x, w, b = drawn(2, 3, 32, dtype=dtype), drawn(10, 32, dtype=dtype), drawn(10, dtype=dtype)
+    for asked in (None, "float32", "bfloat16", "float16"):
+        for bias in (None, b):
+            got, expected = (f(x, w, bias, dtype=asked) for f in (linear, layers.linear))
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+            got, expected = (np.asarray(y, np.float32) for y in (got, expected))
+            np.testing.assert_allclose(got, expected, atol=0.05 if "bfloat16" in (dtype, asked) else 1e-2)
+
+
+@native
+def test_other_types_are_refused():
+    from ksana_jax.native.linear import linear
+
+    with pytest.raises(NotImplementedError, match="float16 times float16; native products have both in float32 or bf"):
+        linear(drawn(1, 8, dtype="float16"), drawn(2, 8, dtype="float16"))
+    with pytest.raises(NotImplementedError, match="float32 times bfloat16"):
+        linear(drawn(1, 8), drawn(2, 8, dtype="bfloat16"))
+
+
+def test_each_platform_gets_the_first_implementation_that_serves_it():
+    assert ("auto", *(i.name for i in LINEAR_IMPLEMENTATIONS)) == NAMES
+    assert choose_linear("gpu", "bfloat16").name == choose_linear("cpu", "float16").name == "xla"
+    assert choose_linear("cpu", "float32").name == ("xla" if unsupported else "native")
+    assert choose_linear("cpu", "float32", "xla").apply is layers.linear
+    with pytest.raises(ValueError, match="linear_implementation 'native': needs a CPU, this is gpu"):
+        choose_linear("gpu", "float32", "native")
+    with pytest.raises(ValueError, match="linear_implementation is 'mkl', must be auto or one of native, xla"):
+        choose_linear("cpu", "float32", "mkl")
+
+
+def test_a_cpu_without_wide_registers_is_served_by_xla(monkeypatch):
+    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", frozenset)
+    assert choose_linear("cpu", "float32").name == "xla"
