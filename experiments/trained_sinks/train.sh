@@ -14,4 +14,3 @@ sibling bos
 sibling off_by_one bos=false model.sinks=zero
 sibling learned bos=false model.sinks=learned
 sibling plain bos=false
-sibling recall recall_fraction=0.15
