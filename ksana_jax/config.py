@@ -131,7 +131,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
-LINEAR_IMPLEMENTATIONS = ("auto", "native", "xla")
+LINEAR_IMPLEMENTATIONS = ("auto", "mixed", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
 
 
@@ -201,7 +201,8 @@ class EngineConfig:
       attention_implementation: name of an implementation of paged attention; "auto" takes the first that supports the
         model on this device. `ksana doctor` lists them. On a CPU "native" is C++, compiled on first use and kept;
         without a C++ compiler "xla" serves.
-      linear_implementation: the same of products with weights: "native" on a CPU, or "xla".
+      linear_implementation: the same of products with weights: on a CPU "native", where each row's result is the same
+        whatever the other rows, "xla", or "mixed", native for up to 64 rows. "auto" is "mixed", or "xla" elsewhere.
       seed: seed for requests without a seed.
     """
 

@@ -62,11 +62,13 @@ def doctor(as_json: AsJson = False) -> None:
     """Shows devices, versions, the attention implementation in use, and why the others are not used."""
     import json
 
+    import jax
     from rich.console import Console
     from rich.markup import escape
 
     from ksana_jax.experiments.environment import environment
     from ksana_jax.ops.implementations import explain
+    from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 
     console, found, attention = Console(highlight=False), environment(), explain()
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
@@ -80,9 +82,12 @@ def doctor(as_json: AsJson = False) -> None:
     console.print("ragged paged attention:")
     for name, chosen, reason in attention:
         console.print(f"  {'[green]used[/green]    ' if chosen else 'not used'}  {escape(name)}: {escape(reason)}")
+    products = choose_linear(jax.default_backend(), "float32").name
+    reason = LINEAR_IMPLEMENTATIONS[0].unsupported(jax.default_backend(), "float32")
+    console.print(f"products with weights: {products}{f' ({escape(reason)})' if reason else ''}")
     if as_json:
         implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
-        print(json.dumps({**found, "attention": implementations}))
+        print(json.dumps({**found, "attention": implementations, "linear": products}))
 
 
 def kernels_check(
