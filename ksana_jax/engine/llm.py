@@ -201,7 +201,7 @@ class LLM:
         return usage(self.memory_plan, self.runner, self._resident_before)
 
     def step_function(self, shape: StepShape | None = None, context: int | None = None) -> StepFunction:
-        """Returns a step as a pure function with example arguments, for jax's own tools:
+        """Returns a step as a pure function with example arguments, for jax's own tools::
 
             step = llm.step_function()
             jax.make_jaxpr(step.function)(*step.arguments)

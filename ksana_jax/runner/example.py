@@ -16,11 +16,12 @@ from ksana_jax.step.contract import StepArrays, StepShape
 class StepFunction(NamedTuple):
     """A step as a pure function, with arguments to call it with: `jax.jit(step.function)(*step.arguments)`.
 
-    function: (params, cache, arrays, patterns) -> (cache, hidden [T, D], hidden of the sampled tokens [J, D]); one
-      program on every platform, without sampling. `ksana_jax.models.logits` makes scores of the hidden states.
-    arguments: weights and KV pool of the engine, the arrays of an example step, and the patterns of the layers. The
-      pool is the engine's own and not a copy: the engine's next step deletes it, and so does a call that donates it.
-    shape: sizes of the step.
+    Attributes:
+      function: (params, cache, arrays, patterns) -> (cache, hidden [T, D], hidden of the sampled tokens [J, D]); one
+        program on every platform, without sampling. `ksana_jax.models.logits` makes scores of the hidden states.
+      arguments: weights and KV pool of the engine, the arrays of an example step, and the patterns of the layers. The
+        pool is the engine's own and not a copy: the engine's next step deletes it, and so does a call that donates it.
+      shape: sizes of the step.
     """
 
     function: Callable[..., Any]
