@@ -28,7 +28,7 @@ KVEviction = Annotated[
 ]
 
 # Arguments of commands that generate text.
-Model = Annotated[str, typer.Argument(help="a Hugging Face directory, or ksana-tiny")]
+Model = Annotated[str, typer.Argument(help="a Hugging Face directory, ksana-tiny or ksana-recall")]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
 
 
