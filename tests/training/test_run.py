@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ksana_jax.config import ConfigError
-from ksana_jax.loading import load_model
+from ksana_jax.loading import LoadError, load_model
 from ksana_jax.tokenizers import load_tokenizer
 from ksana_jax.training import loop, train, trainlog
 from ksana_jax.training.tokenizer import load_tokenizer as load_spm
@@ -166,6 +166,11 @@ def test_run_starts_from_the_weights_and_the_tokenizer_of_another(tmp_path, fini
     assert (tmp_path / "tokenizer.model").read_bytes() == (finished / "tokenizer.model").read_bytes()
     with pytest.raises(ConfigError, match=r"init_from '.*' \(now None\)"):
         train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=10"])
+
+
+def test_a_model_to_start_from_that_does_not_exist_is_named(tmp_path, tiny_config):
+    with pytest.raises(LoadError, match="nothere is not a directory; supported: a local Hugging Face model directory"):
+        train(str(tiny_config), [f"out_dir={tmp_path}", "init_from=nothere"])
 
 
 def test_another_shape_than_that_of_the_weights_is_refused(tmp_path, finished, tiny_config):
