@@ -8,7 +8,7 @@ TARGET ?= h200
 AOT_VENV ?= .venv-aot
 # Other engines, for benchmarks.
 PEERS_VENV ?= .venv-peers
-# Arguments of pip for them: torch for CPUs is not on PyPI but in an index of PyTorch's (--extra-index-url).
+# Arguments of pip for them, such as where it finds builds of torch for CPUs.
 PIP_ARGS ?=
 # Additional arguments for pytest or ksana: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=

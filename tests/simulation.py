@@ -329,7 +329,7 @@ class Simulation:
                 continue
             for group in range(len(scheduler.layout.groups)):
                 starts = rows.block_starts[group, row, : rows.num_blocks[group, row]].tolist()
-                assert starts == self.starts_of(group, row), (starts, self.starts_of(group, row))
+                assert starts == self.starts_of(group, row)
         for request, expected in self.requests.items():
             if request in self.ended or request.beams is not None:
                 continue

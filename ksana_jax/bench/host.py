@@ -44,7 +44,7 @@ class Host(Bench):
     steps: int = option(200, "steps to time; the median is reported")
     context: int = option(1024, "tokens per sequence")
     prefix_cache: str = option("off", "off, on, or both")
-    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")  # noqa: RUF009
+    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")
     peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
 
     def title(self) -> str:

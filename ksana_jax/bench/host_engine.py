@@ -118,7 +118,7 @@ def admission(context: int, prefix_cache: bool) -> dict[str, float]:
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     adding, admitting = [], []
     schedule = Stopwatch(engine.scheduler.schedule)
-    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]  a stopwatch around the same
     for _ in range(NUM_ADDED):
         prompt = rng.integers(0, VOCAB_SIZE, context, np.int32)
         began = time.thread_time()

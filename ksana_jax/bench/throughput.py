@@ -50,7 +50,7 @@ class Throughput(Bench):
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
     seed: int = option(0, "seed for weights, lengths and prompts")
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
-    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")  # noqa: RUF009
+    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")
     peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
 
     def title(self) -> str:

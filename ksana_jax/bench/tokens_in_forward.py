@@ -1,8 +1,7 @@
 """`ksana bench tokens-in-forward`: tokens and operations per second against the tokens of a step; MHA, GQA and MQA.
 
 A step takes about a + b x tokens seconds: a to read the weights once, b to compute a token and read its keys and
-values.
-The knee, a / b tokens, is where half of the largest speed 1 / b is reached.
+values. The knee, a / b tokens, is where half of the largest speed 1 / b is reached.
 
 Source of the knee: Hockney's n_1/2 (R. W. Hockney, C. R. Jesshope, Parallel Computers, 1981, section 1.3).
 """
@@ -42,7 +41,7 @@ class TokensInForward(Bench):
     tokens: tuple[int, ...] = option((1, 2, 4, 8, 16, 32, 64, 128, 256), "tokens of a step, one per row")
     context: int = option(128, "tokens that each row has in the cache")
     price: float = option(1.0, "price of this machine per hour, in any currency, for the cost of a million tokens")
-    models: dict[str, str] | None = option(None, "models by name, instead of shipped ones, such as '{GQA: bench-s}'")  # noqa: RUF009
+    models: dict[str, str] | None = option(None, "models by name, instead of shipped ones, such as '{GQA: bench-s}'")
     seed: int = option(0, "seed of weights and prompts")
 
     def title(self) -> str:

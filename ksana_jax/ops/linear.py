@@ -15,8 +15,9 @@ from ksana_jax.models.layers import Linear
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
 # with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
 FEW_ROWS = 64
-# With matrix units (AMX), which XLA uses for bfloat16 and native products do not, XLA is slow for a single row only.
-FEWEST_ROWS = 7
+# XLA may have matrix units (AMX) for bfloat16, which native products do not use. Below eight rows it takes them anyway:
+# XLA took 6 times as long for one row as for eight, on Zen 4. No machine with AMX was measured.
+FEW_ROWS_BESIDE_AMX = 7
 
 
 class LinearImplementation(NamedTuple):
@@ -38,7 +39,7 @@ def _native(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=Non
 
 def _mixed(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     matrix_units = x.dtype.name == "bfloat16" and "amx_bf16" in _cpu_features()
-    is_small = x.size // x.shape[-1] <= (FEWEST_ROWS if matrix_units else FEW_ROWS)
+    is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if matrix_units else FEW_ROWS)
     return (_native if is_small else layers.linear)(x, w, b, dtype=dtype)
 
 

@@ -185,7 +185,7 @@ class Scheduler:
         r = self.rows
         if self._needs_tokens():
             return None
-        places = np.arange(len(running.sampled))[running.stay(running.sampled)]
+        places = np.flatnonzero(running.stay(running.sampled))
         r.expect(running.sampled[places], places)
         order = self.order
         left = r.num_tokens[order] - r.num_computed[order]

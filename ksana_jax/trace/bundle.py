@@ -57,7 +57,6 @@ class Trace:
         number = len(self.watches) + 1
         self.engines.append(description(engine) | {"engine": number})
         self.watches.append(EngineWatch(engine, number, self.log, self.profiler.before_step, self.profiler.after_step))
-
         if self.record:
             self.recorders.append(Recorder(engine))
 
