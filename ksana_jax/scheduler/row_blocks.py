@@ -170,27 +170,43 @@ class RowBlocks:
     def index_full(self, rows: np.ndarray) -> None:
         """Adds the blocks that a step has filled to the prefix index."""
         r, size = self.rows, self._size
-        for row in rows[r.num_computed[rows] >= r.index_at[rows]].tolist():
-            seq = r.seqs[row]
-            assert seq is not None
-            starts = np.arange(seq.kv.num_indexed, int(r.num_computed[row]) // size, dtype=np.int32) * size
-            places = [self._find(group, row, starts) for group in range(r.num_groups)]
-            ids = np.array(
-                [np.where(at < 0, -1, table[row, at]) for table, at in zip(r.block_tables, places)], np.int32
-            )
-            kept = np.array(self.memory.prefixes.insert(seq.kv, r.token_ids[row], ids.tolist()), np.int32)
-            for group, at in enumerate(places):
-                r.block_tables[group, row, at[at >= 0]] = kept[group, at >= 0]
-            self.memory.device.release(ids[ids != kept])
-            r.index_at[row] = (seq.kv.num_indexed + 1) * size if seq.kv.cacheable else FAR
+        rows = rows[r.num_computed[rows] >= r.index_at[rows]]
+        if not len(rows):
+            return
+        states = [seq.kv for row in rows.tolist() if (seq := r.seqs[row]) is not None]
+        first = np.array([state.num_indexed for state in states])
+        count = r.num_computed[rows] // size - first
+        ends = np.cumsum(count)
+        which = np.repeat(np.arange(len(rows)), count)
+        starts = (np.arange(len(which)) + (first - ends + count)[which]) * size
+        at = self._find(rows, which, starts)
+        ids = np.where(at < 0, -1, r.block_tables[self._groups, rows[which], at])
+        lists, kept = ids.tolist(), [[] for _ in range(r.num_groups)]
+        for row, state, end, number in zip(rows.tolist(), states, ends.tolist(), count.tolist(), strict=True):
+            mine = [of_group[end - number : end] for of_group in lists]
+            for group, of_group in enumerate(self.memory.prefixes.insert(state, r.token_ids[row], mine)):
+                kept[group] += of_group
+        if kept != lists:
+            kept = np.array(kept, np.int32)
+            group, place = np.nonzero(ids != kept)
+            r.block_tables[group, rows[which[place]], at[group, place]] = kept[group, place]
+            self.memory.device.release(ids[group, place])
+        r.index_at[rows] = [(state.num_indexed + 1) * size if state.cacheable else FAR for state in states]
 
-    def _find(self, group: int, row: int, starts: np.ndarray) -> np.ndarray:
-        """Returns the indices in a row's table of the blocks at some text positions; -1 if it does not hold them."""
-        held = self.rows.block_starts[group, row, : self.rows.num_blocks[group, row]]
-        at = np.searchsorted(held, starts)
-        found = at < len(held)
-        found[found] = held[at[found]] == starts[found]
-        return np.where(found, at, -1)
+    def _find(self, rows: np.ndarray, which: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Returns where tables have the blocks of some text positions: [Gk, n]; -1 if a row does not hold the block.
+
+        Args:
+          which: [n] index in `rows` of each block's row. starts: [n] text position of its first token.
+        """
+        r, width = self.rows, self.rows.block_starts.shape[2]
+        # One search in one sorted list: each table lies beyond all positions of the one before it.
+        tables = np.arange(r.num_groups * len(rows)).reshape(r.num_groups, -1)
+        held = (r.block_starts.take(rows, axis=1) + (FAR + 1) * tables[:, :, None]).ravel()
+        table = tables.take(which, axis=1)
+        wanted = starts + (FAR + 1) * table
+        at = np.minimum(held.searchsorted(wanted), len(held) - 1)
+        return np.where(held[at] == wanted, at - width * table, -1)
 
     def evict(self, rows: np.ndarray) -> None:
         """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties."""
