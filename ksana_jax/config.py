@@ -174,8 +174,8 @@ class EngineConfig:
         with a query_tile of 32 with groups of four and 128 with MHA.
       policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
         "package.module:name" of your own, or the function itself.
-      async_scheduling: schedule and submit a step while the one before it runs; tokens are the same. Its sampled tokens
-        go from step to step on the device. Where a step depends on them in another way (beams, penalties, several
+      async_scheduling: schedule and submit a step while the one before it runs; tokens are the same. Sampled tokens go
+        from step to step on the device. Where a step depends on them in another way (beams, penalties, several
         completions of one prompt, prefix caching under a window, a tier on the host, the embedding on the host, a pool
         that is nearly full), the engine waits for them first.
       max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
@@ -216,7 +216,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     query_tile: int = 32
     policy: Any = "fcfs"
-    async_scheduling: bool = False
+    async_scheduling: bool = True
     max_repositioned_sinks: int | None = None
     memory_bytes: int = 2 * GIB
     memory_fraction: float | None = None

@@ -9,9 +9,10 @@ class StepRecord(NamedTuple):
     """Describes one step of the engine.
 
     ended_s: end time on the engine's clock. num_tokens: computed tokens. num_decodes: rows that computed one token.
-    num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned.
-    peak_blocks: during the step. num_preemptions: since the engine started. unshared_blocks: blocks that running
-    sequences would hold at the peak without sharing. cached_blocks: blocks kept for their content, without an owner.
+    num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned; not
+    counting those that the step already submitted after it has taken. peak_blocks: when the step was submitted.
+    num_preemptions: since the engine started. unshared_blocks: blocks that running sequences would hold at the peak
+    without sharing. cached_blocks: blocks kept for their content, without an owner.
     """
 
     ended_s: float

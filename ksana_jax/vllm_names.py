@@ -248,7 +248,6 @@ Other differences:
   draws a progress bar on standard error.
 - `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
 - `enable_prefix_caching` is off by default, because a measurement that repeats its prompts would measure the cache.
-- `async_scheduling` is off by default: steps one after the other are easier to follow and to time.
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
 - There is no `AsyncLLMEngine` and no server; `llm.stream(...)` yields outputs as they grow, and with `delta=True` only

@@ -72,6 +72,10 @@ class Stopwatch:
         return seconds
 
 
+# Of a scheduler, for a step after the one before it has ended, and while it runs.
+_SCHEDULES = ("schedule", "schedule_ahead")
+
+
 class _TimedBuilder:
     def __init__(self, builder: BatchBuilder):
         self.build = Stopwatch(builder.build)
@@ -117,8 +121,7 @@ def admission(context: int, prefix_cache: bool) -> dict[str, float]:
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     adding, admitting = [], []
-    schedule = Stopwatch(engine.scheduler.schedule)
-    engine.scheduler.schedule = schedule  # type: ignore[method-assign]  a stopwatch around the same
+    schedules = [_watched(engine.scheduler, name) for name in _SCHEDULES]
     for _ in range(NUM_ADDED):
         prompt = rng.integers(0, VOCAB_SIZE, context, np.int32)
         began = time.thread_time()
@@ -126,8 +129,15 @@ def admission(context: int, prefix_cache: bool) -> dict[str, float]:
         adding.append(time.thread_time() - began)
     while waiting := len(engine.scheduler.waiting):
         engine.step()
-        admitting.append(schedule.read()[0] / max(waiting - len(engine.scheduler.waiting), 1))
+        admitting.append(sum(watch.read()[0] for watch in schedules) / max(waiting - len(engine.scheduler.waiting), 1))
     return {"add_us": float(np.median(adding)) * 1e6, "admit_us": float(np.median(admitting)) * 1e6}
+
+
+def _watched(scheduler: Scheduler, name: str) -> Stopwatch:
+    """Puts a stopwatch around a method of a scheduler; returns it."""
+    watch = Stopwatch(getattr(scheduler, name))
+    setattr(scheduler, name, watch)
+    return watch
 
 
 def _all_decode(scheduler: Scheduler) -> bool:
@@ -156,15 +166,13 @@ class TimedEngine:
         """Makes `step_parts` time each part, which itself costs a microsecond or two."""
         timed, scheduler = _TimedBuilder(self.engine.builder), self.engine.scheduler
         self.engine.builder = timed  # type: ignore[assignment]  it has what a step calls, timed
-        self.watches = {"build": timed.build}
-        for name in ("schedule", "advance", "settle"):
-            self.watches[name] = Stopwatch(getattr(scheduler, name))
-            setattr(scheduler, name, self.watches[name])
+        self.watches = {"build": [timed.build], "schedule": [_watched(scheduler, name) for name in _SCHEDULES]}
+        self.watches |= {name: [_watched(scheduler, name)] for name in ("advance", "settle")}
 
     def step_parts(self) -> None:
         """Times the parts of a step."""
         self.engine.step()
-        self.part_s.append([self.watches[part].read()[0] for part in PARTS])
+        self.part_s.append([sum(watch.read()[0] for watch in self.watches[part]) for part in PARTS])
 
     def medians(self) -> dict[str, float]:
         cpu_us, wall_us = np.median(self.total_s[WARM_UP:], axis=0) * 1e6

@@ -134,14 +134,14 @@ def record(
     scheduler: Scheduler, batch: ScheduledBatch, now: float, peak_blocks: int, unshared_blocks: int
 ) -> StepRecord:
     """Returns the record of a step after `Scheduler.settle`."""
-    blocks = scheduler.blocks
+    blocks, taken = scheduler.blocks, scheduler.row_blocks.num_taken_ahead(scheduler.order)
     return StepRecord(
         now,
         batch.num_tokens,
         len(batch.decodes),
         len(scheduler.order),
         len(scheduler.waiting),
-        blocks.num_used,
+        blocks.num_used - taken,
         peak_blocks,
         scheduler.num_preemptions,
         unshared_blocks,

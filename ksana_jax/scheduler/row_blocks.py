@@ -162,6 +162,11 @@ class RowBlocks:
         r = self.rows
         return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
 
+    def num_taken_ahead(self, rows: np.ndarray) -> int:
+        """Returns the blocks that rows hold beyond their computed tokens: of a step that is submitted ahead."""
+        r = self.rows
+        return int(np.add.reduce((r.allocated_until[rows] - r.num_computed[rows]) // self._size)) * r.num_groups
+
     def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
         assert seq is not None
         for totals in (seq.kv.num_blocks_by_origin, self.memory.num_blocks_by_origin):

@@ -68,7 +68,7 @@ def expected(count: int = 16) -> list[list[int]]:
 
 def test_log_probabilities_are_those_of_the_dense_model_and_the_pool_holds_half_of_full_and_window():
     llm, held = make(num_blocks=60), []
-    llm.engine.observers.append(lambda engine: held.append(engine.scheduler.blocks.num_used))
+    llm.engine.observers.append(lambda engine: held.append(engine.records[-1].blocks_in_use))
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     text = TEXT[: LONGEST - 1]
     [output] = llm.generate({"prompt_token_ids": text}, asked)

@@ -50,6 +50,18 @@ def test_the_next_step_is_submitted_before_the_last_one_is_collected():
     assert fed_steps(engine) == 3 and len(engine.records) == 4
 
 
+@pytest.mark.parametrize("patterns", [FULLY, SINKS], ids=["full", "sinks and window"])
+def test_records_count_the_blocks_that_the_step_by_step_engine_holds(patterns):
+    records = []
+    for settings in ({"async_scheduling": False}, {"async_scheduling": True}):
+        engine = make_engine(patterns=patterns, block_size=2, max_num_batched_tokens=8, **settings)
+        for seed in range(3):
+            engine.add_request(prompt_of(17 + seed, seed), asking(9 + 4 * seed))
+        run(engine)
+        records.append([(r.num_tokens, r.blocks_in_use) for r in engine.records])
+    assert fed_steps(engine) > 12 and records[0] == records[1]
+
+
 def test_requests_that_come_and_go_at_any_time_get_their_own_tokens():
     engine = ahead(max_num_seqs=3)
     requests = []
