@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,34 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # a compilation before this one may have found that there is no cache
+
+
+class CacheUse:
+    """Counts what jax asked its compilation cache for, and found in it. Both are 0 if the cache is turned off."""
+
+    def __init__(self):
+        self.asked = self.found = 0
+
+    @property
+    def compiled(self) -> int:
+        return self.asked - self.found
+
+    def hear(self, event: str, **_: object) -> None:
+        self.asked += event == "/jax/compilation_cache/compile_requests_use_cache"
+        self.found += event == "/jax/compilation_cache/cache_hits"
+
+
+@contextlib.contextmanager
+def cache_use() -> Iterator[CacheUse]:
+    """Yields counts of the functions that are compiled, or found in the cache, while the context is open."""
+    import jax
+
+    use = CacheUse()
+    jax.monitoring.register_event_listener(use.hear)
+    try:
+        yield use
+    finally:
+        jax.monitoring.unregister_event_listener(use.hear)
 
 
 def _is_settled(jax: Any) -> bool:

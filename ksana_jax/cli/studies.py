@@ -18,6 +18,9 @@ def run(
     shard: Annotated[str, typer.Option(help="k/n: run the k-th of n parts, for job arrays")] = "1/1",
 ) -> None:
     """Runs or resumes an experiment; prints its table and writes its figure."""
+    from ksana_jax.native import build
+
+    build.begin()
     from ksana_jax.experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ksana_jax.compilation_cache import cache_use
 from ksana_jax.experiments import comparison_tables, progress, tables
 from ksana_jax.experiments.combine import combine
 from ksana_jax.experiments.compare import compare
@@ -37,8 +38,10 @@ def run_and_report(
     plan = load(file, overrides)
     folder = out or Path("runs") / plan.name
     errors = Console(stderr=True, highlight=False)
-    with progress.shown(errors) as callbacks:
+    with cache_use() as use, progress.shown(errors) as callbacks:
         outcome = run(plan, folder, part, debug=debug, **callbacks)
+    if use.asked:
+        errors.print(f"{use.compiled} of {use.asked} functions were compiled, the others were kept from earlier runs")
     report_and_show([folder])
     if outcome.num_skipped:
         errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were already done")

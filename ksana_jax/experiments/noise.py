@@ -13,8 +13,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from scipy.special import stdtr
-
 from ksana_jax.experiments.tasks.results import Column, ResultRow
 
 NUM_DEVIATIONS = 2
@@ -51,6 +49,8 @@ def paired_p(differences: Sequence[float]) -> float | None:
     mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
     if deviation == 0:
         return 1.0 if mean == 0 else 0.0
+    from scipy.special import stdtr  # half a second, which most commands save
+
     return float(2 * stdtr(count - 1, -abs(mean) / (deviation / math.sqrt(count))))
 
 

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a bar on a terminal, elsewhere one line per finished trial."""
+"""Shows the progress of a run: one line per finished trial, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def shown(console: Console) -> Iterator[Callbacks]:
                 started = True
             progress.update(bar, completed=done + fraction, description=escape(label))
 
-        yield {"on_progress": on_progress}
+        yield {"on_progress": on_progress, "on_end": Lines(console)}
 
 
 class Lines:
-    """Writes "3/27  window=64, seed 0  12.4 s  ETA 5 min  ppl 5.64" after each trial, for logs."""
+    """Writes "3/27  window=64, seed 0  12.4 s  ETA 5 min  ppl 5.64" after each trial."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self._console, self._clock = console, clock

@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ksana_jax.compilation_cache import cache_folder, machine
@@ -16,10 +18,13 @@ from ksana_jax.compilation_cache import cache_folder, machine
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-pthread")
 # Names of compilers, in order of preference, where the environment variable CXX has none.
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300
+
+
+_building = threading.Lock()
 
 
 class CannotBuild(NotImplementedError):
@@ -35,21 +40,32 @@ def library() -> Path:
     Raises:
       CannotBuild: there is no compiler, or it fails.
     """
-    found = _library()
+    with _building:
+        found = _library()
     if isinstance(found, CannotBuild):
         raise found
     return found
 
 
+def begin() -> None:
+    """Compiles in a thread while the caller imports and loads what it needs; `library` then waits for the rest."""
+    threading.Thread(target=_begin, name="native build").start()
+
+
+def _begin() -> None:
+    with _building:
+        _library()
+
+
 @functools.cache
 def _library() -> Path | CannotBuild:
     """The library, or why there is none; a compiler that fails is asked once."""
-    import jax
+    import jaxlib
 
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return CannotBuild(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed")
-    headers = Path(jax.ffi.include_dir())
+    headers = Path(jaxlib.__path__[0]) / "include"  # jax.ffi.include_dir(), which takes a second to import
     path = cache_folder("native") / f"{_key(compiler, headers)}.so"
     try:
         if not path.exists():
@@ -68,17 +84,27 @@ def _key(compiler: str, headers: Path) -> str:
 
 
 def _compile(compiler: str, headers: Path, path: Path) -> None:
-    """Compiles to a file of its own and renames it: several processes may do so at once."""
+    """Compiles sources side by side, links to a file of its own and renames it: several processes may do so at once."""
     log.info("compiling attention and products of CPUs with %s, once for this machine", compiler)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    sources = sorted(SOURCES.glob("*.cc"))
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(len(sources)) as pool:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        commands = [
+            [compiler, *FLAGS, "-isystem", str(headers), "-c", str(source), "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, "-isystem", str(headers), *map(str, sorted(SOURCES.glob("*.cc"))), "-o", str(made)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotBuild(f"{compiler} did not run: {error}") from error
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise CannotBuild(f"{compiler} failed with exit status {done.returncode}: {last}")
+        _run([compiler, *FLAGS, "-shared", *objects, "-o", str(made)])
         made.replace(path)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise CannotBuild(f"{command[0]} failed with exit status {done.returncode}: {last}")

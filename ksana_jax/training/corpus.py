@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -20,27 +22,36 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_EVERY == 0
 
 
-def _is_source(parts: tuple[str, ...]) -> bool:
-    """Whether a file belongs to the library; installed packages and records of the interpreter's build do not."""
-    if any(part in ("site-packages", "dist-packages", "__pycache__") for part in parts):
-        return False
-    return not parts[0].startswith(("config-", "_sysconfigdata"))
+# Installed packages, and records of the interpreter's build.
+_NOT_SOURCE = ("site-packages", "dist-packages", "__pycache__")
+_NOT_SOURCE_AT_THE_TOP = ("config-", "_sysconfigdata")
 
 
-def source_texts(root: Path | None = None) -> list[tuple[str, str]]:
-    """Returns (relative name, text) of every UTF-8 *.py file below root (the standard library), sorted by name."""
+def source_texts(root: Path | None = None, wanted: Callable[[str], bool] | None = None) -> list[tuple[str, str]]:
+    """Returns (relative name, text) of every UTF-8 *.py file below root (the standard library), sorted by name.
+
+    Args:
+      wanted: which relative names to read; all if it is not given.
+    """
     root = root or stdlib_root()
     found = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not _is_source(relative.parts) or not path.is_file():
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text:
-            found.append((relative.as_posix(), text))
+    for folder, folders, files in os.walk(root):
+        relative = Path(folder).relative_to(root)
+        top = _NOT_SOURCE_AT_THE_TOP if Path(folder) == root else ()
+        # Packages may be a hundred times as many files as the library has.
+        folders[:] = [name for name in folders if name not in _NOT_SOURCE and not name.startswith(top)]
+        for file in files:
+            path, name = Path(folder, file), (relative / file).as_posix()
+            if not file.endswith(".py") or file.startswith(top) or (wanted is not None and not wanted(name)):
+                continue
+            if not path.is_file():
+                continue
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            if text:
+                found.append((name, text))
     return sorted(found)
 
 
@@ -70,5 +81,5 @@ def heldout_texts(min_chars: int = 0, root: Path | None = None) -> list[tuple[st
     another name.
     """
     names = heldout_names()
-    held_out = split_texts(source_texts(root))[1]
+    held_out = split_texts(source_texts(root, is_held_out))[1]
     return [(name, text) for name, text in held_out if len(text) >= min_chars and (not names or name in names)]

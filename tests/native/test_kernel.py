@@ -1,6 +1,8 @@
 """The native kernel of CPUs, compiled here, against the reference of the contract; and machines that cannot compile."""
 
 import dataclasses
+import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +107,22 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert str(build._library.__wrapped__()) == "no C++ compiler: none of c++, g++, clang++ is installed"
+
+
+@compiled
+def test_a_build_that_has_begun_is_waited_for(monkeypatch, tmp_path):
+    built = []
+
+    def compile_slowly(compiler, headers, path):
+        time.sleep(0.1)
+        built.append(path)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", compile_slowly)
+    monkeypatch.setattr(build, "_library", functools.cache(build._library.__wrapped__))
+    build.begin()
+    assert build.library() == build.library()
+    assert built == [build.library()]
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
