@@ -2,7 +2,7 @@
 
 It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
 writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
-Products with weights are the caller's function `linear`, so that training has gradients of its own.
+Products with weights and norms are the caller's `Operators`, so that training has gradients of its own.
 Layers are unrolled: a scan over layers was 17 times slower on CPU and copies slices of the cache.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import AttentionSpec, LayerSpec
-from ksana_jax.models.layers import Linear, Normalise, linear, normaliser, soft_capped
+from ksana_jax.models.layers import XLA_OPERATORS, Linear, Normalise, Operators, linear, soft_capped
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams, Params
 
@@ -27,7 +27,13 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, 
 
 
 def forward(
-    params: Params, tokens: jax.Array, attend: Attend, state: Any, *, config: ModelConfig, linear: Linear = linear
+    params: Params,
+    tokens: jax.Array,
+    attend: Attend,
+    state: Any,
+    *,
+    config: ModelConfig,
+    operators: Operators = XLA_OPERATORS,
 ):
     """Runs the network up to the final norm.
 
@@ -35,7 +41,7 @@ def forward(
       tokens: [...] ids in [0, V), or [..., D] rows of the embedding that were looked up elsewhere.
       attend: attention of one layer; see `Attend`. It decides about rope, mask and softmax.
       state: pytree that attend receives in the first layer and hands on to the next, such as the KV cache.
-      linear: products with weights, with the contract of `layers.linear`.
+      operators: implementations of products with weights and of norms.
 
     Returns:
       Hidden states [..., D], and the state after the last layer.
@@ -43,8 +49,8 @@ def forward(
     x = embedded(params, tokens, config=config)
     for index, (p, spec) in enumerate(zip(params.layers, config.layers, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            x, state = run_layer(p, x, functools.partial(attend, index), state, spec=spec, linear=linear)
-    return final_norm(params, x, config=config), state
+            x, state = run_layer(p, x, functools.partial(attend, index), state, spec=spec, operators=operators)
+    return final_norm(params, x, config=config, operators=operators), state
 
 
 @jax.named_scope("embed")
@@ -55,7 +61,13 @@ def embedded(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.A
 
 
 def run_layer(
-    p: LayerParams, x: jax.Array, attend: Callable, state: Any, *, spec: LayerSpec, linear: Linear = linear
+    p: LayerParams,
+    x: jax.Array,
+    attend: Callable,
+    state: Any,
+    *,
+    spec: LayerSpec,
+    operators: Operators = XLA_OPERATORS,
 ) -> tuple[jax.Array, Any]:
     """Runs one layer on hidden states x [..., D].
 
@@ -65,7 +77,7 @@ def run_layer(
     Returns:
       Hidden states [..., D], and the state that attend returned.
     """
-    norm = normaliser(spec.norms)
+    linear, norm = operators.linear, operators.normaliser(spec.norms)
     q, k, v = queries_keys_values(norm(x, p.attn_norm), p, spec.attention, norm, linear)
     out, state = attend(q, k, v, state)
     with jax.named_scope("output"):
@@ -76,9 +88,9 @@ def run_layer(
         return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm)), state
 
 
-def final_norm(params: Params, x: jax.Array, *, config: ModelConfig) -> jax.Array:
+def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: Operators = XLA_OPERATORS) -> jax.Array:
     """Normalises hidden states [..., D] after the last layer."""
-    return normaliser(config.layers[-1].norms)(x, params.final_norm)
+    return operators.normaliser(config.layers[-1].norms)(x, params.final_norm)
 
 
 @jax.named_scope("qkv")

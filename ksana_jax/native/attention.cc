@@ -3,6 +3,9 @@
 // A job is a tile of queries, one kv head and up to kJobRows rows (queries x query heads of the kv head). It walks the
 // blocks of its table in pieces of about kPieceKeys keys, with an online softmax in float32 (arXiv:2205.14135,
 // algorithm 1). Jobs are taken by the threads of XLA's own pool.
+//
+// A query's result is the same bit by bit whatever the other queries of its tile: pieces begin at multiples of their size
+// in the text, and sums have one order. Where a pattern hides whole blocks, this holds for blocks of a multiple of 16.
 
 #include <algorithm>
 #include <cmath>
@@ -126,7 +129,8 @@ class Job {
   int64_t HeadOf(int64_t row) const { return head_ * call_.group() + (first_row_ + row) % call_.group(); }
 
   // Computes the scores of one piece of the table after the other, and calls `next` after each. While a piece is
-  // computed, its values and the keys of the next one are on their way from memory: blocks lie anywhere in it.
+  // computed, its values and the keys of the next one are on their way from memory: blocks lie anywhere in it. The blocks
+  // of a piece are those of one stretch of the text, however few of them a query of this tile sees.
   template <typename Next>
   void Walk(Next next) {
     if (last_ < 0) return;
@@ -136,11 +140,15 @@ class Job {
       if (starts[entry] < kFar && !call_.pattern.SeesNone(first_, last_, starts[entry], call_.b)) live_.push_back(entry);
     const int64_t num_live = live_.size();
     Prefetch(0, blocks_of_piece_, 0);
-    for (int64_t begin = 0; begin < num_live; begin += blocks_of_piece_) {
+    const int64_t stretch = blocks_of_piece_ * call_.b;
+    for (int64_t begin = 0, end; begin < num_live; begin = end) {
+      const int64_t place = starts[live_[begin]] / stretch;
+      const int64_t most = std::min(num_live, begin + blocks_of_piece_);
+      for (end = begin + 1; end < most && starts[live_[end]] / stretch == place;) ++end;
       piece_ = &live_[begin];
-      num_blocks_ = std::min(blocks_of_piece_, num_live - begin);
-      Prefetch(begin, begin + blocks_of_piece_, 1);
-      Prefetch(begin + blocks_of_piece_, begin + 2 * blocks_of_piece_, 0);
+      num_blocks_ = end - begin;
+      Prefetch(begin, end, 1);
+      Prefetch(end, end + blocks_of_piece_, 0);
       Score();
       next();
     }
@@ -165,7 +173,7 @@ class Job {
     const float* queries = scratch_.queries.data();
     float* scores = scratch_.scores.data();
     if (transposes_)
-      Multiply(queries, wide, scratch_.keys.data(), most_keys_, scores, most_keys_, rows_, wide, padded, false);
+      MultiplyByLanes(queries, wide, scratch_.keys.data(), most_keys_, scores, most_keys_, rows_, wide, padded);
     else
       MultiplyTransposed(queries, wide, scratch_.keys.data(), wide, scores, most_keys_, rows_, wide, padded);
     if (call_.pattern.sink_position != 0 && call_.j > 0) ScoreSinks();

@@ -85,7 +85,7 @@ def _key(compiler: str, headers: Path) -> str:
 
 def _compile(compiler: str, headers: Path, path: Path) -> None:
     """Compiles sources side by side, links to a file of its own and renames it: several processes may do so at once."""
-    log.info("compiling attention and products of CPUs with %s, once for this machine", compiler)
+    log.info("compiling attention, products and norms of CPUs with %s, once for this machine", compiler)
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(SOURCES.glob("*.cc"))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(len(sources)) as pool:

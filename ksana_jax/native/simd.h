@@ -161,6 +161,57 @@ inline void Transpose(const float* from, int64_t rows, int64_t columns, float* t
     for (int64_t c = 0; c < columns; ++c) to[c * to_stride + r] = from[r * columns + c];
 }
 
+// Additions in the order of `SumEach`: numbers whose indices leave the same remainder modulo 16 one after the other, then
+// the sixteen sums as a tree, 0 with 8, 4 with 12, ...
+template <int kRows, int kVectors>
+inline void TileByLanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+                        int64_t inner) {
+  constexpr int kOrder[kLanes] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+  Floats waiting[5][kRows][kVectors];
+  int depth = 0;
+  for (int leaf = 0; leaf < kLanes; ++leaf, ++depth) {
+    Floats sums[kRows][kVectors] = {};
+    for (int64_t i = kOrder[leaf]; i < inner; i += kLanes) {
+      Floats row[kVectors];
+      for (int v = 0; v < kVectors; ++v) row[v] = Load(b + i * b_stride + v * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const float x = a[r * a_stride + i];
+        for (int v = 0; v < kVectors; ++v) sums[r][v] += x * row[v];
+      }
+    }
+    for (int bits = leaf; bits & 1; bits >>= 1) {
+      --depth;
+      for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) sums[r][v] += waiting[depth][r][v];
+    }
+    std::memcpy(waiting[depth], sums, sizeof(sums));
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) Store(c + r * c_stride + v * kLanes, waiting[0][r][v]);
+}
+
+template <int kVectors>
+inline void ColumnsByLanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                           int64_t c_stride, int64_t rows, int64_t inner) {
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8)
+    TileByLanes<8, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner);
+  for (; r + 2 <= rows; r += 2)
+    TileByLanes<2, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner);
+  for (; r < rows; ++r)
+    TileByLanes<1, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner);
+}
+
+// c[rows, columns] = a[rows, inner] b[inner, columns], the same numbers bit by bit as `MultiplyTransposed` has for b^T;
+// inner and columns are multiples of 16.
+inline void MultiplyByLanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                            int64_t c_stride, int64_t rows, int64_t inner, int64_t columns) {
+  int64_t at = 0;
+  for (; at + 2 * kLanes <= columns; at += 2 * kLanes)
+    ColumnsByLanes<2>(a, a_stride, b + at, b_stride, c + at, c_stride, rows, inner);
+  if (at < columns) ColumnsByLanes<1>(a, a_stride, b + at, b_stride, c + at, c_stride, rows, inner);
+}
+
 // c[rows, columns] = a[rows, inner] b[columns, inner]^T; both dimensions are multiples of 16. For few rows, for which
 // it would not pay to transpose b.
 inline void MultiplyTransposed(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,

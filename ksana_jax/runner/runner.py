@@ -14,12 +14,14 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
+from ksana_jax.models.layers import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.norm import choose_normaliser
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, stack
@@ -117,7 +119,10 @@ class Runner:
             device=device,
         )
         self.implementation = choose(needs, attention)
-        self.linear = choose_linear(self.platform, params.final_norm.dtype.name, linear)
+        dtype, kinds = params.final_norm.dtype.name, tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
+        self.operators = Operators(
+            choose_linear(self.platform, dtype, linear).apply, choose_normaliser(self.platform, dtype, kinds)
+        )
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
         self.sink_width = -(-max_repositioned_sinks // layout.block_size)
@@ -139,7 +144,7 @@ class Runner:
         options = COMPILER_OPTIONS.get(self.platform)
         places = self.layout.places, self.layout.residual_places
         sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
-        return Network(self.config, self.ropes, *places, sinks, implementation, observers, self.linear.apply, options)
+        return Network(self.config, self.ropes, *places, sinks, implementation, observers, self.operators, options)
 
     @property
     def num_compilations(self) -> int:
@@ -346,7 +351,7 @@ class Runner:
 
     @property
     def _logits(self) -> Callable:
-        return functools.partial(logits, config=self.config, linear=self.linear.apply)
+        return functools.partial(logits, config=self.config, linear=self.operators.linear)
 
     def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
         """Returns the key of the program that samples tokens, and a function that lowers it."""

@@ -17,7 +17,7 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.layer_spec import LayerSpec
-from ksana_jax.models.layers import Linear
+from ksana_jax.models.layers import Operators
 from ksana_jax.models.params import LayerParams, Params, sink_logits
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, forward, run_layer
@@ -41,7 +41,7 @@ class Network:
     places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     residual_places: of each layer those of exact keys and values beside codes, or empty.
     observers: of each layer the eviction method, None where nothing is evicted.
-    linear: products with weights.
+    operators: implementations of products with weights and of norms.
     options: of the compiler.
     """
 
@@ -52,7 +52,7 @@ class Network:
     num_repositioned_sinks: int
     implementation: Implementation
     observers: tuple[EvictionMethod | None, ...]
-    linear: Linear
+    operators: Operators
     options: dict[str, Any] | None
 
     @property
@@ -194,7 +194,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
         residual_places=network.residual_places,
         observers=[network.observer(layer, layer) for layer in range(len(network.places))],
     )
-    hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config, linear=network.linear)
+    hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config, operators=network.operators)
     return cache, hidden, hidden[arrays.sampled]
 
 
@@ -229,10 +229,10 @@ def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, net
         residual_places=residual_places,
         observers=(network.observer(kind, layer),),
     )
-    x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec, linear=network.linear)
+    x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec, operators=network.operators)
     return cache, x
 
 
 def step_last(params, x, sampled, *, network: Network):
-    hidden = final_norm(params, x, config=network.config)
+    hidden = final_norm(params, x, config=network.config, operators=network.operators)
     return hidden, hidden[sampled]

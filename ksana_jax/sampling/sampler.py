@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.sampling.sums import sum_by_halves
 from ksana_jax.sampling.truncation import Limits, least_kept
 from ksana_jax.step.contract import SamplingArrays
 
@@ -16,8 +17,9 @@ _GROUP = 128
 def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     """Samples one token [S] for each row of float32 scores [S, V]; settings None takes the most probable in all rows.
 
-    A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows. Among equal
-    scores, the lowest id wins. A row whose best score is not finite (a score is NaN, or all are -inf) gets -1.
+    A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows or their number.
+    Among equal scores, the lowest id wins. A row whose best score is not finite (a score is NaN, or all are -inf) gets
+    -1.
     """
     if settings is not None:
         logits_SV = adjust(logits_SV, settings)
@@ -88,7 +90,7 @@ def _draw(
         return jnp.where(logits >= least[of_row], scaled, -jnp.inf)
 
     num_groups = logits_SGW.shape[1]
-    sums = jnp.sum(jnp.exp(kept(logits_SGW)), axis=-1)
+    sums = sum_by_halves(jnp.exp(kept(logits_SGW)))
     group = jnp.argmax(jnp.log(sums) + noise[:, :num_groups], axis=-1)
     return group * _GROUP + jnp.argmax(kept(_in_group(logits_SGW, group)) + noise[:, num_groups:], axis=-1)
 
@@ -129,7 +131,8 @@ def score(logits_SV: jax.Array, tokens: jax.Array, num_top: int) -> tuple[jax.Ar
       logprob [S], rank [S] (1 for the most probable; ties share the better rank), top ids [S, num_top] and their
       log-probabilities [S, num_top], descending.
     """
-    logprobs = jax.nn.log_softmax(logits_SV, axis=-1)
+    shifted = logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True)
+    logprobs = shifted - jnp.log(sum_by_halves(jnp.exp(shifted)))[:, None]
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)
     rank = 1 + jnp.sum(logprobs > chosen, axis=-1)
     top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.models.layers import Operators
 from ksana_jax.models.params import Params, sink_logits
 from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import forward, logits
@@ -63,7 +64,7 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
     length, spec = tokens.shape[-1], config.layers[0].attention
     sinks = [sink_logits(p, layer.attention) for p, layer in zip(params.layers, config.layers, strict=True)]
     attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length, sinks)
-    hidden, _ = forward(params, tokens, attend, None, config=config, linear=linear)
+    hidden, _ = forward(params, tokens, attend, None, config=config, operators=Operators(linear))
     return logits(params, hidden, config=config, linear=linear)
 
 

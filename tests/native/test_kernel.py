@@ -14,7 +14,7 @@ from ksana_jax.native.kernel import KERNEL, target
 from ksana_jax.ops import native_kernels
 from ksana_jax.ops.requirements import Requirements
 from pallas_kernels import reference
-from pallas_kernels.arguments import SINKS_AT_CEILING, SMALL, TINY, WINDOW, Spec, make
+from pallas_kernels.arguments import FULL, SINKS, SINKS_AT_CEILING, SMALL, TINY, WINDOW, Spec, make
 from pallas_kernels.contract import Pool
 from tests.pallas_kernels.contract import check
 from tests.soak import soak_unless
@@ -94,6 +94,31 @@ def test_pools_of_narrower_numbers_are_read_exactly(stored):
         codes = jnp.clip(jnp.round(jnp.nan_to_num(kv) * 30), -127, 127).astype(jnp.int8)
         given, rounded = Pool(codes, scales), codes * scales[..., None]
     expect_the_same(call.replace(pool=given), call.replace(pool=Pool(rounded.astype(jnp.float32))))
+
+
+@compiled
+@pytest.mark.parametrize("soft_cap", [None, 9.0])
+@pytest.mark.parametrize("pattern", [FULL, WINDOW, SINKS, SINKS_AT_CEILING], ids=str)
+def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, soft_cap):
+    spec = Spec(rows=((190, 60),), q_tile=60, head_dim=40, pattern=pattern, sink_queries=6, soft_cap=soft_cap)
+    call = in_float32(spec).replace(return_mass=False, mass_factor=None)
+    run = jax.jit(KERNEL.run, static_argnames="tuning")
+
+    def in_tiles(width):
+        def tiled(x):
+            return None if x is None else x.reshape(-1, width, *x.shape[2:])
+
+        def repeated(x):
+            return jnp.repeat(x, 60 // width, axis=0)
+
+        given = {"tables": repeated(call.tables), "starts": repeated(call.starts), "positions": tiled(call.positions)}
+        found = run(call.replace(q=tiled(call.q), q_sink=tiled(call.options.q_sink), **given), None, tuning=None)
+        return [np.asarray(x).reshape(60, *x.shape[2:]) for x in (found.out, found.lse)]
+
+    alone = in_tiles(1)
+    for width in (2, 15, 60):
+        for found, expected in zip(in_tiles(width), alone, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_what_the_kernel_lacks_is_named():

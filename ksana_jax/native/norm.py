@@ -1,0 +1,25 @@
+"""Root mean square norms on a CPU, as a custom call into C++."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ksana_jax.native.target import STORED, target
+
+DTYPES = ("float32", "bfloat16")
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = False) -> jax.Array:
+    """Normalises x [..., D] with a weight [D]; the contract of `models.layers.rms_norm`, or of `rms_norm_plus_one`.
+
+    A row of the result depends on that row of x alone, bit by bit, whatever the other rows and their number.
+
+    Raises:
+      NotImplementedError: x and weight are not both float32 or both bfloat16.
+    """
+    if x.dtype != weight.dtype or x.dtype.name not in DTYPES:
+        raise NotImplementedError(f"{x.dtype} and {weight.dtype}; native norms have both in {' or '.join(DTYPES)}")
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = jax.ffi.ffi_call(target("ksana_rms_norm"), result)
+    return call(x, weight, stored=np.int32(STORED[x.dtype.name]), eps=np.float32(eps), plus_one=np.bool_(plus_one))
