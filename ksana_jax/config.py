@@ -203,6 +203,10 @@ class EngineConfig:
         without a C++ compiler "xla" serves.
       linear_implementation: the same of products with weights: on a CPU "native", where each row's result is the same
         whatever the other rows, "xla", or "mixed", native for up to 64 rows. "auto" is "mixed", or "xla" elsewhere.
+      numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
+        batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
+        norms, which exist for CPUs with AVX-512 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
+        kv_eviction nor shared_prefix_attention. "fast" takes what is fastest for each shape of a step.
       seed: seed for requests without a seed.
     """
 
@@ -232,6 +236,7 @@ class EngineConfig:
     embedding_device: Literal["device", "host"] = "device"
     attention_implementation: str = "auto"
     linear_implementation: str = "auto"
+    numerics: Literal["fast", "invariant"] = "fast"
     seed: int = 0
 
     def __post_init__(self):
@@ -256,11 +261,14 @@ class EngineConfig:
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
             checks.one_of("linear_implementation", self.linear_implementation, LINEAR_IMPLEMENTATIONS),
             checks.one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS),
+            checks.one_of("numerics", self.numerics, ("fast", "invariant")),
             checks.boolean("async_scheduling", self.async_scheduling),
             checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
             error=ConfigError,
         )
+        if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
+            raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
         if self.kv_eviction is not None and (self.enable_prefix_caching or self.shared_prefix_attention):
             raise ConfigError(
                 "kv_eviction moves the tokens of a text within its blocks, so that no other text can use them: "
@@ -273,6 +281,21 @@ class EngineConfig:
             raise ConfigError(
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )
+
+    def _depends_on_the_batch(self) -> list[str]:
+        """Returns the settings with which a request's numbers depend on how it is served."""
+        found = [
+            f"{name} {value!r}, must be auto or native"
+            for name in ("attention_implementation", "linear_implementation")
+            if (value := getattr(self, name)) not in ("auto", "native")
+        ]
+        if self.block_size % 16:
+            found.append(f"block_size {self.block_size}, must be a multiple of 16")
+        if self.kv_eviction is not None:
+            found.append("kv_eviction, which adds up attention over the tokens of a step")
+        if self.shared_prefix_attention:
+            found.append("shared_prefix_attention, which divides sums by the rows that share blocks")
+        return found
 
     @property
     def kv_dtype(self) -> str | dict[str, Any]:

@@ -59,7 +59,7 @@ def plan(
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Shows devices, versions, the attention implementation in use, and why the others are not used."""
+    """Shows devices, versions, implementations of attention, which one is used and why, and the numerics there are."""
     import json
 
     import jax
@@ -67,7 +67,8 @@ def doctor(as_json: AsJson = False) -> None:
     from rich.markup import escape
 
     from ksana_jax.experiments.environment import environment
-    from ksana_jax.ops.implementations import explain
+    from ksana_jax.ops.implementations import EXAMPLE, example_needs, explain
+    from ksana_jax.ops.invariant import why_not_invariant
     from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 
     console, found, attention = Console(highlight=False), environment(), explain()
@@ -85,9 +86,11 @@ def doctor(as_json: AsJson = False) -> None:
     products = choose_linear(jax.default_backend(), "float32").name
     reason = LINEAR_IMPLEMENTATIONS[0].unsupported(jax.default_backend(), "float32")
     console.print(f"products with weights: {products}{f' ({escape(reason)})' if reason else ''}")
+    lacks = why_not_invariant(EXAMPLE, example_needs(), "bfloat16")
+    console.print(f"numerics: fast{f'; invariant {escape(lacks)}' if lacks else ', invariant'}")
     if as_json:
         implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
-        print(json.dumps({**found, "attention": implementations, "linear": products}))
+        print(json.dumps({**found, "attention": implementations, "linear": products, "invariant": lacks is None}))
 
 
 def kernels_check(

@@ -51,6 +51,7 @@ class TextOptions:
     top_p: Annotated[float, typer.Option(help="sample from the smallest set of tokens with this probability")] = 0.95
     seed: Annotated[int | None, typer.Option(help="equal seeds give equal texts", show_default=False)] = None
     dtype: Annotated[str, typer.Option(help="weights and KV: f32, bf16, f16, or auto for the checkpoint's")] = "f32"
+    numerics: Annotated[str, typer.Option(help="fast, or invariant: the same bits however a text is served")] = "fast"
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None
     num_sinks: Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")] = 0
     max_model_len: Annotated[
@@ -71,7 +72,13 @@ class TextOptions:
             raise ValueError(f"--num-sinks {self.num_sinks} needs --window")
         windowed = None if self.window is None else AttentionPattern(window=self.window, num_sinks=self.num_sinks)
         return LLM(
-            model, dtype=self.dtype, max_num_seqs=1, max_model_len=self.max_model_len, pattern=windowed, **settings
+            model,
+            dtype=self.dtype,
+            numerics=self.numerics,
+            max_num_seqs=1,
+            max_model_len=self.max_model_len,
+            pattern=windowed,
+            **settings,
         )
 
 

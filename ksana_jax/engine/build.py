@@ -144,6 +144,7 @@ def _on_device(
         embedding_device=config.embedding_device,
         attention=config.attention_implementation,
         linear=config.linear_implementation,
+        numerics=config.numerics,
     )
     # Without weights and pool it refuses at once what the other one would.
     make_runner(params=abstract_params(model, config.dtype), num_blocks=1)
@@ -166,6 +167,7 @@ def _on_device(
             dtype=config.dtype,
             kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
             max_model_len=config.max_model_len,
+            numerics=config.numerics,
         )
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)

@@ -14,15 +14,22 @@ from ksana_jax.models.params import Params
 _SAMPLED = 4096
 
 
-def fingerprint(config: ModelConfig, params: Params, *, dtype: str, kv_dtype: str, max_model_len: int) -> str:
+def fingerprint(
+    config: ModelConfig, params: Params, *, dtype: str, kv_dtype: str, max_model_len: int, numerics: str = "fast"
+) -> str:
     """Returns a hex digest of the model's config, a sample of every weight, and all else that determines KV values.
 
     A layer computes from what the layers below read of the cache, so how keys and values are stored counts too.
-    Attention patterns are not included; see `kv.prefix_index`.
+    Attention patterns are not included; see `kv.prefix_index`. With invariant numerics, bits count: also what compiled
+    the functions that give them.
     """
     digest = hashlib.sha256(f"{config} {dtype} {kv_dtype}".encode())
     if any(layer.attention.rope.kind == "dynamic" for layer in config.layers):  # stretched by the longest text
         digest.update(b"%d" % max_model_len)
+    if numerics == "invariant":
+        from ksana_jax.native.build import library
+
+        digest.update(f"{numerics} {library().stem} {jax.__version__}".encode())
     for path, leaf in jax.tree.flatten_with_path(params)[0]:
         flat = leaf.reshape(-1)
         sample = np.asarray(flat[:: max(flat.size // _SAMPLED, 1)])

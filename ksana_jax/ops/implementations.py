@@ -99,6 +99,16 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
     raise ValueError(f"attention_implementation is {name!r}, must be auto or one of {names}")
 
 
+# A Llama-8B.
+EXAMPLE = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def example_needs() -> Requirements:
+    """Returns the requirements of `EXAMPLE` in bfloat16 with blocks of 64, on this process's device."""
+    layout = KVLayout.of(EXAMPLE, dtype="bf16", block_size=64, platform=jax.devices()[0].platform)
+    return Requirements.of(EXAMPLE, layout, query_dtype="bfloat16")
+
+
 def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
     """Returns, for each implementation of paged attention, its name, whether it is used, and why (not).
 
@@ -106,9 +116,7 @@ def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
       needs: by default those of a Llama-8B in bfloat16 with blocks of 64, on this process's device.
     """
     if needs is None:
-        llama = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
-        layout = KVLayout.of(llama, dtype="bf16", block_size=64, platform=jax.devices()[0].platform)
-        needs = Requirements.of(llama, layout)
+        needs = example_needs()
     chosen = choose(needs)
     rows = []
     for i in IMPLEMENTATIONS:

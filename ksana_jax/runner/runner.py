@@ -19,6 +19,7 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
+from ksana_jax.ops.invariant import ROW_BY_ROW, why_not_invariant
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.norm import choose_normaliser
@@ -83,11 +84,13 @@ class Runner:
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       attention: name of an implementation of paged attention; "auto" takes the first that serves. linear: the same of
         products with weights.
+      numerics: "invariant" takes operators that compute each row of a step by itself; see `ops.invariant`.
       device: that steps are compiled for, where it is not jax's first one.
       programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
 
     Raises:
-      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
+      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size; or
+        they have no invariant numerics.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Runner:
         embedding_device: str = "device",
         attention: str = "auto",
         linear: str = "auto",
+        numerics: str = "fast",
         device: Any = None,
         programs: dict[Any, Any] | None = None,
     ):
@@ -118,8 +122,13 @@ class Runner:
             query_dtype=params.final_norm.dtype.name,
             device=device,
         )
+        dtype = params.final_norm.dtype.name
+        if numerics == "invariant":
+            if reason := why_not_invariant(config, needs, dtype):
+                raise ValueError(f"numerics 'invariant' {reason}")
+            attention = linear = ROW_BY_ROW
         self.implementation = choose(needs, attention)
-        dtype, kinds = params.final_norm.dtype.name, tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
+        kinds = tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
         self.operators = Operators(
             choose_linear(self.platform, dtype, linear).apply, choose_normaliser(self.platform, dtype, kinds)
         )

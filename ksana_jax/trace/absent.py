@@ -116,6 +116,8 @@ def compile_engine(
         max_model_len=config.max_model_len,
         max_repositioned_sinks=config.max_repositioned_sinks,
         attention=config.attention_implementation,
+        linear=config.linear_implementation,
+        numerics=config.numerics,
         embedding_device=config.embedding_device,
         device=target.device,
     )

@@ -88,6 +88,8 @@ _OF_A_RUNNER = operator.attrgetter(
     "max_repositioned_sinks",
     "embedding_device",
     "attention_implementation",
+    "linear_implementation",
+    "numerics",
 )
 _programs: dict = collections.defaultdict(dict)
 

@@ -1,0 +1,36 @@
+"""What `numerics: invariant` needs: operators whose result for one row of a step does not depend on the other rows."""
+
+from __future__ import annotations
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.ops.implementations import IMPLEMENTATIONS
+from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+from ksana_jax.ops.norm import not_native
+from ksana_jax.ops.requirements import Requirements
+
+# The implementation, of attention and of products with weights, that computes each row by itself.
+ROW_BY_ROW = "native"
+# Kinds of MLPs that consist of products with weights and of functions of single numbers.
+MLPS_ROW_BY_ROW = ("swiglu", "geglu")
+
+
+def why_not_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> str | None:
+    """Returns what keeps the steps of a model from being computed row by row, or None.
+
+    Attention, products with weights and norms must be those in C++: XLA orders a sum by the shape of the whole array.
+    Functions of single numbers (activations, rotation) are left to XLA; sums over the vocabulary have a stated order.
+
+    Args:
+      needs: of the model and its pool on a device. dtype: NumPy's name of the type of weights and activations.
+    """
+    attention = next(i for i in IMPLEMENTATIONS if i.name == ROW_BY_ROW)
+    linear = next(i for i in LINEAR_IMPLEMENTATIONS if i.name == ROW_BY_ROW)
+    norms = tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
+    mlps = sorted({layer.mlp.kind for layer in config.layers} - set(MLPS_ROW_BY_ROW))
+    reasons = {
+        "native attention": attention.unsupported(needs),
+        "native products with weights": linear.unsupported(needs.platform, dtype),
+        "native norms": not_native(needs.platform, dtype, norms),
+        f"MLPs that are {' or '.join(MLPS_ROW_BY_ROW)}": f"this model's are {', '.join(mlps)}" if mlps else None,
+    }
+    return next((f"needs {part}: {reason}" for part, reason in reasons.items() if reason), None)

@@ -1,0 +1,171 @@
+"""numerics "invariant": one request has the same tokens and log-probabilities bit by bit, however it is served."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.engine.build import build_engine
+from ksana_jax.engine.fingerprint import fingerprint
+from ksana_jax.engine.settings import engine_config
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.models.params import init_params
+from ksana_jax.ops.invariant import why_not_invariant
+from ksana_jax.ops.requirements import Requirements
+from ksana_jax.patterns import FULL
+from tests.engine.small import VOCAB, assert_idle, model
+from tests.reference import reference_logprobs
+
+
+def why_not(dtype: str = "float32", platform: str = "cpu", **changes: Any) -> str | None:
+    config = dataclasses.replace(model()[0], **changes)
+    layout = KVLayout.of(config, dtype="f32", block_size=16, platform="cpu")
+    needs = Requirements.of(config, layout, query_dtype=dtype)._replace(platform=platform)
+    return why_not_invariant(config, needs, dtype)
+
+
+served = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+# Three pieces of keys, several chunks, nine blocks. A pool of 20 blocks holds fewer rows than run at once.
+PROMPT = np.random.default_rng(5).integers(2, VOCAB, 101)
+SETTINGS: dict[str, Any] = {
+    "numerics": "invariant",
+    "max_model_len": 192,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "query_tile": 16,
+    "num_blocks": 20,
+}
+ASKED = SamplingParams(
+    max_tokens=30, temperature=1.3, top_p=0.95, seed=11, logprobs=3, ignore_eos=True, detokenize=False
+)
+
+
+def bits(completion) -> bytes:
+    """The tokens of a completion, and the log-probabilities of each and of the three most probable ones."""
+    scores = [(token, entry.logprob) for entries in completion.logprobs for token, entry in sorted(entries.items())]
+    return np.array(completion.token_ids, np.int64).tobytes() + np.array(scores, np.float64).tobytes()
+
+
+def under_load(llm: LLM, count: int, prompt, asked=ASKED, seed: int = 0) -> list:
+    """Serves one request `count` times among random others, some of which begin like it, and some of which are aborted;
+    returns the requests. At times the load stops, so that steps of all sizes occur."""
+    rng, engine, vocab = np.random.default_rng(seed), llm.engine, llm.model_config.vocab_size
+    longest = llm.engine.max_model_len
+    requests, others = [], []
+    while len(requests) < count or engine.has_work:
+        rest = count - len(requests)
+        if rest and len(engine.scheduler.waiting) < 4 and rng.random() < 0.3:
+            requests.append(engine.add_request(prompt, asked))
+        if rest and len(engine.scheduler.waiting) < 4 and rng.random() < (0.4 if len(requests) // 5 % 2 else 0.0):
+            length, kept = int(rng.integers(1, longest // 2)), int(rng.integers(0, len(prompt)))
+            tokens = np.concatenate([prompt[: kept if rng.random() < 0.5 else 0], rng.integers(2, vocab, length)])
+            params = dataclasses.replace(asked, max_tokens=int(rng.integers(1, 20)), seed=int(rng.integers(1000)))
+            others.append(engine.add_request(tokens[: longest - 20], params))
+        if others and rng.random() < 0.02:
+            engine.abort(others[int(rng.integers(len(others)))].request_id)
+        engine.step()
+    return requests
+
+
+_programs: dict = collections.defaultdict(dict)
+
+
+def invariant_llm(dtype: str = "f32", pattern: AttentionPattern = FULL, **settings: Any) -> LLM:
+    """An engine around the tiny model. Engines that compile the same steps share them."""
+    config, params = model()
+    if dtype == "bf16":
+        params = init_params(config, seed=3, std=0.5, dtype="bfloat16")
+    found = engine_config(SETTINGS | {"dtype": dtype} | settings)
+    programs = _programs[dtype, found.block_size, found.num_blocks, found.kv_cache_dtype, pattern]
+    return LLM.around(build_engine(config, params, found, patterns=pattern, programs=programs))
+
+
+CACHED: dict[str, Any] = {"enable_prefix_caching": True, "host_cache_bytes": 2**20, "async_scheduling": True}
+
+
+def expect_one_result(engines: list[LLM], counts: list[int], **given) -> None:
+    """Every completion of the same request is the same, in engines that differ, preempt and reuse cached blocks."""
+    requests = []
+    for seed, (llm, count) in enumerate(zip(engines, counts, strict=True)):
+        requests += under_load(llm, count, PROMPT, seed=seed, **given)
+        assert_idle(llm)
+    outputs = [request.output() for request in requests]
+    assert len({bits(output.outputs[0]) for output in outputs}) == 1
+    assert sum(llm.engine.scheduler.num_preemptions for llm in engines) > 0
+    assert {output.num_cached_tokens > 0 for output in outputs} == {False, True}
+
+
+@served
+def test_a_request_has_one_result_under_any_load():
+    expect_one_result([invariant_llm(), invariant_llm(**CACHED)], [10, 10])
+
+
+@served
+@pytest.mark.soak
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("pattern", [FULL, AttentionPattern(window=70, num_sinks=3, sink_position="cache")], ids=str)
+def test_a_thousand_completions_under_random_load_have_one_result(pattern, dtype, kv, sampled):
+    given: dict[str, Any] = {"pattern": pattern, "dtype": dtype, "kv_cache_dtype": kv}
+    one_by_one: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32, "num_blocks": 8}
+    engines = [invariant_llm(**given), invariant_llm(**given, **CACHED), invariant_llm(**given, **one_by_one)]
+    expect_one_result(engines, [495, 495, 10], asked=ASKED if sampled else dataclasses.replace(ASKED, temperature=0.0))
+
+
+@served
+def test_log_probabilities_are_those_of_the_float64_model():
+    asked = dataclasses.replace(ASKED, temperature=0.0, prompt_logprobs=0)
+    llm = invariant_llm()
+    [output] = llm.generate([{"prompt_token_ids": PROMPT}], asked)
+    whole = np.array([*PROMPT, *output.outputs[0].token_ids])
+    assert output.prompt_logprobs and output.outputs[0].logprobs
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    expected = reference_logprobs(model()[1], model()[0], whole)[np.arange(len(whole) - 1), whole[1:]]
+    got = [entry[int(token)].logprob for entry, token in zip(entries, whole[1:], strict=True)]
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 24}, "block_size 24, must be a multiple of 16"),
+        ({"attention_implementation": "xla"}, "attention_implementation 'xla', must be auto or native"),
+        ({"linear_implementation": "mixed"}, "linear_implementation 'mixed', must be auto or native"),
+        ({"shared_prefix_attention": True}, "shared_prefix_attention, which divides sums"),
+        ({"kv_eviction": {"method": "h2o", "budget": 0.5}}, "kv_eviction, which adds up attention"),
+    ],
+)
+def test_settings_that_depend_on_the_batch_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=f'numerics "invariant" does not go with {message}'):
+        EngineConfig(numerics="invariant", **settings)
+    EngineConfig(**settings)
+
+
+def test_what_keeps_a_model_from_invariant_numerics_is_named():
+    assert why_not(platform="gpu") == "needs native attention: needs a CPU, this is gpu"
+    assert "native products have float32 or bfloat16" in str(why_not(dtype="float16"))
+    assert why_not() or why_not(mlp="mine") == "needs MLPs that are swiglu or geglu: this model's are mine"
+    assert why_not() or "norms are mine" in str(why_not(norm="mine"))
+
+
+def test_an_engine_that_lacks_something_says_so_before_it_compiles(monkeypatch):
+    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", frozenset)
+    if "C++" not in str(why_not()):
+        with pytest.raises(ValueError, match=r"numerics 'invariant' needs native products.*AVX-512"):
+            invariant_llm()
+
+
+@served
+def test_blocks_of_fast_numerics_are_not_taken_from_a_tier():
+    config, params = model()
+    digests = [
+        fingerprint(config, params, dtype="f32", kv_dtype="f32", max_model_len=64, numerics=numerics)
+        for numerics in ("fast", "invariant")
+    ]
+    assert digests[0] != digests[1]
