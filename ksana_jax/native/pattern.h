@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "simd.h"
+
 namespace ksana {
 
 // Positions from here on are those of absent blocks.
@@ -12,11 +14,14 @@ constexpr int32_t kFar = 1 << 30;
 struct Pattern {
   int32_t window, num_sinks, stride, has_global, global_every, sink_position, sink_ceiling;
 
-  bool Visible(int32_t query, int32_t key) const {
-    const int32_t distance = query - key;
-    if (distance < 0) return false;
-    if (distance < window && distance % stride == 0) return true;
-    return key < num_sinks || (has_global && key % global_every == 0);
+  // Which of 16 keys a query sees; lanes are -1 or 0.
+  Ints Visible(int32_t query, Ints keys) const {
+    const Ints distance = query - keys;
+    Ints inside = distance < window;
+    if (stride != 1) inside &= distance % stride == 0;
+    inside |= keys < num_sinks;
+    if (has_global) inside |= keys % global_every == 0;
+    return inside & (distance >= 0);
   }
 
   bool Repositioned(int32_t query, int32_t key) const {

@@ -1,5 +1,5 @@
-// Vectors of 16 floats, and the few matrix products that attention is made of. Plain C++ with the vector extensions of
-// gcc and clang: the compiler splits a vector where registers are narrower.
+// Vectors of 16 floats or words of 32 bits. Plain C++ with the vector extensions of gcc and clang: the compiler splits
+// a vector where registers are narrower.
 #pragma once
 
 #include <cstdint>
@@ -23,20 +23,41 @@ inline Floats Load(const float* from) {
 
 inline void Store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
+inline Ints LoadInts(const int32_t* from) {
+  Ints x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+inline void StoreInts(int32_t* to, Ints x) { std::memcpy(to, &x, sizeof(x)); }
+
 inline Floats All(float x) { return x - Floats{}; }
 
 inline Floats Max(Floats a, Floats b) { return a > b ? a : b; }
 
+// The lanes of x, those that differ in bit kStep exchanged.
+template <int kStep, int... i>
+inline Floats Swap(Floats x, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(x, x, (i ^ kStep)...);
+}
+
+template <int kStep>
+inline Floats Swap(Floats x) {
+  return Swap<kStep>(x, std::make_integer_sequence<int, kLanes>());
+}
+
 inline float Sum(Floats x) {
-  float total = 0;
-  for (int i = 0; i < kLanes; ++i) total += x[i];
-  return total;
+  x += Swap<8>(x);
+  x += Swap<4>(x);
+  x += Swap<2>(x);
+  return (x + Swap<1>(x))[0];
 }
 
 inline float Highest(Floats x) {
-  float best = x[0];
-  for (int i = 1; i < kLanes; ++i) best = best > x[i] ? best : x[i];
-  return best;
+  x = Max(x, Swap<8>(x));
+  x = Max(x, Swap<4>(x));
+  x = Max(x, Swap<2>(x));
+  return Max(x, Swap<1>(x))[0];
 }
 
 // exp(x) for x <= 88, within 2 units in the last place; 0 below -87. The polynomial is the Taylor series to degree 7 on
@@ -68,47 +89,6 @@ inline Floats Tanh(Floats x) {
   return 1.0f - 2.0f / (Exp(2.0f * x) + 1.0f);
 }
 
-// c[rows, kVectors * 16] (+)= a[rows, inner] b[inner, kVectors * 16], rows <= kRows: all of c in registers.
-template <int kRows, int kVectors>
-inline void Tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-                 int64_t inner, bool accumulate) {
-  Floats sums[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = accumulate ? Load(c + r * c_stride + v * kLanes) : Floats{};
-  for (int64_t i = 0; i < inner; ++i) {
-    Floats row[kVectors];
-    for (int v = 0; v < kVectors; ++v) row[v] = Load(b + i * b_stride + v * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      const float x = a[r * a_stride + i];
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += x * row[v];
-    }
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) Store(c + r * c_stride + v * kLanes, sums[r][v]);
-}
-
-template <int kVectors>
-inline void Columns(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-                    int64_t rows, int64_t inner, bool accumulate) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    Tile<4, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner, accumulate);
-  for (; r + 2 <= rows; r += 2)
-    Tile<2, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner, accumulate);
-  for (; r < rows; ++r)
-    Tile<1, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner, accumulate);
-}
-
-// c[rows, columns] (+)= a[rows, inner] b[inner, columns]; columns is a multiple of 16.
-inline void Multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-                     int64_t rows, int64_t inner, int64_t columns, bool accumulate) {
-  int64_t at = 0;
-  for (; at + 4 * kLanes <= columns; at += 4 * kLanes)
-    Columns<4>(a, a_stride, b + at, b_stride, c + at, c_stride, rows, inner, accumulate);
-  for (; at < columns; at += kLanes)
-    Columns<1>(a, a_stride, b + at, b_stride, c + at, c_stride, rows, inner, accumulate);
-}
-
 // Lanes without bit kStep of the result are sums of two lanes of a, lanes with it of b.
 template <int kStep, int... i>
 inline Floats Fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
@@ -131,103 +111,39 @@ inline Floats SumEach(Floats* x) {
 
 // Exchanges lanes and vectors of a 16 x 16 matrix, of those that differ in bit kStep.
 template <int kStep, int... i>
-inline void Exchange(Floats& a, Floats& b, std::integer_sequence<int, i...>) {
-  const Floats first = __builtin_shufflevector(a, b, (i & kStep ? kLanes + (i ^ kStep) : i)...);
+inline void Exchange(Ints& a, Ints& b, std::integer_sequence<int, i...>) {
+  const Ints first = __builtin_shufflevector(a, b, (i & kStep ? kLanes + (i ^ kStep) : i)...);
   b = __builtin_shufflevector(a, b, (i & kStep ? kLanes + i : i ^ kStep)...);
   a = first;
 }
 
 template <int kStep>
-inline void Exchange(Floats* x) {
+inline void Exchange(Ints* x) {
   for (int i = 0; i < kLanes; ++i)
     if (!(i & kStep)) Exchange<kStep>(x[i], x[i | kStep], std::make_integer_sequence<int, kLanes>());
 }
 
-// to[columns, rows] = from[rows, columns]^T; columns is a multiple of 16.
-inline void Transpose(const float* from, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
+// to[columns, rows] = from[rows, columns]^T; columns is a multiple of 16. Asks memory for `ahead`, which has the shape
+// of `from`.
+inline void Transpose(const int32_t* from, int64_t from_stride, int64_t rows, int64_t columns, int32_t* to,
+                      int64_t to_stride, const int32_t* ahead) {
   int64_t r = 0;
   for (; r + kLanes <= rows; r += kLanes) {
     for (int64_t c = 0; c < columns; c += kLanes) {
-      Floats x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = Load(from + (r + i) * columns + c);
+      Ints x[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        x[i] = LoadInts(from + (r + i) * from_stride + c);
+        __builtin_prefetch(ahead + (r + i) * from_stride + c, 0, 2);
+      }
       Exchange<8>(x);
       Exchange<4>(x);
       Exchange<2>(x);
       Exchange<1>(x);
-      for (int i = 0; i < kLanes; ++i) Store(to + (c + i) * to_stride + r, x[i]);
+      for (int i = 0; i < kLanes; ++i) StoreInts(to + (c + i) * to_stride + r, x[i]);
     }
   }
   for (; r < rows; ++r)
-    for (int64_t c = 0; c < columns; ++c) to[c * to_stride + r] = from[r * columns + c];
-}
-
-// Additions in the order of `SumEach`: numbers whose indices leave the same remainder modulo 16 one after the other, then
-// the sixteen sums as a tree, 0 with 8, 4 with 12, ...
-template <int kRows, int kVectors>
-inline void TileByLanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-                        int64_t inner) {
-  constexpr int kOrder[kLanes] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-  Floats waiting[5][kRows][kVectors];
-  int depth = 0;
-  for (int leaf = 0; leaf < kLanes; ++leaf, ++depth) {
-    Floats sums[kRows][kVectors] = {};
-    for (int64_t i = kOrder[leaf]; i < inner; i += kLanes) {
-      Floats row[kVectors];
-      for (int v = 0; v < kVectors; ++v) row[v] = Load(b + i * b_stride + v * kLanes);
-      for (int r = 0; r < kRows; ++r) {
-        const float x = a[r * a_stride + i];
-        for (int v = 0; v < kVectors; ++v) sums[r][v] += x * row[v];
-      }
-    }
-    for (int bits = leaf; bits & 1; bits >>= 1) {
-      --depth;
-      for (int r = 0; r < kRows; ++r)
-        for (int v = 0; v < kVectors; ++v) sums[r][v] += waiting[depth][r][v];
-    }
-    std::memcpy(waiting[depth], sums, sizeof(sums));
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) Store(c + r * c_stride + v * kLanes, waiting[0][r][v]);
-}
-
-template <int kVectors>
-inline void ColumnsByLanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                           int64_t c_stride, int64_t rows, int64_t inner) {
-  int64_t r = 0;
-  for (; r + 8 <= rows; r += 8)
-    TileByLanes<8, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner);
-  for (; r + 2 <= rows; r += 2)
-    TileByLanes<2, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner);
-  for (; r < rows; ++r)
-    TileByLanes<1, kVectors>(a + r * a_stride, a_stride, b, b_stride, c + r * c_stride, c_stride, inner);
-}
-
-// c[rows, columns] = a[rows, inner] b[inner, columns], the same numbers bit by bit as `MultiplyTransposed` has for b^T;
-// inner and columns are multiples of 16.
-inline void MultiplyByLanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                            int64_t c_stride, int64_t rows, int64_t inner, int64_t columns) {
-  int64_t at = 0;
-  for (; at + 2 * kLanes <= columns; at += 2 * kLanes)
-    ColumnsByLanes<2>(a, a_stride, b + at, b_stride, c + at, c_stride, rows, inner);
-  if (at < columns) ColumnsByLanes<1>(a, a_stride, b + at, b_stride, c + at, c_stride, rows, inner);
-}
-
-// c[rows, columns] = a[rows, inner] b[columns, inner]^T; both dimensions are multiples of 16. For few rows, for which
-// it would not pay to transpose b.
-inline void MultiplyTransposed(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                               int64_t c_stride, int64_t rows, int64_t inner, int64_t columns) {
-  for (int64_t at = 0; at < columns; at += kLanes) {
-    for (int64_t r = 0; r < rows; ++r) {
-      Floats sums[kLanes];
-      for (int j = 0; j < kLanes; ++j) {
-        Floats sum{};
-        for (int64_t i = 0; i < inner; i += kLanes)
-          sum += Load(a + r * a_stride + i) * Load(b + (at + j) * b_stride + i);
-        sums[j] = sum;
-      }
-      Store(c + r * c_stride + at, SumEach(sums));
-    }
-  }
+    for (int64_t c = 0; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
 }
 
 }  // namespace ksana

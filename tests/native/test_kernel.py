@@ -97,11 +97,13 @@ def test_pools_of_narrower_numbers_are_read_exactly(stored):
 
 
 @compiled
-@pytest.mark.parametrize("soft_cap", [None, 9.0])
+@pytest.mark.parametrize(("soft_cap", "dtype"), [(None, "float32"), (9.0, "float32"), (None, "bfloat16")])
 @pytest.mark.parametrize("pattern", [FULL, WINDOW, SINKS, SINKS_AT_CEILING], ids=str)
-def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, soft_cap):
+def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, soft_cap, dtype):
     spec = Spec(rows=((190, 60),), q_tile=60, head_dim=40, pattern=pattern, sink_queries=6, soft_cap=soft_cap)
-    call = in_float32(spec).replace(return_mass=False, mass_factor=None)
+    call = in_float32(spec)
+    q, kv, q_sink = (None if x is None else x.astype(dtype) for x in (call.q, call.pool.kv, call.options.q_sink))
+    call = call.replace(q=q, pool=Pool(kv), q_sink=q_sink, return_mass=False, mass_factor=None)
     run = jax.jit(KERNEL.run, static_argnames="tuning")
 
     def in_tiles(width):

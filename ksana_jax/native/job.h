@@ -1,0 +1,369 @@
+// A job of attention: some queries of a tile and one kv head, over all blocks of the tile's table.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "numbers.h"
+#include "pattern.h"
+#include "product.h"
+#include "simd.h"
+
+namespace ksana {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr int64_t kJobRows = 64;
+constexpr int64_t kPieceKeys = 64;
+constexpr int64_t kCacheLine = 64;
+
+// The arrays of a call. Sizes have the letters of the contract.
+struct Call {
+  int64_t s, q, n, h, l, k, b, p, j;
+  Stored stored, asked;  // types of the pool, and of queries and results
+  const char* queries;
+  const char* pool;
+  const float* scales;  // of codes, [M, L, 2, K, B]; else null
+  const int32_t* tables;
+  const int32_t* starts;
+  const int32_t* positions;
+  int64_t layer;
+  Pattern pattern;
+  const char* sink_queries;  // [S, Q, J, N, H]; null where J is 0
+  const float* sinks;        // [N], or null
+  float soft_cap;            // 0 for none
+  const float* factors;      // of queries in the mass, [S, Q], or null
+  char* out;
+  float* lse;
+  float* mass;  // or null
+
+  int64_t group() const { return n / k; }
+  int64_t num_jobs() const { return s * k * JobsOfHead(); }
+  int64_t JobsOfHead() const { return (q * group() + kJobRows - 1) / kJobRows; }
+  int64_t BlocksOfPiece() const { return std::max<int64_t>(1, kPieceKeys / b); }
+  int64_t MostKeys() const { return RoundUp(BlocksOfPiece() * b, 2 * kLanes); }
+
+  // Index of the first number of a block's keys (side 0) or values (side 1) in units of vectors.
+  int64_t VectorOf(int64_t block, int64_t side, int64_t head) const {
+    return (((block * l + layer) * 2 + side) * k + head) * b;
+  }
+};
+
+// What a thread needs for a job, kept from one job to the next. `wide` is H rounded up to whole vectors of words.
+template <typename Type>
+struct Scratch {
+  const int64_t words, wide, most_keys;
+  std::vector<int32_t> queries, block, keys, values, zeros;
+  std::vector<const int32_t*> rows, ahead;  // of values
+  std::vector<float> scores, out, query, key;
+  std::vector<int32_t> positions, key_positions, seen;
+  std::vector<float> top, total;
+  std::vector<int64_t> live;  // entries of the table of which some key may be visible
+
+  explicit Scratch(const Call& call)
+      : words(RoundUp((call.h + Type::kPerWord - 1) / Type::kPerWord, kLanes)), wide(words * Type::kPerWord),
+        most_keys(call.MostKeys()), queries(kJobRows * words), block(most_keys * words), keys(words * most_keys),
+        values(most_keys * words), zeros(words), rows(most_keys), ahead(most_keys), scores(kJobRows * most_keys),
+        out(kJobRows * wide), query(call.h), key(call.h), positions(kJobRows), key_positions(most_keys),
+        seen(most_keys), top(kJobRows), total(kJobRows) {
+    live.reserve(call.p);
+  }
+};
+
+// It walks the table in pieces of about kPieceKeys keys, with an online softmax in float32 (arXiv:2205.14135, algorithm
+// 1). A query's result is the same bit by bit whatever the other queries of its tile: sums have one order, and pieces
+// begin at multiples of their size in the text. Where a pattern hides whole blocks, this holds for blocks of a multiple
+// of 16. `Type` is that of both factors of products: Float32, or Bfloat16 if keys, values and
+// queries are; weights are rounded to it.
+template <typename Type>
+class Job {
+ public:
+  Job(const Call& call, Scratch<Type>& scratch, int64_t index) : call_(call), scratch_(scratch) {
+    const int64_t of_head = call.JobsOfHead();
+    tile_ = index / of_head / call.k;
+    head_ = index / of_head % call.k;
+    first_row_ = index % of_head * kJobRows;
+    rows_ = std::min(kJobRows, call.q * call.group() - first_row_);
+    first_ = kFar;
+    last_ = -1;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int32_t position = call.positions[tile_ * call.q + QueryOf(r)];
+      scratch.positions[r] = position;
+      if (position < 0) continue;
+      first_ = std::min(first_, position);
+      last_ = std::max(last_, position);
+    }
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int64_t vector = (tile_ * call.q + QueryOf(r)) * call.n + HeadOf(r);
+      ReadVector(call.queries, vector, call.asked, nullptr, &scratch.queries[r * scratch.words]);
+    }
+  }
+
+  void Attend() {
+    std::fill_n(scratch_.top.begin(), rows_, kNothing);
+    std::fill_n(scratch_.total.begin(), rows_, 0.0f);
+    std::fill_n(scratch_.out.begin(), rows_ * scratch_.wide, 0.0f);
+    Walk([this] { Absorb(); });
+    for (int64_t r = 0; r < rows_; ++r) Finish(r);
+  }
+
+  // Adds the weights that slots get from these rows to the mass; `Attend` has run for them.
+  void Weigh() {
+    float* mass = call_.mass + (tile_ * call_.k + head_) * call_.p * call_.b;
+    Walk([this, mass] {
+      for (int64_t r = 0; r < rows_; ++r) {
+        const int64_t query = tile_ * call_.q + QueryOf(r);
+        const float lse = call_.lse[query * call_.n + HeadOf(r)];
+        const float factor = call_.factors ? call_.factors[query] : 1.0f;
+        if (lse == kNothing || factor == 0.0f) continue;
+        const float* scores = &scratch_.scores[r * scratch_.most_keys];
+        for (int64_t c = 0; c < num_keys_; ++c)
+          if (scores[c] != kNothing)
+            mass[piece_[c / call_.b] * call_.b + c % call_.b] += factor * std::exp(scores[c] - lse);
+      }
+    });
+  }
+
+ private:
+  int64_t QueryOf(int64_t row) const { return (first_row_ + row) / call_.group(); }
+  int64_t HeadOf(int64_t row) const { return head_ * call_.group() + (first_row_ + row) % call_.group(); }
+  int64_t BlockOf(int64_t entry) const { return call_.tables[tile_ * call_.p + entry]; }
+  int32_t StartOf(int64_t entry) const { return call_.starts[tile_ * call_.p + entry]; }
+
+  // Computes the scores of one piece of the table after the other, and calls `next` after each.
+  template <typename Next>
+  void Walk(Next next) {
+    if (last_ < 0) return;
+    auto& live = scratch_.live;
+    live.clear();
+    for (int64_t entry = 0; entry < call_.p; ++entry) {
+      const int32_t start = StartOf(entry);
+      if (start < kFar && !call_.pattern.SeesNone(first_, last_, start, call_.b)) live.push_back(entry);
+    }
+    const int64_t num_live = live.size();
+    for (begin_ = 0; begin_ < num_live; begin_ += num_blocks_) {
+      num_blocks_ = EndOfPiece(begin_) - begin_;
+      piece_ = &live[begin_];
+      Score();
+      next();
+    }
+  }
+
+  int64_t EndOfPiece(int64_t begin) const {
+    const int64_t num_live = scratch_.live.size(), most = call_.BlocksOfPiece();
+    const auto piece_of = [&](int64_t i) { return StartOf(scratch_.live[i]) / (most * call_.b); };
+    int64_t end = begin;
+    while (end < num_live && end < begin + most && piece_of(end) == piece_of(begin)) ++end;
+    return end;
+  }
+
+  // Returns the block that is read a piece after the i-th one of this piece, to ask for while that is computed: blocks
+  // lie anywhere in memory. After the last one of a kv head come those of the next, which lie beside them.
+  const int32_t* Ahead(int64_t i, int64_t side) const {
+    const int64_t num_live = scratch_.live.size();
+    i += begin_ + call_.BlocksOfPiece();
+    const int64_t head = std::min(head_ + (i >= num_live), call_.k - 1);
+    return At(call_.VectorOf(BlockOf(scratch_.live[i % num_live]), side, head));
+  }
+
+  const int32_t* At(int64_t vector) const {
+    return reinterpret_cast<const int32_t*>(call_.pool + vector * call_.h * BytesOf(call_.stored));
+  }
+
+  void Score() {
+    num_keys_ = num_blocks_ * call_.b;
+    padded_ = RoundUp(num_keys_, kLanes * Type::kPerWord);
+    masked_ = padded_ > num_keys_;
+    std::fill(scratch_.key_positions.begin() + num_keys_, scratch_.key_positions.begin() + padded_, kFar);
+    for (int64_t i = 0; i < num_blocks_; ++i) {
+      const int32_t start = StartOf(piece_[i]);
+      masked_ |= !call_.pattern.SeesAll(first_, last_, start, call_.b);
+      for (int64_t c = 0; c < call_.b; ++c) scratch_.key_positions[i * call_.b + c] = start + c;
+      Transpose(ReadBlock(i, 0), scratch_.words, call_.b, scratch_.words, &scratch_.keys[i * call_.b],
+                scratch_.most_keys, Ahead(i, 0));
+    }
+    float* scores = scratch_.scores.data();
+    Multiply<Type>(scratch_.queries.data(), scratch_.words, scratch_.keys.data(), scratch_.most_keys, scores,
+                   scratch_.most_keys, rows_, scratch_.words, padded_, false);
+    if (call_.pattern.sink_position != 0 && call_.j > 0) ScoreSinks();
+    if (call_.soft_cap > 0) {
+      for (int64_t r = 0; r < rows_; ++r)
+        for (int64_t c = 0; c < padded_; c += kLanes) {
+          float* at = scores + r * scratch_.most_keys + c;
+          Store(at, call_.soft_cap * Tanh(Load(at) * (1.0f / call_.soft_cap)));
+        }
+    }
+    if (masked_) Mask();
+  }
+
+  // Returns the B vectors of a block of the piece, `words` words each: where they are, or a copy.
+  const int32_t* ReadBlock(int64_t i, int64_t side) const {
+    const int64_t vector = call_.VectorOf(BlockOf(piece_[i]), side, head_);
+    if (call_.h == scratch_.wide && call_.stored == Type::kStored)
+      return At(vector);
+    int32_t* copy = &scratch_.block[i * call_.b * scratch_.words];
+    for (int64_t c = 0; c < call_.b; ++c)
+      ReadVector(call_.pool, vector + c, call_.stored, call_.scales, copy + c * scratch_.words);
+    return copy;
+  }
+
+  // Reads H numbers as words, and zeros up to `wide`.
+  void ReadVector(const char* array, int64_t vector, Stored stored, const float* scales, int32_t* to) const {
+    const char* from = array + vector * call_.h * BytesOf(stored);
+    auto* numbers = reinterpret_cast<typename Type::Number*>(to);
+    if constexpr (std::is_same_v<Type, Float32>) {
+      Widen(from, call_.h, stored, numbers);
+      if (scales != nullptr)
+        for (int64_t d = 0; d < call_.h; ++d) numbers[d] *= scales[vector];
+    } else {
+      std::memcpy(numbers, from, call_.h * sizeof(*numbers));
+    }
+    std::fill(numbers + call_.h, numbers + scratch_.wide, typename Type::Number{});
+  }
+
+  // Replaces the scores of repositioned sinks by those of the sink queries.
+  void ScoreSinks() {
+    for (int64_t c = 0; c < num_keys_; ++c) {
+      const int32_t key = scratch_.key_positions[c];
+      if (key >= call_.pattern.num_sinks) continue;
+      masked_ = true;
+      const int64_t vector = call_.VectorOf(BlockOf(piece_[c / call_.b]), 0, head_) + c % call_.b;
+      const float scale = call_.scales ? call_.scales[vector] : 1.0f;
+      const char* stored = call_.pool + vector * call_.h * BytesOf(call_.stored);
+      for (int64_t r = 0; r < rows_; ++r) {
+        if (scratch_.positions[r] < 0 || !call_.pattern.Repositioned(scratch_.positions[r], key)) continue;
+        const int64_t turned = (tile_ * call_.q + QueryOf(r)) * call_.j + std::min<int64_t>(key, call_.j - 1);
+        const char* query = call_.sink_queries + (turned * call_.n + HeadOf(r)) * call_.h * BytesOf(call_.asked);
+        scratch_.scores[r * scratch_.most_keys + c] = scale * Dot(query, stored);
+      }
+    }
+  }
+
+  // Multiplies a query with a stored key.
+  float Dot(const char* query, const char* key) {
+    std::vector<float>&a = scratch_.query, &b = scratch_.key;
+    Widen(query, call_.h, call_.asked, a.data());
+    Widen(key, call_.h, call_.stored, b.data());
+    float sum = 0;
+    for (int64_t d = 0; d < call_.h; ++d) sum += a[d] * b[d];
+    return sum;
+  }
+
+  // Hides keys from the rows that do not see them, and marks those that some row sees.
+  void Mask() {
+    std::fill_n(scratch_.seen.begin(), padded_, 0);
+    for (int64_t r = 0; r < rows_; ++r) {
+      float* scores = &scratch_.scores[r * scratch_.most_keys];
+      const int32_t position = scratch_.positions[r];
+      for (int64_t c = 0; c < padded_; c += kLanes) {
+        const Ints keys = LoadInts(&scratch_.key_positions[c]);
+        const Ints visible = position < 0 ? Ints{} : call_.pattern.Visible(position, keys);
+        StoreInts(&scratch_.seen[c], LoadInts(&scratch_.seen[c]) | visible);
+        Store(scores + c, visible ? Load(scores + c) : All(kNothing));
+      }
+    }
+  }
+
+  void Absorb() {
+    const int64_t wide = scratch_.wide;
+    for (int64_t r = 0; r < rows_; ++r) {
+      float* scores = &scratch_.scores[r * scratch_.most_keys];
+      Floats best = Load(scores);
+      for (int64_t c = kLanes; c < padded_; c += kLanes) best = Max(best, Load(scores + c));
+      const float before = scratch_.top[r], top = std::max(before, Highest(best));
+      const float base = top == kNothing ? 0.0f : top;
+      Floats sum{};
+      for (int64_t c = 0; c < padded_; c += kLanes * Type::kPerWord) {
+        const Floats weights = Exp(Load(scores + c) - base);
+        sum += weights;
+        if constexpr (std::is_same_v<Type, Float32>) {
+          Store(scores + c, weights);
+        } else {
+          const Floats others = Exp(Load(scores + c + kLanes) - base);
+          sum += others;
+          Store(scores + c / 2, BitCast<Floats>(Type::Round(weights, others)));
+        }
+      }
+      const float fade = before == kNothing ? 0.0f : std::exp(before - base);
+      scratch_.top[r] = top;
+      scratch_.total[r] = scratch_.total[r] * fade + Sum(sum);
+      if (fade != 1.0f) {
+        float* out = &scratch_.out[r * wide];
+        for (int64_t d = 0; d < wide; d += kLanes) Store(out + d, Load(out + d) * fade);
+      }
+    }
+    ReadValues();
+    const auto* weights = reinterpret_cast<const int32_t*>(scratch_.scores.data());
+    Multiply<Type>(weights, scratch_.most_keys, scratch_.values.data(), wide, scratch_.out.data(), wide, rows_,
+                   padded_ / Type::kPerWord, wide, true);
+  }
+
+  // Values that no row sees are zeros: a weight of 0 would not silence a NaN.
+  void ReadValues() {
+    const int32_t** rows = scratch_.rows.data();
+    std::fill(rows + num_keys_, rows + padded_, scratch_.zeros.data());
+    for (int64_t i = 0; i < num_blocks_; ++i) {
+      const int32_t *block = ReadBlock(i, 1), *ahead = Ahead(i, 1);
+      for (int64_t c = 0; c < call_.b; ++c) {
+        const bool hidden = masked_ && !scratch_.seen[i * call_.b + c];
+        rows[i * call_.b + c] = hidden ? scratch_.zeros.data() : block + c * scratch_.words;
+        scratch_.ahead[i * call_.b + c] = ahead + c * scratch_.words;
+      }
+    }
+    int32_t* to = scratch_.values.data();
+    for (int64_t c = 0; c < padded_; c += Type::kPerWord, to += scratch_.wide) {
+      if constexpr (std::is_same_v<Type, Float32>) {
+        for (int64_t d = 0; d < scratch_.words; d += kLanes) {
+          __builtin_prefetch(scratch_.ahead[c] + d, 0, 2);
+          StoreInts(to + d, LoadInts(rows[c] + d));
+        }
+      } else {
+        for (int64_t d = 0; d < scratch_.words; d += kLanes) {
+          __builtin_prefetch(scratch_.ahead[c] + d, 0, 2);
+          __builtin_prefetch(scratch_.ahead[c + 1] + d, 0, 2);
+          Ints first, last;
+          Type::Interleave(LoadInts(rows[c] + d), LoadInts(rows[c + 1] + d), first, last);
+          StoreInts(to + 2 * d, first);
+          StoreInts(to + 2 * d + kLanes, last);
+        }
+      }
+    }
+  }
+
+  void Finish(int64_t r) {
+    const int64_t vector = (tile_ * call_.q + QueryOf(r)) * call_.n + HeadOf(r);
+    float top = scratch_.top[r], total = scratch_.total[r], weight = 0.0f;
+    const bool nothing = total == 0.0f || scratch_.positions[r] < 0;
+    if (!nothing) {
+      float fade = 1.0f;
+      if (call_.sinks != nullptr) {
+        const float sink = call_.sinks[HeadOf(r)], higher = std::max(top, sink);
+        fade = std::exp(top - higher);
+        total = total * fade + std::exp(sink - higher);
+        top = higher;
+      }
+      weight = fade / total;
+    }
+    call_.lse[vector] = nothing ? kNothing : top + std::log(total);
+    const float* out = &scratch_.out[r * scratch_.wide];
+    if (call_.asked == kFloat32) {
+      auto* to = reinterpret_cast<float*>(call_.out) + vector * call_.h;
+      for (int64_t d = 0; d < call_.h; ++d) to[d] = out[d] * weight;
+    } else {
+      auto* to = reinterpret_cast<uint16_t*>(call_.out) + vector * call_.h;
+      for (int64_t d = 0; d < call_.h; ++d) to[d] = Narrow(out[d] * weight, call_.asked);
+    }
+  }
+
+  const Call& call_;
+  Scratch<Type>& scratch_;
+  int64_t tile_, head_, first_row_, rows_, begin_ = 0;
+  int64_t num_blocks_ = 0, num_keys_ = 0, padded_ = 0;  // of the piece; padded to whole vectors of words
+  int32_t first_, last_;                                // positions of the job's queries
+  bool masked_ = false;
+  const int64_t* piece_ = nullptr;  // entries of the table
+};
+
+}  // namespace ksana
