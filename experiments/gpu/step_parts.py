@@ -46,7 +46,9 @@ class Step:
         tokens = np.random.default_rng(1).integers(0, llm.model_config.vocab_size, rows).astype(np.int32)
         sampled = np.minimum(np.arange(shape.max_sampled, dtype=np.int32), rows - 1)
         arrays = StepArrays(tokens, positions, positions[None], slots[None], tables[None], starts[None], sampled)
-        self.input, self.arrays = StepInput(shape, arrays, num_sampled=rows), jax.device_put(arrays)
+        self.input = StepInput(shape, arrays, num_sampled=rows)
+        previous = np.zeros(shape.max_sampled, np.int32)
+        self.given = jax.device_put((self.runner.packed(shape, arrays), previous))
 
     def bytes(self) -> dict[str, int]:
         """Least bytes of a step."""
@@ -58,20 +60,23 @@ class Step:
         runner, count = self.runner, self.input.num_sampled
 
         def call(index: int):
-            runner.cache, _, hidden = program(runner.params, runner.cache, self.arrays, runner._seen.arrays)
-            return runner.compile_sampler(hidden, count, settings, None)(runner.params, hidden, settings)
+            runner.cache, _, hidden, _ = program(runner.params, runner.cache, *self.given, runner._seen.arrays)
+            choose = runner.compile_sampler(hidden, count, settings is not None, False, None)
+            return choose(runner.params, hidden, settings, None)
 
         return call
 
     def warm_settings(self):
         """Sampling at temperature 1, without top-k, top-p and penalties."""
+        from ksana_jax.runner.token_programs import settings_packing
         from ksana_jax.step.contract import SamplingArrays
 
-        rows = self.input.num_sampled
+        rows = self.shape.max_sampled
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
         ints = np.zeros(rows, np.int32)
         seeds = np.random.default_rng(2).integers(0, 2**32, (rows, 2), dtype=np.uint32)
-        return jax.device_put(SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros))
+        settings = SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros)
+        return jax.device_put(settings_packing(rows).pack(settings))
 
 
 def take_apart(context: Context, step: Step) -> None:
@@ -107,7 +112,7 @@ def network_alone(step: Step) -> Callable[[int], Any]:
     """The network without attention and cache, and the most probable tokens: matrix products and what XLA fuses."""
     from ksana_jax.models.transformer import forward, logits
 
-    config, params, tokens = step.runner.config, step.runner.params, step.arrays.tokens
+    config, params, tokens = step.runner.config, step.runner.params, jax.device_put(step.input.arrays.tokens)
 
     def attend(layer, q, k, v, state):
         return _with_all(q, k, v), state

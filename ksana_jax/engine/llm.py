@@ -270,7 +270,7 @@ class LLM:
         alone = self.runner.platform != "cpu" or self.config.memory_fraction is not None
         workers = 1 if alone else os.cpu_count() or 1
         buckets = self.engine.builder.buckets
-        self.runner.warm_up(buckets.all_shapes(width), buckets.decodes, asked, workers, self.engine.runs_ahead)
+        self.runner.warm_up(buckets.all_shapes(width), buckets.decodes, asked, workers)
         if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
             self.runner.mover.warm_up()
         for name, compared in self.memory_usage().items():

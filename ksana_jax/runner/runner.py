@@ -30,9 +30,19 @@ from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.compiling import compile_all, compiled, lower
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
+from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole, step_whole
-from ksana_jax.runner.token_programs import bucket_of_top, choose_tokens, sampling_shapes, score_tokens
-from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TokenScores, fed
+from ksana_jax.runner.submitted import Fetched, Submitted
+from ksana_jax.runner.token_programs import (
+    bucket_of_top,
+    choose_tokens,
+    report_packing,
+    sampling_shapes,
+    score_tokens,
+    scores_packing,
+    settings_packing,
+)
+from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepShape
 
 # Of a step, by platform. XLA's rematerialisation counts the pool, which is written in place, once for each write. It
 # then takes the memory for full and computes in every layer what layers share: a third more kernels for Llama-8B.
@@ -50,26 +60,6 @@ class _Seen(NamedTuple):
     patterns: tuple[AttentionPattern, ...]
     alike: tuple[int, ...]
     arrays: Any
-
-
-class _Submitted(NamedTuple):
-    """A step that the device is computing; see `step.Pending`."""
-
-    finish_moves: Callable[[], None]
-    move_s: float
-    num_sampled: int
-    tokens: Any
-    scores: Any
-    prompt_scores: Any
-
-    def result(self) -> StepOutput:
-        self.finish_moves()  # while the device computes
-        tokens = np.asarray(self.tokens)[: self.num_sampled]
-        return StepOutput(tokens, _fetch(self.scores), _fetch(self.prompt_scores), self.move_s)
-
-
-def _fetch(scores: Any) -> TokenScores | None:
-    return None if scores is None else TokenScores(*map(np.asarray, scores))
 
 
 class Runner:
@@ -144,8 +134,9 @@ class Runner:
             self.evictor = Evictor(layout, num_blocks, -(-max_model_len // layout.block_size))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
+        self._packings: dict[StepShape, Packing] = {}
         # Tokens [J] that the last step samples, on the device.
-        self._sampled: Any = np.zeros(0, np.int32)
+        self._sampled: Any = None
         self.set_patterns(patterns)
 
     @property
@@ -163,7 +154,7 @@ class Runner:
 
     @property
     def programs(self) -> dict[Any, Any]:
-        """Compiled programs: steps by their StepShape, others by tuples that begin with "sample", "score" or "feed"."""
+        """Compiled programs: steps by their StepShape, others by tuples that begin with "sample" or "score"."""
         return dict(self._compiled)
 
     @property
@@ -209,34 +200,51 @@ class Runner:
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: there may not be room for two
-        self.cache = make_cache(self.layout, num_blocks)
+        self.cache, self._sampled = make_cache(self.layout, num_blocks), None
         self.mover.reset()
 
-    def submit(self, step: StepInput) -> _Submitted:
+    def submit(self, step: StepInput) -> Submitted:
         """Starts one step; see `step.Executor`. New shapes are compiled first."""
         saved, move_s = [], 0.0
         if step.moves is not None:
             saved, move_s = self._start_moves(step.moves)
         run = self.compile_step(step.shape)
-        arrays = step.arrays
-        if self.embeds_on_host:
-            arrays = arrays._replace(tokens=self.params.embed[arrays.tokens])
-        elif arrays.tokens.min() < 0:
-            feed = self._program(*self._feed_program(step.shape))
-            arrays = arrays._replace(tokens=feed(arrays.tokens, self._sampled))
-        self.cache, hidden, sampled = run(self.params, self.cache, arrays, self._seen.arrays)
-        prompt_scores = None
+        given = self._given(step.shape, step.arrays)
+        vector = self.packed(step.shape, step.arrays, step.sampling)
+        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._seen.arrays)
+        tokens = prompt_scores = None
         if step.targets is not None:
-            top = bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
-            score_prompt = self._program(*self._score_program(step.shape.num_tokens, top))
-            prompt_scores = score_prompt(self.params, hidden, step.targets)
-        self._sampled, scores = np.zeros(0, np.int32), None
+            count, top = step.shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
+            score_prompt = self._program(*self._score_program(count, top))
+            prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
         if step.num_sampled:
+            count, dense = step.num_sampled, None
             top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-            choose = self.compile_sampler(sampled, step.num_sampled, step.sampling, top)
-            self._sampled, scores = choose(self.params, sampled, step.sampling)
-        finish_moves = functools.partial(self.mover.finish, saved)
-        return _Submitted(finish_moves, move_s, step.num_sampled, self._sampled, scores, prompt_scores)
+            if step.sampling is None:
+                settings = None
+            elif step.sampling.counts is not None:
+                dense = step.sampling[-3:]
+            choose = self.compile_sampler(sampled, count, settings is not None, dense is not None, top)
+            self._sampled, report = choose(self.params, sampled, settings, dense)
+            tokens = Fetched(report, report_packing(count, top))
+        return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores)
+
+    def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
+        """Returns a step's arrays and sampling settings as the vector that its program takes."""
+        if self.embeds_on_host:
+            arrays = arrays._replace(tokens=None)
+        settings = None
+        if sampling is not None:
+            settings = settings_packing(shape.max_sampled).pack(sampling[:-3])
+        return self._packing(shape).pack((arrays, settings))
+
+    def _given(self, shape: StepShape, arrays: StepArrays) -> Any:
+        """Returns what a step takes besides its vector, see `lower_whole`."""
+        if self.embeds_on_host:
+            return self.params.embed[arrays.tokens]
+        if self._sampled is None or len(self._sampled) != shape.max_sampled:
+            self._sampled = jax.device_put(np.zeros(shape.max_sampled, np.int32))
+        return self._sampled
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step; see `step.Executor`."""
@@ -256,7 +264,6 @@ class Runner:
         num_sampled: Sequence[int],
         asked: Sequence[SamplingParams] = (),
         workers: int = 1,
-        ahead: bool = False,
     ) -> None:
         """Compiles the steps of some shapes; already compiled ones cost nothing.
 
@@ -264,22 +271,19 @@ class Runner:
           num_sampled: buckets of the tokens that are sampled in a step.
           asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
           workers: programs compiled at once.
-          ahead: whether steps take tokens from the step before them.
         """
         vocab = self.config.vocab_size
         counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
         tops = {None} | {bucket_of_top(count, vocab) for count in counts if count is not None}
         prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
-        dense = {True for p in asked if p.penalised or p.min_tokens} | {False for p in asked if not p.greedy}
+        kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy}
+        kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
         programs: dict[Any, Callable] = {shape: functools.partial(self._lower_step, shape) for shape in shapes}
-        if ahead:
-            programs |= map(self._feed_program, shapes)
         for tokens in {shape.num_tokens for shape in shapes}:
             programs |= [self._score_program(tokens, top) for top in prompt_tops]
         for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
             hidden = jax.ShapeDtypeStruct((most, self.config.d_model), self.params.embed.dtype)
-            for settings in (None, *(sampling_shapes(count, vocab if d else None) for d in dense)):
-                programs |= [self._sample_program(hidden, count, settings, top) for top in tops]
+            programs |= [self._sample_program(hidden, count, *kind, top) for kind in kinds for top in tops]
         new = {key: lower for key, lower in programs.items() if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
         if self.evictor is not None:
@@ -291,36 +295,36 @@ class Runner:
         return self._compiled[key]
 
     def compile_step(self, shape: StepShape) -> Callable:
-        """The network on a step of one shape: (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the
-        sampled tokens [J, D])."""
+        """The network on a step of one shape; see `step_program.lower_whole`."""
         return self._program(shape, functools.partial(self._lower_step, shape))
 
-    def compile_sampler(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None) -> Callable:
-        """Logits and the choice of tokens: (params, hidden [J, D], sampling) -> (tokens [J], scores).
+    def compile_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None) -> Callable:
+        """Logits and the choice of tokens: (params, hidden, settings, dense) as `choose_tokens` takes and returns them.
 
         Args:
-          hidden, sampling: arrays, or their shapes. count: how many tokens are chosen, after the first ones of hidden.
+          hidden: [J, D], or its shape. count: how many tokens are chosen, after the first ones of hidden.
+          samples: whether there are settings. dense: whether there are penalties or biases.
           num_top: most probable tokens to score; None scores nothing.
         """
-        return self._program(*self._sample_program(hidden, count, sampling, num_top))
+        return self._program(*self._sample_program(hidden, count, samples, dense, num_top))
 
     def lower_step(self, shape: StepShape):
         """Lowers a step as one program without compiling it, for inspection."""
-        return lower_whole(self._network, shape, self._seen.alike, *self.step_arguments(shape))
+        return lower_whole(self._network, shape, self._seen.alike, self._packing(shape), *self._packed_arguments(shape))
 
     def pure_step(self, shape: StepShape) -> Callable:
-        """Returns the network on a step of one shape as a pure function, neither compiled nor donating; arguments and
-        results as those of `compile_step`."""
+        """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
+        (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D])."""
         return functools.partial(step_whole, network=self._network, shape=shape, alike=self._seen.alike)
 
     def _lower_step(self, shape: StepShape):
         """Lowers a step as it will run."""
         if self.platform in BY_LAYER:
-            return lower_by_layer(self._network, shape, *self.step_arguments(shape))
+            return lower_by_layer(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
         return self.lower_step(shape)
 
     def step_arguments(self, shape: StepShape):
-        """Returns the arguments of a step's program, or their shapes."""
+        """Returns the arguments of `pure_step`, or their shapes."""
         tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         groups = len(self.layout.groups)
@@ -347,30 +351,37 @@ class Runner:
             arrays = arrays._replace(tokens=rows)
         return self.params, self.cache, arrays, self._seen.arrays
 
-    def _feed_program(self, shape: StepShape):
-        """Returns the key of the program that replaces a step's tokens by sampled ones, see `step.contract.fed`, and a
-        function that lowers it."""
-        sizes = shape.num_tokens, shape.max_sampled
+    def _packing(self, shape: StepShape) -> Packing:
+        """Returns how the arrays of a step and its sampling settings are packed."""
+        if shape not in self._packings:
+            _, _, arrays, _ = self.step_arguments(shape)
+            if self.embeds_on_host:
+                arrays = arrays._replace(tokens=None)
+            settings = jax.ShapeDtypeStruct((settings_packing(shape.max_sampled).size,), jnp.int32)
+            self._packings[shape] = Packing((arrays, settings))
+        return self._packings[shape]
 
-        def lowered():
-            ids = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
-            return lower(jax.jit(functools.partial(fed, xp=jnp)), *ids)
-
-        return ("feed", *sizes), lowered
+    def _packed_arguments(self, shape: StepShape):
+        """Returns the arguments of a step's program, or their shapes."""
+        params, cache, arrays, patterns = self.step_arguments(shape)
+        given = arrays.tokens if self.embeds_on_host else jax.ShapeDtypeStruct((shape.max_sampled,), jnp.int32)
+        return params, cache, jax.ShapeDtypeStruct((self._packing(shape).size,), jnp.int32), given, patterns
 
     @property
     def _logits(self) -> Callable:
         return functools.partial(logits, config=self.config, linear=self.operators.linear)
 
-    def _sample_program(self, hidden, count: int, sampling: SamplingArrays | None, num_top: int | None):
+    def _sample_program(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None):
         """Returns the key of the program that samples tokens, and a function that lowers it."""
-        dense = sampling is not None and sampling.counts is not None
+        most = hidden.shape[0]
 
         def lowered():
             run = jax.jit(functools.partial(choose_tokens, logits=self._logits, count=count, num_top=num_top))
-            return lower(run, self.params, hidden, sampling)
+            settings = jax.ShapeDtypeStruct((settings_packing(most).size,), jnp.int32) if samples else None
+            given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
+            return lower(run, self.params, hidden, settings, given)
 
-        return ("sample", hidden.shape[0], count, sampling is not None, dense, num_top), lowered
+        return ("sample", most, count, samples, dense, num_top), lowered
 
     def _score_program(self, num_tokens: int, num_top: int):
         """Returns the key of the program that scores prompt tokens, and a function that lowers it."""

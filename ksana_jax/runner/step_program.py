@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
@@ -27,7 +28,8 @@ from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL, PatternArrays
 from ksana_jax.runner.compiling import lower
-from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.runner.packing import Packing
+from ksana_jax.step.contract import StepArrays, StepShape, fed
 
 # Platforms whose steps are compiled by `lower_by_layer`.
 BY_LAYER = frozenset({"cpu"})
@@ -90,24 +92,40 @@ def _without_pattern(spec: LayerSpec) -> LayerSpec:
     return dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, pattern=FULL))
 
 
-def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], *arguments: Any) -> Any:
-    """Lowers a step as one program: (params, cache, arrays, patterns) -> (cache, hidden [T, D], hidden [J, D] of the
-    sampled tokens).
+def unpacked(vector: Any, given: Any, packing: Packing) -> tuple[StepArrays, Any]:
+    """Returns a step's arrays and its sampling settings, as `choose_tokens` takes them; see `lower_whole`."""
+    arrays, settings = packing.unpack(vector)
+    return arrays._replace(tokens=given if arrays.tokens is None else fed(arrays.tokens, given, jnp)), settings
+
+
+def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packing: Packing, *arguments: Any) -> Any:
+    """Lowers a step as one program: (params, cache, vector, given, patterns) -> (cache, hidden [T, D], hidden [J, D] of
+    the sampled tokens, sampling settings).
 
     Args:
       alike: see `paged_attend`.
-      arguments: of the program, or their shapes.
+      packing: of the vector: StepArrays, without tokens if the embedding is on the host, and sampling settings.
+      arguments: of the program, or their shapes. given: tokens [J] that the step before this one samples; with the
+        embedding on the host, that of the step's tokens [T, D].
     """
-    return lower(network.jit(step_whole, donated="cache", shape=shape, alike=alike), *arguments)
+    return lower(network.jit(step_packed, donated="cache", shape=shape, alike=alike, packing=packing), *arguments)
 
 
 def lower_by_layer(
-    network: Network, shape: StepShape, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays
+    network: Network,
+    shape: StepShape,
+    packing: Packing,
+    params: Params,
+    cache: KVCache,
+    vector: Any,
+    given: Any,
+    patterns: PatternArrays,
 ) -> LoweredByLayer:
     """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
     ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
     place = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.place(0))
-    x, on_device, angles = jax.eval_shape(functools.partial(step_first, network=network), ends, arrays)
+    begin = functools.partial(step_first, network=network, packing=packing)
+    x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
     layers = {
         kind: lower(
             network.jit(step_layer, donated="cache", shape=shape, kind=kind),
@@ -116,7 +134,7 @@ def lower_by_layer(
         for kind in dict.fromkeys(network.kinds)
     }
     first, last = (
-        lower(network.jit(step_first), ends, arrays),
+        lower(network.jit(step_first, packing=packing), ends, vector, given),
         lower(network.jit(step_last), ends, x, on_device.sampled),
     )
     return LoweredByLayer(network, first, layers, last)
@@ -160,18 +178,23 @@ class StepByLayer:
             for layer, (kind, rope) in enumerate(zip(network.kinds, network.rope_kinds, strict=True))
         ]
 
-    def __call__(self, params: Params, cache: KVCache, arrays: StepArrays, patterns: PatternArrays):
+    def __call__(self, params: Params, cache: KVCache, vector: Any, given: Any, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""
         ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
-        x, arrays, angles = self._first(ends, arrays)
+        x, arrays, angles, settings = self._first(ends, vector, given)
         for p, (run, rope, place) in zip(params.layers, self._layers, strict=True):
             cache, x = run(p, cache, x, arrays, angles[rope], patterns, place)
-        return cache, *self._last(ends, x, arrays.sampled)
+        return cache, *self._last(ends, x, arrays.sampled), settings
 
 
 def compiled_programs(step: Any) -> tuple[Any, ...]:
     """The programs, each a `jax.stages.Compiled`, of a step that was compiled in either way, or of anything else."""
     return step.programs if isinstance(step, StepByLayer) else (step,)
+
+
+def step_packed(params, cache, vector, given, patterns, *, network: Network, shape, alike, packing: Packing):
+    arrays, settings = unpacked(vector, given, packing)
+    return *step_whole(params, cache, arrays, patterns, network=network, shape=shape, alike=alike), settings
 
 
 def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
@@ -198,12 +221,11 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
     return cache, hidden, hidden[arrays.sampled]
 
 
-def step_first(params, arrays, *, network: Network):
-    """Embeds the tokens, and gives what all layers read: the arrays, on the device from here on (as arguments of six
-    programs each would be copied six times; `jax.device_put` takes a third of a millisecond), and angles of the ropes.
-    """
+def step_first(params, vector, given, *, network: Network, packing: Packing):
+    """Embeds the tokens, and gives what all layers read, the arrays and angles of the ropes, and the settings."""
+    arrays, settings = unpacked(vector, given, packing)
     x = embedded(params, arrays.tokens, config=network.config)
-    return x, arrays._replace(tokens=None), network.angles(arrays.positions)
+    return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 
 def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, network: Network, shape, kind: int):

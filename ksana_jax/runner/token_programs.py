@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.request import MAX_LOGPROBS
+from ksana_jax.runner.packing import Packing, packed
 from ksana_jax.sampling.sampler import sample, score
-from ksana_jax.step.contract import SamplingArrays
+from ksana_jax.step.contract import SamplingArrays, TokenScores
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
 SCORED_AT_ONCE = 128
@@ -34,15 +36,55 @@ def bucket_of_top(count: int, vocab_size: int) -> int:
     return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
 
 
-def choose_tokens(params, hidden, sampling, *, logits, count, num_top):
+@functools.cache
+def settings_packing(max_sampled: int) -> Packing:
+    """Returns how the sampling settings of max_sampled tokens are packed, without penalties and biases."""
+    return Packing(sampling_shapes(max_sampled, None))
+
+
+@functools.cache
+def report_packing(count: int, num_top: int | None) -> Packing:
+    """Returns how the host gets `count` tokens, and their `TokenScores` if num_top is given; see `choose_tokens`."""
+    return Packing((jax.ShapeDtypeStruct((count,), jnp.int32), None if num_top is None else _scores(count, num_top)))
+
+
+@functools.cache
+def scores_packing(count: int, num_top: int) -> Packing:
+    """Returns how the host gets the `TokenScores` of `score_tokens`."""
+    return Packing(_scores(count, num_top))
+
+
+def _scores(count: int, num_top: int) -> TokenScores:
+    def array(dtype, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((count, *more), dtype)
+
+    f32, i32 = jnp.float32, jnp.int32
+    return TokenScores(array(f32), array(i32), array(i32, num_top), array(f32, num_top))
+
+
+def choose_tokens(params, hidden, settings, dense, *, logits, count, num_top):
+    """Chooses a token for each of the first `count` of hidden [J, D].
+
+    Args:
+      settings: vector of `settings_packing`; None chooses the most probable tokens.
+      dense: counts, in_prompt and bias of `SamplingArrays`, of `count` tokens; None without penalties and biases.
+
+    Returns:
+      The tokens [J], padded, and a vector of `report_packing`.
+    """
+    sampling = None
+    if settings is not None:
+        settings = settings_packing(hidden.shape[0]).unpack(settings)
+        sampling = SamplingArrays(*(x[:count] for x in jax.tree.leaves(settings)), *(dense or ()))
     scores_SV = logits(params, hidden[:count])
     tokens = sample(scores_SV, sampling)
-    scores = None if num_top is None else score(scores_SV, tokens, num_top)
+    scores = () if num_top is None else score(scores_SV, tokens, num_top)
     # Of one size, because the next step may take its tokens from there.
-    return jnp.pad(tokens, (0, hidden.shape[0] - count)), scores
+    return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
 
 
 def score_tokens(params, hidden, targets, *, logits, num_top):
+    """Scores the token that follows each of hidden [T, D]; returns a vector of `scores_packing`."""
     group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
     if group < 16:
         group = hidden.shape[0]
@@ -50,4 +92,4 @@ def score_tokens(params, hidden, targets, *, logits, num_top):
         lambda part: score(logits(params, part[0]), part[1], num_top),
         (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
     )
-    return jax.tree.map(lambda x: x.reshape(hidden.shape[0], *x.shape[2:]), parts)
+    return packed(parts)

@@ -57,8 +57,8 @@ def test_no_program_takes_the_embedding_to_the_device():
             sum(p.memory_analysis().argument_size_in_bytes for p in compiled_programs(one.runner.programs[shape]))
             for one in llm.values()
         )
-        # Rows of the embedding [T, D] come in the place of ids [T].
-        rows = shape.num_tokens * config.d_model * 4 - shape.num_tokens * 4
+        # Rows of the embedding [T, D] come in the place of ids [T] and of the tokens [J] that the step before samples.
+        rows = 4 * (shape.num_tokens * config.d_model - shape.num_tokens - shape.max_sampled)
         assert on_device - on_host == config.vocab_size * config.d_model * 4 - rows
 
 

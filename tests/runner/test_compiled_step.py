@@ -150,10 +150,11 @@ def test_the_programs_of_the_layers_give_what_one_program_gives(shape):
     starts = np.broadcast_to(16 * np.arange(4), (1, num_tiles, 4))
     arrays = StepArrays(tokens, positions, positions[None], slots[None], blocks[None], starts, sampled)
     arrays = StepArrays(*(None if x is None else np.asarray(x, np.int32) for x in arrays))
+    vector, previous = runner.packed(shape, arrays), np.zeros(shape.max_sampled, np.int32)
     before, found = rng.standard_normal(runner.cache.kv.shape, np.float32), []
     for step in (runner.compile_step(shape), runner.lower_step(shape).compile()):
         pool = runner.cache.with_kv(jnp.asarray(before))
-        after, *hidden = step(runner.params, pool, arrays, runner._seen.arrays)
+        after, *hidden, _ = step(runner.params, pool, vector, previous, runner._seen.arrays)
         found.append([np.asarray(x) for x in (after.kv, *hidden)])
     written = np.any(found[0][0] != before, axis=(1, 2, 3, 5)).sum()
     assert written == len(np.unique(slots))

@@ -1,0 +1,44 @@
+"""A step that the device is computing, and what the host waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ksana_jax.runner.packing import Packing
+from ksana_jax.step.contract import StepOutput
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+class Fetched:
+    """Arrays on the device in one vector, on their way to the host."""
+
+    def __init__(self, vector: jax.Array, packing: Packing):
+        self.vector, self._packing = vector, packing
+        vector.copy_to_host_async()
+
+    def result(self) -> Any:
+        """Waits for the arrays; returns them as the packing's pytree."""
+        return self._packing.unpack(np.asarray(self.vector))
+
+
+class Submitted(NamedTuple):
+    """A step that the device is computing; see `step.Pending`.
+
+    tokens: (tokens, their `TokenScores` or None); None if none are sampled. prompt_scores: `TokenScores`, or None.
+    """
+
+    finish_moves: Callable[[], None]
+    move_s: float
+    tokens: Fetched | None
+    prompt_scores: Fetched | None
+
+    def result(self) -> StepOutput:
+        self.finish_moves()  # while the device computes
+        tokens, scores = (_NO_TOKENS, None) if self.tokens is None else self.tokens.result()
+        prompt_scores = None if self.prompt_scores is None else self.prompt_scores.result()
+        return StepOutput(tokens, scores, prompt_scores, self.move_s)
