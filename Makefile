@@ -129,4 +129,5 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@echo "== installing ksana_jax and its dependencies into $(VENV), about a minute the first time"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) -m pip install -qq --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@$(RUN) -m ksana_jax.native.build
 	@touch $@

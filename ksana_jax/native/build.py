@@ -1,4 +1,7 @@
-"""Compiles the C++ of this package with the machine's compiler and keeps the library. Knows no kernels."""
+"""Compiles the C++ of this package with the machine's compiler and keeps the library. Knows no kernels.
+
+python -m ksana_jax.native.build      compiles it ahead of its first use, and says why where that cannot be
+"""
 
 from __future__ import annotations
 
@@ -108,3 +111,10 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise CannotBuild(f"{command[0]} failed with exit status {done.returncode}: {last}")
+
+
+if __name__ == "__main__":
+    try:
+        library()
+    except CannotBuild as reason:
+        print(f"attention and products for CPUs stay with XLA: {reason}")
