@@ -15,7 +15,7 @@ HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "native models ops sampling runner loading"
 ENGINE = "planner engine"
 AROUND_IT = "inspect compile_check training"
-FRONT = "ksana_jax evaluation experiments bench trace cli __main__"
+FRONT = "ksana_jax evaluation experiments bench trace align cli __main__"
 ROOMS = " ".join((LEAVES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 
 

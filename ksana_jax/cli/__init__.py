@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from ksana_jax import __version__, interrupts
-from ksana_jax.cli import bench, chat, evaluation, groups, logs, machine, studies, tasks, text, tracing, training
+from ksana_jax.cli import (
+    aligning,
+    bench,
+    chat,
+    evaluation,
+    groups,
+    logs,
+    machine,
+    studies,
+    tasks,
+    text,
+    tracing,
+    training,
+)
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 app = groups.group(
@@ -46,6 +59,7 @@ COMMANDS = (
     studies.export,
     studies.inspect,
     tracing.replay,
+    aligning.align,
     tasks.tasks,
     text.generate,
     chat.chat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -312,10 +313,12 @@ class Runner:
         """Lowers a step as one program without compiling it, for inspection."""
         return lower_whole(self._network, shape, self._seen.alike, self._packing(shape), *self._packed_arguments(shape))
 
-    def pure_step(self, shape: StepShape) -> Callable:
+    def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
-        (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D])."""
-        return functools.partial(step_whole, network=self._network, shape=shape, alike=self._seen.alike)
+        (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D]). replaced: fields
+        of `Network`."""
+        network = dataclasses.replace(self._network, **replaced)
+        return functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
 
     def _lower_step(self, shape: StepShape):
         """Lowers a step as it will run."""
