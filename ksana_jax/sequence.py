@@ -204,13 +204,13 @@ class Rows:
         at = self._next(rows)
         goes_on = at + 1 < self.max_len[rows]
         rows, at = rows[goes_on], at[goes_on]
-        self.token_ids[rows, at] = -1 - places[goes_on]
+        self.token_ids.reshape(-1)[self.flat(rows, at)] = -1 - places[goes_on]
         self.num_tokens[rows] = at + 1
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Appends one token to each row, or gives the expected one; returns the new lengths."""
         at = self._next(rows)
-        self.token_ids[rows, at] = tokens
+        self.token_ids.reshape(-1)[self.flat(rows, at)] = tokens
         length = self.num_tokens[rows] = self.num_known[rows] = at + 1
         return length
 
@@ -220,6 +220,10 @@ class Rows:
         if len(at) and (longest := int(np.maximum.reduce(at))) >= self.token_ids.shape[1]:  # half the time of max()
             self._grow(longest + 1)
         return at
+
+    def flat(self, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Returns the indices of tokens in the flat `token_ids`, which takes half the time of an index of two axes."""
+        return rows * self.token_ids.shape[1] + at
 
     def block_ids(self, row: int) -> np.ndarray:
         """Returns the ids of the blocks that a row holds, group by group."""

@@ -241,9 +241,7 @@ class Engine:
         step, ends = self.builder.build(batch, self.scheduler.rows)
         step.moves = self.memory.take_moves()
         peak_blocks = self.scheduler.blocks.num_used
-        unshared_blocks = int(
-            np.add.reduce(self.scheduler.rows.num_blocks.take(self.scheduler.order, axis=1), axis=None)
-        )
+        unshared_blocks = int(np.add.reduce(self.scheduler.rows.num_blocks, axis=None))  # free rows have none
         began = self.clock() if self.memory.swap.weighs_costs else 0.0
         return _Submitted(batch, step, ends, self.executor.submit(step), began, peak_blocks, unshared_blocks)
 

@@ -195,7 +195,8 @@ class PrefixCache:
             Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in state.read else Origin.HIT_HOST
             for node in hit.nodes
         ]
-        self._device.load(hit.nodes, hit.num_loads)
+        if hit.num_loads:
+            self._device.load(hit.nodes, hit.num_loads)
         now = self._index.tick()
         for node in hit.nodes:
             node.last_use, node.num_uses = now, node.num_uses + 1

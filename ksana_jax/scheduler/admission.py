@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_cache import Hit
@@ -34,7 +36,7 @@ class Admission:
     layout: KVLayout
     longest_chunk: int
 
-    def admit(self, budget: StepBudget, computing: list[int]) -> list[tuple[int, int]]:
+    def admit(self, budget: StepBudget, computing: np.ndarray) -> list[tuple[int, int]]:
         """Places waiting sequences in rows, in order, as long as the budget lasts.
 
         The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
@@ -72,7 +74,7 @@ class Admission:
             row = self._place(at, hit)
             budget.take(count := self.row_blocks.extend(row, budget.most(self.row_blocks.rows.next_chunk(row))))
             admitted.append((row, count))
-            reserve += self.row_blocks.num_next_blocks([row])
+            reserve += self.row_blocks.num_next_blocks(row)
         return admitted
 
     def _fits(self, seq: Sequence, hit: Hit | None, budget: StepBudget, alone: bool, reserve: int) -> bool:

@@ -46,6 +46,20 @@ class RowBlocks:
     def fill(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
         """Puts a sequence's blocks, and the tokens computed in them, into an empty row."""
         r = self.rows
+        if held.num_computed:
+            self._put(row, seq, held)
+        if self._eviction is not None:
+            prompt = np.array([seq.num_prompt])
+            r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
+            r.budgets[:, row] = budgets = self._eviction.budgets(prompt)[:, 0]
+            r.num_recent[:, row] = self._eviction.num_recent(budgets)
+        r.forked[row] = forked
+        if self.memory.prefixes.enabled and seq.kv.cacheable:
+            r.index_at[row] = (seq.kv.num_indexed + 1) * self._size
+            self.memory.prefixes.expect(seq.kv, seq.token_ids)
+
+    def _put(self, row: int, seq: Sequence, held: HeldBlocks) -> None:
+        r = self.rows
         origins = np.broadcast_to(np.asarray(held.origins, np.uint8), len(held.ids))
         for group in range(r.num_groups):
             mine = held.groups == group
@@ -58,30 +72,25 @@ class RowBlocks:
         for origin, number in enumerate(np.bincount(origins).tolist()):
             if number:
                 self._note(seq, Origin(origin), number)
-        if self._eviction is not None:
-            prompt = np.array([seq.num_prompt])
-            r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
-            r.budgets[:, row] = budgets = self._eviction.budgets(prompt)[:, 0]
-            r.num_recent[:, row] = self._eviction.num_recent(budgets)
-        r.forked[row] = forked
         seq.kv.cacheable &= not np.any(held.num_evicted)
-        if self.memory.prefixes.enabled and seq.kv.cacheable:
-            r.index_at[row] = (seq.kv.num_indexed + 1) * self._size
-            self.memory.prefixes.expect(seq.kv, seq.token_ids)
 
     def take(self, rows: np.ndarray, count: int = 1) -> None:
         """Allocates `count` blocks of each group for each of some rows; the caller has made sure of room."""
         if not len(rows):
             return
-        r, size = self.rows, self._size
-        ids = self.memory.device.allocate(r.num_groups * len(rows) * count).reshape(r.num_groups, len(rows), count)
-        steps = np.arange(count, dtype=np.int32)
-        starts = (r.allocated_until[rows] - r.num_evicted.take(rows, axis=1))[:, :, None] + size * steps
-        held = r.num_blocks.take(rows, axis=1)
-        at = self._groups[:, None], rows[:, None], held[:, :, None] + steps
-        r.block_tables[at], r.block_starts[at] = ids, starts
-        r.num_blocks[:, rows] = held + count
-        r.allocated_until[rows] += size * count
+        r, size, width = self.rows, self._size, self.rows.block_tables.shape[2]
+        until = r.allocated_until[rows]
+        # Of flat arrays: NumPy takes three times as long for an index of three axes.
+        of_group = (self._groups * len(r.seqs) + rows).ravel()
+        held = r.num_blocks.reshape(-1)[of_group]
+        at, starts = of_group * width + held, (until - r.num_evicted.take(rows, axis=1)).ravel()
+        if count > 1:
+            steps = np.arange(count, dtype=np.int32)
+            at, starts = (at[:, None] + steps).ravel(), (starts[:, None] + size * steps).ravel()
+        r.block_tables.reshape(-1)[at] = self.memory.device.allocate(len(at))
+        r.block_starts.reshape(-1)[at] = starts
+        r.num_blocks.reshape(-1)[of_group] = held + count
+        r.allocated_until[rows] = until + size * count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each row is about to write to a shared block, by group: boolean [Gk, rows]."""
@@ -121,8 +130,8 @@ class RowBlocks:
         self.provide(row, count)
         return count
 
-    def num_next_blocks(self, rows: list[int]) -> int:
-        """Returns the blocks that rows allocate next: one per group for each row that will outgrow its blocks."""
+    def num_next_blocks(self, rows: np.ndarray | int) -> int:
+        """Returns the blocks that rows, or one, allocate next: one per group for each that will outgrow its blocks."""
         r = self.rows
         grows = r.allocated_until[rows] < r.max_len[rows] - 1  # the last token is never computed
         return r.num_groups * int(np.count_nonzero(grows))

@@ -29,7 +29,8 @@ class Running:
         """Inserts a free row by its key; returns the row."""
         row, where = self._free.pop(), bisect.bisect(self._keys, key)
         self._keys.insert(where, key)
-        self.order = np.insert(self.order, where, row)
+        before, self.order = self.order, np.empty(len(self.order) + 1, np.intp)  # a tenth of the time of np.insert
+        self.order[:where], self.order[where], self.order[where + 1 :] = before[:where], row, before[where:]
         return row
 
     def leave(self, rows: np.ndarray) -> None:

@@ -187,11 +187,10 @@ class Scheduler:
             return None
         places = np.flatnonzero(running.stay(running.sampled))
         r.expect(running.sampled[places], places)
-        order = self.order
-        left = r.num_tokens[order] - r.num_computed[order]
-        blocks = -(-np.maximum(r.num_computed[order] + left - r.allocated_until[order], 0) // self.memory.block_size)
-        copies = np.count_nonzero(r.forked[order])
-        if r.num_groups * (int(blocks.sum()) + copies) > self.memory.device.num_available:
+        order, size = self.order, self.memory.block_size
+        blocks = np.maximum(r.num_tokens[order] - r.allocated_until[order] + size - 1, 0) // size
+        needed = int(np.add.reduce(blocks)) + np.count_nonzero(r.forked)
+        if r.num_groups * needed > self.memory.device.num_available:
             return None
         return self._schedule()
 
@@ -200,8 +199,9 @@ class Scheduler:
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
         step by step, and blocks enter the prefix index before they leave a window and make room."""
         r, memory = self.rows, self.memory
-        late = memory.prefixes.enabled and self.row_blocks.has_windows
-        return memory.host is not None or bool(self.queue.leaders) or late or bool((r.is_beam | r.dense).any())
+        waits = memory.host is not None or bool(self.queue.leaders)
+        waits |= memory.prefixes.enabled and self.row_blocks.has_windows
+        return waits or bool(np.count_nonzero(r.is_beam) + np.count_nonzero(r.dense))
 
     def _schedule(self) -> ScheduledBatch | None:
         rows, order = self.rows, self.order
@@ -217,7 +217,8 @@ class Scheduler:
         if self.num_preemptions == preempted_before:
             if self.waiting:
                 self.queue.reorder()
-                chunks += self.admission.admit(budget, [*decodes.tolist(), *(row for row, _ in chunks)])
+                computing = np.append(decodes, np.array([row for row, _ in chunks], np.intp))
+                chunks += self.admission.admit(budget, computing)
         else:
             decodes = decodes[rows.alive[decodes]]
         if not chunks and not len(decodes):

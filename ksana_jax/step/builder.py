@@ -114,11 +114,12 @@ class BatchBuilder:
         at = rows.num_computed[decodes]
         # A decode is the newest token of its row: it lies in the row's last block.
         last = rows.num_blocks.take(decodes, axis=1) - 1
-        newest = rows.block_tables[np.arange(groups)[:, None], decodes, last]
+        tables_of = np.arange(groups)[:, None] * len(rows.seqs) + decodes
+        newest = rows.block_tables.reshape(-1).take(tables_of * rows.block_tables.shape[2] + last)
         cached_at = at[None] - rows.num_evicted.take(decodes, axis=1)
         slots = newest * self.block_size + cached_at % self.block_size
         return StepArrays(
-            tokens=_padded(rows.token_ids[decodes, at], (tokens,), 0),
+            tokens=_padded(rows.token_ids.reshape(-1).take(rows.flat(decodes, at)), (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
             cache_positions=_padded(cached_at, (groups, tokens), -1),
             slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
