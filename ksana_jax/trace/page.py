@@ -109,13 +109,14 @@ def _engine(about: Mapping[str, Any], steps: Rows, requests: Rows) -> str:
     parts = [_heading(about)]
     if not steps:
         return "".join([*parts, "<p>No step was computed.</p>"])
-    median = about["median_ms"]
+    median, idle = about["median_ms"], about["device_idle"]
     parts.append(
         tiles(
             {
                 "steps": f"{about['num_steps']:,}",
                 "from first to last step": f"{about['seconds']:.3f} s",
                 "median step": "-" if median is None else f"{median:.2f} ms",
+                "device idle, at least": "-" if idle is None else f"{idle:.1%}",
                 "requests": f"{len(requests):,}",
                 "padding": f"{about['padding']:.1%} of tokens",
                 "pool": f"{about['num_blocks']:,} blocks, {byte_size(about['num_blocks'] * about['block_bytes'])}",

@@ -78,9 +78,11 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
     """Summarises the steps of one engine as plain values.
 
     padding: fraction of all tokens that were padding. padding_s: the same fraction of each step's time on the device,
-    an upper bound for what padding cost, since attention skips it. median_ms: as in `Bucket`.
+    an upper bound for what padding cost, since attention skips it. median_ms: as in `Bucket`. device_idle: fraction of
+    the time with work in which the device had nothing to do, at least; of the same steps.
     """
-    buckets = buckets_of(steps)
+    buckets, clean = buckets_of(steps), [s for s in steps if not s.compiled and not s.profiled]
+    idle_s, device_s = sum(s.idle_s for s in clean), sum(s.device_s for s in clean)
     computed, padded = sum(b.num_tokens for b in buckets), sum(b.padded_tokens for b in buckets)
     return {
         "num_steps": len(steps),
@@ -90,6 +92,7 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
         "padding_s": sum(b.padding * b.device_s for b in buckets),
         "seconds": steps[-1].ended_s - steps[0].began_s if steps else 0.0,
         "median_ms": _median_ms(steps),
+        "device_idle": idle_s / (idle_s + device_s) if clean else None,
         "profiled_steps": sum(s.profiled for s in steps),
         "compiling_steps": sum(bool(s.compiled) for s in steps),
         "time_s": time_of_steps(steps, parts),

@@ -32,7 +32,8 @@ class StepTrace:
       without compile_s: what had to be compiled first. wait_s: for the result. finish_s: from there to the end of the
       step: tokens, texts, records.
     device_s: from the submission, or the previous step's result if that came later, to the result: the most that the
-      device can have worked on the step.
+      device can have worked on the step. idle_s: from the previous step's result to the submission if that came later,
+      while there was work: the least that the device had nothing to do.
     num_rows, num_tokens, num_sampled: that were asked for. shape: what the step was padded to.
     moved_bytes: of whole blocks, by direction. compiled: functions that it had to wait for.
     profiled: whether the profiler ran, which makes steps slower; profiler_s: to start it and to write what it saw.
@@ -52,6 +53,7 @@ class StepTrace:
     wait_s: float = 0.0
     finish_s: float = 0.0
     device_s: float = 0.0
+    idle_s: float = 0.0
     ended_s: float = 0.0
     shape: StepShape | None = None
     moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -173,7 +175,11 @@ class EngineWatch:
         output = result()
         now = self._clock()
         step.wait_s, step._result_s = now - began, now
-        step.device_s = now - max(step._submitted_s - step.submit_s, self._last_result_s)
+        submitting = step._submitted_s - step.submit_s
+        step.device_s = now - max(submitting, self._last_result_s)
+        last = self.steps[-1].record if self.steps else None
+        if last is not None and last.num_running + last.num_waiting:
+            step.idle_s = max(submitting - step.compile_s - step.profiler_s - self._last_result_s, 0.0)
         self._last_result_s = now
         return output
 

@@ -1,6 +1,7 @@
 """A watched engine serves as before; its steps are timed by phase, with what each asked for and was padded to."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from ksana_jax.config import ConfigError
 from ksana_jax.engine import build
 from ksana_jax.runner import compiling
 from ksana_jax.trace import tracing
+from ksana_jax.trace.summary import summary
 from ksana_jax.trace.watch import PHASES
 from tests.fakes import asking, make_engine, prompt_of, run, step
 
@@ -69,6 +71,24 @@ def test_phases_add_up_to_the_step_on_a_clock_that_ticks(tmp_path):
         # Between submission and result the engine only advances: two readings of the clock.
         assert 0 <= s.ended_s - s.began_s - sum(phases.values()) - s.profiler_s <= 3
         assert s.wait_s <= s.device_s <= s.ended_s - s.began_s
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_device_is_idle_between_a_result_and_the_next_submission(tmp_path, ahead):
+    with tracing(tmp_path, profile_steps=0) as trace:
+        engine = make_engine(async_scheduling=ahead)
+        for _ in range(2):
+            engine.add_request(prompt_of(5), asking(6))
+            run(engine)
+    steps = trace.watches[0].steps
+    # The first step of each request finds an engine without work, and no step was submitted while another one ran.
+    waited = [i for i, s in enumerate(steps) if s.idle_s > 0]
+    assert waited == ([] if ahead else [*range(1, 6), *range(7, 12)])
+    for before, s in itertools.pairwise(steps):
+        if s.idle_s:
+            assert s.idle_s == s.began_s - before.ended_s + before.finish_s + s.schedule_s + s.build_s
+    expected = sum(s.idle_s for s in steps) / sum(s.idle_s + s.device_s for s in steps)
+    assert summary(steps, {})["device_idle"] == expected
 
 
 def test_a_step_that_fails_is_forgotten_and_the_next_one_is_seen(tmp_path):
