@@ -6,10 +6,21 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace ksana {
+
+template <typename Task>
+void Start(xla::ffi::ThreadPool& pool, Task task) {
+#ifdef __SANITIZE_THREAD__  // which does not see how the pool, compiled without it, hands a task over
+  std::thread(std::move(task)).detach();
+#else
+  pool.Schedule(std::move(task));
+#endif
+}
 
 // Calls job(scratch, index) for each index below `count`; each thread makes a scratch of its own. The calling thread
 // works too and waits only for threads that have begun, so that a pool whose threads are all taken cannot block it.
@@ -31,7 +42,7 @@ void RunJobs(xla::ffi::ThreadPool& pool, int64_t count, Make make, Job job) {
   };
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
   for (int64_t i = 0; i < helpers; ++i) {
-    pool.Schedule([state, &work] {
+    Start(pool, [state, &work] {
       {
         std::lock_guard<std::mutex> lock(state->mutex);
         if (state->closed) return;  // what `work` refers to is gone
