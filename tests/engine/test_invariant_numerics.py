@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.invariant import why_not_invariant
+from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, model
@@ -81,7 +83,7 @@ def invariant_llm(dtype: str = "f32", pattern: AttentionPattern = FULL, **settin
     if dtype == "bf16":
         params = init_params(config, seed=3, std=0.5, dtype="bfloat16")
     found = engine_config(SETTINGS | {"dtype": dtype} | settings)
-    programs = _programs[dtype, found.block_size, found.num_blocks, found.kv_cache_dtype, pattern]
+    programs = _programs[found.numerics, dtype, found.block_size, found.num_blocks, found.kv_cache_dtype, pattern]
     return LLM.around(build_engine(config, params, found, patterns=pattern, programs=programs))
 
 
@@ -101,6 +103,15 @@ def expect_one_result(engines: list[LLM], counts: list[int], **given) -> None:
 
 
 @served
+def test_products_are_those_that_compute_each_row_by_itself():
+    """`fast` takes XLA's for many rows, more than the steps of these tests have."""
+    runner: Any = invariant_llm().engine.executor
+    assert runner.operators.linear is choose_linear("cpu", "float32", "native").apply
+    fast: Any = invariant_llm(numerics="fast").engine.executor
+    assert fast.operators.linear is choose_linear("cpu", "float32", "mixed").apply
+
+
+@served
 def test_a_request_has_one_result_under_any_load():
     expect_one_result([invariant_llm(), invariant_llm(**CACHED)], [10, 10])
 
@@ -116,6 +127,38 @@ def test_a_thousand_completions_under_random_load_have_one_result(pattern, dtype
     one_by_one: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32, "num_blocks": 8}
     engines = [invariant_llm(**given), invariant_llm(**given, **CACHED), invariant_llm(**given, **one_by_one)]
     expect_one_result(engines, [495, 495, 10], asked=ASKED if sampled else dataclasses.replace(ASKED, temperature=0.0))
+
+
+@served
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype):
+    """Sizes that no vector has, and whatever else a family may have: biases, caps, norms of heads, sink logits."""
+    shape = {"d_model": 56, "num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "d_ff": 91, "vocab_size": 97}
+    kinds = {"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "embed_scale": 5.6, "soft_cap": 20.0}
+    flags = dict.fromkeys(("sandwich_norms", "qk_norm", "qkv_bias", "out_bias", "mlp_bias"), True)
+    patterns = {"pattern": (AttentionPattern(window=50), FULL), "logit_soft_cap": 30.0}
+    config = dataclasses.replace(model()[0], **shape, **kinds, **flags, **patterns)
+    params = init_params(config, seed=3, std=0.5, dtype={"f32": "float32", "bf16": "bfloat16"}[dtype])
+    rng = np.random.default_rng(0)  # norms and biases, which start as ones and zeros
+    params = jax.tree.map(
+        lambda x: x + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype) if x.ndim == 1 else x, params
+    )
+    variants: list[dict[str, Any]] = [
+        {},
+        CACHED,
+        {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32},
+        {"max_num_seqs": 9, "max_num_batched_tokens": 120, "query_tile": 64},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 21, "query_tile": 4},
+    ]
+    engines = []
+    for variant in variants:
+        found = engine_config(SETTINGS | {"dtype": dtype, "num_blocks": 40} | variant)
+        engines.append(LLM.around(build_engine(config, params, found, patterns=config.pattern)))
+    for changed in ({}, {"temperature": 0.0}, {"top_k": 20, "frequency_penalty": 0.7}, {"min_p": 0.05, "top_p": 1.0}):
+        asked = dataclasses.replace(ASKED, **changed)
+        requests = [r for i, llm in enumerate(engines) for r in under_load(llm, 12, PROMPT, asked=asked, seed=i)]
+        assert len({bits(request.output().outputs[0]) for request in requests}) == 1
 
 
 @served
