@@ -1,6 +1,7 @@
 """Every eviction method in the engine against its dense float64 definition: after every step the same tokens are kept
 in every layer and kv head, and log-probabilities are the same; ragged, chunked, preempted."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -10,9 +11,13 @@ from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.oracle import foreseen
 from ksana_jax.kv.eviction.noise import uniform
-from tests.engine.small import VOCAB, assert_idle, make_llm, model
+from tests.engine import small
+from tests.engine.small import VOCAB, assert_idle, model
 from tests.eviction.reference import Rule, run
 from tests.soak import soak_unless
+
+# The pool is read between steps, when none may be under way.
+make_llm = functools.partial(small.make_llm, async_scheduling=False)
 
 SIZE = 4
 RNG = np.random.default_rng(5)
