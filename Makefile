@@ -20,7 +20,8 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench peers docs kernels check-kernels emulate-kernels soak run-soak lint format clean
+.PHONY: help demo test bench peers docs ready ready-aot lint format clean kernels run-kernels check-kernels emulate-kernels soak run-soak \
+  soak-tests soak-warpgroups-lives
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
@@ -40,6 +41,12 @@ help:
 demo: $(READY)
 	@echo "== ksana run configs/quickstart.yaml"
 	@$(VENV)/bin/ksana run configs/quickstart.yaml
+
+ready: $(READY)
+
+# The second environment, of `make kernels` and `make soak`.
+ready-aot:
+	@$(MAKE) --no-print-directory ready VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
 
 test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
@@ -69,30 +76,44 @@ peers:
 docs: $(READY)
 	@$(RUN) docs/build.py
 
+# Parts that leave a core idle for a time run beside each other, as many as there are test processes.
+TOGETHER := $(MAKE) --no-print-directory -j $(WORKERS) --output-sync=target
+
 kernels:
-	@$(MAKE) --no-print-directory check-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+	@$(MAKE) --no-print-directory run-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+
+run-kernels: $(READY)
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory emulate-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+	@echo "== compiling kernels and running them in an emulator, about 7 minutes; each part prints when it has ended"
+	@$(TOGETHER) check-kernels emulate-kernels
+else
+	@$(MAKE) --no-print-directory check-kernels
 endif
 
-check-kernels: $(READY)
+check-kernels:
 	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
 
-emulate-kernels: $(READY)
+emulate-kernels:
 	@echo "== the compiled Hopper kernels in a PTX emulator"
-	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot $(ARGS)
+	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot
 
-# Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
-# small machines start.
 soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
 
 run-soak: $(READY)
+	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about 12 minutes; each part prints"
+	@echo "   when it has ended"
+	@$(TOGETHER) soak-tests soak-warpgroups-lives
+
+soak-tests:
 	@echo "== tests marked as soak"
 	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=0 tests $(ARGS)
+
+# Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
+# small machines start.
+soak-warpgroups-lives:
 	@echo "== kernels of several warpgroups in jax's interpreter"
-	@NPROC=8 $(RUN) -m pytest -n $(WORKERS) --dist loadfile -k "prefill or warpgroups" --ignore tests/pallas_kernels/ptx \
-	  tests/pallas_kernels tests/ops
+	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --ignore tests/pallas_kernels/ptx tests/pallas_kernels tests/ops
 	@echo "== simulated lives"
 	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
 

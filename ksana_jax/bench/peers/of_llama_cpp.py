@@ -22,6 +22,8 @@ class Engine:
     """llama.cpp has no engine that takes token ids: a loop of this class submits prompts and decode steps to it.
 
     Prompts come first, as many as a call and the sequences take; then all sequences decode together, one token each.
+    Flash attention stays as llama.cpp chooses, on: twice as fast with 32 sequences. It rounds also in float32: 23 of 32
+    requests of bench-s have the tokens of ksana_jax, all 32 without it.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, rows: int, max_model_len: int):
