@@ -131,6 +131,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
+QUANTIZATIONS = (None, "int8")
 LINEAR_IMPLEMENTATIONS = ("auto", "mixed", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
 
@@ -154,6 +155,9 @@ class EngineConfig:
       dtype: dtype of weights and activations: "f32", "bf16" or "f16", in any common spelling ("float32", "half",
         jnp.bfloat16). "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16
         3 to 20 times slower (2048 x 8192, 1 to 32 rows).
+      quantization: "int8" stores the matrices of layers as codes with a scale for each row, and computes with them in
+        `dtype`. They are quantised when they are loaded, for which there must be room. Embedding, output head and norms
+        keep their dtype. None leaves all weights in `dtype`.
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
         "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
@@ -211,6 +215,7 @@ class EngineConfig:
     """
 
     dtype: str = "f32"
+    quantization: Literal["int8"] | None = None
     kv_cache_dtype: Any = "auto"
     kv_full_precision_layers: tuple[int, ...] = ()
     block_size: int = 16
@@ -262,6 +267,7 @@ class EngineConfig:
             checks.one_of("linear_implementation", self.linear_implementation, LINEAR_IMPLEMENTATIONS),
             checks.one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS),
             checks.one_of("numerics", self.numerics, ("fast", "invariant")),
+            checks.one_of("quantization", self.quantization, QUANTIZATIONS),
             checks.boolean("async_scheduling", self.async_scheduling),
             checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),

@@ -83,8 +83,6 @@ prompts are always computed in chunks of up to max_num_batched_tokens
     enable_chunked_prefill = True, None | True; False
 each step is scheduled
     num_scheduler_steps = 1 | 1
-weights are f32, bf16 or f16
-    quantization = None | "awq"
 weights stay on the device; embedding_device="host" moves the embedding to the host
     cpu_offload_gb = 0, 0.0 | 4
 jax chooses the device: set JAX_PLATFORMS=cpu in the environment for the CPU

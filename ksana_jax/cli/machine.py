@@ -20,6 +20,9 @@ def plan(
             "auto: as the weights"
         ),
     ] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: matrices of layers as codes", show_default=False)
+    ] = None,
     kv_full_precision_layers: Annotated[
         str | None, typer.Option(help="layers that are stored in the dtype of weights, such as '[0]'", metavar="YAML")
     ] = None,
@@ -45,6 +48,7 @@ def plan(
         buckets=buckets,
         as_json=as_json,
         dtype=dtype,
+        quantization=quantization,
         kv_cache_dtype=kv_dtype,
         kv_full_precision_layers=read_setting("kv_full_precision_layers", kv_full_precision_layers) or (),
         kv_eviction=read_setting("kv_eviction", kv_eviction),

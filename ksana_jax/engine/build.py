@@ -125,7 +125,7 @@ def _on_device(
 
     from ksana_jax.engine.fingerprint import fingerprint
     from ksana_jax.loading.load import abstract_params, check_embedding_on_host, embedding_on_host
-    from ksana_jax.models.params import num_params
+    from ksana_jax.models.params import num_params, quantised
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
@@ -147,10 +147,11 @@ def _on_device(
         numerics=config.numerics,
     )
     # Without weights and pool it refuses at once what the other one would.
-    make_runner(params=abstract_params(model, config.dtype), num_blocks=1)
+    make_runner(params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
     plan = pool_size(model, config, layout)
     if callable(params):
         params = params()
+    params = quantised(params, config.quantization)
     if config.embedding_device == "host":
         params = embedding_on_host(params)
     runner = make_runner(

@@ -7,6 +7,7 @@ handed over without copying. On an accelerator, it is a staging buffer, and one 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from ksana_jax.loading.config_json import load_config, model_directory, read_jso
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.models.params import Params, init_params, is_shape, num_params, param_shapes
+from ksana_jax.models.params import Params, init_params, is_shape, num_params, param_shapes, quantised
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
@@ -149,10 +150,14 @@ def embedding_on_host(params: Params) -> Params:
     return dataclasses.replace(params, embed=np.asarray(params.embed))
 
 
-def abstract_params(config: ModelConfig, dtype: str = "f32") -> Params:
-    """Returns a Params of jax.ShapeDtypeStruct, the shapes and dtypes of the weights, for planning and tracing."""
+def abstract_params(config: ModelConfig, dtype: str = "f32", quantization: str | None = None) -> Params:
+    """Returns a Params of jax.ShapeDtypeStruct, the shapes and dtypes of the weights, for planning and tracing.
+
+    quantization: as in `EngineConfig`.
+    """
     kind = array_dtype(dtype)
-    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
+    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
+    return jax.eval_shape(functools.partial(quantised, quantization=quantization), params)
 
 
 def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import NormSpec
+from ksana_jax.models.int8_matrix import Int8Matrix
 
 # A function with the contract of `linear`.
 Linear = Callable[..., jax.Array]
@@ -18,9 +19,12 @@ Linear = Callable[..., jax.Array]
 Normalise = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies x [..., in] by w [out, in], adds b [out]: [..., out] in dtype (x's by default), summed in float32."""
-    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    numbers, scales = (w.codes.astype(x.dtype), w.scales) if isinstance(w, Int8Matrix) else (w, None)
+    y = jax.lax.dot_general(x, numbers, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if scales is not None:
+        y = y * scales
     if b is not None:
         y = y + b
     return y.astype(dtype or x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import AttentionSpec
+from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import mlp_kind
 
@@ -22,7 +24,10 @@ DRAWN_AT_ONCE = 2**16
 
 @flax.struct.dataclass
 class LayerParams:
-    """Weights of one layer; matrices are [out, in]. A field is None if the family has no such weight."""
+    """Weights of one layer. A field is None if the family has no such weight.
+
+    Matrices are [out, in], and may each be an Int8Matrix.
+    """
 
     attn_norm: jax.Array  # [D]
     w_q: jax.Array  # [N*H, D]
@@ -106,6 +111,22 @@ def num_params(config: ModelConfig) -> int:
 def is_shape(x: Any) -> bool:
     """Whether x is a leaf of `param_shapes`, for jax.tree.map's is_leaf."""
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+def quantised(params: Params, quantization: str | None) -> Params:
+    """Returns the weights with all matrices of layers quantised; embedding, output head, norms and biases stay.
+
+    Args:
+      quantization: None or "int8", as in `EngineConfig`.
+    """
+    if quantization is None:
+        return params
+    layers = []
+    for layer in params.layers:
+        names = [field.name for field in dataclasses.fields(layer) if field.name.startswith("w_")]
+        found: dict[str, Any] = {name: quantise(getattr(layer, name)) for name in names}
+        layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
+    return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: float = 0.02) -> Params:

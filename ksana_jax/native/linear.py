@@ -11,19 +11,26 @@ from ksana_jax.native.target import STORED, target
 DTYPES = ("float32", "bfloat16")
 
 
-def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def linear(
+    x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None, scales: jax.Array | None = None
+) -> jax.Array:
     """Multiplies x [..., in] by w [out, in] and adds b [out]; the contract of `models.layers.linear`.
 
     A row of the result depends on that row of x alone, bit by bit, whatever the other rows and their number.
 
+    Args:
+      scales: float32 [out], of rows of w, which then are int8 codes.
+
     Raises:
-      NotImplementedError: x and w are not both float32 or both bfloat16.
+      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 with scales.
     """
-    if x.dtype != w.dtype or x.dtype.name not in DTYPES:
-        raise NotImplementedError(f"{x.dtype} times {w.dtype}; native products have both in {' or '.join(DTYPES)}")
+    if x.dtype.name not in DTYPES or w.dtype != (x.dtype if scales is None else jnp.int8):
+        names = " or ".join(DTYPES)
+        raise NotImplementedError(f"{x.dtype} times {w.dtype}; native products have both in {names}, or scaled int8")
     dtype = jnp.dtype(dtype or x.dtype)
     asked = jnp.dtype(jnp.float32) if b is not None or dtype.name not in DTYPES else dtype
     result = jax.ShapeDtypeStruct((*x.shape[:-1], len(w)), asked)
     stored, of_result = (np.int32(STORED[d.name]) for d in (x.dtype, asked))
-    y = jax.ffi.ffi_call(target("ksana_linear"), result)(x, w, stored=stored, asked=of_result)
+    given = jnp.zeros(0, jnp.float32) if scales is None else scales
+    y = jax.ffi.ffi_call(target("ksana_linear"), result)(x, w, given, stored=stored, asked=of_result)
     return (y if b is None else y + b).astype(dtype)

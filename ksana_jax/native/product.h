@@ -8,7 +8,7 @@
 #include "numbers.h"
 #include "simd.h"
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -49,6 +49,9 @@ struct Bfloat16 {
 
   // Rounds 32 numbers to nearest, ties to even.
   static Ints Round(Floats first, Floats second) {
+#ifdef __AVX512BF16__
+    return (Ints)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#endif
     return UpperHalves(Rounded(first), Rounded(second), std::make_integer_sequence<int, 2 * kLanes>());
   }
 

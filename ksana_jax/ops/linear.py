@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from ksana_jax.models import layers
+from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.layers import Linear
 
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
@@ -31,13 +32,15 @@ class LinearImplementation(NamedTuple):
     unsupported: Callable[[str, str], str | None]
 
 
-def _native(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def _native(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     from ksana_jax.native.linear import linear
 
+    if isinstance(w, Int8Matrix):
+        return linear(x, w.codes, b, dtype=dtype, scales=w.scales)
     return linear(x, w, b, dtype=dtype)
 
 
-def _mixed(x: jax.Array, w: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def _mixed(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     matrix_units = x.dtype.name == "bfloat16" and "amx_bf16" in _cpu_features()
     is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if matrix_units else FEW_ROWS)
     return (_native if is_small else layers.linear)(x, w, b, dtype=dtype)

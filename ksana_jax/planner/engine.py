@@ -46,7 +46,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     """
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     block_bytes = layout.block_bytes
-    weights = weights_bytes(model, config.dtype, config.embedding_device)
+    weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
         _check_pool(config.num_blocks, block_bytes, weights)
@@ -62,6 +62,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             model,
             largest,
             dtype=config.dtype,
+            quantization=config.quantization,
             kv_dtype=config.kv_dtype,
             kv_full_precision_layers=config.kv_full_precision_layers,
             kv_eviction=config.kv_eviction,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ksana_jax import checks
-from ksana_jax.config import MAX_SEQS, MAX_TOKENS, ConfigError, EngineConfig, ModelConfig
+from ksana_jax.config import MAX_SEQS, MAX_TOKENS, QUANTIZATIONS, ConfigError, EngineConfig, ModelConfig
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.engine_layout import make_layout
@@ -24,13 +24,15 @@ class PlanRequest:
 
     batch, context: None takes the largest batch, and the model's max_position.
     window, num_sinks: attention pattern of all layers; window None takes the model's own pattern.
-    dtype: dtype of weights. kv_cache_dtype: how keys and values are stored; "auto" is dtype; see `EngineConfig`.
+    dtype, quantization: of weights, see `EngineConfig`.
+    kv_cache_dtype: how keys and values are stored; "auto" is dtype; see `EngineConfig`.
     kv_full_precision_layers, kv_eviction: see `EngineConfig`. With prompts "whole", a text is planned as one prompt.
     prefix_share: leading fraction of each text that all requests share and that is held once.
     memory_fraction: fraction of the device's memory that the plan may use.
     """
 
     dtype: str = "bf16"
+    quantization: str | None = None
     kv_cache_dtype: str | dict[str, Any] = "auto"
     kv_full_precision_layers: tuple[int, ...] = ()
     kv_eviction: dict[str, Any] | None = None
@@ -56,6 +58,7 @@ class PlanRequest:
             checks.number("prefix_share", self.prefix_share, 0, below=1),
             checks.number("memory_fraction", self.memory_fraction, above=0, high=1),
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
+            checks.one_of("quantization", self.quantization, QUANTIZATIONS),
             error=ConfigError,
         )
         if self.num_sinks and self.window is None:
@@ -106,7 +109,7 @@ class Memory:
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":
             check_embedding_on_host(config)
-        weights = weights_bytes(config, asked.dtype, asked.embedding_device)
+        weights = weights_bytes(config, asked.dtype, asked.embedding_device, asked.quantization)
         return cls(weights, layout, asked, budget, step)
 
     @property

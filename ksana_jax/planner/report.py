@@ -144,6 +144,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         config,
         shapes,
         dtype=asked.dtype,
+        quantization=asked.quantization,
         kv_dtype=asked.kv_dtype,
         kv_full_precision_layers=asked.kv_full_precision_layers,
         kv_eviction=asked.kv_eviction,

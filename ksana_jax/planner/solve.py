@@ -112,6 +112,7 @@ def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Calla
     return measure_step(
         config,
         dtype=asked.dtype,
+        quantization=asked.quantization,
         kv_dtype=asked.kv_dtype,
         kv_full_precision_layers=asked.kv_full_precision_layers,
         kv_eviction=asked.kv_eviction,
@@ -207,6 +208,8 @@ def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator
     if asked.dtype == "f32":
         name = "weights and KV in bf16" if asked.kv_cache_dtype == "auto" else "weights in bf16"
         yield name, config, {"dtype": "bf16"}
+    if asked.quantization is None:
+        yield "weights of layers in int8", config, {"quantization": "int8"}
     if asked.kv_dtype in DTYPES:
         yield "KV in int8", config, {"kv_cache_dtype": "int8"}
     bounded = asked.window is not None or asked.kv_eviction is not None

@@ -124,6 +124,7 @@ def step_bytes(
     shapes: Sequence[StepShape],
     *,
     dtype: str,
+    quantization: str | None = None,
     kv_dtype: KVDtype | None = None,
     kv_full_precision_layers: tuple[int, ...] = (),
     kv_eviction: dict[str, Any] | None = None,
@@ -137,7 +138,7 @@ def step_bytes(
 
     Args:
       dtype, kv_dtype: of weights, and of keys and values; by default they are equal.
-      kv_full_precision_layers, kv_eviction: as in `EngineConfig`.
+      quantization, kv_full_precision_layers, kv_eviction: as in `EngineConfig`.
       max_model_len: longest text, on which programs of evictions depend; None takes the model's max_position.
     """
     compiled = functools.partial(
@@ -145,6 +146,7 @@ def step_bytes(
         shapes=shapes,
         target=target,
         dtype=dtype,
+        quantization=quantization,
         kv_dtype=kv_dtype or dtype,
         block_size=block_size,
         max_model_len=max_model_len or config.max_position,
@@ -176,13 +178,14 @@ def _compiled(
     shapes: Sequence[StepShape],
     target: aot.Target | None,
     dtype: str,
+    quantization: str | None = None,
     kv_dtype: KVDtype,
     block_size: int,
     exact: tuple[int, ...],
     kv_eviction: dict[str, Any] | None,
     **settings: Any,
 ) -> list[StepBytes]:
-    params = abstract_params(config, dtype)
+    params = abstract_params(config, dtype, quantization)
     device = aot.device(target) if target else jax.devices()[0]
     patterns = (FULL,) * config.num_layers
     stored = EngineConfig(
@@ -236,6 +239,7 @@ def measure_step(
     config: ModelConfig,
     *,
     dtype: str,
+    quantization: str | None = None,
     kv_dtype: KVDtype | None = None,
     kv_full_precision_layers: tuple[int, ...] = (),
     kv_eviction: dict[str, Any] | None = None,
@@ -249,7 +253,7 @@ def measure_step(
     """Fits a step's bytes over rows and widths of block tables, from three shapes of steps with all their tiles.
 
     Args:
-      dtype, kv_dtype, kv_full_precision_layers, kv_eviction: as in `step_bytes`.
+      dtype, quantization, kv_dtype, kv_full_precision_layers, kv_eviction: as in `step_bytes`.
     """
     tiles = most_tiles(max_num_batched_tokens, query_tile)[0]
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
@@ -257,6 +261,7 @@ def measure_step(
         config,
         [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
         dtype=dtype,
+        quantization=quantization,
         kv_dtype=kv_dtype,
         kv_full_precision_layers=kv_full_precision_layers,
         kv_eviction=kv_eviction,

@@ -9,21 +9,24 @@ import jax
 from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import DTYPE_BYTES
-from ksana_jax.models.params import is_shape, param_shapes
+from ksana_jax.loading.load import abstract_params
+from ksana_jax.models.params import param_shapes
 
 
-def weights_bytes(config: ModelConfig, dtype: str, embedding_device: str = "device") -> int:
+def weights_bytes(
+    config: ModelConfig, dtype: str, embedding_device: str = "device", quantization: str | None = None
+) -> int:
     """Returns the bytes of all weights on the device; tied embeddings count once.
 
     Args:
-      embedding_device: "host" excludes the token embedding.
+      embedding_device: "host" excludes the token embedding. quantization: as in `EngineConfig`.
 
     Raises:
       ConfigError: the dtype is unknown.
     """
-    shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
     on_host = embedding_bytes(config, dtype) if embedding_device == "host" else 0
-    return sum(map(math.prod, shapes)) * _bytes_of(dtype) - on_host
+    leaves = jax.tree.leaves(abstract_params(config, dtype, quantization))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) - on_host
 
 
 def embedding_bytes(config: ModelConfig, dtype: str) -> int:

@@ -109,7 +109,7 @@ def compile_engine(
     num_blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)
     runner = Runner(
         model,
-        target.placed(abstract_params(model, config.dtype)),
+        target.placed(abstract_params(model, config.dtype, config.quantization)),
         patterns,
         layout=layout,
         num_blocks=num_blocks,
@@ -129,7 +129,14 @@ def compile_engine(
             function.engine = number
         context = min(config.max_model_len, shape.table_width * config.block_size)
         bounds = functools.partial(
-            roofline, model, shape, target.chip, dtype=config.dtype, kv_token_bytes=layout.token_bytes, context=context
+            roofline,
+            model,
+            shape,
+            target.chip,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            kv_token_bytes=layout.token_bytes,
+            context=context,
         )
         new = log.functions[known:]
         steps += [plain_step(shape, t.label, context, bounds(layer_patterns(t, model)), new) for t in trials]

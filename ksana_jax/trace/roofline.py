@@ -73,6 +73,7 @@ def roofline(
     dtype: str,
     kv_token_bytes: int,
     context: int,
+    quantization: str | None = None,
 ) -> Roofline:
     """Computes the bounds of a step without padding: every tile is full, and ends a text of `context` tokens.
 
@@ -84,15 +85,16 @@ def roofline(
     """
     if dtype not in chip.flops_per_s:
         raise ConfigError(f"{chip.name} has no published rate for {dtype}, only for {', '.join(chip.flops_per_s)}")
-    params = abstract_params(model, dtype)
+    params, stored = (abstract_params(model, dtype, q) for q in (None, quantization))
     matrices = sum(x.size for x in jax.tree.leaves(params.layers) if len(x.shape) == 2)
+    matrix_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored.layers) if len(x.shape) == 2)
     vocabulary = model.vocab_size * model.d_model
     itemsize = params.embed.dtype.itemsize
     attended, seen = _attended(model, patterns, shape, context)
     sampled = min(shape.max_sampled, shape.num_tiles)
     flops = 2 * shape.num_tokens * matrices + attended + 2 * sampled * vocabulary
     # Of the embedding one row for each token; the head is read whole.
-    weight_bytes = itemsize * (matrices + vocabulary + shape.num_tokens * model.d_model)
+    weight_bytes = matrix_bytes + itemsize * (vocabulary + shape.num_tokens * model.d_model)
     kv_bytes = round(kv_token_bytes * (seen / model.num_layers + shape.num_tokens))
     compute_s, memory_s = flops / chip.flops_per_s[dtype], (weight_bytes + kv_bytes) / chip.bytes_per_s
     return Roofline(flops, weight_bytes, kv_bytes, compute_s, memory_s)

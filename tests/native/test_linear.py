@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax.config import LINEAR_IMPLEMENTATIONS as NAMES
 from ksana_jax.models import layers
+from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 
 unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
@@ -32,10 +33,23 @@ def test_products_are_those_of_float64(rows, columns, inner, dtype):
 
 @native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
-    from ksana_jax.native.linear import linear
+@pytest.mark.parametrize("rows", [1, 5, 67])
+@pytest.mark.parametrize(("columns", "inner"), [(7, 31), (43, 64), (1100, 100)])
+def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
+    x, w = drawn(rows, inner, dtype=dtype), quantise(drawn(columns, inner))
+    got = jax.jit(lambda x, w: choose_linear("cpu", dtype, "native").apply(x, w, dtype=jnp.float32))(x, w)
+    x, codes, scales = (np.asarray(a, np.float64) for a in (x, w.codes, w.scales))
+    w = codes * scales[:, None]
+    np.testing.assert_allclose(got, x @ w.T, atol=1e-6 * float((abs(x) @ abs(w).T).max()))
 
+
+@native
+@pytest.mark.parametrize("as_codes", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
+    linear = choose_linear("cpu", dtype, "native").apply
     x, w = drawn(150, 96, dtype=dtype), drawn(203, 96, dtype=dtype)
+    w = quantise(w) if as_codes else w
     whole = np.asarray(jax.jit(linear)(x, w), np.float32)
     for rows in (slice(0, 1), slice(3, 5), slice(7, 20), slice(64, 131)):
         np.testing.assert_array_equal(np.asarray(jax.jit(linear)(x[rows], w), np.float32), whole[rows])

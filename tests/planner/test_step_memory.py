@@ -93,8 +93,8 @@ def test_of_a_deep_model_two_and_three_layers_are_compiled_for_a_gpu(monkeypatch
 
 @pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 def test_steps_are_compiled_for_a_gpu_that_is_not_here():
-    [here] = step_bytes(WIDE, [SHAPE], dtype="bf16", block_size=16)
     [there] = step_bytes(WIDE, [SHAPE], dtype="bf16", block_size=16, target=aot.target("a100"))
-    # What attention gathers on the CPU rests where it is on a GPU with kernels.
-    assert 0 < there.network < here.network
+    # Keys and values rest where they are: an implementation without kernels would gather those of all tables.
+    gathered = SHAPE.num_tiles * SHAPE.table_width * 16 * 2 * WIDE.num_kv_heads * WIDE.head_dim * 2
+    assert 0 < there.network < gathered / 2
     assert step_memory.described(aot.target("a100")).startswith("gpu (NVIDIA A100")
