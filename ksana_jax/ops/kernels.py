@@ -233,10 +233,11 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
 
 
 def _unread_codec(needs: Requirements) -> str | None:
-    query_dtype = needs.query_dtype or needs.dtype
     if needs.codec not in (*FLOATS, *CODES):
         return f"keys and values are stored as {needs.codec}; the kernels read {', '.join((*FLOATS, *CODES))}"
-    if query_dtype != needs.dtype if needs.codec in FLOATS else query_dtype == "float32":
+    stored = {"uint16": "bfloat16"}.get(needs.dtype, needs.dtype)  # its bits, in the pool of a CPU
+    query_dtype = needs.query_dtype or stored
+    if query_dtype != stored if needs.codec in FLOATS else query_dtype == "float32":
         return f"queries in {query_dtype}, keys and values in {needs.dtype}: the kernels would round the queries"
     return None
 
