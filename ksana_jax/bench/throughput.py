@@ -72,6 +72,7 @@ class Throughput(Bench):
 
         self.processes_of: dict[str, PeerProcess] = {}
         self.ours: dict[int, list[list[int]]] = {}
+        self.bound_s: dict[int, float] = {}  # by number of requests
         self.folder = tempfile.TemporaryDirectory()
         model = model_path(self.model)
         if self.peers is not None and model.is_dir() and not any(model.glob("*.safetensors*")):
@@ -102,15 +103,15 @@ class Throughput(Bench):
             self.ours[count] = token_ids
         equal = sum(a == b for a, b in zip(token_ids, self.ours[count], strict=True))
         found |= {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, "same_tokens": equal}
-        return found | {"of_bound": self.bound_s / seconds}
+        return found | {"of_bound": self.bound_s[count] / seconds}
 
     def _bound(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Measurement:
         from ksana_jax.bench.bounds import measure_rates, work_of
 
         rates = measure_rates(self.dtype)
         work = work_of(self.llms[OURS].model_config, self.dtype, [len(p) for p in prompts], lengths)
-        self.bound_s = work.seconds(rates)
-        return {"output_tokens_per_s": sum(lengths) / self.bound_s, "run_s": self.bound_s, **rates._asdict()}
+        self.bound_s[len(prompts)] = seconds = work.seconds(rates)
+        return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
 
     def _peer(self, label: str) -> PeerProcess:
         from ksana_jax.bench.peer_process import PeerProcess

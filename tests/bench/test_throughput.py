@@ -30,7 +30,7 @@ class FakeLLM:
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Engines that are asked for, whose runs take 2 s without and 1 s with evictions, and bounds of 0.5 s."""
+    """Engines that are asked for, whose runs take 2 s without and 1 s with evictions, and bounds of 1/4 s a request."""
     made = []
 
     def make_llm(model, **settings):
@@ -45,7 +45,7 @@ def engines(monkeypatch):
     monkeypatch.setattr("ksana_jax.bench.latency.make_llm", make_llm)
     monkeypatch.setattr(throughput, "run", run)
     monkeypatch.setattr(bounds, "measure_rates", lambda dtype: Rates(1.0, 1.0))
-    monkeypatch.setattr(bounds, "work_of", lambda *_: Work(0.5, 0.25))
+    monkeypatch.setattr(bounds, "work_of", lambda model, dtype, prompts, outputs: Work(len(prompts) / 4, 0.25))
     return made
 
 
@@ -66,8 +66,9 @@ def test_evictions_are_compared_in_a_pool_of_as_many_bytes(engines):
 
 
 def test_every_engine_is_told_its_share_of_the_bound(engines):
-    rows, _ = rows_of(Throughput(num_blocks=10, requests=(2, 1)))
-    assert rows[OURS, 2].mean("of_bound") == 0.25 and rows[BOUND, 2].mean("of_bound") is None
+    rows, _ = rows_of(Throughput(num_blocks=10, requests=(2, 1)), repeats=2)  # the second one backwards
+    assert rows[OURS, 2].mean("of_bound") == 0.25 and rows[OURS, 1].mean("of_bound") == 0.125
+    assert rows[BOUND, 2].mean("of_bound") is None
     assert rows[OURS, 1].mean("output_tokens_per_s") == 64.0  # 128 tokens of one request in 2 s
 
 
