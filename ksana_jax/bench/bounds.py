@@ -85,7 +85,7 @@ def _device_bandwidth() -> float:
 
 
 def _matrix_rate(dtype: str) -> float:
-    """Returns the rate of the fastest products there are: XLA's for bfloat16 on a CPU are not."""
+    """Returns the rate of the fastest products here, of XLA or the engine's own."""
     import jax
     import jax.numpy as jnp
 

@@ -20,9 +20,6 @@ class Int8Matrix:
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
 
-    def __array__(self, dtype=None, copy=None):
-        raise TypeError("an Int8Matrix is no array: multiply with a `Linear`, or take codes and scales")
-
 
 @jax.jit
 def quantise(w: jax.Array) -> Int8Matrix:

@@ -50,6 +50,15 @@ def library() -> Path:
     return found
 
 
+def why_missing() -> str | None:
+    """Returns why the library cannot be had here, or None."""
+    try:
+        library()
+    except CannotBuild as reason:
+        return str(reason)
+    return None
+
+
 def begin() -> None:
     """Compiles in a thread while the caller imports and loads what it needs; `library` then waits for the rest."""
     threading.Thread(target=_begin, name="native build").start()

@@ -59,16 +59,12 @@ def _not_native(platform: str, dtype: str) -> str | None:
         return f"needs a CPU, this is {platform}"
     if "avx512f" not in _cpu_features():
         return "needs a CPU with AVX-512, for which its tiles are made"
-    from ksana_jax.native.build import CannotBuild, library
+    from ksana_jax.native.build import why_missing
     from ksana_jax.native.linear import DTYPES
 
     if dtype not in DTYPES:
         return f"activations are {dtype}; native products have {' or '.join(DTYPES)}"
-    try:
-        library()
-    except CannotBuild as reason:
-        return str(reason)
-    return None
+    return why_missing()
 
 
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows.

@@ -25,16 +25,12 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
         return f"needs a CPU, this is {platform}"
     if unknown := [kind for kind in kinds if kind not in NATIVE_KINDS]:
         return f"norms are {', '.join(unknown)}; native norms are {' or '.join(NATIVE_KINDS)}"
-    from ksana_jax.native.build import CannotBuild, library
+    from ksana_jax.native.build import why_missing
     from ksana_jax.native.norm import DTYPES
 
     if dtype not in DTYPES:
         return f"activations are {dtype}; native norms have {' or '.join(DTYPES)}"
-    try:
-        library()
-    except CannotBuild as reason:
-        return str(reason)
-    return None
+    return why_missing()
 
 
 def choose_normaliser(platform: str, dtype: str, kinds: tuple[str, ...]) -> Callable[[NormSpec], Normalise]:
