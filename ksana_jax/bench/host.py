@@ -121,7 +121,6 @@ class Host(Bench):
             prefix_cache=case.point["prefix_cache"] == "on",
             steps=self.steps,
             context=self.context,
-            prefill_tokens=PREFILL_TOKENS,
         )
         return {**found, "versions": self.vllm.versions}
 

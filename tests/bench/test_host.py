@@ -87,9 +87,7 @@ def test_the_scheduler_of_vllm_is_asked_for_the_same_steps(monkeypatch):
     monkeypatch.setattr(host, "PeerProcess", Peer)
     bench = Host(rows=(2,), steps=3, context=20, peers="there")
     made = command.report_of(bench, core.run(bench, 1)[0])
-    assert asked == [
-        ("measure", {"rows": 2, "prefix_cache": False, "steps": 3, "context": 20, "prefill_tokens": 16384})
-    ]
+    assert asked == [("measure", {"rows": 2, "prefix_cache": False, "steps": 3, "context": 20})]
     assert made.rows[1].label == VLLM and made.rows[1].mean("step_us") == 300.0
     assert any(note.startswith("vLLM 1: ") for note in made.notes)
     bench = Host(rows=(2,), steps=3, context=20, peers="none")
