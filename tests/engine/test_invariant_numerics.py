@@ -89,6 +89,8 @@ def invariant_llm(dtype: str = "f32", pattern: AttentionPattern = FULL, **settin
 
 SINKS = AttentionPattern(window=70, num_sinks=3, sink_position="cache")
 CACHED: dict[str, Any] = {"enable_prefix_caching": True, "host_cache_bytes": 2**20, "async_scheduling": True}
+# A host so small that swapped rows and new prefixes push cached blocks to the disk.
+TIERS: dict[str, Any] = CACHED | {"host_cache_bytes": 160 * 2**10, "preempt": "swap"}
 
 
 def expect_one_result(engines: list[LLM], counts: list[int], **given) -> None:
@@ -115,6 +117,40 @@ def test_products_are_those_that_compute_each_row_by_itself():
 @served
 def test_a_request_has_one_result_under_any_load():
     expect_one_result([invariant_llm(), invariant_llm(**CACHED)], [10, 10])
+
+
+def expect_one_result_from_tiers(folder, write: str, count: int, **given) -> collections.Counter:
+    """An engine without a cache, and three one after the other over one folder: the second and third begin with what
+    those before them have left on disk. Returns what the memory of these three has counted."""
+    requests, found = under_load(invariant_llm(**given), count, PROMPT), collections.Counter()
+    for seed in range(3):
+        with invariant_llm(**given, **TIERS, disk_cache_dir=str(folder), cache_write=write) as llm:
+            llm.engine.memory.disk_reads._timeout_s = 60.0  # a thread that traces leaves little to the one that reads
+            [first] = under_load(llm, 1, PROMPT, seed=seed)
+            assert (llm.engine.memory.counters.hits_disk > 0) == (seed > 0) == (first.output().num_cached_tokens > 0)
+            requests += [first, *under_load(llm, count, PROMPT, seed=seed)]
+            assert_idle(llm)
+            found.update(dataclasses.asdict(llm.engine.memory.counters))
+    assert len({bits(request.output().outputs[0]) for request in requests}) == 1
+    return found
+
+
+@served
+def test_a_request_has_one_result_from_the_disk_after_a_restart(tmp_path):
+    expect_one_result_from_tiers(tmp_path, "back", 3)
+
+
+@served
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "kv", "write"),
+    [(FULL, "f32", "auto", "back"), (FULL, "bf16", "int8", "through"), (SINKS, "bf16", "auto", "back")],
+    ids=str,
+)
+def test_a_thousand_completions_from_every_tier_have_one_result(tmp_path, write, pattern, dtype, kv):
+    """Rows are swapped in the middle, and blocks come back from the device, the host and the disk."""
+    found = expect_one_result_from_tiers(tmp_path, write, 250, pattern=pattern, dtype=dtype, kv_cache_dtype=kv)
+    assert {"hits_device", "hits_host", "hits_disk", "replaced", "replaced_host", "swapped_in"} <= set(+found), found
 
 
 @served
