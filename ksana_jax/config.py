@@ -211,6 +211,10 @@ class EngineConfig:
         batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
         norms, which exist for CPUs with AVX-512 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
         kv_eviction nor shared_prefix_attention. "fast" takes what is fastest for each shape of a step.
+      prefer: how "auto" chooses among the implementations of attention and of products with weights that serve: "speed"
+        takes the first in the order of preference; "agreement" the pair that agrees longest with a float32 reference,
+        and the fastest of those that agree as long, by what `ksana align --choose` has measured for this model's shape,
+        dtype and KV on this device; the path of a .json file of that command, the same by that file.
       seed: seed for requests without a seed.
     """
 
@@ -242,6 +246,7 @@ class EngineConfig:
     attention_implementation: str = "auto"
     linear_implementation: str = "auto"
     numerics: Literal["fast", "invariant"] = "fast"
+    prefer: str = "speed"
     seed: int = 0
 
     def __post_init__(self):
@@ -273,6 +278,8 @@ class EngineConfig:
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
             error=ConfigError,
         )
+        if self.prefer not in ("speed", "agreement") and not str(self.prefer).endswith(".json"):
+            raise ConfigError(f"prefer is {self.prefer!r}, must be speed, agreement or the path of a .json file")
         if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
             raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
         if self.kv_eviction is not None and (self.enable_prefix_caching or self.shared_prefix_attention):
@@ -301,6 +308,8 @@ class EngineConfig:
             found.append("kv_eviction, which adds up attention over the tokens of a step")
         if self.shared_prefix_attention:
             found.append("shared_prefix_attention, which divides sums by the rows that share blocks")
+        if self.prefer != "speed":
+            found.append(f"prefer {self.prefer!r}: there is one implementation of each operator, nothing to choose")
         return found
 
     @property

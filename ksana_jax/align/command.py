@@ -32,27 +32,35 @@ class Texts(NamedTuple):
 
 
 def open_side(given: str, model: str) -> LLM | Scores:
-    """Returns the engine or the log-probabilities that one side names.
-
-    Args:
-      given: a .json file of `scores`; a .yaml file with settings of an engine; or such settings as key=value, separated
-        by spaces. "-" is an engine with default settings. The key `model` replaces `model`.
-
-    Raises:
-      ConfigError: there is no such file, or a setting is not one.
-    """
+    """Returns the engine or the log-probabilities that one side names: a .json file of `scores`, or settings; see
+    `side_settings`."""
     from ksana_jax import LLM
-    from ksana_jax.experiments.dotted import dotlist, plain
 
     if given.endswith(".json"):
         return scores.read(Path(given))
+    name, settings = side_settings(given, model)
+    return LLM(name, **settings)
+
+
+def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
+    """Returns a model and the settings of an engine.
+
+    Args:
+      given: a .yaml file of settings; or settings as key=value, separated by spaces; "-" for none. The key `model`
+        replaces `model`.
+
+    Raises:
+      ConfigError: there is no such file, or it is not YAML.
+    """
+    from ksana_jax.experiments.dotted import dotlist, plain
+
     if given.endswith((".yaml", ".yml")):
         from omegaconf import OmegaConf
 
         settings = plain(OmegaConf.load(given))
     else:
         settings = {} if given.strip() in ("", "-") else dotlist(given.split())
-    return LLM(settings.pop("model", model), **settings)
+    return settings.pop("model", model), settings
 
 
 def draw_prompts(llm: LLM, texts: Texts) -> list[list[int]]:

@@ -16,12 +16,21 @@ def align(
     a: Annotated[str, typer.Argument(help=_SIDE + "for default settings", show_default=False)],
     b: Annotated[str | None, typer.Argument(help="the other side", show_default="none: writes --out")] = None,
     model: Annotated[str, typer.Option(help="a Hugging Face directory, or the name of a shipped model")] = "ksana-tiny",
-    num_prompts: Annotated[int, typer.Option(help="prompts, cut from the held-out texts")] = 4,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="prompts, cut from the held-out texts", show_default="4; 16 with --choose")
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of each prompt")] = 64,
     num_tokens: Annotated[int, typer.Option(help="tokens generated greedily after each prompt")] = 64,
     seed: Annotated[int, typer.Option(help="seed for the choice of prompts")] = 0,
+    choose: Annotated[
+        bool,
+        typer.Option("--choose", help="measure all implementations that serve A, for engines with prefer: agreement"),
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="write A's log-probabilities to this .json file", show_default=False)
+        Path | None,
+        typer.Option(
+            help="write A's log-probabilities, or what --choose measures, to this .json file", show_default=False
+        ),
     ] = None,
     threshold: Annotated[
         float | None,
@@ -33,11 +42,21 @@ def align(
 
     Prints the first greedy token that differs, quantiles of the differences of log-probabilities of the same texts, and
     the operator in which they start: every operator of B gets what that of A got.
+
+    With --choose, measures agreement with the float32 model (or with B, a .json file) and speed of the implementations
+    of attention and of products with weights, and keeps both for engines with prefer: agreement.
     """
     from ksana_jax import checks
     from ksana_jax.align.command import Texts, align_and_show
 
+    if num_prompts is None:
+        num_prompts = 16 if choose else 4
     sizes = {"--num-prompts": num_prompts, "--prompt-tokens": prompt_tokens, "--num-tokens": num_tokens}
     checks.require(*(checks.integer(name, value, 1) for name, value in sizes.items()))
     texts = Texts(num_prompts, prompt_tokens, num_tokens, seed)
+    if choose:
+        from ksana_jax.align.choosing import choose_and_show
+
+        checks.require("--threshold does not go with --choose" if threshold is not None else None)
+        raise typer.Exit(choose_and_show(a, b, model, texts, out, as_json))
     raise typer.Exit(align_and_show(a, b, model, texts, out, threshold, as_json))

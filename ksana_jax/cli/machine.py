@@ -63,13 +63,15 @@ def plan(
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Shows devices, versions, implementations of attention, which one is used and why, and the numerics there are."""
+    """Shows devices, versions, implementations of attention, which one is used and why, the numerics there are, and the
+    verdicts for engines with prefer: agreement."""
     import json
 
     import jax
     from rich.console import Console
     from rich.markup import escape
 
+    from ksana_jax.engine.verdict import verdicts_here
     from ksana_jax.experiments.environment import environment
     from ksana_jax.ops.implementations import EXAMPLE, example_needs, explain
     from ksana_jax.ops.invariant import why_not_invariant
@@ -92,9 +94,18 @@ def doctor(as_json: AsJson = False) -> None:
     console.print(f"products with weights: {products}{f' ({escape(reason)})' if reason else ''}")
     lacks = why_not_invariant(EXAMPLE, example_needs(), "bfloat16")
     console.print(f"numerics: fast{f'; invariant {escape(lacks)}' if lacks else ', invariant'}")
+    verdicts = []
+    for verdict in verdicts_here():
+        chosen, reason = verdict.choose([m.pair for m in verdict.measured])
+        verdicts.append({"model": verdict.model, **verdict.conditions, "chosen": chosen._asdict(), "reason": reason})
+        stored = f"{verdict.conditions['dtype']}, KV in {verdict.conditions['KV']}"
+        console.print(f"prefer: agreement, {escape(f'{verdict.model} in {stored}: {chosen}: {reason}')}")
+    if not verdicts:
+        console.print("prefer: agreement needs a verdict of `ksana align --choose`; there is none here")
     if as_json:
         implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
-        print(json.dumps({**found, "attention": implementations, "linear": products, "invariant": lacks is None}))
+        more = {"linear": products, "invariant": lacks is None, "verdicts": verdicts}
+        print(json.dumps({**found, "attention": implementations, **more}))
 
 
 def kernels_check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Called with each new engine; empty unless somebody traces, see `ksana_jax.trace`.
 observers: list[Callable[[Engine], None]] = []
+logger = logging.getLogger("ksana_jax")
 
 
 def build_engine(
@@ -124,16 +126,20 @@ def _on_device(
     import jax
 
     from ksana_jax.engine.fingerprint import fingerprint
+    from ksana_jax.engine.verdict import preferred
     from ksana_jax.loading.load import abstract_params, check_embedding_on_host, embedding_on_host
     from ksana_jax.models.params import num_params, quantised
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
-    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     if config.embedding_device == "host":
         check_embedding_on_host(model)
     platform = str(jax.devices()[0].platform)
     layout = make_layout(model, patterns, config, platform)
+    config, reason = preferred(model, config, layout)
+    if reason is not None:
+        logger.info("prefer %s: %s", config.prefer, reason)
+    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     make_runner = functools.partial(
         Runner,
         model,

@@ -104,6 +104,10 @@ def compile_engine(
         raise ConfigError(f"{trial.label}: bounds are not known for an engine with kv_eviction")
     if config.dtype == "auto":
         raise ConfigError("dtype is auto, must be given for a machine that is not there: engine.dtype=bf16")
+    if config.prefer != "speed":
+        raise ConfigError(
+            f"prefer is {config.prefer!r}, must be speed: on a machine that is not there, nothing is measured"
+        )
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     layout = make_layout(model, patterns, config, target.device.platform)
     num_blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)

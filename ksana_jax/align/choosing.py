@@ -1,0 +1,191 @@
+"""What `ksana align --choose` does: measures the implementations that serve, and writes a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.align import scores
+from ksana_jax.align.command import Texts, draw_prompts, side_settings
+from ksana_jax.align.scores import Scores
+from ksana_jax.bench.machine import Load
+from ksana_jax.config import ConfigError
+from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, default_path, serving_pairs
+from ksana_jax.loading.load import open_model
+from ksana_jax.models.dense import dense_logits
+from ksana_jax.shipped import model_path
+
+# Of each implementation, by turns, after one that compiles.
+NUM_TIMED = 3
+# Settings of the engines that are measured: all texts at once, computed anew each time.
+FOR_MEASURING = {
+    "prefer": "speed",
+    "numerics": "fast",
+    "enable_prefix_caching": False,
+    "shared_prefix_attention": False,
+    "disk_cache_dir": None,
+    "host_cache_bytes": 0,
+    "num_blocks": None,
+    "memory_fraction": None,
+}
+
+# (number of a text, its tokens [T]) -> the tokens [T - 1] that the reference would choose greedily after each of its
+# beginnings, and the log-probabilities [T - 1] of those that follow.
+Reference = Callable[[int, Sequence[int]], tuple[np.ndarray, np.ndarray]]
+
+
+def stored_reference(stored: Scores) -> Reference:
+    """Returns the greedy tokens and log-probabilities of a file, which hold as long as a text is that of the file."""
+    return lambda text, tokens: (np.array(stored.token_ids[text][1:]), stored.logprobs[text])
+
+
+def dense_reference(llm: LLM) -> Reference:
+    """Returns what the model without a cache computes, by XLA in float32, of the weights as the checkpoint has them.
+
+    Raises:
+      ValueError: the engine's pattern repositions sinks, which the dense model does not.
+    """
+    name, load_format = llm.engine.source or ("", "auto")
+    given: Any = load_format
+    config, read_params = open_model(model_path(name), "f32", given, llm.config.seed)
+    config, params = dataclasses.replace(config, pattern=llm.patterns), read_params()
+    longest = llm.engine.max_model_len
+
+    @jax.jit
+    def run(params, tokens):
+        with jax.default_matmul_precision("highest"):
+            logits = dense_logits(params, tokens, config=config, max_len=longest)[:-1]
+        found = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], axis=-1)[:, 0]
+        return logits.argmax(-1), found
+
+    def reference(text: int, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        greedy, logprobs = run(params, jnp.asarray(tokens, jnp.int32))
+        return np.asarray(greedy), np.asarray(logprobs)
+
+    return reference
+
+
+def measure(
+    engines: Mapping[Pair, LLM], reference: Reference, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[Measured]:
+    """Measures agreement and speed of engines that differ in their implementations.
+
+    Args:
+      prompts: token ids of each text. num_tokens: to generate greedily after each.
+    """
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+    asked = [{"prompt_token_ids": list(p)} for p in prompts]
+    outputs, seconds = {}, {pair: [] for pair in engines}
+    for turn in range(1 + NUM_TIMED):
+        for pair in list(engines)[:: 1 if turn % 2 else -1]:
+            began = time.perf_counter()
+            outputs[pair] = [o.check().outputs[0] for o in engines[pair].generate(asked, params)]
+            seconds[pair].append(time.perf_counter() - began)
+    found = []
+    for pair, completions in outputs.items():
+        agreed, apart = [], [np.zeros(0)]
+        for text, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            greedy, logprobs = (x[len(prompt) - 1 :] for x in reference(text, [*prompt, *completion.token_ids]))
+            made = np.array(
+                [s[t].logprob for s, t in zip(completion.logprobs or (), completion.token_ids, strict=True)]
+            )
+            other = np.flatnonzero(greedy != np.array(completion.token_ids))
+            agreed.append(int(other[0]) if len(other) else num_tokens)
+            apart.append(np.abs(made - logprobs)[: agreed[-1]])
+        differences = np.concatenate(apart)
+        mean, most = (float(f(differences)) if len(differences) else 0.0 for f in (np.mean, np.max))
+        speed = num_tokens * len(prompts) / statistics.median(seconds[pair][1:])
+        found.append(Measured(pair.attention, pair.linear, tuple(agreed), mean, most, speed))
+    return sorted(found, key=lambda m: list(engines).index(m.pair))
+
+
+def choose(given: str, model: str, texts: Texts, stored: Scores | None, reference_name: str) -> tuple[Verdict, LLM]:
+    """Opens an engine for each pair of implementations that serves some settings, and measures them.
+
+    Args:
+      given: settings, as `command.open_side` takes them. stored: log-probabilities to agree with; None computes them.
+    """
+    name, settings = side_settings(given, model)
+    prompts = None
+    if stored is not None:
+        prompts = stored.prompts()
+        texts = _texts_of(stored)
+    settings |= FOR_MEASURING | {
+        "max_num_seqs": texts.num_prompts,
+        "max_model_len": texts.prompt_tokens + texts.num_tokens,
+    }
+    first = LLM(name, **settings)
+    pairs = serving_pairs(first.model_config, first.config, first.runner.layout)
+    engines = {pair: _like(first, settings, pair) for pair in pairs}
+    reference = dense_reference(first) if stored is None else stored_reference(stored)
+    load = Load()
+    measured = measure(engines, reference, prompts or draw_prompts(first, texts), texts.num_tokens)
+    num_tokens = texts.num_tokens * texts.num_prompts
+    conditions = conditions_of(first.model_config, first.config)
+    return Verdict(conditions, name, reference_name, num_tokens, load.read(), tuple(measured)), first
+
+
+def _texts_of(stored: Scores) -> Texts:
+    """Returns the sizes of the texts of a file.
+
+    Raises:
+      ConfigError: their numbers of generated tokens differ, or one has none.
+    """
+    counts = {len(ids) - n for ids, n in zip(stored.token_ids, stored.num_prompt_tokens, strict=True)}
+    if len(counts) > 1 or 0 in counts:
+        raise ConfigError(
+            f"texts of the reference have {', '.join(map(str, sorted(counts)))} generated tokens; --choose needs one "
+            "number above 0"
+        )
+    return Texts(len(stored.token_ids), max(stored.num_prompt_tokens), counts.pop(), 0)
+
+
+def _like(first: LLM, settings: dict[str, Any], pair: Pair) -> LLM:
+    """Returns an engine of the same weights with other implementations."""
+    settings = {k: v for k, v in settings.items() if k not in ("pattern", "load_format", "tokenizer")}
+    settings |= {"attention_implementation": pair.attention, "linear_implementation": pair.linear}
+    # The weights are quantised already, and of the dtype that "auto" was.
+    settings |= {"quantization": None, "dtype": first.config.dtype}
+    return LLM.from_params(first.model_config, first.runner.params, pattern=first.patterns, **settings)
+
+
+def choose_and_show(given: str, stored: str | None, model: str, texts: Texts, out: Path | None, as_json: bool) -> int:
+    """Measures, writes a verdict and prints it; returns the exit code."""
+    from rich.console import Console
+
+    from ksana_jax.experiments.tables import terminal_grid
+
+    if stored is not None and not stored.endswith(".json"):
+        raise ConfigError(f"--choose compares with a .json file of log-probabilities, not with {stored!r}")
+    read = None if stored is None else scores.read(Path(stored))
+    reference = "the float32 model without a cache" if stored is None else Path(stored).name
+    verdict, llm = choose(given, model, texts, read, reference)
+    path = out or default_path(verdict.conditions)
+    verdict.write(path)
+    pairs = [m.pair for m in verdict.measured]
+    chosen, reason = verdict.choose(pairs)
+    heads = ["attention", "products", "used", "tokens", "first other", "mean", "largest", "tokens/s"]
+    rows = []
+    for m in verdict.measured:
+        others = [n for n in m.agreed if n < verdict.num_tokens // len(m.agreed)]
+        ends = [f"{m.mean_difference:.1e}", f"{m.max_difference:.1e}", f"{m.tokens_per_s:,.0f}"]
+        used = "yes" if m.pair == chosen else ""
+        rows.append([*m.pair, used, f"{sum(m.agreed):,}", str(min(others)) if others else "none", *ends])
+    Console().print(terminal_grid(heads, rows, [[False] * len(heads)] * len(rows), 5))
+    print(f"{chosen}: {reason}")
+    if verdict.others_busy is not None:
+        print(f"other programs took {verdict.others_busy:.0%} of the processors' time")
+    print(f"{path}: for engines with prefer: {'agreement' if out is None else path} and {llm.config.dtype}")
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(verdict), "chosen": chosen, "reason": reason}))
+    return 0

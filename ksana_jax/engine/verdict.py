@@ -1,0 +1,224 @@
+"""How long implementations agree with a reference, as `ksana align --choose` has measured, and the choice among them.
+Knows neither how agreement is measured nor speed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ksana_jax.compilation_cache import cache_folder, machine
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.files import read_bytes, write_atomic
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.loading.load import array_dtype
+from ksana_jax.ops.implementations import IMPLEMENTATIONS
+from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+from ksana_jax.ops.requirements import Requirements
+
+# Two implementations agree equally long if the mean difference between their texts is within so many standard errors.
+NUM_ERRORS = 2
+
+
+class Pair(NamedTuple):
+    """Names of an implementation of attention and one of products with weights."""
+
+    attention: str
+    linear: str
+
+    def __str__(self) -> str:
+        return f"attention {self.attention}, products {self.linear}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a pair of implementations has shown.
+
+    agreed: of each text, the generated tokens before the first that the reference would not have chosen.
+    mean_difference, max_difference: absolute, between the log-probabilities of these tokens.
+    tokens_per_s: generated tokens, all texts at once; prompts take part of the time.
+    """
+
+    attention: str
+    linear: str
+    agreed: tuple[int, ...]
+    mean_difference: float
+    max_difference: float
+    tokens_per_s: float
+
+    @property
+    def pair(self) -> Pair:
+        return Pair(self.attention, self.linear)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was measured for one model, type of numbers, device and version.
+
+    conditions: see `conditions_of`; an engine uses a verdict only if they are its own. model, reference: for readers.
+    num_tokens: generated in all texts. others_busy: share of the processors' time that other programs took.
+    """
+
+    conditions: dict[str, str]
+    model: str
+    reference: str
+    num_tokens: int
+    others_busy: float | None
+    measured: tuple[Measured, ...]
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    def choose(self, serving: Collection[Pair]) -> tuple[Pair, str]:
+        """Returns the best measured pair among some, and why: of those that agree with the reference as long as the one
+        that agrees longest, the fastest.
+
+        Raises:
+          ConfigError: none of them was measured.
+        """
+        measured = [m for m in self.measured if m.pair in serving]
+        if not measured:
+            names = "; ".join(str(m.pair) for m in self.measured)
+            raise ConfigError(f"measured were: {names}; what may serve here was not: {'; '.join(map(str, serving))}")
+        longest = max(measured, key=lambda m: sum(m.agreed))
+        equal = [m for m in measured if not is_longer(longest.agreed, m.agreed)]
+        best = max(equal, key=lambda m: m.tokens_per_s)
+        reason = f"agrees with {self.reference} for {sum(best.agreed):,} of {self.num_tokens:,} tokens"
+        if best is not longest:
+            reason += f" ({longest.pair} for {sum(longest.agreed):,}: not resolved)"
+        if len(equal) > 1:
+            reason += f", and is the fastest of {len(equal)} that agree as long"
+        elif others := [m for m in measured if m is not best]:
+            reason += f", longer than any other ({max(sum(m.agreed) for m in others):,})"
+        return best.pair, reason
+
+
+def is_longer(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether one implementation agrees longer with the reference than another on the same texts, beyond the noise."""
+    apart = [x - y for x, y in zip(a, b, strict=True)]
+    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+    return statistics.fmean(apart) > NUM_ERRORS * error
+
+
+def read_verdict(path: Path) -> Verdict:
+    """Reads what `Verdict.write` has written.
+
+    Raises:
+      ConfigError: there is no such file, or it is not a verdict.
+    """
+    try:
+        content = json.loads(read_bytes(path))
+        measured = tuple(Measured(**{**m, "agreed": tuple(m["agreed"])}) for m in content.pop("measured"))
+        return Verdict(**content, measured=measured)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a verdict of `ksana align --choose`: {error}") from error
+
+
+def default_path(conditions: dict[str, str]) -> Path:
+    """Returns the file of a verdict in the user's cache directory."""
+    return verdict_folder() / f"{_digest(conditions)}.json"
+
+
+def verdict_folder() -> Path:
+    return cache_folder("verdicts")
+
+
+def verdicts_here() -> list[Verdict]:
+    """Returns the verdicts in the user's cache directory that hold for this device and these versions."""
+    here, found = device_and_versions(), []
+    for path in sorted(verdict_folder().glob("*.json")):
+        with contextlib.suppress(ConfigError):
+            verdict = read_verdict(path)
+            found += [verdict] * (here.items() <= verdict.conditions.items())
+    return found
+
+
+def conditions_of(model: ModelConfig, config: EngineConfig) -> dict[str, str]:
+    """Returns what must be the same for a verdict to hold: the model's shape, how numbers are stored, device, versions.
+
+    Weights are not among them: a verdict for a model holds for one of the same shape that was trained further.
+    """
+    return {
+        "model's shape": _digest(str(model)),
+        "dtype": config.dtype,
+        "quantization": str(config.quantization),
+        "KV": f"{config.kv_dtype}"
+        + (f", not in {config.kv_full_precision_layers}" * bool(config.kv_full_precision_layers)),
+        **device_and_versions(),
+    }
+
+
+def device_and_versions() -> dict[str, str]:
+    """Returns those conditions of a verdict that all engines of a process share."""
+    from jaxlib.version import __version__ as jaxlib_version
+
+    device, native = jax.devices()[0], "none"
+    kind = machine() if device.platform == "cpu" else device.device_kind
+    if device.platform == "cpu":
+        from ksana_jax.native.build import library, why_missing
+
+        native = native if why_missing() else library().stem
+    return {"device": f"{device.platform} {kind}", "jax": jax.__version__, "jaxlib": jaxlib_version, "C++": native}
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def serving_pairs(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> list[Pair]:
+    """Returns the implementations that serve an engine and that its settings allow, in order of preference."""
+    dtype = array_dtype(config.dtype).name
+    needs = Requirements.of(model, layout, num_repositioned_sinks=config.max_repositioned_sinks or 0, query_dtype=dtype)
+    attention = [i.name for i in IMPLEMENTATIONS if i.unsupported(needs) is None]
+    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(needs.platform, dtype) is None]
+    asked = config.attention_implementation, config.linear_implementation
+    attention, linear = (
+        [name for name in names if wanted in ("auto", name)]
+        for names, wanted in zip((attention, linear), asked, strict=True)
+    )
+    return [Pair(a, b) for a in attention for b in linear]
+
+
+def preferred(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> tuple[EngineConfig, str | None]:
+    """Returns the config with the names of the implementations that `prefer` chooses, and why; the same config, and
+    None, where it prefers speed or only one pair may serve.
+
+    Raises:
+      ConfigError: there is no verdict for these conditions; the message says which command makes it.
+    """
+    if config.prefer == "speed" or len(pairs := serving_pairs(model, config, layout)) < 2:
+        return config, None
+    conditions, remedy = conditions_of(model, config), f"`{command(config)}` makes one"
+    path, where = default_path(conditions), "for this model's shape, dtype, KV, device and versions"
+    if config.prefer != "agreement":
+        path = Path(config.prefer)
+        where = f"at {path}"
+    if not path.exists():
+        raise ConfigError(f"prefer {config.prefer!r}: there is no verdict {where}; {remedy}")
+    verdict = read_verdict(path)
+    for name, value in conditions.items():
+        if (other := verdict.conditions.get(name)) != value:
+            raise ConfigError(f"prefer: {path} was measured with {name} {other}, this engine has {value}; {remedy}")
+    pair, reason = verdict.choose(pairs)
+    config = dataclasses.replace(config, attention_implementation=pair.attention, linear_implementation=pair.linear)
+    return config, f"{pair}: {reason} ({path})"
+
+
+def command(config: EngineConfig) -> str:
+    """Returns the command that makes a verdict for an engine's settings."""
+    names = ("dtype", "quantization", "kv_cache_dtype", "kv_full_precision_layers")
+    default = EngineConfig()
+    given = {n: value for n in names if (value := getattr(config, n)) != getattr(default, n)}
+    settings = [f"{n}={v if isinstance(v, str) else json.dumps(v, separators=(',', ':'))}" for n, v in given.items()]
+    out = "" if config.prefer in ("speed", "agreement") else f" --out {shlex.quote(config.prefer)}"
+    return f"ksana align {shlex.quote(' '.join(settings) or '-')} --choose --model MODEL{out}"
