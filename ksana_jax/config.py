@@ -182,6 +182,11 @@ class EngineConfig:
         from step to step on the device. Where a step depends on them in another way (beams, penalties, several
         completions of one prompt, prefix caching under a window, a tier on the host, the embedding on the host, a pool
         that is nearly full), the engine waits for them first.
+      num_scheduler_steps: number of decode steps in one compiled call, while no request waits. They are scheduled at
+        once; their tokens are sampled and fed on the device, arrive together, and are the same as step by step. A
+        request that comes meanwhile waits for the call to end. Steps are computed one by one where fewer are left,
+        where the pool lacks blocks for them or moves some, and where async_scheduling would wait for tokens. With
+        async_scheduling, a call is submitted before the one before it has ended.
       max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
         None takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
       memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
@@ -230,6 +235,7 @@ class EngineConfig:
     query_tile: int = 32
     policy: Any = "fcfs"
     async_scheduling: bool = True
+    num_scheduler_steps: int = 1
     max_repositioned_sinks: int | None = None
     memory_bytes: int = 2 * GIB
     memory_fraction: float | None = None
@@ -256,7 +262,7 @@ class EngineConfig:
         if self.kv_full_precision_layers and self.kv_cache_dtype == "auto":
             raise ConfigError('kv_full_precision_layers needs another kv_cache_dtype than "auto"')
         sizes = {name: MAX_TOKENS for name in ("block_size", "max_num_batched_tokens", "query_tile")}
-        sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1}
+        sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1, "num_scheduler_steps": MAX_TOKENS}
         checks.require(
             *(checks.integer(name, getattr(self, name), 1, most) for name, most in sizes.items()),
             checks.integer("num_blocks", self.num_blocks, 1, MAX_TOKENS, optional=True),

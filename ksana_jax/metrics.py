@@ -10,7 +10,9 @@ class StepRecord(NamedTuple):
 
     ended_s: end time on the engine's clock. num_tokens: computed tokens. num_decodes: rows that computed one token.
     num_running, num_waiting: sequences after the step. blocks_in_use: after it, once invisible blocks are returned; not
-    counting those that the step already submitted after it has taken. peak_blocks: when the step was submitted.
+    counting those that the step already submitted after it has taken; with num_scheduler_steps above 1, where the step
+    after it was scheduled before its tokens were known, sequences that it ends still hold theirs. peak_blocks: when the
+    step was scheduled.
     num_preemptions: since the engine started. unshared_blocks: blocks that running sequences would hold at the peak
     without sharing. cached_blocks: blocks kept for their content, without an owner.
     """

@@ -83,7 +83,7 @@ class Rows:
 
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; the tokens left to
     compute are num_tokens - num_computed.
-    num_known: [R] tokens that have been sampled; num_tokens, or one less while a step that samples the last token runs
+    num_known: [R] tokens that have been sampled; num_tokens, or less while steps that sample the last ones run
       (`expect`).
     num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
       cache position is its text position minus this number; the two are equal if nothing is evicted.
@@ -196,12 +196,12 @@ class Rows:
         return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
 
     def expect(self, rows: np.ndarray, places: np.ndarray) -> None:
-        """Counts the token of each row that a running step samples at a place among its sampled tokens, unless it is
-        the last of its text, which is never computed.
+        """Counts the token of each row that a running step, the last one scheduled, samples at a place among its
+        sampled tokens, unless it is the last of its text, which is never computed.
 
         Until `append`, -1 - place stands for it, as in `StepArrays.tokens`.
         """
-        at = self._next(rows)
+        at = self._with_room(self.num_computed[rows])
         goes_on = at + 1 < self.max_len[rows]
         rows, at = rows[goes_on], at[goes_on]
         self.token_ids.reshape(-1)[self.flat(rows, at)] = -1 - places[goes_on]
@@ -209,14 +209,14 @@ class Rows:
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Appends one token to each row, or gives the expected one; returns the new lengths."""
-        at = self._next(rows)
+        at = self._with_room(self.num_known[rows])
         self.token_ids.reshape(-1)[self.flat(rows, at)] = tokens
-        length = self.num_tokens[rows] = self.num_known[rows] = at + 1
+        length = self.num_known[rows] = at + 1
+        self.num_tokens[rows] = np.maximum(self.num_tokens[rows], length)
         return length
 
-    def _next(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the place of each row's next token."""
-        at = self.num_known[rows]
+    def _with_room(self, at: np.ndarray) -> np.ndarray:
+        """Makes room for tokens at some places of their rows; returns the places."""
         if len(at) and (longest := int(np.maximum.reduce(at))) >= self.token_ids.shape[1]:  # half the time of max()
             self._grow(longest + 1)
         return at

@@ -19,7 +19,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR
 from ksana_jax.request import SamplingParams
 from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, fed
+from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, fed, share_a_call
 from tests.fake_network import (
     FULLY,
     HEAD_DIM,
@@ -68,6 +68,7 @@ class FakeExecutor:
         self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
         self.shapes = None if shapes is None else set(shapes)
         self.steps: list[StepInput] = []
+        self.num_calls_together = 0
         self.fails: str | None = None
         self.set_patterns(patterns)
         self._num_noises = 0
@@ -140,6 +141,11 @@ class FakeExecutor:
             if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
         )
+
+    def submit_together(self, steps: Sequence[StepInput]) -> list[StepOutput]:
+        assert len(steps) > 1 and share_a_call(steps)
+        self.num_calls_together += 1
+        return [FakeExecutor.submit(self, step) for step in steps]  # not what a test has put in its place
 
     def _attend(self, layer: int, a: StepArrays, groups: list, tile_of: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         """Computes the hidden [T] after a layer. groups: of each what `_read` returns. tile_of: [T]"""
@@ -236,6 +242,7 @@ def make_engine(
     max_model_len: int = 64,
     policy: Any = "fcfs",
     async_scheduling: bool = False,
+    num_scheduler_steps: int = 1,
     caching: bool = False,
     replacement: Any = "lru",
     preempt: Any = "auto",
@@ -265,6 +272,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         policy=policy,
         async_scheduling=async_scheduling,
+        num_scheduler_steps=num_scheduler_steps,
         preempt=preempt,
         max_num_batched_tokens=max_num_batched_tokens,
         query_tile=query_tile,

@@ -73,6 +73,7 @@ class Simulation:
         }
         # Not drawn: seeds of earlier lives keep their meaning.
         self.settings["async_scheduling"] = self.settings["max_num_batched_tokens"] % 2 == 0
+        self.settings["num_scheduler_steps"] = (1, 1, 2, 3, 8)[self.settings["max_num_batched_tokens"] % 5]
         self.digest_bytes = rng.choice([1, 32, 32])
         self.draw_storage()
         self.requests: dict[Request, Expected] = {}
@@ -305,10 +306,10 @@ class Simulation:
         """The last step kept to its budgets and to the shapes that were compiled (the executor sees to those)."""
         executor, scheduler = self.engine.executor, self.engine.scheduler
         assert isinstance(executor, FakeExecutor)
-        num_collected = len(executor.steps)
-        if self.engine._ahead is not None:
-            num_collected -= 1
-            self.seen["steps ahead"] += 1
+        under_way = self.engine.num_steps_under_way
+        num_collected = len(executor.steps) - under_way
+        self.seen["steps ahead"] += bool(under_way)
+        self.seen["several steps ahead"] += under_way > 1
         if num_collected == self.seen_steps:
             return
         self.seen_steps += 1
@@ -325,7 +326,7 @@ class Simulation:
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
         for row in scheduler.order.tolist():
             # The step ahead has placed it, and not advanced: what its prefix no longer sees is still there.
-            if self.engine._ahead is not None and rows.seqs[row] not in running:
+            if self.engine.num_steps_under_way and rows.seqs[row] not in running:
                 continue
             for group in range(len(scheduler.layout.groups)):
                 starts = rows.block_starts[group, row, : rows.num_blocks[group, row]].tolist()

@@ -55,6 +55,7 @@ def test_lives_meet_everything_that_the_memory_does():
     expected = {"beam searches", "turns", "aborts", "restarts", "failed steps", "changes of pattern", "preemptions"}
     expected |= {
         "steps ahead",
+        "several steps ahead",
         "hits_device",
         "hits_host",
         "hits_disk",

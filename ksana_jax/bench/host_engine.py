@@ -42,6 +42,9 @@ class RandomTokens:
     def submit(self, step: StepInput) -> StepOutput:
         return StepOutput(self.tokens[: step.num_sampled])
 
+    def submit_together(self, steps: Sequence[StepInput]) -> list[StepOutput]:
+        return [self.submit(step) for step in steps]
+
     def move(self, moves: Moves) -> None:
         pass
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ksana_jax.engine import report
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.intake import Intake
+from ksana_jax.engine.submission import Step, Steps, schedule_after, submit
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
@@ -26,26 +28,11 @@ from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Sequence
 from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, StepOutput
+from ksana_jax.step.contract import Executor, ScheduledBatch, StepOutput
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from ksana_jax.planner.engine import PoolPlan
-
-
-class _Submitted(NamedTuple):
-    """A submitted step, and the state of the pool when it was submitted.
-
-    ends: for each of `batch.rows` the index of its last token among the step's.
-    """
-
-    batch: ScheduledBatch
-    input: StepInput
-    ends: np.ndarray
-    pending: Pending
-    began: float
-    peak_blocks: int
-    unshared_blocks: int
 
 
 class Engine:
@@ -86,10 +73,13 @@ class Engine:
         self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
-        # The step that runs while the one before it is reported.
-        self._ahead: _Submitted | None = None
+        # Steps of the call that is being reported, and those of the call after it.
+        self._running: Steps = collections.deque()
+        self._ahead: Steps = collections.deque()
         # On the host an embedding is looked up before the step, for which its tokens must be known.
-        self.runs_ahead = config.async_scheduling and config.embedding_device == "device"
+        feeds = config.embedding_device == "device"
+        self.runs_ahead = config.async_scheduling and feeds
+        self._most_steps = config.num_scheduler_steps if feeds else 1
         self._changes = Changes(self._reset)
 
     @property
@@ -207,17 +197,26 @@ class Engine:
         news.clear()
         return outputs
 
+    @property
+    def num_steps_under_way(self) -> int:
+        """Number of steps that are submitted and not yet reported."""
+        return len(self._running) + len(self._ahead)
+
     def step(self) -> list[Request]:
-        """Computes one step; returns requests with something new: a completion that ended, text of one that streams."""
+        """Computes and reports one step, or reports the next one of a call that computed several; returns requests with
+        something new: a completion that ended, text of one that streams."""
         return self._changes.run(self._step)
 
     def _step(self) -> list[Request]:
         self._changes.begin()
-        step = self._ahead or self._submit(self.scheduler.schedule())
-        if step is None:
-            return self._wait()
-        self.scheduler.advance(step.batch)
-        self._ahead = self._submit(self.scheduler.schedule_ahead(step.batch)) if self.runs_ahead else None
+        if not self._running:
+            self._running, self._ahead = self._ahead or self._submit(self.scheduler.schedule()), collections.deque()
+            if not self._running:
+                return self._wait()
+            self.scheduler.advance(self._running[-1].batch)
+            if self.runs_ahead:
+                self._ahead = self._submit(schedule_after(self._running[-1], self.scheduler))
+        step = self._running.popleft()
         output, now = self._collect(step)
         watched = self._report_prompts(step, output, now)
         result = self.scheduler.settle(step.batch, output.tokens[: len(step.batch.sampled)])
@@ -235,18 +234,12 @@ class Engine:
         self._make_moves()
         return []
 
-    def _submit(self, batch: ScheduledBatch | None) -> _Submitted | None:
-        if batch is None:
-            return None
-        step, ends = self.builder.build(batch, self.scheduler.rows)
-        step.moves = self.memory.take_moves()
-        peak_blocks = self.scheduler.blocks.num_used
-        unshared_blocks = int(np.add.reduce(self.scheduler.rows.num_blocks, axis=None))  # free rows have none
-        began = self.clock() if self.memory.swap.weighs_costs else 0.0
-        return _Submitted(batch, step, ends, self.executor.submit(step), began, peak_blocks, unshared_blocks)
+    def _submit(self, batch: ScheduledBatch | None) -> Steps:
+        return submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock)
 
-    def _collect(self, step: _Submitted) -> tuple[StepOutput, float]:
+    def _collect(self, step: Step) -> tuple[StepOutput, float]:
         """Waits for a step; returns its output and the time."""
+        assert step.pending is not None
         output = step.pending.result()
         now = self.clock()
         self.memory.commit()
@@ -255,17 +248,17 @@ class Engine:
             self.memory.costs.observe(prefills, now - step.began, step.input.moves, output.move_s)
         return output, now
 
-    def _report_prompts(self, step: _Submitted, output: StepOutput, now: float) -> dict[Completion, int]:
+    def _report_prompts(self, step: Step, output: StepOutput, now: float) -> dict[Completion, int]:
         """Records first tokens and prompt scores; returns the rows of watched completions, which may leave them in this
         step."""
         rows = self.scheduler.rows
         report.note_first_tokens(rows, step.batch, now)
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.input.targets is not None:
-            report.add_prompt_scores(rows, step.batch, step.ends, output, watched)
+            report.add_prompt_scores(rows, step, output, watched)
         return watched
 
-    def _report(self, step: _Submitted, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
+    def _report(self, step: Step, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
         """Adds new tokens to their requests; returns the requests with something new, in order."""
         reported = report.add_tokens(step.batch, output, result, watched, self._stop_by_text)
         for seq in result.finished:
@@ -284,8 +277,8 @@ class Engine:
                 self._close(request, now)
             request.notify()
 
-    def _observe(self, step: _Submitted, now: float) -> None:
-        self.records.append(report.record(self.scheduler, step.batch, now, step.peak_blocks, step.unshared_blocks))
+    def _observe(self, step: Step, now: float) -> None:
+        self.records.append(report.record(self.scheduler, step, now, self._most_steps))
         for observe in self.observers:
             observe(self)
         if not self.scheduler.has_work:
@@ -334,7 +327,8 @@ class Engine:
             request.fail(error)
         self.requests.clear()
         self._watched.clear()
-        self._ahead = None
+        self._running.clear()
+        self._ahead.clear()
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
         self.executor.reset()

@@ -117,7 +117,7 @@ class Intake:
                 "perplexity experiments, and cannot generate"
             )
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.blocks_to_finish(max_len, count) * max(params.beam_width, 1)
+        needed = scheduler.layout.blocks_to_finish(max_len, count) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:
             raise ValueError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "

@@ -270,7 +270,8 @@ class LLM:
         alone = self.runner.platform != "cpu" or self.config.memory_fraction is not None
         workers = 1 if alone else os.cpu_count() or 1
         buckets = self.engine.builder.buckets
-        self.runner.warm_up(buckets.all_shapes(width), buckets.decodes, asked, workers)
+        num_steps = 1 if self.runner.embeds_on_host else self.config.num_scheduler_steps
+        self.runner.warm_up(buckets.all_shapes(width), buckets.decodes, asked, workers, num_steps)
         if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
             self.runner.mover.warm_up()
         for name, compared in self.memory_usage().items():

@@ -9,6 +9,7 @@ import numpy as np
 
 from ksana_jax.engine.beam import advance
 from ksana_jax.engine.completion import Completion, Request, top_logprobs
+from ksana_jax.engine.submission import Step
 from ksana_jax.metrics import StepRecord
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -35,18 +36,16 @@ def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
 
 def add_prompt_scores(
     rows: Rows,
-    batch: ScheduledBatch,
-    ends: np.ndarray,
+    step: Step,
     output: StepOutput,
     rows_of: dict[Completion, int],
 ) -> None:
     """Adds the log-probabilities of the prompt tokens scored by this step; called before `Scheduler.settle`.
 
     Args:
-      ends: [rows of the batch] index of each row's last token among the step's tokens.
       rows_of: row of each completion that wants them.
     """
-    scores = output.prompt_scores
+    scores, batch = output.prompt_scores, step.batch
     assert scores is not None, "the executor was given targets and returned no scores"
     where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
     for completion, row in rows_of.items():
@@ -55,10 +54,11 @@ def add_prompt_scores(
             continue
         i = where[row]
         computed = int(batch.num_per_row[i])
-        start = int(rows.num_computed[row]) - computed
+        last = step.ends[i]
+        start = int(step.input.arrays.positions[last]) + 1 - computed
         # The step scored prompt tokens start + 1 to start + computed; after a preemption, some are scored again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
-        token = int(ends[i]) + 1 - computed + (first - 1 - start)
+        token = int(last) + 1 - computed + (first - 1 - start)
         for offset in range(max(end + 1 - first, 0)):
             token_id = int(rows.token_ids[row, first + offset])
             seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
@@ -130,21 +130,21 @@ def advance_beams(
     return reported
 
 
-def record(
-    scheduler: Scheduler, batch: ScheduledBatch, now: float, peak_blocks: int, unshared_blocks: int
-) -> StepRecord:
-    """Returns the record of a step after `Scheduler.settle`."""
-    blocks, taken = scheduler.blocks, scheduler.row_blocks.num_taken_ahead(scheduler.order)
+def record(scheduler: Scheduler, step: Step, now: float, most_steps: int) -> StepRecord:
+    """Returns the record of a step after `Scheduler.settle`. most_steps: that are scheduled at once."""
+    blocks, batch, in_use = scheduler.blocks, step.batch, step.blocks_after
+    if in_use is None or most_steps == 1:
+        in_use = blocks.num_used - scheduler.row_blocks.num_taken_ahead(scheduler.order)
     return StepRecord(
         now,
         batch.num_tokens,
         len(batch.decodes),
         len(scheduler.order),
         len(scheduler.waiting),
-        blocks.num_used - taken,
-        peak_blocks,
+        in_use,
+        step.peak_blocks,
         scheduler.num_preemptions,
-        unshared_blocks,
+        step.unshared_blocks,
         blocks.num_idle,
     )
 

@@ -273,6 +273,11 @@ class KVLayout:
         """
         return sum(self._max_blocks(max_tokens, chunk, num_prompt))
 
+    def blocks_to_finish(self, max_len: int, num_prompt: int) -> int:
+        """Returns how many blocks a sequence that ends at max_len tokens, prompt included, needs to finish."""
+        # The last token is sampled and never computed.
+        return self.blocks_of(max(max_len - 1, 1), num_prompt=num_prompt)
+
     def leaf(self, name: str) -> Leaf:
         """Returns the leaf with this name; "kv" holds keys and values, or their codes."""
         return next(leaf for leaf in self.leaves if leaf.name == name)

@@ -11,6 +11,15 @@ from typing import Any, Protocol
 
 logger = logging.getLogger("ksana_jax")
 
+# Of a step, by platform. XLA's rematerialisation counts the pool, which is written in place, once for each write. It
+# then takes the memory for full and computes in every layer what layers share: a third more kernels for Llama-8B.
+# LLVM's first level of optimisation compiles a step in four fifths of the time, and the step is as fast as with the
+# third (8 layers, 32 rows, medians of six: 5.3 against 5.8 s in float32, 3.8 against 3.9 s in bfloat16).
+COMPILER_OPTIONS = {
+    "cpu": {"xla_backend_optimization_level": 1},
+    "gpu": {"xla_disable_hlo_passes": "rematerialization"},
+}
+
 
 class Observer(Protocol):
     """Sees every function that is compiled in this process, in the thread that compiles it."""

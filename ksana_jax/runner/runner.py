@@ -28,12 +28,14 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
-from ksana_jax.runner.compiling import compile_all, compiled, lower
+from ksana_jax.runner.array_shapes import array_shapes
+from ksana_jax.runner.compiling import COMPILER_OPTIONS, compile_all, compiled, lower
+from ksana_jax.runner.decode_loop import LoopKey, lower_loop, only_decodes
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole, step_whole
-from ksana_jax.runner.submitted import Fetched, Submitted
+from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
 from ksana_jax.runner.token_programs import (
     bucket_of_top,
     choose_tokens,
@@ -44,15 +46,6 @@ from ksana_jax.runner.token_programs import (
     settings_packing,
 )
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepShape
-
-# Of a step, by platform. XLA's rematerialisation counts the pool, which is written in place, once for each write. It
-# then takes the memory for full and computes in every layer what layers share: a third more kernels for Llama-8B.
-# LLVM's first level of optimisation compiles a step in four fifths of the time, and the step is as fast as with the
-# third (8 layers, 32 rows, medians of six: 5.3 against 5.8 s in float32, 3.8 against 3.9 s in bfloat16).
-COMPILER_OPTIONS = {
-    "cpu": {"xla_backend_optimization_level": 1},
-    "gpu": {"xla_disable_hlo_passes": "rematerialization"},
-}
 
 
 class _Seen(NamedTuple):
@@ -155,7 +148,7 @@ class Runner:
 
     @property
     def programs(self) -> dict[Any, Any]:
-        """Compiled programs: steps by their StepShape, others by tuples that begin with "sample" or "score"."""
+        """Compiled programs: steps by StepShape, loops of them by LoopKey, others by tuples of "sample" or "score"."""
         return dict(self._compiled)
 
     @property
@@ -188,7 +181,7 @@ class Runner:
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
         if self.implementation.schedule and alike != self._seen.alike:
-            self._compiled = {key: f for key, f in self._compiled.items() if not isinstance(key, StepShape)}
+            self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
         self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
 
     @property
@@ -206,9 +199,7 @@ class Runner:
 
     def submit(self, step: StepInput) -> Submitted:
         """Starts one step; see `step.Executor`. New shapes are compiled first."""
-        saved, move_s = [], 0.0
-        if step.moves is not None:
-            saved, move_s = self._start_moves(step.moves)
+        saved, move_s = self._start_moves(step.moves)
         run = self.compile_step(step.shape)
         given = self._given(step.shape, step.arrays)
         vector = self.packed(step.shape, step.arrays, step.sampling)
@@ -229,6 +220,19 @@ class Runner:
             self._sampled, report = choose(self.params, sampled, settings, dense)
             tokens = Fetched(report, report_packing(count, top))
         return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores)
+
+    def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
+        """Starts several steps in one call; see `step.Executor`."""
+        step = steps[0]
+        saved, move_s = self._start_moves(step.moves)
+        top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
+        run = self._program(*self._loop_program(LoopKey(step.shape, len(steps), step.sampling is not None, top)))
+        vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
+        given = self._given(step.shape, step.arrays)
+        self.cache, self._sampled, reports = run(self.params, self.cache, vectors, given, self._seen.arrays)
+        fetched = Fetched(reports, report_packing(step.num_sampled, top))
+        first = Submitted(functools.partial(self.mover.finish, saved), move_s, FetchedStep(fetched, 0), None)
+        return [first, *(Submitted(lambda: None, 0.0, FetchedStep(fetched, at), None) for at in range(1, len(steps)))]
 
     def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
         """Returns a step's arrays and sampling settings as the vector that its program takes."""
@@ -252,8 +256,10 @@ class Runner:
         saved, _ = self._start_moves(moves)
         self.mover.finish(saved)
 
-    def _start_moves(self, moves: Moves) -> tuple[list[Saved], float]:
-        """Starts moves on the device; returns what `BlockMover.start` does, besides the pool."""
+    def _start_moves(self, moves: Moves | None) -> tuple[list[Saved], float]:
+        """Starts moves, if there are any, on the device; returns what `BlockMover.start` does, besides the pool."""
+        if moves is None:
+            return [], 0.0
         if self.evictor is not None:
             self.cache = self.evictor.start(self.cache, moves.evictions)
         self.cache, saved, move_s = self.mover.start(self.cache, moves)
@@ -265,6 +271,7 @@ class Runner:
         num_sampled: Sequence[int],
         asked: Sequence[SamplingParams] = (),
         workers: int = 1,
+        num_steps: int = 1,
     ) -> None:
         """Compiles the steps of some shapes; already compiled ones cost nothing.
 
@@ -272,6 +279,7 @@ class Runner:
           num_sampled: buckets of the tokens that are sampled in a step.
           asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
           workers: programs compiled at once.
+          num_steps: of decodes that share a call.
         """
         vocab = self.config.vocab_size
         counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
@@ -285,6 +293,9 @@ class Runner:
         for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
             hidden = jax.ShapeDtypeStruct((most, self.config.d_model), self.params.embed.dtype)
             programs |= [self._sample_program(hidden, count, *kind, top) for kind in kinds for top in tops]
+        if num_steps > 1:
+            loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
+            programs |= [self._loop_program(LoopKey(shape, num_steps, some, top)) for shape, some, top in loops]
         new = {key: lower for key, lower in programs.items() if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
         if self.evictor is not None:
@@ -326,31 +337,22 @@ class Runner:
             return lower_by_layer(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
         return self.lower_step(shape)
 
+    def _loop_program(self, key: LoopKey):
+        """Returns the key of the program of several decode steps, and a function that lowers it."""
+        return key, lambda: lower_loop(
+            self._network,
+            key,
+            self._seen.alike,
+            self._packing(key.shape),
+            self._logits,
+            *self._packed_arguments(key.shape),
+        )
+
     def step_arguments(self, shape: StepShape):
         """Returns the arguments of `pure_step`, or their shapes."""
-        tiles, width, tokens = shape.num_tiles, shape.table_width, shape.num_tokens
-        ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        groups = len(self.layout.groups)
-        tables = ints((groups, tiles, width))
-        arrays = StepArrays(
-            ints((tokens,)),
-            ints((tokens,)),
-            ints((groups, tokens)),
-            ints((groups, tokens)),
-            tables,
-            tables,
-            ints((shape.max_sampled,)),
-        )
-        if shape.shared_rows:
-            shared = ints((groups, shape.num_groups, width))
-            arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
-        eviction = self.layout.eviction
-        if eviction is not None and eviction.method.tells_queries_apart:
-            arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
-        if self.layout.sealed is not None:
-            arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(self.layout.block_size))))
+        arrays = array_shapes(shape, self.layout)
         if self.embeds_on_host:
-            rows = jax.ShapeDtypeStruct((tokens, self.config.d_model), self.params.embed.dtype)
+            rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
             arrays = arrays._replace(tokens=rows)
         return self.params, self.cache, arrays, self._seen.arrays
 

@@ -18,12 +18,23 @@ class Fetched:
     """Arrays on the device in one vector, on their way to the host."""
 
     def __init__(self, vector: jax.Array, packing: Packing):
-        self.vector, self._packing = vector, packing
+        self.vector, self.packing = vector, packing
         vector.copy_to_host_async()
 
     def result(self) -> Any:
         """Waits for the arrays; returns them as the packing's pytree."""
-        return self._packing.unpack(np.asarray(self.vector))
+        return self.packing.unpack(np.asarray(self.vector))
+
+
+class FetchedStep(NamedTuple):
+    """The report of one step of a loop, on its way to the host with those of the others."""
+
+    reports: Fetched
+    step: int
+
+    def result(self) -> Any:
+        """Waits for all steps; returns the arrays of this one as the packing's pytree."""
+        return self.reports.packing.unpack(np.asarray(self.reports.vector)[self.step])
 
 
 class Submitted(NamedTuple):
@@ -34,7 +45,7 @@ class Submitted(NamedTuple):
 
     finish_moves: Callable[[], None]
     move_s: float
-    tokens: Fetched | None
+    tokens: Fetched | FetchedStep | None
     prompt_scores: Fetched | None
 
     def result(self) -> StepOutput:

@@ -184,12 +184,15 @@ class RowBlocks:
     def index_full(self, rows: np.ndarray) -> None:
         """Adds the blocks that a step has filled to the prefix index."""
         r, size = self.rows, self._size
-        rows = rows[r.num_computed[rows] >= r.index_at[rows]]
-        if not len(rows):
+        # Steps after it may have advanced: what they compute are tokens that it, or one of them, has sampled.
+        computed = np.minimum(r.num_computed[rows], r.num_known[rows] - ~r.is_beam[rows])
+        due = computed >= r.index_at[rows]
+        if not np.count_nonzero(due):
             return
+        rows, computed = rows[due], computed[due]
         states = [seq.kv for row in rows.tolist() if (seq := r.seqs[row]) is not None]
         first = np.array([state.num_indexed for state in states])
-        count = r.num_computed[rows] // size - first
+        count = computed // size - first
         ends = np.cumsum(count)
         which = np.repeat(np.arange(len(rows)), count)
         starts = (np.arange(len(which)) + (first - ends + count)[which]) * size

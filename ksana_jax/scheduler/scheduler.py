@@ -109,16 +109,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or len(self.order) > 0
 
-    def blocks_to_finish(self, max_len: int, num_prompt: int) -> int:
-        """Returns how many blocks a sequence that ends at max_len tokens, prompt included, needs to finish."""
-        # The last token is sampled and never computed.
-        return self.layout.blocks_of(max(max_len - 1, 1), num_prompt=num_prompt)
-
     # ------------------------------------------------------------------ sequences come and go
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
-        assert self.blocks_to_finish(seq.max_len, seq.num_prompt) <= self.blocks.num_blocks, (
+        assert self.layout.blocks_to_finish(seq.max_len, seq.num_prompt) <= self.blocks.num_blocks, (
             "a request that can never finish"
         )
         self.queue.add(seq)
@@ -176,8 +171,8 @@ class Scheduler:
         return batch
 
     def schedule_ahead(self, running: ScheduledBatch) -> ScheduledBatch | None:
-        """Chooses the step after one that has advanced and is not settled, or returns None: it has nothing to compute,
-        or depends on what `running` samples. Then settle first.
+        """Chooses the step after the last one scheduled, which has advanced and is not settled, or returns None: it has
+        nothing to compute, or depends on what `running` samples. Then settle first.
 
         The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts nobody: the text of a
         preempted sequence must be known. Sequences that turn out to have ended leave their rows as ever (`gone`).
@@ -300,8 +295,10 @@ class Scheduler:
     # ------------------------------------------------------------------ after a step
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Records what is known of a step before its tokens: how much it computes, and which blocks that frees."""
-        rows = batch.rows
+        """Records, once, what is known of a step before its tokens: how much it computes, which blocks that frees."""
+        if batch.advanced:
+            return
+        batch.advanced, rows = True, batch.rows
         counts = batch.num_per_row if len(batch.chunks) else 1
         if batch.gone:
             stay = batch.stay(rows)

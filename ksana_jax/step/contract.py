@@ -37,6 +37,7 @@ class ScheduledBatch:
         all rows are sampled.
       gone: rows that their sequences have left since the step was scheduled. What it computes for them counts for
         nothing, and others may have taken these rows.
+      advanced: whether the scheduler has recorded how much it computes.
     """
 
     decodes: np.ndarray
@@ -44,6 +45,7 @@ class ScheduledBatch:
     counts: np.ndarray
     samples: np.ndarray | None = None
     gone: set[int] = dataclasses.field(default_factory=set)
+    advanced: bool = False
 
     def stay(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each of some rows of the step still holds the sequence that it was scheduled for."""
@@ -244,6 +246,17 @@ class StepInput:
     moves: Moves | None = None
 
 
+def share_a_call(steps: Seq[StepInput]) -> bool:
+    """Whether one call can compute steps of decodes in turn: they have one shape and ask for the same kinds of numbers,
+    and no blocks move between them."""
+
+    def kind(step: StepInput) -> tuple[Any, ...]:
+        return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
+
+    first, *others = steps
+    return first.targets is None and all(step.moves is None and kind(step) == kind(first) for step in others)
+
+
 @dataclasses.dataclass
 class StepOutput:
     """The output of an executor for one step: sampled tokens [num_sampled], and the requested scores.
@@ -288,6 +301,13 @@ class Executor(Protocol):
         """Starts the step's moves and then its computation; may return before either is done.
 
         The next step may be submitted before this one's result is asked for.
+        """
+        ...
+
+    def submit_together(self, steps: Seq[StepInput]) -> Seq[Pending]:
+        """Starts num_scheduler_steps steps that `share_a_call`, each as `submit` would, in one call.
+
+        None has penalties or biases, and executors with the embedding on the host are given none.
         """
         ...
 

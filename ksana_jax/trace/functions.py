@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import StepShape
 from ksana_jax.trace.parts import parts_of_operations
@@ -146,6 +147,9 @@ def name_of(key: Any) -> str:
         parts = " + ".join(f"{count}x{width}" for count, width in key.parts)
         shared = f", groups of {key.shared_rows}" if key.shared_rows else ""
         return f"step {parts}, tables of {key.table_width}{shared}"
+    if isinstance(key, LoopKey):
+        asked = ["by temperature"] * key.samples + [f"{key.num_top} log-probabilities"] * (key.num_top is not None)
+        return ", ".join([f"{key.num_steps} times {name_of(key.shape)}", *(asked or ["greedy"])])
     if isinstance(key, tuple) and key[:1] == ("sample",) and len(key) == 6:
         _, _, count, settings, dense, top = key
         asked = ["by temperature"] * bool(settings) + ["penalties and biases"] * bool(dense)
@@ -167,7 +171,7 @@ def reason_of(key: Any, before: list[Any]) -> str:
     """
     steps = [k for k in before if isinstance(k, StepShape)]
     if not isinstance(key, StepShape):
-        same = [k for k in before if isinstance(k, tuple) and k[:1] == key[:1] and not isinstance(k, StepShape)]
+        same = [k for k in before if type(k) is type(key) and k[:1] == key[:1]]
         return f"the first call of {name_of(key)!r}" + (f"; compiled were {', '.join(map(name_of, same))}" * bool(same))
     if not steps:
         return "no step was compiled before"

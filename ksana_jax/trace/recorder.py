@@ -109,6 +109,7 @@ class Recorder:
         return batch
 
     def _settle(self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any) -> StepResult:
+        self._note_ended()  # by an abort between two steps of one call
         event, names = self._scheduled.pop(id(batch))
         sampled = {names[row]: int(token) for row, token in zip(batch.sampled.tolist(), tokens.tolist(), strict=True)}
         result = method(batch, tokens)

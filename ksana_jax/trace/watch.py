@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ksana_jax.engine.completion import Request
@@ -34,6 +35,8 @@ class StepTrace:
     device_s: from the submission, or the previous step's result if that came later, to the result: the most that the
       device can have worked on the step. idle_s: from the previous step's result to the submission if that came later,
       while there was work: the least that the device had nothing to do.
+    Steps of one call (`num_scheduler_steps`) share its submit_s, wait_s and device_s equally; all else of the call is
+      the first one's.
     num_rows, num_tokens, num_sampled: that were asked for. shape: what the step was padded to.
     moved_bytes: of whole blocks, by direction. compiled: functions that it had to wait for.
     profiled: whether the profiler ran, which makes steps slower; profiler_s: to start it and to write what it saw.
@@ -61,7 +64,6 @@ class StepTrace:
     profiled: bool = False
     profiler_s: float = 0.0
     record: StepRecord | None = None
-    _submitted_s: float = 0.0
     _scheduled_s: float = 0.0
     _result_s: float = 0.0
 
@@ -121,6 +123,7 @@ class EngineWatch:
         self._wrappers = Wrappers()
         self._wrappers.add(engine, "scheduler", "_schedule", self._schedule)
         self._wrappers.add(engine, "executor", "submit", self._submit)
+        self._wrappers.add(engine, "executor", "submit_together", self._submit_together)
         self._wrappers.add(engine, "executor", "reset", self._reset)
         self._wrappers.add(engine, "intake", "new_requests", self._new_requests)
         engine.observers.append(self._observe)
@@ -142,6 +145,7 @@ class EngineWatch:
 
     def _schedule(self, method: Callable[[], ScheduledBatch | None]) -> ScheduledBatch | None:
         began = self._clock()
+        self._note_built(began)
         batch = method()
         if batch is not None:
             now, sampled = self._clock(), len(batch.sampled)
@@ -151,36 +155,63 @@ class EngineWatch:
             self._running.append(step)
         return batch
 
+    def _note_built(self, now: float) -> None:
+        """Ends the building of the step that was scheduled last, unless it is submitted."""
+        if self._running and (step := self._running[-1]).shape is None:
+            step.build_s = step.build_s or now - step._scheduled_s
+
     def _submit(self, method: Callable[[StepInput], Any], given: StepInput) -> Any:
-        step, log, engine = self._running[-1], self._log, self._engine()
+        [pending] = self._submitted([given], lambda: [method(given)])
+        return pending
+
+    def _submit_together(self, method: Callable[[Sequence[StepInput]], Any], given: Sequence[StepInput]) -> Any:
+        return self._submitted(given, lambda: method(given))
+
+    def _submitted(self, given: Sequence[StepInput], submit: Callable[[], Sequence[Any]]) -> list[_Pending]:
+        """Times a call for some steps: the first ones that are not submitted."""
+        steps, log, engine = [s for s in self._running if s.shape is None][: len(given)], self._log, self._engine()
         assert engine is not None
-        built = self._clock()
-        step.profiled = self._before_step(step)
+        built, step = self._clock(), steps[0]
+        self._note_built(built)
+        profiled = self._before_step(step)
         began, writing, known = self._clock(), log.writing_s, len(log.functions)
-        step.shape, step.build_s, step.profiler_s = given.shape, built - step._scheduled_s, began - built
-        step.moved_bytes = moved_bytes(given.moves, engine.memory.layout.block_bytes)
+        step.profiler_s = began - built
+        for each, asked in zip(steps, given, strict=True):
+            each.shape, each.profiled = asked.shape, profiled
+            each.moved_bytes = moved_bytes(asked.moves, engine.memory.layout.block_bytes)
         programs = list(getattr(engine.executor, "programs", ()))
-        pending = method(given)
+        pending = submit()
         now, new = self._clock(), log.functions[known:]
         for function in new:
             function.step, function.engine, function.reason = step.step, self.number, reason_of(function.key, programs)
             programs.append(function.key)
         step.compiled, step.compile_s = [f.name for f in new], sum(f.traced_s + f.compiled_s for f in new)
-        step.submit_s = max(now - began - step.compile_s - (log.writing_s - writing), 0.0)
-        step._submitted_s = now
-        return _Pending(pending, lambda result: self._wait(step, result))
+        submit_s = max(now - began - step.compile_s - (log.writing_s - writing), 0.0)
+        for each in steps:
+            each.submit_s = submit_s / len(steps)
+        first = _Pending(pending[0], lambda result: self._wait(steps, now - submit_s, result))
+        others = zip(steps[1:], pending[1:], strict=True)
+        return [first, *(_Pending(p, functools.partial(self._take, each)) for each, p in others)]
 
-    def _wait(self, step: StepTrace, result: Callable[[], Any]) -> Any:
+    def _wait(self, steps: Sequence[StepTrace], submitting: float, result: Callable[[], Any]) -> Any:
+        """Times the result of a call for some steps, of which the first one's is asked for."""
         began = self._clock()
         output = result()
-        now = self._clock()
-        step.wait_s, step._result_s = now - began, now
-        submitting = step._submitted_s - step.submit_s
-        step.device_s = now - max(submitting, self._last_result_s)
+        now, step = self._clock(), steps[0]
+        step._result_s = now
+        for each in steps:
+            each.wait_s = (now - began) / len(steps)
+            each.device_s = (now - max(submitting, self._last_result_s)) / len(steps)
         last = self.steps[-1].record if self.steps else None
         if last is not None and last.num_running + last.num_waiting:
             step.idle_s = max(submitting - step.compile_s - step.profiler_s - self._last_result_s, 0.0)
         self._last_result_s = now
+        return output
+
+    def _take(self, step: StepTrace, result: Callable[[], Any]) -> Any:
+        """Takes the result of a step whose call has ended with an earlier one."""
+        output = result()
+        step._result_s = self._clock()
         return output
 
     def _observe(self, engine: Engine) -> None:

@@ -125,7 +125,7 @@ def test_an_idle_engine_with_a_step_under_way_changes_its_pattern():
     for _ in range(3):
         step(engine)
     engine.abort(request.request_id)
-    assert not engine.has_work and engine._ahead is not None
+    assert not engine.has_work and engine.num_steps_under_way
     engine.set_patterns(FULLY)
     following = engine.add_request(prompt_of(5), asking(5))
     run(engine)
@@ -180,7 +180,7 @@ def test_a_failure_of_a_step_under_way_takes_its_requests_along_and_nothing_else
             engine.step()
     engine.executor.submit = submit
     engine.scheduler.check()
-    assert not engine.has_work and engine._ahead is None and engine.scheduler.blocks.num_used == 0
+    assert not engine.has_work and not engine.num_steps_under_way and engine.scheduler.blocks.num_used == 0
     assert all(r.output().outputs[0].finish_reason is FinishReason.ERROR for r in requests)
     again = engine.add_request(prompt_of(5), asking())
     run(engine)

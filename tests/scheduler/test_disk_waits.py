@@ -70,7 +70,7 @@ def test_a_request_that_gets_no_slots_for_its_reads_computes_while_another_waits
 def test_a_pool_below_the_sum_of_the_working_sets_makes_progress_with_all_tiers_on(preempt, patterns, slack):
     shared = prompt_of(9)
     prompts = [np.concatenate([shared, prompt_of(5, seed=s)]) for s in range(5)]
-    alone = make_engine(patterns).scheduler.blocks_to_finish(14 + 12, 14)
+    alone = make_engine(patterns).scheduler.layout.blocks_to_finish(14 + 12, 14)
     engine = make_engine(
         patterns,
         num_blocks=alone + slack,

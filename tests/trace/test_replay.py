@@ -48,9 +48,11 @@ def record(folder, drive=live, **settings):
 
 # With a tier on the host, the engine waits for the tokens of each step.
 AHEAD = {"async_scheduling": True, "host_slots": 0, "preempt": "auto"}
+SEVERAL = AHEAD | {"num_scheduler_steps": 3}
+MODES = pytest.mark.parametrize("settings", [{}, AHEAD, SEVERAL], ids=["synchronous", "ahead", "several at once"])
 
 
-@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["synchronous", "ahead"])
+@MODES
 def test_a_replay_takes_the_same_decisions_blocks_and_tokens(tmp_path, settings):
     made, first = record(tmp_path / "a", **settings)
     assert first.scheduler.num_preemptions and any(e["event"] == "aborted" for e in made.events)
@@ -61,7 +63,7 @@ def test_a_replay_takes_the_same_decisions_blocks_and_tokens(tmp_path, settings)
     assert not again.has_work
 
 
-@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["synchronous", "ahead"])
+@MODES
 def test_recorded_steps_are_what_the_executor_was_given(tmp_path, settings):
     made, engine = record(tmp_path / "a", **settings)
     for event, given in zip(made.steps, engine.executor.steps, strict=True):
@@ -73,6 +75,24 @@ def test_recorded_steps_are_what_the_executor_was_given(tmp_path, settings):
             tables[name] = tables.get(name, [])[:kept] + new
         for name, computed, count in event["rows"]:
             assert len(tables[name]) * 4 >= computed + count and len(set(tables[name])) == len(tables[name])
+
+
+def test_an_abort_within_a_call_is_replayed_before_the_same_step(tmp_path):
+    def drive(engine):
+        requests = [engine.add_request(prompt_of(5, i), asking(30), request_id=f"r{i}") for i in range(2)]
+        while len(requests[0].completions[0].seq.token_ids) == 5:
+            step(engine)
+            if engine.executor.num_calls_together == 2:
+                assert engine.num_steps_under_way > 1
+                engine.abort("r0")
+        engine.add_request(prompt_of(4, 9), asking(6), request_id="r2")
+        run(engine)
+
+    settings = SEVERAL | {"num_blocks": 64}
+    made, first = record(tmp_path / "a", drive, **settings)
+    again = make_engine(**SETTINGS | settings)
+    assert replay(made, again).difference is None
+    assert [r._replace(ended_s=0) for r in again.records] == [r._replace(ended_s=0) for r in first.records]
 
 
 @pytest.mark.parametrize("kind", ["rows", "blocks", "tokens"])

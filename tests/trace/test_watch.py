@@ -73,6 +73,22 @@ def test_phases_add_up_to_the_step_on_a_clock_that_ticks(tmp_path):
         assert s.wait_s <= s.device_s <= s.ended_s - s.began_s
 
 
+def test_steps_of_one_call_share_its_times(tmp_path):
+    with tracing(tmp_path, profile_steps=0) as trace:
+        engine = make_engine(num_scheduler_steps=4)
+        engine.add_request(prompt_of(5), asking(9))
+        run(engine)
+    steps = trace.watches[0].steps
+    assert [s.record for s in steps] == engine.records and [s.num_tokens for s in steps] == [5] + [1] * 8
+    assert [s.shape for s in steps] == [g.shape for g in engine.executor.steps]
+    for first in (1, 5):
+        shared = {(s.submit_s, s.wait_s, s.device_s) for s in steps[first : first + 4]}
+        # The clock ticks once from submission to its end, and once while the result is waited for.
+        assert len(shared) == 1 and {submit_s for submit_s, _, _ in shared} == {1 / 4}
+        assert steps[first].idle_s > 0 and not any(s.idle_s for s in steps[first + 1 : first + 4])
+        assert all(s.build_s > 0 and s.finish_s > 0 for s in steps[first : first + 4])
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_device_is_idle_between_a_result_and_the_next_submission(tmp_path, ahead):
     with tracing(tmp_path, profile_steps=0) as trace:

@@ -1,0 +1,84 @@
+"""Submits steps to the executor: one, or several that share a call. Knows rows and blocks; no requests, no jax."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.step.builder import BatchBuilder
+from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, share_a_call
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """A step that is built, and the state of the pool when it was.
+
+    ends: for each of `batch.rows` the index of its last token among the step's.
+    blocks_after: blocks in use when the step after it was scheduled; None if that waits for this one's tokens.
+    pending: once it is submitted.
+    """
+
+    batch: ScheduledBatch
+    input: StepInput
+    ends: np.ndarray
+    began: float
+    peak_blocks: int
+    unshared_blocks: int
+    blocks_after: int | None = None
+    pending: Pending | None = None
+
+
+# Steps in the order of their submission.
+Steps = collections.deque[Step]
+
+
+def submit(
+    batch: ScheduledBatch | None,
+    scheduler: Scheduler,
+    builder: BatchBuilder,
+    executor: Executor,
+    most_steps: int,
+    clock: Callable[[], float],
+) -> Steps:
+    """Submits a step, if there is one, and those that follow in the same call: decodes, while no request waits.
+
+    Args:
+      most_steps: of a call. Fewer, or steps that differ, are submitted one by one.
+    """
+    steps: Steps = collections.deque()
+    while batch is not None:
+        steps.append(_build(batch, scheduler, builder, clock))
+        if len(steps) == most_steps or len(batch.chunks) or scheduler.waiting:
+            break
+        batch = schedule_after(steps[-1], scheduler)
+    inputs = [step.input for step in steps]
+    if len(inputs) == most_steps > 1 and share_a_call(inputs):
+        pending = executor.submit_together(inputs)
+    else:
+        pending = [executor.submit(given) for given in inputs]
+    for step, result in zip(steps, pending, strict=True):
+        step.pending = result
+    return steps
+
+
+def schedule_after(step: Step, scheduler: Scheduler) -> ScheduledBatch | None:
+    """Schedules the step after the last one submitted or built, whose tokens are not known yet; None if it has to wait
+    for them, or there is none."""
+    scheduler.advance(step.batch)
+    blocks_after = scheduler.blocks.num_used
+    if (batch := scheduler.schedule_ahead(step.batch)) is not None:
+        step.blocks_after = blocks_after
+    return batch
+
+
+def _build(batch: ScheduledBatch, scheduler: Scheduler, builder: BatchBuilder, clock: Callable[[], float]) -> Step:
+    given, ends = builder.build(batch, scheduler.rows)
+    given.moves = scheduler.memory.take_moves()
+    peak_blocks = scheduler.blocks.num_used
+    unshared_blocks = int(np.add.reduce(scheduler.rows.num_blocks, axis=None))  # free rows have none
+    began = clock() if scheduler.memory.swap.weighs_costs else 0.0
+    return Step(batch, given, ends, began, peak_blocks, unshared_blocks)

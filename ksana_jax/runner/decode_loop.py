@@ -1,0 +1,64 @@
+"""Several decode steps as one program: a loop on the device over steps of one shape, each with its sampling inside.
+
+The host prepares the arrays of all steps; only tokens go from one to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ksana_jax.runner.compiling import lower
+from ksana_jax.runner.packing import Packing
+from ksana_jax.runner.step_program import Network, step_packed
+from ksana_jax.runner.token_programs import choose_tokens
+from ksana_jax.step.contract import StepShape
+
+
+class LoopKey(NamedTuple):
+    """What a loop is compiled for, by which the runner keeps it.
+
+    samples: whether there are sampling settings. num_top: most probable tokens to score; None scores nothing.
+    """
+
+    shape: StepShape
+    num_steps: int
+    samples: bool
+    num_top: int | None
+
+
+def only_decodes(shape: StepShape) -> bool:
+    """Whether each tile of a shape is one token."""
+    return [part.width for part in shape.parts] == [1]
+
+
+def lower_loop(
+    network: Network, key: LoopKey, alike: Sequence[int], packing: Packing, logits: Callable, *arguments: Any
+) -> Any:
+    """Lowers a loop as one program: (params, cache, vectors [steps, n], given [J], patterns) -> (cache, tokens [J] of
+    the last step, reports [steps, m], each as `choose_tokens` returns it).
+
+    Args:
+      arguments: of one step, as `lower_whole` takes them.
+    """
+    params, cache, vector, given, patterns = arguments
+    vectors = jax.ShapeDtypeStruct((key.num_steps, *vector.shape), vector.dtype)
+    run = network.jit(run_loop, donated="cache", key=key, alike=alike, packing=packing, logits=logits)
+    return lower(run, params, cache, vectors, given, patterns)
+
+
+def run_loop(params, cache, vectors, given, patterns, *, network: Network, key: LoopKey, alike, packing, logits):
+    step = functools.partial(step_packed, network=network, shape=key.shape, alike=alike, packing=packing)
+    choose = functools.partial(choose_tokens, logits=logits, count=key.shape.num_tokens, num_top=key.num_top)
+
+    def body(carry, vector):
+        cache, given = carry
+        cache, _, sampled, settings = step(params, cache, vector, given, patterns)
+        tokens, report = choose(params, sampled, settings if key.samples else None, None)
+        return (cache, tokens), report
+
+    (cache, given), reports = jax.lax.scan(body, (cache, given), vectors)
+    return cache, given, reports
