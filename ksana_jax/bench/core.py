@@ -54,11 +54,13 @@ class Bench(Results):
     """A benchmark: a dataclass whose fields are options, each with a default.
 
     A repetition measures every case once, in turn, forwards and backwards alternately (A B C, C B A), so that a change
-    in the machine's speed affects all alike. Unless `start` warms up everything, one more comes first and is not kept.
+    in the machine's speed affects all alike. Unless `start` warms up everything, one more comes first and is not kept;
+    `warming` is true meanwhile, and `measure` may then do less.
     """
 
     REPEATS: ClassVar[int] = 3  # unless told otherwise
     WARM_TURN: ClassVar[bool] = True  # whether a repetition that is not recorded comes first
+    warming: ClassVar[bool] = False
 
     @abc.abstractmethod
     def title(self) -> str:
@@ -136,10 +138,11 @@ class Bench(Results):
             else "One repetition."
         )
         compiled = sum(m["compilations"] for m in turns)
+        warm = "".join([f" of {m['warm_up_s']:,.0f} s" for m in found if m["metric"] == "machine"][:1])
         said.append(
-            f"{compiled} compilations after warm-up; repetitions with one of them are left out."
+            f"{compiled} compilations after a warm-up{warm}; repetitions with one of them are left out."
             if compiled
-            else "No compilation after warm-up."
+            else f"No compilation after a warm-up{warm}."
         )
         return [*said, *_machine_notes(found, turns)]
 
@@ -149,7 +152,7 @@ _BOOKKEEPING = ("turn", "compilations", "load", "seconds")
 
 def _machine_notes(found: Sequence[Measurement], turns: Sequence[Measurement]) -> list[str]:
     said = [
-        f"{m['cpu']}, {m['cores']} cores; Python {m['python']}, {m['packages']}; warm-up {m['warm_up_s']:,.1f} s."
+        f"{m['cpu']}, {m['cores']} cores; Python {m['python']}, {m['packages']}."
         for m in found
         if m["metric"] == "machine"
     ][:1]
@@ -193,7 +196,9 @@ def run(bench: Bench, repeats: int = 3, clock: Callable[[], float] = time.perf_c
     try:
         bench.start()
         if bench.WARM_TURN:
+            bench.warming = True  # pyright: ignore[reportAttributeAccessIssue]  of this object only
             collections.deque(_turn(bench, cases, absent), maxlen=0)
+            bench.warming = False  # pyright: ignore[reportAttributeAccessIssue]
         where = {"metric": "machine", "warm_up_s": clock() - began, **_machine(environment())}
         for number in range(repeats):
             there = [case for case in cases if case.name not in absent]

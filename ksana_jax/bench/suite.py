@@ -1,15 +1,19 @@
-"""`make bench`: the benchmarks whose tables the README shows, in about 20 minutes.
+"""`make bench`: the benchmarks whose tables the README shows, in at most 20 minutes.
 
-    python -m ksana_jax.bench.suite [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--readme README.md]
+    python -m ksana_jax.bench.suite [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--resume]
+                                    [--readme README.md]
 
-Each is run into a folder of its own; performance.md has their tables. With --readme, the part of that file between
-`<!-- performance -->` and `<!-- /performance -->` is replaced by a summary.
+Each is run into a folder of its own; performance.md has their tables. With --resume, those that --out already has with
+the same options are not run again, so that what was left out for want of time, or was interrupted, can follow later.
+With --readme, the part of that file between `<!-- performance -->` and `<!-- /performance -->` is replaced by a
+summary.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +21,10 @@ from typing import Any
 
 from ksana_jax.bench import BENCHES
 from ksana_jax.bench.command import run_and_show
+from ksana_jax.bench.core import Bench
 from ksana_jax.errors import ConfigError
-from ksana_jax.experiments.report import Report
+from ksana_jax.experiments.records import read
+from ksana_jax.experiments.report import Report, read_report
 from ksana_jax.experiments.tables import markdown
 from ksana_jax.files import write_atomic
 from ksana_jax.plugins import resolve
@@ -28,7 +34,7 @@ BEGIN, END = "<!-- performance -->", "<!-- /performance -->"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A benchmark of the suite. minutes: about what it takes on two idle cores, peers included.
+    """A benchmark of the suite. minutes: what it takes at most on two idle cores, peers included.
 
     table: whether the summary has its table, or only its conclusion.
     """
@@ -42,12 +48,14 @@ class Entry:
     table: bool = False
 
 
-def _throughput(model: str, dtype: str, minutes: float, repeats: int) -> Entry:
-    options = {"model": model, "dtype": dtype, "requests": (32, 1)}
+def _throughput(model: str, dtype: str, minutes: float, repeats: int, only: tuple[str, ...] = ()) -> Entry:
+    options = {"model": model, "dtype": dtype, "requests": (32, 1), "only": only}
     return Entry(f"{model}-{dtype}", "throughput", minutes, options, repeats, peers=True, table=True)
 
 
-# What matters most comes first: what does not fit the time is left out.
+# What matters most comes first: what does not fit the time is left out. With bench-m, transformers alone would take as
+# long as all the others together.
+FASTEST = ("vLLM", "llama.cpp")
 SUITE = (
     _throughput("bench-s", "f32", 3, 2),
     _throughput("bench-s", "bf16", 2.5, 2),
@@ -55,8 +63,8 @@ SUITE = (
     Entry("scheduling", "scheduling", 2, {"requests": 24, "loads": (0.02, 0.05, 0.1, 0.3, 0.6, 0.8, 1.0)}),
     Entry("tokens-in-forward", "tokens-in-forward", 1.5, {}, 2),
     Entry("latency", "latency", 1.5, {}, 2),
-    _throughput("bench-m", "bf16", 3, 1),
-    _throughput("bench-m", "f32", 5, 1),
+    _throughput("bench-m", "bf16", 3, 1, FASTEST),
+    _throughput("bench-m", "f32", 4, 1, FASTEST),
 )
 
 
@@ -64,20 +72,40 @@ def run_suite(
     out: Path,
     peers: str,
     minutes: float,
+    resume: bool = False,
     entries: Sequence[Entry] = SUITE,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[tuple[Entry, Report]], list[Entry]]:
-    """Runs the entries for which there is time left; returns their reports, and the entries that were left out."""
+    """Runs the entries for which there is time left; returns their reports, and the entries that were left out.
+
+    Args:
+      resume: entries that `out` already has with the same options are read instead.
+    """
     began, made, left_out = clock(), [], []
     for entry in entries:
-        if (clock() - began) / 60 + entry.minutes > minutes:
-            left_out.append(entry)
-            continue
         options = entry.options | ({"peers": peers} if entry.peers else {})
-        bench = resolve(entry.bench, BENCHES, "bench")(**options)
-        report = run_and_show(bench, repeats=entry.repeats, out=out / entry.folder, as_json=False)
-        made.append((entry, report))
+        bench, folder = resolve(entry.bench, BENCHES, "bench")(**options), out / entry.folder
+        if resume and _has(folder, bench, entry.repeats):
+            print(f"== {entry.folder}: kept from {folder}", flush=True)
+            made.append((entry, read_report(folder)))
+        elif (passed := (clock() - began) / 60) + entry.minutes > minutes:
+            left_out.append(entry)
+        else:
+            print(f"== {entry.folder}: up to {entry.minutes:g} min., begun after {passed:.1f}", flush=True)
+            made.append((entry, run_and_show(bench, repeats=entry.repeats, out=folder, as_json=False)))
     return made, left_out
+
+
+def _has(folder: Path, bench: Bench, repeats: int) -> bool:
+    """Whether a folder has records of a benchmark with the same options and repetitions."""
+    try:
+        records = read(folder)
+    except FileNotFoundError:
+        return False
+    settings = json.loads(json.dumps(dataclasses.asdict(bench)))  # pyright: ignore[reportArgumentType]  a dataclass
+    turns = {len({m["turn"] for m in found if "turn" in m}) for found in records.done.values()}
+    same = all(start["config"]["settings"] == settings for start in records.starts.values())
+    return same and len(records.done) == len(bench.cases()) and turns - {0} == {repeats}
 
 
 def performance(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
@@ -90,19 +118,19 @@ def performance(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry])
 
 def summary(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
     """Returns what the README shows: some tables, of others their conclusions, and how it was measured."""
-    parts = []
+    parts, said = [], set()
     for entry, report in made:
         if entry.table:
             title, *table = markdown(report.title, report.rows, report.columns, []).splitlines()
             parts.append("\n".join([f"**{title.removeprefix('## ')}**", *table, "", report.conclusion]).rstrip())
+            # What holds for all of them is said once, how busy the machine was of each.
+            notes = [note for note in report.notes if note not in said or note.startswith(("Other", "That"))]
+            said.update(notes)
+            parts.append("  \n".join(notes))
         elif report.conclusion:
-            parts.append(f"**{report.title}.** {report.conclusion}")
-    # What depends on the machine is said of the first, and how busy it was of each that was disturbed.
-    notes = dict.fromkeys(note for _, report in made[:1] for note in report.notes)
-    busy = [r.title for _, r in made[1:] if any(note.startswith("That is a busy machine") for note in r.notes)]
-    parts.append("  \n".join(notes))
-    parts += [f"The machine was busy during: {'; '.join(busy)}."] * bool(busy)
-    return "\n\n".join([*parts, *_missing(left_out)]) + "\n"
+            busy = [note for note in report.notes if note.startswith(("Other", "That"))]
+            parts.append(f"**{report.title}.** {' '.join([report.conclusion, *busy])}")
+    return "\n\n".join([*filter(None, parts), *_missing(left_out)]) + "\n"
 
 
 def _missing(left_out: Sequence[Entry]) -> list[str]:
@@ -130,6 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     parser.add_argument("--peers", default=".venv-peers", help="environment of other engines; see `make peers`")
     parser.add_argument("--minutes", type=float, default=20, help="time that all may take")
+    parser.add_argument("--resume", action="store_true", help="do not run again what --out has with the same options")
     parser.add_argument("--readme", type=Path, help="file whose part between the marks is replaced")
     args = parser.parse_args()
     readme = "" if args.readme is None else args.readme.read_text(encoding="utf-8")
@@ -138,7 +167,7 @@ def main() -> None:
             replace_between(readme, "")  # an error after all benchmarks would come too late
         except ConfigError as error:
             parser.error(f"{args.readme}: {error}")
-    made, left_out = run_suite(args.out, args.peers, args.minutes)
+    made, left_out = run_suite(args.out, args.peers, args.minutes, args.resume)
     write_atomic(args.out / "performance.md", performance(made, left_out))
     print(f"{args.out}: performance.md")
     if args.readme is not None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 OURS, EVICTING, BOUND = "ksana_jax", "ksana_jax, evicting", "bound"
 MAX_MODEL_LEN = 512
+# Of the tokens of each output, the share that warms up: as many different numbers of rows, and an eighth of the steps.
+WARM_SHARE = 8
 
 
 def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
@@ -52,6 +54,7 @@ class Throughput(Bench):
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
     kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")
     peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
+    only: tuple[str, ...] = option((), "first words of the peers to measure, such as vLLM,llama.cpp; all if not given")
 
     def title(self) -> str:
         return f"Output tokens per second of {self.model}, {self.dtype}"
@@ -61,7 +64,11 @@ class Throughput(Bench):
 
         read_eviction(self.kv_eviction)
         checks.require(*(checks.integer("requests", count) for count in self.requests), error=ConfigError)
-        labels = [OURS] + [EVICTING] * bool(self.kv_eviction) + [*PEERS] * (self.peers is not None)
+        for name in self.only:
+            if not any(label.startswith(name) for label in PEERS):
+                raise ConfigError(f"only is {name!r}, must begin the name of a peer: {'; '.join(PEERS)}")
+        peers = [label for label in PEERS if label.startswith(self.only or "")] * (self.peers is not None)
+        labels = [OURS] + [EVICTING] * bool(self.kv_eviction) + peers
         return [Case(label, {"requests": count}) for count in self.requests for label in (BOUND, *labels)]
 
     # ------------------------------------------------------------------ measuring
@@ -93,6 +100,8 @@ class Throughput(Bench):
         prompts, lengths = workload(self.llms[OURS].model_config.vocab_size, count, self.seed)
         if case.label == BOUND:
             return self._bound(prompts, lengths)
+        if self.warming:
+            lengths = [-(-n // WARM_SHARE) for n in lengths]
         if case.label in self.llms:
             seconds, token_ids, found = run(self.llms[case.label], prompts, lengths)
         else:
@@ -176,8 +185,10 @@ class Throughput(Bench):
                 f"Bound: the longer of what reading weights, keys and values takes at {gigabytes:,.1f} GB/s and what "
                 f"the products take at {gigaflop:,.0f} GFLOP/s, both measured in the same turns; prompts included."
             )
-        versions = {label: m["versions"] for label, m in turns if "versions" in m}
-        said += [f"{label}: {text}." for label, text in versions.items()]
+        versions = dict.fromkeys(m["versions"] for label, m in turns if "versions" in m)
+        said += [f"Peers: {'; '.join(versions)}."] * bool(versions)
+        if self.peers is not None and self.only:
+            said.append(f"Peers left out: {'; '.join(label for label in PEERS if not label.startswith(self.only))}.")
         if any(row.label == EVICTING for row in rows):
             said.append(
                 "Evicting: a pool of as many bytes. Requests at once: mean of those that run while others wait for "

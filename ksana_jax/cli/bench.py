@@ -72,12 +72,14 @@ def _command(name: str, spec: str) -> Any:
 
 
 def _parameter(field: dataclasses.Field, hint: Any) -> inspect.Parameter:
-    """Returns a field as an option: numbers separated by commas if it is a tuple, YAML if it is a mapping."""
+    """Returns a field as an option: numbers or names separated by commas if it is a tuple, YAML if it is a mapping."""
     help: str = field.metadata["help"]
     default: Any = field.default
     settings: dict[str, Any] = {}
     if get_origin(hint) is tuple:
-        hint, default, settings = str, ",".join(map(str, default)), {"metavar": "NUMBERS"}
+        names = get_args(hint)[0] is str
+        hint, default, settings = str, ",".join(map(str, default)), {"metavar": "NAMES" if names else "NUMBERS"}
+        settings |= {"show_default": bool(default)}
     elif _holds(hint, dict):
         hint, settings = str | None, {"metavar": "YAML"}
     if default is None:
@@ -99,7 +101,7 @@ def _read(name: str, hint: Any, given: Any) -> Any:
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
     try:
-        return tuple(kind(part.strip()) for part in text.split(","))
+        return tuple(kind(part.strip()) for part in text.split(",")) if text or kind is not str else ()
     except ValueError:
         example = "256,1024" if kind is int else "0.5,1"
         flag = "--" + name.replace("_", "-")

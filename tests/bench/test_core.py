@@ -63,7 +63,7 @@ def test_a_folder_of_a_benchmark_is_read_like_that_of_an_experiment(tmp_path, ca
     made = read_report(tmp_path)
     assert (made.name, [row.point["size"] for row in made.rows]) == ("bench-test-core", [1, 2])
     assert [row.mean("work_s") for row in made.rows] == [2.0, 20.0]
-    assert any("No compilation after warm-up" in note for note in made.notes)
+    assert any("No compilation after a warm-up of " in note for note in made.notes)
     assert any("cores; Python" in note for note in made.notes)
     for name in ("table.md", "table.csv", "figure.png", "records.jsonl"):
         assert (tmp_path / name).stat().st_size

@@ -34,10 +34,29 @@ def clock(monkeypatch):
 def test_what_does_not_fit_the_time_is_left_out(clock, tmp_path):
     now, asked = clock
     entries = [Entry("a", "host", 4, {}, 2, peers=True), Entry("b", "latency", 8, {}), Entry("c", "latency", 4, {})]
-    made, left_out = suite.run_suite(tmp_path, "env", 10, entries, now)
+    made, left_out = suite.run_suite(tmp_path, "env", 10, entries=entries, clock=now)
     assert asked == [("Host", 2, "a", "env"), ("Latency", 1, "c", None)]
     assert [entry.folder for entry in left_out] == ["b"]
     assert "Not measured, for want of time: b." in suite.performance(made, left_out)
+
+
+def test_a_suite_that_is_resumed_reads_what_is_there_with_the_same_options(tmp_path, monkeypatch):
+    rows = {"rows": (2,), "steps": 2, "context": 20}
+    entry = Entry("a", "host", 1, rows)
+    [(_, first)], _ = suite.run_suite(tmp_path, "", 10, entries=[entry])
+    asked = []
+    monkeypatch.setattr(suite, "run_and_show", lambda bench, **_: asked.append(bench) or report("again"))
+    [(_, kept)], left_out = suite.run_suite(tmp_path, "", 0, True, [entry])
+    assert (asked, left_out, kept.title, kept.notes) == ([], [], first.title, first.notes)
+    assert kept.rows[0].mean("step_us") == first.rows[0].mean("step_us")
+    for other in (
+        Entry("a", "host", 1, rows | {"steps": 3}),
+        Entry("a", "host", 1, rows, 2),
+        Entry("b", "host", 1, rows),
+    ):
+        suite.run_suite(tmp_path, "", 10, True, [other])
+    suite.run_suite(tmp_path, "", 10, False, [entry])
+    assert len(asked) == 4
 
 
 def test_the_whole_suite_fits_its_time_and_has_options_that_exist():
@@ -48,14 +67,17 @@ def test_the_whole_suite_fits_its_time_and_has_options_that_exist():
 
 
 def test_the_summary_has_tables_conclusions_and_how_it_was_measured():
+    notes = ["A machine.", "Other programs took 1%."]
     made = [
-        (Entry("a", "host", 1, {}, table=True), report("Host loop", "Twice as fast.", ["A machine."])),
-        (Entry("b", "latency", 1, {}), report("Latency", "Low.", ["A machine.", "That is a busy machine: so."])),
+        (Entry("a", "host", 1, {}, table=True), report("Host loop", "Twice as fast.", notes)),
+        (Entry("b", "host", 1, {}, table=True), report("Again", "", ["Bound: 3.", *notes])),
+        (Entry("c", "latency", 1, {}), report("Latency", "Low.", [*notes, "That is a busy machine: so."])),
     ]
-    said = suite.summary(made, [])
-    assert said == (
-        "**Host loop**\n\n| rows | step |\n| --- | ---: |\n| 4 | 2.0 |\n\nTwice as fast.\n\n**Latency.** Low.\n\n"
-        "A machine.\n\nThe machine was busy during: Latency.\n"
+    table = "| rows | step |\n| --- | ---: |\n| 4 | 2.0 |"
+    assert suite.summary(made, []) == (
+        f"**Host loop**\n\n{table}\n\nTwice as fast.\n\nA machine.  \nOther programs took 1%.\n\n"
+        f"**Again**\n\n{table}\n\nBound: 3.  \nOther programs took 1%.\n\n"
+        "**Latency.** Low. Other programs took 1%. That is a busy machine: so.\n"
     )
 
 

@@ -109,8 +109,28 @@ def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch,
     found = rows["transformers, static batch", 2]
     assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
     assert made.conclusion == "2 requests: 2.00 times the output tokens/s of transformers, static batch."
-    assert "transformers, static batch: peer 1." in made.notes
+    assert "Peers: peer 1." in made.notes
     assert rows["vLLM", 2].mean("run_s") is None and "vLLM: failed: no." in made.notes
+
+
+def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_peers_that_are_named(
+    engines, monkeypatch, tmp_path
+):
+    asked = []
+
+    class Peer(FakePeer):
+        def generate(self, prompts, lengths):
+            asked.append((self.spec.name, lengths))
+            return 4.0, [[1]]
+
+    monkeypatch.setattr(peer_process, "PeerProcess", Peer)
+    monkeypatch.setattr(throughput, "_export_random", lambda *_: None)
+    rows, made = rows_of(Throughput(num_blocks=10, requests=(1,), peers=str(tmp_path), only=("transformers",)))
+    assert asked == [("Static", [16]), ("Continuous", [16]), ("Static", [128]), ("Continuous", [128])]
+    assert [label for label, _ in rows] == [BOUND, OURS, "transformers, static batch", "transformers, continuous"]
+    assert "Peers left out: vLLM; llama.cpp, benchmark's loop." in made.notes
+    with pytest.raises(ConfigError, match="only is 'vllm', must begin the name of a peer: transformers, static"):
+        Throughput(only=("vllm",)).cases()
 
 
 PEER = """
