@@ -132,7 +132,7 @@ MAX_TOKENS = FAR - 1
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
 QUANTIZATIONS = (None, "int8")
-LINEAR_IMPLEMENTATIONS = ("auto", "mixed", "native", "xla")
+LINEAR_IMPLEMENTATIONS = ("auto", "packed", "mixed", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
 
 
@@ -210,8 +210,10 @@ class EngineConfig:
       attention_implementation: name of an implementation of paged attention; "auto" takes the first that supports the
         model on this device. `ksana doctor` lists them. On a CPU "native" is C++, compiled on first use and kept;
         without a C++ compiler "xla" serves.
-      linear_implementation: the same of products with weights: on a CPU "native", where each row's result is the same
-        whatever the other rows, "xla", or "mixed", native for up to 64 rows. "auto" is "mixed", or "xla" elsewhere.
+      linear_implementation: the same of products with weights. On a CPU "packed" lays weights out anew when they are
+        loaded and computes all that a layer does besides attention in two calls of C++, "native" takes them as they
+        are, "mixed" is native for up to 64 rows of a step and XLA's for more. With "packed" and "native", a row's
+        result is the same whatever the other rows.
       numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
         batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
         norms, which exist for CPUs with AVX-512 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
@@ -303,10 +305,14 @@ class EngineConfig:
 
     def _depends_on_the_batch(self) -> list[str]:
         """Returns the settings with which a request's numbers depend on how it is served."""
+        row_by_row = {
+            "attention_implementation": ("auto", "native"),
+            "linear_implementation": ("auto", "packed", "native"),
+        }
         found = [
-            f"{name} {value!r}, must be auto or native"
-            for name in ("attention_implementation", "linear_implementation")
-            if (value := getattr(self, name)) not in ("auto", "native")
+            f"{name} {value!r}, must be {' or '.join(names)}"
+            for name, names in row_by_row.items()
+            if (value := getattr(self, name)) not in names
         ]
         if self.block_size % 16:
             found.append(f"block_size {self.block_size}, must be a multiple of 16")

@@ -134,6 +134,7 @@ def _on_device(
 
     if config.embedding_device == "host":
         check_embedding_on_host(model)
+    longest = config.max_model_len
     platform = str(jax.devices()[0].platform)
     layout = make_layout(model, patterns, config, platform)
     config, reason = preferred(model, config, layout)
@@ -145,7 +146,7 @@ def _on_device(
         model,
         patterns=patterns,
         layout=layout,
-        max_model_len=config.max_model_len,
+        max_model_len=longest,
         max_repositioned_sinks=config.max_repositioned_sinks,
         embedding_device=config.embedding_device,
         attention=config.attention_implementation,
@@ -153,19 +154,14 @@ def _on_device(
         numerics=config.numerics,
     )
     # Without weights and pool it refuses at once what the other one would.
-    make_runner(params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
+    trial = make_runner(params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
+    config = dataclasses.replace(config, linear_implementation=trial.linear_implementation)
     plan = pool_size(model, config, layout)
-    if callable(params):
+    if loads := callable(params):
         params = params()
     params = quantised(params, config.quantization)
     if config.embedding_device == "host":
         params = embedding_on_host(params)
-    runner = make_runner(
-        params=params,
-        num_blocks=plan.num_blocks,
-        num_host_blocks=config.host_cache_bytes // layout.block_bytes,
-        programs=programs,
-    )
     digest = ""
     if config.enable_prefix_caching:
         digest = fingerprint(
@@ -173,9 +169,16 @@ def _on_device(
             params,
             dtype=config.dtype,
             kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
-            max_model_len=config.max_model_len,
+            max_model_len=longest,
             numerics=config.numerics,
         )
+    runner = make_runner(
+        params=params,
+        num_blocks=plan.num_blocks,
+        num_host_blocks=config.host_cache_bytes // layout.block_bytes,
+        consume_params=loads,
+        programs=programs,
+    )
     cost = recompute_cost(model, num_params(model), config.block_size)
     index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
     config = dataclasses.replace(config, num_blocks=plan.num_blocks)

@@ -75,18 +75,3 @@ def normaliser(spec: NormSpec) -> Normalise:
     """Returns the function that applies a layer's norms."""
     apply = jax.named_scope("norm")(norm_kind(spec.kind).apply)
     return lambda x, weight: apply(x, weight, spec.eps)
-
-
-class Operators(NamedTuple):
-    """The operators of the network that have several implementations.
-
-    linear: products with weights, with the contract of `linear`.
-    normaliser: gives the norm of a `NormSpec`, as the function `normaliser` does.
-    """
-
-    linear: Linear = linear
-    normaliser: Callable[[NormSpec], Normalise] = normaliser
-
-
-# Those of XLA, which run everywhere and have gradients.
-XLA_OPERATORS = Operators()

@@ -2,7 +2,7 @@
 
 It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
 writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
-Products with weights and norms are the caller's `Operators`, so that training has gradients of its own.
+What a layer computes besides attention is the caller's `Operators`, so that training has gradients of its own.
 Layers are unrolled: a scan over layers was 17 times slower on CPU and copies slices of the cache.
 """
 
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import AttentionSpec, LayerSpec
-from ksana_jax.models.layers import XLA_OPERATORS, Linear, Normalise, Operators, linear, soft_capped
-from ksana_jax.models.mlp import mlp_kind
+from ksana_jax.layer_spec import LayerSpec
+from ksana_jax.models.layers import Linear, linear, soft_capped
+from ksana_jax.models.operators import XLA_OPERATORS, Operators
 from ksana_jax.models.params import LayerParams, Params
 
 # attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state).
@@ -41,7 +41,7 @@ def forward(
       tokens: [...] ids in [0, V), or [..., D] rows of the embedding that were looked up elsewhere.
       attend: attention of one layer; see `Attend`. It decides about rope, mask and softmax.
       state: pytree that attend receives in the first layer and hands on to the next, such as the KV cache.
-      operators: implementations of products with weights and of norms.
+      operators: implementations of all else that a layer computes.
 
     Returns:
       Hidden states [..., D], and the state after the last layer.
@@ -77,31 +77,13 @@ def run_layer(
     Returns:
       Hidden states [..., D], and the state that attend returned.
     """
-    linear, norm = operators.linear, operators.normaliser(spec.norms)
-    q, k, v = queries_keys_values(norm(x, p.attn_norm), p, spec.attention, norm, linear)
-    out, state = attend(q, k, v, state)
-    with jax.named_scope("output"):
-        out = linear(out.reshape(*x.shape[:-1], -1), p.w_o, p.b_o)
-        x = x + (out if p.post_attn_norm is None else norm(out, p.post_attn_norm))
-    with jax.named_scope("mlp"):
-        out = mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, linear)
-        return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm)), state
+    out, state = attend(*operators.queries_keys_values(x, p, spec), state)
+    return operators.after_attention(x, out, p, spec), state
 
 
 def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: Operators = XLA_OPERATORS) -> jax.Array:
     """Normalises hidden states [..., D] after the last layer."""
     return operators.normaliser(config.layers[-1].norms)(x, params.final_norm)
-
-
-@jax.named_scope("qkv")
-def queries_keys_values(x: jax.Array, p: LayerParams, spec: AttentionSpec, norm: Normalise, linear: Linear):
-    """Projects x [..., D] to q [..., N, H], k and v [..., K, H]; normalises heads if the layer has such norms."""
-    kv_heads = (*x.shape[:-1], spec.num_kv_heads, spec.head_dim)
-    q = linear(x, p.w_q, p.b_q).reshape(*x.shape[:-1], spec.num_heads, spec.head_dim)
-    k, v = linear(x, p.w_k, p.b_k).reshape(kv_heads), linear(x, p.w_v, p.b_v).reshape(kv_heads)
-    if p.q_norm is not None and p.k_norm is not None:
-        q, k = norm(q, p.q_norm), norm(k, p.k_norm)
-    return q, k, v
 
 
 @jax.named_scope("logits")

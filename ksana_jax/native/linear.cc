@@ -1,4 +1,4 @@
-// Products of activations with weights on a CPU: y[T, N] = x[T, K] w[N, K]^T, as a custom call of XLA.
+// Products of activations with weights that are not packed: y[T, N] = x[T, K] w[N, K]^T.
 //
 // Both operands are read where they are, along K. A tile of y is kept in registers, with one vector of partial sums for
 // each number, so that the order of summation is the same whatever the number of rows: a row of y depends on its row of
@@ -9,29 +9,15 @@
 #include <type_traits>
 #include <vector>
 
-#include "jobs.h"
-#include "numbers.h"
-#include "product.h"
-#include "simd.h"
-#include "xla/ffi/api/ffi.h"
+#include "calls.h"
 
 namespace ksana {
 namespace {
 
-namespace ffi = xla::ffi;
-
 constexpr int64_t kRows = 3, kColumns = 5;  // of a tile: its 15 sums are added up at once
-constexpr int64_t kJobRows = 64, kJobColumns = 8 * kColumns;
+constexpr int64_t kRowsAtOnce = 64, kColumnsAtOnce = 8 * kColumns;
 // Multiplications and additions that are worth waking another thread for.
 constexpr int64_t kWorthThreads = 1 << 18;
-
-struct Product {
-  int64_t t, n, k;
-  const char *x, *w;
-  const float* scales;  // of rows of w, which then are codes; else null
-  char* y;
-  Stored asked;  // type of y
-};
 
 template <typename Number>
 Ints Read(const Number* from) {
@@ -132,51 +118,28 @@ void Column(const Product& p, int64_t row, int64_t end, int64_t column, typename
 
 template <typename Type>
 void OneJob(const Product& p, int64_t index, int64_t of_columns, typename Type::Number* copy) {
-  const int64_t row = index / of_columns * kJobRows, end = std::min(row + kJobRows, p.t);
-  int64_t column = index % of_columns * kJobColumns;
-  const int64_t last = std::min(column + kJobColumns, p.n);
+  const int64_t row = index / of_columns * kRowsAtOnce, end = std::min(row + kRowsAtOnce, p.t);
+  int64_t column = index % of_columns * kColumnsAtOnce;
+  const int64_t last = std::min(column + kColumnsAtOnce, p.n);
   for (; column + kColumns <= last; column += kColumns) Column<Type, kColumns>(p, row, end, column, copy);
   for (; column < last; ++column) Column<Type, 1>(p, row, end, column, copy);
 }
 
 template <typename Type>
-void Run(const Product& p, ffi::ThreadPool& pool) {
-  const int64_t of_rows = (p.t + kJobRows - 1) / kJobRows, of_columns = (p.n + kJobColumns - 1) / kJobColumns;
+void Run(const Product& p, const Threads& threads) {
+  const int64_t of_rows = (p.t + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int64_t of_columns = (p.n + kColumnsAtOnce - 1) / kColumnsAtOnce;
   using Copy = std::vector<typename Type::Number>;
   const auto make = [&] { return Copy(p.scales ? kColumns * p.k : 0); };
   const auto run = [&](Copy& copy, int64_t index) { OneJob<Type>(p, index, of_columns, copy.data()); };
-  if (p.t * p.n * p.k < kWorthThreads) {
-    Copy copy = make();
-    for (int64_t index = 0; index < of_rows * of_columns; ++index) run(copy, index);
-  } else {
-    RunJobs(pool, of_rows * of_columns, make, run);
-  }
-}
-
-ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
-                  ffi::Result<ffi::AnyBuffer> y, int32_t stored, int32_t asked) {
-  Product p{};
-  p.k = w.dimensions()[1], p.n = w.dimensions()[0], p.t = p.k ? x.element_count() / p.k : 0;
-  p.x = static_cast<const char*>(x.untyped_data());
-  p.w = static_cast<const char*>(w.untyped_data());
-  p.scales = scales.element_count() ? scales.typed_data() : nullptr;
-  p.y = static_cast<char*>(y->untyped_data());
-  p.asked = static_cast<Stored>(asked);
-  if (stored == kFloat32) Run<Float32>(p, pool);
-  else if (stored == kBfloat16) Run<Bfloat16>(p, pool);
-  else return ffi::Error::InvalidArgument("numbers that are neither float32 nor bfloat16");
-  return ffi::Error::Success();
+  RunJobs(threads, of_rows * of_columns, make, run, p.t * p.n * p.k < kWorthThreads ? 1 : INT64_MAX);
 }
 
 }  // namespace
-}  // namespace ksana
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_linear, ksana::Linear,
-                              ksana::ffi::Ffi::Bind()
-                                  .Ctx<ksana::ffi::ThreadPool>()
-                                  .Arg<ksana::ffi::AnyBuffer>()               // x
-                                  .Arg<ksana::ffi::AnyBuffer>()               // w
-                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // scales
-                                  .Ret<ksana::ffi::AnyBuffer>()               // y
-                                  .Attr<int32_t>("stored")
-                                  .Attr<int32_t>("asked"));
+void Linear(const Product& product, Stored stored, const Threads& threads) {
+  if (stored == kFloat32) Run<Float32>(product, threads);
+  else Run<Bfloat16>(product, threads);
+}
+
+}  // namespace ksana

@@ -8,7 +8,7 @@ from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.norm import not_native
 from ksana_jax.ops.requirements import Requirements
 
-# The implementation, of attention and of products with weights, that computes each row by itself.
+# The implementation of attention that computes each row by itself.
 ROW_BY_ROW = "native"
 # Kinds of MLPs that consist of products with weights and of functions of single numbers.
 MLPS_ROW_BY_ROW = ("swiglu", "geglu")
@@ -24,12 +24,12 @@ def why_not_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> s
       needs: of the model and its pool on a device. dtype: NumPy's name of the type of weights and activations.
     """
     attention = next(i for i in IMPLEMENTATIONS if i.name == ROW_BY_ROW)
-    linear = next(i for i in LINEAR_IMPLEMENTATIONS if i.name == ROW_BY_ROW)
+    linear = [i.unsupported(needs.platform, dtype) for i in LINEAR_IMPLEMENTATIONS if i.row_by_row]
     norms = tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
     mlps = sorted({layer.mlp.kind for layer in config.layers} - set(MLPS_ROW_BY_ROW))
     reasons = {
         "native attention": attention.unsupported(needs),
-        "native products with weights": linear.unsupported(needs.platform, dtype),
+        "native products with weights": None if None in linear else linear[-1],
         "native norms": not_native(needs.platform, dtype, norms),
         f"MLPs that are {' or '.join(MLPS_ROW_BY_ROW)}": f"this model's are {', '.join(mlps)}" if mlps else None,
     }

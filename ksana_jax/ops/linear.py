@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
+from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix
-from ksana_jax.models.layers import Linear
+from ksana_jax.models.layers import Linear, Normalise
+from ksana_jax.models.operators import Operators
+from ksana_jax.models.packed_matrix import PackedMatrix
 
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
 # with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
@@ -25,11 +28,31 @@ class LinearImplementation(NamedTuple):
     """An implementation with the contract of `models.layers.linear`.
 
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
+    packs: takes weights as `models.packed_matrix.packed` gives them.
+    row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
     """
 
     name: str
     apply: Linear
     unsupported: Callable[[str, str], str | None]
+    packs: bool = False
+    row_by_row: bool = False
+
+    def operators(self, normaliser: Callable[[NormSpec], Normalise]) -> Operators:
+        """Returns the operators of a network with these products and some norms."""
+        if not self.packs:
+            return Operators(self.apply, normaliser)
+        from ksana_jax.ops.packed import PackedOperators
+
+        return PackedOperators(self.apply, normaliser)
+
+
+def _packed(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    if not isinstance(w, PackedMatrix):
+        return _native(x, w, b, dtype=dtype)
+    from ksana_jax.ops.packed import linear
+
+    return linear(x, w, b, dtype=dtype)
 
 
 def _native(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
@@ -41,9 +64,12 @@ def _native(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None,
 
 
 def _mixed(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    matrix_units = x.dtype.name == "bfloat16" and "amx_bf16" in _cpu_features()
-    is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if matrix_units else FEW_ROWS)
+    is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if _has_matrix_units(x.dtype.name) else FEW_ROWS)
     return (_native if is_small else layers.linear)(x, w, b, dtype=dtype)
+
+
+def _has_matrix_units(dtype: str) -> bool:
+    return dtype == "bfloat16" and "amx_bf16" in _cpu_features()
 
 
 @functools.cache
@@ -52,6 +78,14 @@ def _cpu_features() -> frozenset[str]:
         return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return frozenset()
+
+
+def _not_packed(platform: str, dtype: str) -> str | None:
+    if reason := _not_native(platform, dtype):
+        return reason
+    if _has_matrix_units(dtype):
+        return "this CPU has matrix units for bfloat16 (AMX), which XLA's products use and these do not"
+    return None
 
 
 def _not_native(platform: str, dtype: str) -> str | None:
@@ -67,26 +101,35 @@ def _not_native(platform: str, dtype: str) -> str | None:
     return why_missing()
 
 
-# In order of preference; the last one runs everywhere. "mixed" takes native products for few rows.
+# In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
+# are given, and XLA's for more.
 LINEAR_IMPLEMENTATIONS = (
+    LinearImplementation("packed", _packed, _not_packed, packs=True, row_by_row=True),
     LinearImplementation("mixed", _mixed, _not_native),
-    LinearImplementation("native", _native, _not_native),
+    LinearImplementation("native", _native, _not_native, row_by_row=True),
     LinearImplementation("xla", layers.linear, lambda platform, dtype: None),
 )
 
 
-def choose_linear(platform: str, dtype: str, name: str = "auto") -> LinearImplementation:
+def choose_linear(platform: str, dtype: str, name: str = "auto", *, row_by_row: bool = False) -> LinearImplementation:
     """Returns the first implementation that serves a platform and a type, or the one with the given name.
+
+    Args:
+      row_by_row: leaves out those whose rows depend on each other.
 
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
+    allowed = [i for i in LINEAR_IMPLEMENTATIONS if i.row_by_row or not row_by_row]
     if name == "auto":
-        return next(i for i in LINEAR_IMPLEMENTATIONS if i.unsupported(platform, dtype) is None)
-    for i in LINEAR_IMPLEMENTATIONS:
+        serving = [i for i in allowed if i.unsupported(platform, dtype) is None]
+        if serving:
+            return serving[0]
+        name = allowed[-1].name
+    for i in allowed:
         if i.name == name:
             if reason := i.unsupported(platform, dtype):
                 raise ValueError(f"linear_implementation {name!r}: {reason}")
             return i
-    names = ", ".join(i.name for i in LINEAR_IMPLEMENTATIONS)
+    names = ", ".join(i.name for i in allowed)
     raise ValueError(f"linear_implementation is {name!r}, must be auto or one of {names}")

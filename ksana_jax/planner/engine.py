@@ -46,7 +46,8 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     """
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     block_bytes = layout.block_bytes
-    weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization)
+    packs = config.linear_implementation == "packed"
+    weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
         _check_pool(config.num_blocks, block_bytes, weights)

@@ -10,22 +10,30 @@ from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import DTYPE_BYTES
 from ksana_jax.loading.load import abstract_params
+from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import param_shapes
 
 
 def weights_bytes(
-    config: ModelConfig, dtype: str, embedding_device: str = "device", quantization: str | None = None
+    config: ModelConfig,
+    dtype: str,
+    embedding_device: str = "device",
+    quantization: str | None = None,
+    *,
+    packs: bool = False,
 ) -> int:
     """Returns the bytes of all weights on the device; tied embeddings count once.
 
     Args:
       embedding_device: "host" excludes the token embedding. quantization: as in `EngineConfig`.
+      packs: matrices are packed, which fills them up to a multiple of 64 rows.
 
     Raises:
       ConfigError: the dtype is unknown.
     """
     on_host = embedding_bytes(config, dtype) if embedding_device == "host" else 0
-    leaves = jax.tree.leaves(abstract_params(config, dtype, quantization))
+    params = abstract_params(config, dtype, quantization)
+    leaves = jax.tree.leaves(packed(params) if packs else params)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) - on_host
 
 

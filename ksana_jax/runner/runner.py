@@ -15,7 +15,8 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
-from ksana_jax.models.layers import Operators
+from ksana_jax.models.operators import Operators
+from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import logits
@@ -68,6 +69,7 @@ class Runner:
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       attention: name of an implementation of paged attention; "auto" takes the first that serves. linear: the same of
         products with weights.
+      consume_params: weights may be deleted once they are packed, see `models.packed_matrix`.
       numerics: "invariant" takes operators that compute each row of a step by itself; see `ops.invariant`.
       device: that steps are compiled for, where it is not jax's first one.
       programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
@@ -92,6 +94,7 @@ class Runner:
         attention: str = "auto",
         linear: str = "auto",
         numerics: str = "fast",
+        consume_params: bool = False,
         device: Any = None,
         programs: dict[Any, Any] | None = None,
     ):
@@ -110,12 +113,14 @@ class Runner:
         if numerics == "invariant":
             if reason := why_not_invariant(config, needs, dtype):
                 raise ValueError(f"numerics 'invariant' {reason}")
-            attention = linear = ROW_BY_ROW
+            attention = ROW_BY_ROW
         self.implementation = choose(needs, attention)
+        products = choose_linear(self.platform, dtype, linear, row_by_row=numerics == "invariant")
+        self.linear_implementation = products.name
         kinds = tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
-        self.operators = Operators(
-            choose_linear(self.platform, dtype, linear).apply, choose_normaliser(self.platform, dtype, kinds)
-        )
+        self.operators: Operators = products.operators(choose_normaliser(self.platform, dtype, kinds))
+        if products.packs:
+            self.params = packed(params, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
         self.sink_width = -(-max_repositioned_sinks // layout.block_size)

@@ -18,7 +18,7 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.layer_spec import LayerSpec
-from ksana_jax.models.layers import Operators
+from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams, Params, sink_logits
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, forward, run_layer

@@ -19,10 +19,17 @@ def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-# Minimum rows of a matrix product by platform and dtype, if not 1. For one row of bfloat16, XLA:CPU converts all
-# weights to float32: a step of one row (8 layers, d_model 512) takes 27 ms against 7 with eight rows on a CPU with AMX,
-# 71 against 15 on a busy one without (10 with two rows). Matrix units multiply eight rows as fast as one.
-LEAST_ROWS = {("cpu", "bf16"): 8, ("gpu", "bf16"): 8, ("tpu", "bf16"): 8}
+# Minimum rows of a matrix product of bfloat16 by platform, if not 1. Matrix units multiply eight rows as fast as one.
+# XLA:CPU converts all weights to float32 for one row: a step of one row (8 layers, d_model 512) takes 27 ms against 7
+# with eight rows on a CPU with AMX, 71 against 15 on a busy one without (10 with two rows). Native products do not.
+LEAST_ROWS = {"cpu": 8, "gpu": 8, "tpu": 8}
+
+
+def least_rows(config: EngineConfig, platform: str) -> int:
+    """Returns the minimum rows of an engine's matrix products."""
+    if config.dtype != "bf16" or (platform == "cpu" and config.linear_implementation != "xla"):
+        return 1
+    return LEAST_ROWS.get(platform, 1)
 
 
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[Part, ...]:
@@ -70,7 +77,7 @@ class Buckets:
           config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
         """
         assert config.max_model_len is not None
-        min_rows = LEAST_ROWS.get((platform, config.dtype), 1)
+        min_rows = least_rows(config, platform)
         return cls(
             decodes=ladder(min_rows, max(config.max_num_seqs, min_rows)),
             tiles=tile_parts(config.max_num_batched_tokens, config.query_tile, min_rows),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.models.layers import Operators
+from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params, sink_logits
 from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import forward, logits

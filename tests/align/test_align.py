@@ -1,5 +1,6 @@
 """Two engines side by side: one with a perturbed operator, one without a difference, and stored log-probabilities."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_a_perturbed_operator_is_named(llm):
         calls.append(w)
         return given.linear(x, w, b, dtype=dtype) * (1.001 if len(calls) % 15 == 14 else 1.0)
 
-    runner.operators = given._replace(linear=linear)
+    runner.operators = dataclasses.replace(given, linear=linear)
     compared = compare_operators(llm, other, TOKENS)
     assert [c.name for c in compared if c.own] == ["layers.1.w_down"]
     [found] = [c for c in compared if c.own]

@@ -9,6 +9,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.packed_matrix import unpacked
 from ksana_jax.request import FinishReason
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.expected import searched
@@ -96,7 +97,7 @@ def test_beams_of_the_embedded_model_are_those_of_its_dense_network():
     prompts = [llm.tokenizer.encode(text) for text in ("def __init__(self, ", "import ")]
     asked = [(3, 1.0, 10), (2, 0.0, 6)]
     outputs = beams_of(llm, prompts, asked)
-    expected = dense_beams(llm.model_config, llm.runner.params, prompts, asked)
+    expected = dense_beams(llm.model_config, unpacked(llm.runner.params), prompts, asked)
     for output, best in zip(outputs, expected, strict=True):
         expect_beams(output, best)
     assert_idle(llm)

@@ -64,6 +64,7 @@ def test_a_pool_that_does_not_fit_is_refused_before_weights_are_read():
 
 def test_weights_are_read_once_and_the_plan_is_kept():
     config, params = model()
-    engine = build_engine(config, lambda: params, EngineConfig(memory_bytes=2**20, max_num_seqs=2))
+    settings = EngineConfig(memory_bytes=2**20, max_num_seqs=2, linear_implementation="xla")
+    engine = build_engine(config, lambda: params, settings)
     assert engine.executor.params is params
     assert engine.memory_plan.num_blocks == engine.config.num_blocks == engine.scheduler.blocks.num_blocks == 8

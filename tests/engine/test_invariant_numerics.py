@@ -16,7 +16,7 @@ from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.invariant import why_not_invariant
-from ksana_jax.ops.linear import choose_linear
+from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, model
@@ -107,11 +107,9 @@ def expect_one_result(engines: list[LLM], counts: list[int], **given) -> None:
 
 @served
 def test_products_are_those_that_compute_each_row_by_itself():
-    """`fast` takes XLA's for many rows, more than the steps of these tests have."""
     runner: Any = invariant_llm().engine.executor
-    assert runner.operators.linear is choose_linear("cpu", "float32", "native").apply
-    fast: Any = invariant_llm(numerics="fast").engine.executor
-    assert fast.operators.linear is choose_linear("cpu", "float32", "mixed").apply
+    assert next(i for i in LINEAR_IMPLEMENTATIONS if i.name == runner.linear_implementation).row_by_row
+    assert not next(i for i in LINEAR_IMPLEMENTATIONS if i.name == "mixed").row_by_row
 
 
 @served
@@ -222,7 +220,7 @@ def test_log_probabilities_are_those_of_the_float64_model():
     [
         ({"block_size": 24}, "block_size 24, must be a multiple of 16"),
         ({"attention_implementation": "xla"}, "attention_implementation 'xla', must be auto or native"),
-        ({"linear_implementation": "mixed"}, "linear_implementation 'mixed', must be auto or native"),
+        ({"linear_implementation": "mixed"}, "linear_implementation 'mixed', must be auto or packed or native"),
         ({"shared_prefix_attention": True}, "shared_prefix_attention, which divides sums"),
         ({"kv_eviction": {"method": "h2o", "budget": 0.5}}, "kv_eviction, which adds up attention"),
     ],

@@ -83,11 +83,13 @@ def test_other_types_are_refused():
 def test_each_platform_gets_the_first_implementation_that_serves_it():
     assert ("auto", *(i.name for i in LINEAR_IMPLEMENTATIONS)) == NAMES
     assert choose_linear("gpu", "bfloat16").name == choose_linear("cpu", "float16").name == "xla"
-    assert choose_linear("cpu", "float32").name == ("xla" if unsupported else "mixed")
+    assert choose_linear("cpu", "float32").name == ("xla" if unsupported else "packed")
     assert choose_linear("cpu", "float32", "xla").apply is layers.linear
     with pytest.raises(ValueError, match="linear_implementation 'native': needs a CPU, this is gpu"):
         choose_linear("gpu", "float32", "native")
-    with pytest.raises(ValueError, match="linear_implementation is 'mkl', must be auto or one of mixed, native, xla"):
+    with pytest.raises(
+        ValueError, match="linear_implementation is 'mkl', must be auto or one of packed, mixed, native, xla"
+    ):
         choose_linear("cpu", "float32", "mkl")
 
 
@@ -97,7 +99,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
 )
 def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch):
     monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", lambda: {"avx512f", features})
-    mixed = choose_linear("cpu", dtype).apply
+    mixed = choose_linear("cpu", dtype, "mixed").apply
     for rows, is_native in ((1, True), (most, True), (most + 1, False)):
         program = jax.jit(mixed).lower(drawn(rows, 32, dtype=dtype), drawn(8, 32, dtype=dtype)).as_text()
         assert ("ksana_linear" in program) == is_native

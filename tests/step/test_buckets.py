@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FULL, AttentionPattern
-from ksana_jax.step.buckets import LEAST_ROWS, Buckets, ladder
+from ksana_jax.step.buckets import Buckets, ladder, least_rows
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
 
 Q = 4
@@ -26,14 +26,14 @@ def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, rati
     max_num_seqs=st.integers(1, 40),
     budget=st.integers(1, 80),
     width=st.integers(1, 300),
-    dtype=st.sampled_from(["f32", "bf16"]),
+    products=st.sampled_from(["auto", "xla"]),
     data=st.data(),
 )
-def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, budget, width, dtype, data):
+def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, budget, width, products, data):
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "query_tile": Q}
     sizes |= {"block_size": 1, "max_model_len": width}
-    buckets = Buckets.of(EngineConfig(**sizes, dtype=dtype), "cpu")
-    min_rows = LEAST_ROWS.get(("cpu", dtype), 1)
+    config = EngineConfig(**sizes, dtype="bf16", linear_implementation=products)
+    buckets, min_rows = Buckets.of(config, "cpu"), least_rows(config, "cpu")
     decodes = data.draw(st.integers(0, max_num_seqs))
     tiles = data.draw(st.integers(0 if decodes else 1, -(-budget // Q)))
     wide = data.draw(st.integers(1, width))
@@ -66,7 +66,10 @@ def test_mixed_work_meets_no_shape_that_was_not_compiled(pattern, num_blocks, bu
     assert len({s.shape for s in engine.executor.steps}) >= 3
 
 
-@pytest.mark.parametrize(("platform", "dtype", "least"), [("cpu", "f32", 1), ("cpu", "bf16", 8), ("gpu", "bf16", 8)])
-def test_least_rows_follow_device_and_dtype_though_one_sequence_runs(platform, dtype, least):
-    buckets = Buckets.of(EngineConfig(dtype=dtype, max_num_seqs=1, max_model_len=64), platform)
-    assert buckets.decodes == (least,)
+@pytest.mark.parametrize(
+    ("platform", "dtype", "products", "least"),
+    [("cpu", "f32", "xla", 1), ("cpu", "bf16", "xla", 8), ("cpu", "bf16", "packed", 1), ("gpu", "bf16", "xla", 8)],
+)
+def test_least_rows_follow_device_dtype_and_products_though_one_sequence_runs(platform, dtype, products, least):
+    config = EngineConfig(dtype=dtype, max_num_seqs=1, max_model_len=64, linear_implementation=products)
+    assert Buckets.of(config, platform).decodes == (least,)

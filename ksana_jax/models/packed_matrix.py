@@ -1,0 +1,102 @@
+"""Matrices whose numbers lie in the order in which a processor's vectors read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.params import Params
+
+PANEL = 64  # rows of a panel
+WORD_BYTES = 4
+
+
+@flax.struct.dataclass
+class PackedMatrix:
+    """A matrix [out, in] in panels of 64 rows, the last one filled up with zeros.
+
+    A panel holds the first word of each of its rows, then the second of each, and so on. A word has 32 bits, as many
+    numbers of a row as fit into them.
+    """
+
+    words: jax.Array  # [ceil(out / 64), in / p, 64, p] with p numbers of a word; int8 where they are codes
+    scales: jax.Array | None  # float32 [out], of codes
+    num_rows: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.words.shape[1] * self.words.shape[3]
+
+
+Matrix = jax.Array | Int8Matrix | PackedMatrix
+
+
+def can_pack(w: Any) -> bool:
+    """Whether this is a matrix that is not packed yet, and each of its rows a whole number of words."""
+    numbers = w.codes if isinstance(w, Int8Matrix) else w
+    if isinstance(w, PackedMatrix) or len(numbers.shape) != 2:
+        return False
+    return numbers.shape[1] * numbers.dtype.itemsize % WORD_BYTES == 0
+
+
+@jax.jit
+def pack(w: jax.Array | Int8Matrix) -> PackedMatrix:
+    """Packs a matrix [out, in], whose rows must be a whole number of words."""
+    numbers, scales = (w.codes, w.scales) if isinstance(w, Int8Matrix) else (w, None)
+    rows, columns = numbers.shape
+    panels, per_word = -(-rows // PANEL), WORD_BYTES // numbers.dtype.itemsize
+    padded = jnp.pad(numbers, ((0, panels * PANEL - rows), (0, 0)))
+    words = padded.reshape(panels, PANEL, columns // per_word, per_word).transpose(0, 2, 1, 3)
+    return PackedMatrix(words, scales, rows)
+
+
+def unpack(w: Matrix) -> jax.Array | Int8Matrix:
+    """Returns the matrix as it was before it was packed."""
+    if not isinstance(w, PackedMatrix):
+        return w
+    numbers = w.words.transpose(0, 2, 1, 3).reshape(-1, w.shape[1])[: w.num_rows]
+    return numbers if w.scales is None else Int8Matrix(numbers, w.scales)
+
+
+def packed(params: Params, *, consume: bool = False) -> Params:
+    """Packs the matrices of layers and an output head of its own. An embedding is looked up by rows and stays.
+
+    Args:
+      params: weights, or their shapes.
+      consume: deletes each array that has been packed, so that there need be room for one matrix only besides them.
+    """
+    abstract = isinstance(params.final_norm, jax.ShapeDtypeStruct)
+
+    def of(w: Any) -> Any:
+        if not can_pack(w):
+            return w
+        if abstract:
+            return jax.eval_shape(pack, w)
+        made = jax.block_until_ready(pack(w))
+        if consume:
+            (w.codes if isinstance(w, Int8Matrix) else w).delete()
+        return made
+
+    return _with_matrices(params, of)
+
+
+def unpacked(params: Params) -> Params:
+    """Returns weights as they were before `packed`."""
+    return _with_matrices(params, unpack)
+
+
+def _with_matrices(params: Params, change: Any) -> Params:
+    layers = []
+    for layer in params.layers:
+        names = [
+            f.name for f in dataclasses.fields(layer) if f.name.startswith("w_") and getattr(layer, f.name) is not None
+        ]
+        found: dict[str, Any] = {name: change(getattr(layer, name)) for name in names}
+        layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
+    head: Any = None if params.head is None else change(params.head)
+    return params.replace(layers=tuple(layers), head=head)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,218 @@
+// The operators as custom calls of XLA, whose threads they use. Only this file knows XLA, whose header takes long to
+// compile.
+
+#include <cstring>
+
+#include "calls.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ksana {
+namespace {
+
+namespace ffi = xla::ffi;
+
+Threads Of(ffi::ThreadPool& pool) {
+  return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
+}
+
+const char* Data(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? static_cast<const char*>(buffer.untyped_data()) : nullptr;
+}
+
+char* Data(ffi::Result<ffi::AnyBuffer>& buffer) { return static_cast<char*>(buffer->untyped_data()); }
+
+ffi::Error NeitherType() {
+  return ffi::Error::InvalidArgument("numbers that are neither float32 nor bfloat16");
+}
+
+bool IsEither(int32_t stored) { return stored == kFloat32 || stored == kBfloat16; }
+
+template <typename Buffer>
+auto* OrNull(Buffer& buffer) {
+  return buffer.element_count() ? buffer.typed_data() : nullptr;
+}
+
+ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> scales,
+                  ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> positions,
+                  ffi::Buffer<ffi::S32> numbers, ffi::AnyBuffer q_sink, ffi::Buffer<ffi::F32> sinks,
+                  ffi::Buffer<ffi::F32> factors, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::Buffer<ffi::F32>> lse, ffi::Result<ffi::Buffer<ffi::F32>> mass, int32_t stored,
+                  int32_t asked, float soft_cap) {
+  const auto dims = q.dimensions(), of_pool = kv.dimensions();
+  Call call{};
+  call.s = dims[0], call.q = dims[1], call.n = dims[2], call.h = dims[3];
+  call.l = of_pool[1], call.k = of_pool[3], call.b = of_pool[4];
+  call.p = tables.dimensions()[1];
+  call.j = q_sink.element_count() ? q_sink.dimensions()[2] : 0;
+  if (call.h > 512) return ffi::Error::InvalidArgument("head dim above 512");
+  call.stored = static_cast<Stored>(stored);
+  call.asked = static_cast<Stored>(asked);
+  call.queries = static_cast<const char*>(q.untyped_data());
+  call.pool = static_cast<const char*>(kv.untyped_data());
+  call.scales = OrNull(scales);
+  call.tables = tables.typed_data();
+  call.starts = starts.typed_data();
+  call.positions = positions.typed_data();
+  const int32_t* given = numbers.typed_data();
+  call.layer = given[0];
+  std::memcpy(&call.pattern, given + 1, sizeof(Pattern));
+  call.sink_queries = call.j ? static_cast<const char*>(q_sink.untyped_data()) : nullptr;
+  call.sinks = OrNull(sinks);
+  call.soft_cap = soft_cap;
+  call.factors = OrNull(factors);
+  call.out = static_cast<char*>(out->untyped_data());
+  call.lse = lse->typed_data();
+  call.mass = OrNull(*mass);
+  Attend(call, Of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error LinearCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
+                      ffi::Result<ffi::AnyBuffer> y, int32_t stored, int32_t asked) {
+  if (!IsEither(stored)) return NeitherType();
+  Product p{};
+  p.k = w.dimensions()[1], p.n = w.dimensions()[0], p.t = p.k ? x.element_count() / p.k : 0;
+  p.x = Data(x), p.w = Data(w), p.scales = OrNull(scales), p.y = Data(y);
+  p.asked = static_cast<Stored>(asked);
+  Linear(p, static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
+Norm NormOf(const ffi::AnyBuffer& weight, float eps, bool plus_one) {
+  return {static_cast<int64_t>(weight.element_count()), Data(weight), eps, plus_one};
+}
+
+ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> y,
+                    int32_t stored, float eps, bool plus_one) {
+  if (!IsEither(stored)) return NeitherType();
+  const Norm norm = NormOf(weight, eps, plus_one);
+  const int64_t t = norm.d ? x.element_count() / norm.d : 0;
+  RmsNorm(norm, t, Data(x), Data(y), static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
+// A matrix is three arguments: words [N / 64, words along K, 64, numbers of a word], scales [N] and bias [N], where it
+// has them.
+Packed PackedOf(const ffi::RemainingArgs& args, size_t at, int64_t n, int64_t k) {
+  Packed w;
+  w.n = n, w.k = k;
+  w.words = Data(args.get<ffi::AnyBuffer>(at).value());
+  w.scales = reinterpret_cast<const float*>(Data(args.get<ffi::AnyBuffer>(at + 1).value()));
+  w.bias = Data(args.get<ffi::AnyBuffer>(at + 2).value());
+  return w;
+}
+
+ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::RemainingArgs matrices,
+                       ffi::Result<ffi::AnyBuffer> normed, ffi::RemainingRets results, int32_t stored, int32_t asked,
+                       float eps, bool plus_one) {
+  if (!IsEither(stored)) return NeitherType();
+  Projections p{};
+  const int64_t k = x.dimensions().back();
+  p.t = k ? x.element_count() / k : 0;
+  p.x = Data(x), p.norm = NormOf(norm, eps, plus_one), p.normed = Data(normed);
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto y = results.get<ffi::AnyBuffer>(i).value();
+    p.w[i] = PackedOf(matrices, 3 * i, y->dimensions().back(), k);
+    p.y[i] = Data(y);
+  }
+  p.asked = static_cast<Stored>(asked);
+  Project(p, static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer attended, ffi::AnyBuffer after_attention,
+                    ffi::AnyBuffer before_mlp, ffi::AnyBuffer after_mlp, ffi::RemainingArgs matrices,
+                    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> residual,
+                    ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden, int32_t stored,
+                    int32_t activation, float eps, bool plus_one) {
+  if (!IsEither(stored)) return NeitherType();
+  const int64_t d = x.dimensions().back(), f = hidden->dimensions().back();
+  Rest p{};
+  p.t = d ? x.element_count() / d : 0;
+  p.x = Data(x), p.attended = Data(attended);
+  p.output = PackedOf(matrices, 0, d, attended.dimensions().back());
+  p.gate = PackedOf(matrices, 3, f, d);
+  p.up = PackedOf(matrices, 6, f, d);
+  p.down = PackedOf(matrices, 9, d, f);
+  p.after_attention = NormOf(after_attention, eps, plus_one);
+  p.before_mlp = NormOf(before_mlp, eps, plus_one);
+  p.after_mlp = NormOf(after_mlp, eps, plus_one);
+  p.activation = static_cast<Activation>(activation);
+  p.y = Data(y), p.residual = Data(residual), p.normed = Data(normed), p.hidden = Data(hidden);
+  RunRest(p, static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace ksana
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_attend, ksana::AttendCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // q
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // kv
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // scales
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // tables
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // starts
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // positions
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // layer, pattern
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // q_sink
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // sinks
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // mass_factor
+                                  .Ret<ksana::ffi::AnyBuffer>()                     // out
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()       // lse
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()       // mass
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("asked")
+                                  .Attr<float>("soft_cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_linear, ksana::LinearCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                // x
+                                  .Arg<ksana::ffi::AnyBuffer>()                // w
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // scales
+                                  .Ret<ksana::ffi::AnyBuffer>()                // y
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("asked"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rms_norm, ksana::NormCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()  // x
+                                  .Arg<ksana::ffi::AnyBuffer>()  // weight
+                                  .Ret<ksana::ffi::AnyBuffer>()  // y
+                                  .Attr<int32_t>("stored")
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("plus_one"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_project, ksana::ProjectCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()  // x
+                                  .Arg<ksana::ffi::AnyBuffer>()  // weight of the norm
+                                  .RemainingArgs()               // matrices
+                                  .Ret<ksana::ffi::AnyBuffer>()  // normed
+                                  .RemainingRets()               // y of each
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("asked")
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("plus_one"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()  // x
+                                  .Arg<ksana::ffi::AnyBuffer>()  // attended
+                                  .Arg<ksana::ffi::AnyBuffer>()  // norms after attention, before and after the MLP
+                                  .Arg<ksana::ffi::AnyBuffer>()
+                                  .Arg<ksana::ffi::AnyBuffer>()
+                                  .RemainingArgs()               // matrices: output, gate, up, down
+                                  .Ret<ksana::ffi::AnyBuffer>()  // y
+                                  .Ret<ksana::ffi::AnyBuffer>()  // residual
+                                  .Ret<ksana::ffi::AnyBuffer>()  // normed
+                                  .Ret<ksana::ffi::AnyBuffer>()  // hidden
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("activation")
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("plus_one"));

@@ -1,0 +1,51 @@
+// What bindings.cc calls: the operators, without anything of XLA.
+#pragma once
+
+#include "job.h"
+#include "norm.h"
+#include "numbers.h"
+#include "packed.h"
+#include "threads.h"
+
+namespace ksana {
+
+// y[T, N] = x[T, K] w[N, K]^T. Weights lie as they are given, row after row.
+struct Product {
+  int64_t t, n, k;
+  const char *x, *w;
+  const float* scales;  // of rows of w, which then are codes; else null
+  char* y;
+  Stored asked;  // type of y
+};
+
+// Up to three products of the same rows, with packed weights; with a norm before it if it has weights.
+struct Projections {
+  int64_t t;
+  const char* x;  // [T, D]
+  Norm norm;
+  char* normed;  // [T, D] for the norm's results
+  Packed w[3];
+  char* y[3];    // [T, N of each]
+  Stored asked;  // type of y
+};
+
+enum Activation : int32_t { kSilu, kGelu };
+
+// What follows attention in a layer: r = x + norm(output attended); y = r + norm(down(act(gate m) up m)), m = norm(r).
+struct Rest {
+  int64_t t;
+  const char *x, *attended;  // [T, D], [T, N H]
+  Packed output, gate, up, down;
+  Norm after_attention, before_mlp, after_mlp;
+  Activation activation;
+  char *y, *residual, *normed;  // [T, D]
+  char* hidden;                 // [T, F]
+};
+
+void Attend(const Call& call, const Threads& threads);
+void Linear(const Product& product, Stored stored, const Threads& threads);
+void RmsNorm(const Norm& norm, int64_t t, const char* x, char* y, Stored stored, const Threads& threads);
+void Project(const Projections& projections, Stored stored, const Threads& threads);
+void RunRest(const Rest& rest, Stored stored, const Threads& threads);
+
+}  // namespace ksana

@@ -1,0 +1,124 @@
+"""A layer's products with packed weights, with norms, activation and additions between them, as calls into C++.
+
+Packed weights are arrays [panels, in / p, 64, p]; see `models.packed_matrix`, which this package does not know. In all
+calls, a row of the result depends on that row of the arguments alone, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.native.target import STORED, target
+
+DTYPES = ("float32", "bfloat16")
+# Numbers of `Activation` in calls.h, by name of `models.mlp.MLPS`.
+ACTIVATIONS = {"swiglu": 0, "geglu": 1}
+
+
+class Weights(NamedTuple):
+    """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out]."""
+
+    words: jax.Array
+    num_rows: int
+    scales: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    def arguments(self, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+        none = jnp.zeros(0, jnp.float32)
+        bias = none if self.bias is None else self.bias.astype(dtype)
+        return self.words, none if self.scales is None else self.scales, bias
+
+
+class Norms(NamedTuple):
+    """Root mean square norms; with plus_one, weights are those given + 1."""
+
+    eps: float
+    plus_one: bool
+
+    @property
+    def attributes(self) -> dict[str, np.generic]:
+        return {"eps": np.float32(self.eps), "plus_one": np.bool_(self.plus_one)}
+
+
+def project(
+    x: jax.Array,
+    matrices: Sequence[Weights],
+    *,
+    norm: jax.Array | None = None,
+    norms: Norms | None = None,
+    dtype=None,
+) -> list[jax.Array]:
+    """Multiplies x [..., D] by up to three matrices: [..., out] of each, in dtype (x's by default).
+
+    Args:
+      norm: weight [D] of a norm before them, of the kind `norms`.
+
+    Raises:
+      NotImplementedError: x is neither float32 nor bfloat16.
+    """
+    _check(x)
+    asked = jnp.dtype(dtype or x.dtype)
+    given = jnp.dtype(jnp.float32) if asked not in (x.dtype, jnp.float32) else asked
+    array, rows = jax.ShapeDtypeStruct, x.shape[:-1]
+    results = (
+        array(x.shape if norm is not None else (0,), x.dtype),
+        *(array((*rows, w.num_rows), given) for w in matrices),
+    )
+    weight = jnp.zeros(0, x.dtype) if norm is None else norm.astype(x.dtype)
+    call = jax.ffi.ffi_call(target("ksana_project"), results)
+    _, *found = call(
+        *(x, weight, *(argument for w in matrices for argument in w.arguments(x.dtype))),
+        stored=np.int32(STORED[x.dtype.name]),
+        asked=np.int32(STORED[given.name]),
+        **(norms or Norms(0.0, False)).attributes,
+    )
+    return [y.astype(asked) for y in found]
+
+
+def rest_of_layer(
+    x: jax.Array,
+    attended: jax.Array,
+    matrices: tuple[Weights, Weights, Weights, Weights],
+    weights: tuple[jax.Array | None, jax.Array, jax.Array | None],
+    norms: Norms,
+    activation: str,
+) -> jax.Array:
+    """Computes what follows attention: r = x + norm(output attended), r + norm(down(act(gate m) * up m)), m = norm(r).
+
+    Args:
+      x: [..., D]. attended: [..., N*H].
+      matrices: output, gate, up and down.
+      weights: [D], of the norms after attention, before the MLP and after it; None where there is none.
+      activation: a name of `ACTIVATIONS`.
+
+    Returns:
+      [..., D] of x's type.
+
+    Raises:
+      NotImplementedError: x is neither float32 nor bfloat16.
+    """
+    _check(x)
+    wide = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], matrices[1].num_rows), x.dtype)
+    none = jnp.zeros(0, x.dtype)
+    call = jax.ffi.ffi_call(target("ksana_rest_of_layer"), (wide, wide, wide, hidden))
+    y, *_ = call(
+        x,
+        attended.astype(x.dtype),
+        *(none if weight is None else weight.astype(x.dtype) for weight in weights),
+        *(argument for w in matrices for argument in w.arguments(x.dtype)),
+        stored=np.int32(STORED[x.dtype.name]),
+        activation=np.int32(ACTIVATIONS[activation]),
+        **norms.attributes,
+    )
+    return y
+
+
+def _check(x: jax.Array) -> None:
+    if x.dtype.name not in DTYPES:
+        raise NotImplementedError(f"activations are {x.dtype}; native products have {' or '.join(DTYPES)}")

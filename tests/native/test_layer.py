@@ -1,0 +1,166 @@
+"""A layer's two calls with packed weights, against their definition in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.int8_matrix import Int8Matrix, quantise
+from ksana_jax.models.packed_matrix import PackedMatrix, can_pack, pack, packed, unpack, unpacked
+from ksana_jax.models.params import init_params, quantised
+from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
+from ksana_jax.ops.norm import choose_normaliser
+
+unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
+native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
+
+PLAIN = ModelConfig(vocab_size=70, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=20, d_ff=72)
+EVERYTHING = dataclasses.replace(
+    PLAIN,
+    **{"sandwich_norms": True, "norm": "rms_plus_one", "mlp": "geglu", "qk_norm": True},
+    **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+)
+CONFIGS = {"plain": PLAIN, "everything": EVERYTHING}
+
+
+def drawn(*shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+
+
+def weights(config, dtype, quantization=None):
+    """Weights large enough that every part counts, with vectors that are neither 0 nor 1."""
+    params = init_params(config, dtype=jnp.dtype(dtype), std=0.3)
+    rng = np.random.default_rng(0)
+    vectors = jax.tree.map(
+        lambda w: w + jnp.asarray(0.2 * rng.normal(size=w.shape), dtype) if w.ndim == 1 else w, params
+    )
+    return quantised(vectors, quantization)
+
+
+def exact(w):
+    if isinstance(w, Int8Matrix):
+        return np.asarray(w.codes, np.float64) * np.asarray(w.scales, np.float64)[:, None]
+    return np.asarray(w, np.float64)
+
+
+class Definition:
+    """A layer in float64, with attention that only mixes what it gets."""
+
+    def __init__(self, p, config):
+        self.p, self.config = p, config
+
+    def linear(self, x, name):
+        bias = getattr(self.p, f"b_{name}")
+        return x @ exact(getattr(self.p, f"w_{name}")).T + (0.0 if bias is None else exact(bias))
+
+    def norm(self, x, weight):
+        if weight is None:
+            return x
+        weight = exact(weight) + (self.config.norm == "rms_plus_one")
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.norm_eps) * weight
+
+    def heads(self, x):
+        normed = self.norm(x, self.p.attn_norm)
+        q, k, v = (self.linear(normed, n).reshape(*x.shape[:-1], -1, self.config.head_dim) for n in "qkv")
+        return self.norm(q, self.p.q_norm), self.norm(k, self.p.k_norm), v
+
+    def rest(self, x, attended):
+        x = x + self.norm(self.linear(attended, "o"), self.p.post_attn_norm)
+        normed = self.norm(x, self.p.mlp_norm)
+        gate, up = self.linear(normed, "gate"), self.linear(normed, "up")
+        if self.config.mlp == "swiglu":
+            active = gate / (1 + np.exp(-gate))
+        else:
+            active = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        return x + self.norm(self.linear(active * up, "down"), self.p.post_mlp_norm)
+
+
+def operators(dtype):
+    return choose_linear("cpu", dtype, "packed").operators(choose_normaliser("cpu", dtype, ("rms",)))
+
+
+@native
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config, dtype, quantization):
+    params = weights(config, dtype, quantization)
+    [p], [packed_p], [spec] = params.layers, packed(params).layers, config.layers
+    x, attended = drawn(150, config.d_model, dtype=dtype), drawn(150, config.num_heads, config.head_dim, dtype=dtype)
+    heads = jax.jit(lambda x: operators(dtype).queries_keys_values(x, packed_p, spec))
+    rest = jax.jit(lambda x, attended: operators(dtype).after_attention(x, attended, packed_p, spec))
+    found = *heads(x), rest(x, attended)
+    definition = Definition(p, config)
+    wanted = *definition.heads(exact(x)), definition.rest(exact(x), exact(attended).reshape(150, -1))
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == dtype
+        np.testing.assert_allclose(exact(a), b, rtol=0, atol=(2e-6 if dtype == "float32" else 1.5e-2) * abs(b).max())
+    for rows in (slice(0, 1), slice(5, 12), slice(100, 150)):
+        again = *heads(x[rows]), rest(x[rows], attended[rows])
+        for a, b in zip(again, found, strict=True):
+            np.testing.assert_array_equal(exact(a), exact(b[rows]))
+    assert "ksana_rest_of_layer" in rest.lower(x, attended).as_text()
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("as_codes", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), [(1, 4), (7, 32), (64, 64), (100, 1100)])
+def test_packed_products_are_those_of_float64(columns, inner, as_codes, dtype):
+    x, b, w = drawn(5, inner, dtype=dtype), drawn(columns, dtype=dtype), drawn(columns, inner, dtype=dtype)
+    w = quantise(w) if as_codes else w
+    linear = choose_linear("cpu", dtype, "packed").apply
+    wanted = exact(x) @ exact(w).T + exact(b)
+    largest = float((abs(exact(x)) @ abs(exact(w)).T).max())
+    for asked, error in (("float32", 1e-6), ("float16", 2e-3), (None, 1e-6 if dtype == "float32" else 1e-2)):
+        y = jax.jit(lambda x, w, b, asked=asked: linear(x, w, b, dtype=asked))(x, pack(w), b)
+        assert y.dtype == (asked or dtype)
+        np.testing.assert_allclose(exact(y), wanted, rtol=0, atol=error * largest)
+
+
+@native
+def test_what_cannot_be_packed_is_computed_from_weights_as_they_are():
+    config = dataclasses.replace(PLAIN, d_model=47)  # no whole number of words of bfloat16
+    params = weights(config, "bfloat16")
+    [p], [found] = params.layers, packed(params).layers
+    assert not isinstance(found.w_q, PackedMatrix) and isinstance(found.w_o, PackedMatrix)
+    x = drawn(3, 47, dtype="bfloat16")
+    for a, b in zip(
+        operators("bfloat16").queries_keys_values(x, found, config.layers[0]),
+        Definition(p, config).heads(exact(x)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(exact(a), b, rtol=0, atol=1.5e-2 * abs(b).max())
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_packing_keeps_every_number_and_may_consume_its_source(quantization):
+    params = weights(EVERYTHING, "float32", quantization)
+    kept = jax.tree.map(np.asarray, params)
+    made = packed(params)
+    jax.tree.map(np.testing.assert_array_equal, unpacked(made), kept)
+    assert packed(made).layers[0].w_q is made.layers[0].w_q, "packed once"
+    assert jax.tree.map(jnp.shape, jax.eval_shape(lambda: made)) == jax.tree.map(
+        jnp.shape, packed(jax.eval_shape(lambda: params))
+    )
+    consumed = packed(params, consume=True)
+    jax.tree.map(np.testing.assert_array_equal, unpacked(consumed), kept)
+    matrix = params.layers[0].w_gate
+    assert (matrix.codes if quantization else matrix).is_deleted() and not params.layers[0].mlp_norm.is_deleted()
+
+
+def test_only_matrices_of_whole_words_are_packed():
+    assert [can_pack(drawn(3, n, dtype="bfloat16")) for n in (1, 2, 3)] == [False, True, False]
+    assert can_pack(drawn(3, 1)) and not can_pack(drawn(2, 3, 4)) and not can_pack(pack(drawn(3, 4)))
+    assert not can_pack(quantise(drawn(3, 6))) and can_pack(quantise(drawn(3, 8)))
+    assert pack(drawn(70, 6)).shape == (70, 6) and unpack(drawn(3, 2)).shape == (3, 2)
+
+
+@native
+def test_beside_matrix_units_products_stay_with_xla(monkeypatch):
+    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", lambda: {"avx512f", "amx_bf16"})
+    assert choose_linear("cpu", "bfloat16").name == "mixed" and choose_linear("cpu", "float32").name == "packed"
+    assert choose_linear("cpu", "bfloat16", row_by_row=True).name == "native"
