@@ -181,7 +181,7 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_known[row]].copy()
         self.seqs[row], seq.row = None, None
-        self.allocated_until[row] = self.prefix_end[row] = 0
+        self.num_computed[row] = self.allocated_until[row] = self.prefix_end[row] = 0
         self.num_blocks[:, row] = self.return_at[:, row] = self.num_evicted[:, row] = 0
         self.block_starts[:, row] = FAR
         self.block_tables[:, row] = 0
@@ -203,8 +203,9 @@ class Rows:
         """
         at = self._with_room(self.num_computed[rows])
         goes_on = at + 1 < self.max_len[rows]
-        rows, at = rows[goes_on], at[goes_on]
-        self.token_ids.reshape(-1)[self.flat(rows, at)] = -1 - places[goes_on]
+        if np.count_nonzero(goes_on) < len(rows):
+            rows, at, places = rows[goes_on], at[goes_on], places[goes_on]
+        self.token_ids.reshape(-1)[self.flat(rows, at)] = -1 - places
         self.num_tokens[rows] = at + 1
 
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -212,7 +213,7 @@ class Rows:
         at = self._with_room(self.num_known[rows])
         self.token_ids.reshape(-1)[self.flat(rows, at)] = tokens
         length = self.num_known[rows] = at + 1
-        self.num_tokens[rows] = np.maximum(self.num_tokens[rows], length)
+        np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)  # of all rows: cheaper than of some
         return length
 
     def _with_room(self, at: np.ndarray) -> np.ndarray:

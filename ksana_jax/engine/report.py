@@ -19,6 +19,8 @@ from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
     """Records the times of requests' first tokens; called between `Scheduler.advance` and `settle`."""
+    if not np.count_nonzero(rows.num_known == rows.num_prompt):  # of all rows: cheaper than of some
+        return
     sampled = batch.sampled
     fresh = rows.num_known[sampled] == rows.num_prompt[sampled]
     if batch.gone:
@@ -134,7 +136,7 @@ def record(scheduler: Scheduler, step: Step, now: float, most_steps: int) -> Ste
     """Returns the record of a step after `Scheduler.settle`. most_steps: that are scheduled at once."""
     blocks, batch, in_use = scheduler.blocks, step.batch, step.blocks_after
     if in_use is None or most_steps == 1:
-        in_use = blocks.num_used - scheduler.row_blocks.num_taken_ahead(scheduler.order)
+        in_use = blocks.num_used - scheduler.row_blocks.num_taken_ahead()
     return StepRecord(
         now,
         batch.num_tokens,

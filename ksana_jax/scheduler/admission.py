@@ -96,7 +96,7 @@ class Admission:
         # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = held.allocated_until(size) if held else done
-        most, num_groups = self.layout.blocks_of(total, self.longest_chunk, seq.num_prompt), len(self.layout.groups)
+        num_groups = len(self.layout.groups)
 
         def first_blocks() -> int:
             """Returns the number of blocks that the first token needs."""
@@ -106,7 +106,8 @@ class Admission:
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork goes on with what its parent holds: it waits for no reserve.
-        if min(first_blocks() + more, most) + (0 if kv.shared else reserve) <= device.num_available:
+        room = device.num_available - (0 if kv.shared else reserve)
+        if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_prompt) <= room:
             return True
         if not alone:
             return False

@@ -74,8 +74,8 @@ class RowBlocks:
                 self._note(seq, Origin(origin), number)
         seq.kv.cacheable &= not np.any(held.num_evicted)
 
-    def take(self, rows: np.ndarray, count: int = 1) -> None:
-        """Allocates `count` blocks of each group for each of some rows; the caller has made sure of room."""
+    def take(self, rows: np.ndarray) -> None:
+        """Allocates one block of each group for each of some rows; the caller has made sure of room."""
         if not len(rows):
             return
         r, size, width = self.rows, self._size, self.rows.block_tables.shape[2]
@@ -84,20 +84,29 @@ class RowBlocks:
         of_group = (self._groups * len(r.seqs) + rows).ravel()
         held = r.num_blocks.reshape(-1)[of_group]
         at, starts = of_group * width + held, (until - r.num_evicted.take(rows, axis=1)).ravel()
-        if count > 1:
-            steps = np.arange(count, dtype=np.int32)
-            at, starts = (at[:, None] + steps).ravel(), (starts[:, None] + size * steps).ravel()
         r.block_tables.reshape(-1)[at] = self.memory.device.allocate(len(at))
         r.block_starts.reshape(-1)[at] = starts
-        r.num_blocks.reshape(-1)[of_group] = held + count
-        r.allocated_until[rows] = until + size * count
+        r.num_blocks.reshape(-1)[of_group] = held + 1
+        r.allocated_until[rows] = until + size
+
+    def _take_several(self, row: int, count: int) -> None:
+        """Allocates `count` blocks of each group for one row; see `take`."""
+        r, until = self.rows, int(self.rows.allocated_until[row])
+        end = until + self._size * count
+        ids = self.memory.device.allocate(r.num_groups * count).reshape(r.num_groups, count)
+        for group, held in enumerate(r.num_blocks[:, row].tolist()):
+            evicted, new = int(r.num_evicted[group, row]), slice(held, held + count)
+            r.block_tables[group, row, new] = ids[group]
+            r.block_starts[group, row, new] = np.arange(until - evicted, end - evicted, self._size)
+        r.num_blocks[:, row] += count
+        r.allocated_until[row] = end
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each row is about to write to a shared block, by group: boolean [Gk, rows]."""
         r = self.rows
-        forked = r.forked[rows]
-        if not np.count_nonzero(forked):
+        if not np.count_nonzero(r.forked):
             return np.zeros((r.num_groups, len(rows)), bool)
+        forked = r.forked[rows]
         inside = r.num_computed[rows] < r.allocated_until[rows]
         last = r.block_tables[self._groups, rows, np.maximum(r.num_blocks[:, rows] - 1, 0)]
         shared = forked & inside & ((self.memory.blocks.ref_count[last] > 1) | self.memory.blocks.kept[last])
@@ -107,9 +116,9 @@ class RowBlocks:
     def provide(self, row: int, count: int) -> None:
         """Prepares a row to write `count` tokens: copies its last blocks if they are shared, and allocates new ones;
         the caller has made sure of room."""
-        r, one = self.rows, np.array([row])
+        r = self.rows
         if r.forked[row]:
-            for group in np.flatnonzero(self.writes_to_shared(one)[:, 0]).tolist():
+            for group in np.flatnonzero(self.writes_to_shared(np.array([row]))[:, 0]).tolist():
                 at = group, row, r.num_blocks[group, row] - 1
                 r.block_tables[at] = self.memory.device.copy(int(r.block_tables[at]))
                 r.block_origins[at] = Origin.COPIED
@@ -117,7 +126,7 @@ class RowBlocks:
             r.forked[row] = False
         end = int(r.num_computed[row]) + count
         if new := -(-max(end - int(r.allocated_until[row]), 0) // self._size):
-            self.take(one, new)
+            self._take_several(row, new)
 
     def extend(self, row: int, most: int) -> int:
         """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
@@ -171,10 +180,10 @@ class RowBlocks:
         r = self.rows
         return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
 
-    def num_taken_ahead(self, rows: np.ndarray) -> int:
+    def num_taken_ahead(self) -> int:
         """Returns the blocks that rows hold beyond their computed tokens: of a step that is submitted ahead."""
         r = self.rows
-        return int(np.add.reduce((r.allocated_until[rows] - r.num_computed[rows]) // self._size)) * r.num_groups
+        return int(np.add.reduce((r.allocated_until - r.num_computed) // self._size)) * r.num_groups  # 0 of free rows
 
     def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
         assert seq is not None

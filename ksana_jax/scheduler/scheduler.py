@@ -113,9 +113,6 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
-        assert self.layout.blocks_to_finish(seq.max_len, seq.num_prompt) <= self.blocks.num_blocks, (
-            "a request that can never finish"
-        )
         self.queue.add(seq)
 
     def rank(self, seq: Sequence) -> None:
@@ -180,11 +177,15 @@ class Scheduler:
         r = self.rows
         if self._needs_tokens():
             return None
-        places = np.flatnonzero(running.stay(running.sampled))
-        r.expect(running.sampled[places], places)
+        sampled, places = running.sampled, np.arange(len(running.sampled))
+        if running.gone:
+            places = places[running.stay(sampled)]
+            sampled = sampled[places]
+        r.expect(sampled, places)
         order, size = self.order, self.memory.block_size
-        blocks = np.maximum(r.num_tokens[order] - r.allocated_until[order] + size - 1, 0) // size
-        needed = int(np.add.reduce(blocks)) + np.count_nonzero(r.forked)
+        missing = r.num_tokens[order] - r.allocated_until[order]
+        missing = missing[missing > 0]  # of few rows
+        needed = int(np.add.reduce((missing + size - 1) // size)) + np.count_nonzero(r.forked)
         if r.num_groups * needed > self.memory.device.num_available:
             return None
         return self._schedule()
@@ -202,7 +203,9 @@ class Scheduler:
         rows, order = self.rows, self.order
         preempted_before = self.num_preemptions
         left = rows.num_tokens[order] - rows.num_computed[order]
-        decodes = self._provide_decodes(order[left == 1][: self.max_num_batched_tokens])
+        alone = left == 1
+        decodes = order if np.count_nonzero(alone) == len(order) else order[alone]
+        decodes = self._provide_decodes(decodes[: self.max_num_batched_tokens])
         chunks: list[tuple[int, int]] = []
         budget = StepBudget(self.max_num_batched_tokens - len(decodes), self.tiles)
         if len(decodes) < len(order):
@@ -323,7 +326,7 @@ class Scheduler:
         if batch.gone:
             stay = batch.stay(sampled)
             rows, sampled, tokens = rows[batch.stay(rows)], sampled[stay], tokens[stay]
-        if np.count_nonzero(r.is_beam[sampled]):
+        if np.count_nonzero(r.is_beam) and np.count_nonzero(r.is_beam[sampled]):
             by_request = r.is_beam[sampled]
             beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
             for row in beams:
@@ -333,8 +336,10 @@ class Scheduler:
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
         length = r.append(sampled, tokens)
-        stopped = (r.stop_ids.take(sampled, axis=0) == tokens[:, None]).any(axis=1) & (length > r.min_len[sampled])
-        ended = stopped | (length >= r.max_len[sampled])
+        ended, stopped = length >= r.max_len[sampled], np.zeros(len(length), bool)
+        if np.count_nonzero(is_stop := r.stop_ids.take(sampled, axis=0) == tokens[:, None]):
+            stopped = is_stop.any(axis=1) & (length > r.min_len[sampled])
+            ended |= stopped
         if self.memory.prefixes.enabled:
             self.row_blocks.index_full(rows)
         if self.queue.leaders:

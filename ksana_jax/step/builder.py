@@ -189,9 +189,9 @@ class BatchBuilder:
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
         """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
-        running, sampled = batch.rows, batch.sampled
-        if not np.count_nonzero(rows.asks[running]):  # a tenth of the time of any()
+        if not np.count_nonzero(rows.asks):  # a tenth of the time of any()
             return
+        running, sampled = batch.rows, batch.sampled
         if rows.samples[sampled].any():
             step.sampling = self._sampling(rows, sampled, step.num_sampled)
         num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))

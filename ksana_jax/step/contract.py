@@ -15,7 +15,6 @@ Each of the S = 5 tiles has a block table. Kernels get tiles of equal work; a re
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -62,7 +61,7 @@ class ScheduledBatch:
         ones = np.ones(len(self.decodes), np.int32)
         return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
-    @functools.cached_property
+    @property
     def sampled(self) -> np.ndarray:
         """The entries of `rows` whose next token is sampled."""
         return self.rows if self.samples is None else self.rows[self.samples]
