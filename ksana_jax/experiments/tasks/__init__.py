@@ -11,6 +11,7 @@ TASKS: dict[str, str] = {
     "generate": "ksana_jax.experiments.tasks.generate:Generate",
     "memory_sharing": "ksana_jax.experiments.tasks.memory_sharing:MemorySharing",
     "prefix_cache": "ksana_jax.experiments.tasks.prefix_cache:PrefixCache",
+    "agreement": "ksana_jax.experiments.tasks.agreement:Agreement",
     "harness": "ksana_jax.experiments.tasks.harness:Harness",
     "host_embedding": "ksana_jax.experiments.tasks.host_embedding:HostEmbedding",
     "recall": "ksana_jax.experiments.tasks.recall:Recall",
