@@ -100,6 +100,8 @@ class Verdict:
             reason += f", and is the fastest of {len(equal)} that agree as long"
         elif others := [m for m in measured if m is not best]:
             reason += f", longer than any other ({max(sum(m.agreed) for m in others):,})"
+        elif len(serving) > 1:
+            reason += f", the only one measured of {len(serving)} that may serve"
         return best.pair, reason
 
 

@@ -57,6 +57,9 @@ def test_of_those_that_agree_as_long_the_fastest_is_chosen():
 def test_what_does_not_serve_is_not_chosen():
     found = of(measured(XLA, [1, 1], 1.0), measured(MIXED, [9, 9], 9.0))
     assert found.choose([XLA])[0] == XLA
+    assert found.choose([XLA])[1] == "agrees with the reference for 2 of 2 tokens"
+    only, reason = of(measured(XLA, [9], 1.0)).choose([MIXED, XLA])
+    assert only == XLA and reason.endswith("for 9 of 9 tokens, the only one measured of 2 that may serve")
     with pytest.raises(ConfigError, match=r"measured were: attention xla, products xla; .*was not: attention native"):
         of(measured(XLA, [9], 1.0)).choose([MIXED])
 

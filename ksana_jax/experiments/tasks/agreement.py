@@ -144,8 +144,8 @@ class Agreement(BaseTask):
         lengths = sorted({m["output_tokens"] for r in rows for t in r.trials for m in t if m["metric"] == "setting"})
         said = [
             "Each row compares an engine with another one that has the settings `against`, on the same prompts.",
-            f"{' or '.join(map(str, lengths))} greedy tokens per text; first other token: the earliest in any text of a "
-            "seed, counted from 0, mean over the seeds that have one.",
+            f"{' or '.join(map(str, lengths))} greedy tokens per text; first other token: the earliest in any text of "
+            "a seed, counted from 0, mean over the seeds that have one.",
             "Same bits, mean, largest: of log-probabilities of generated tokens, as long as both sides have the same.",
             "Speed: seconds of the other engine / seconds of this one, in alternating runs.",
         ]
