@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import statistics
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from ksana_jax.experiments.tasks.base import (
     check_counts,
     number,
 )
-from ksana_jax.experiments.tasks.paired import forced, pairs, speeds, timed
+from ksana_jax.experiments.tasks.paired import forced, of_side, pairs, speeds, timed
 from ksana_jax.plugins import nearest
 
 if TYPE_CHECKING:
@@ -111,11 +112,14 @@ class Agreement(BaseTask):
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes differ, the fraction of texts with other tokens; earliest, the first generated token, from 0, that
         differs in any text, absent if none does; bits, the fraction of log-probabilities with the same bits;
-        mean_difference and max_difference of them; and gain, seconds without / seconds with."""
+        mean_difference and max_difference of them; gain, seconds without / seconds with; and cpu_gain, the same of the
+        processors' time."""
+        sides = zip(of_side(measurements, "without"), of_side(measurements, "with"), strict=True)
         found = [m for m in measurements if m["metric"] == "text"]
         [length] = {m["output_tokens"] for m in measurements if m["metric"] == "setting"}
         count, ends = sum(m["agreed"] for m in found), [m["agreed"] for m in found if m["agreed"] < length]
         result = {**speeds(measurements), "differ": len(ends) / len(found)}
+        result["cpu_gain"] = statistics.median(a["cpu_seconds"] / b["cpu_seconds"] for a, b in sides)
         if ends:
             result["earliest"] = min(ends)
         if count:
@@ -137,7 +141,8 @@ class Agreement(BaseTask):
             Column("bits", "same bits, %", percent, exact=True),
             Column("mean_difference", "mean difference", small, exact=True),
             Column("max_difference", "largest", small, exact=True),
-            Column("gain", "speed, ×", number(2)),
+            Column("gain", "time, ×", number(2)),
+            Column("cpu_gain", "CPU time, ×", number(2)),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -147,7 +152,7 @@ class Agreement(BaseTask):
             f"{' or '.join(map(str, lengths))} greedy tokens per text; first other token: the earliest in any text of "
             "a seed, counted from 0, mean over the seeds that have one.",
             "Same bits, mean, largest: of log-probabilities of generated tokens, as long as both sides have the same.",
-            "Speed: seconds of the other engine / seconds of this one, in alternating runs.",
+            "Time, CPU time: that of the other engine / that of this one, in alternating runs.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")

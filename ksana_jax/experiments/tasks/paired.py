@@ -30,18 +30,20 @@ def forced(output_tokens: int, **given: Any) -> SamplingParams:
 def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> Measurement:
     """Serves prompts that all arrive at once; measures seconds, tokens, steps, blocks and prefix cache hits.
 
+    cpu_seconds: of all threads of this process, which other programs lengthen less than seconds.
     hit_rate: fraction of the prompt tokens found in the cache. ttft_s: mean over requests. mean_blocks, mean_unshared:
     blocks held within a step, and those that its running rows would hold without sharing, mean over steps.
     peak_blocks, peak_unshared: both counts in the step with the highest unshared count.
     """
     llm.clear_records()
-    compiled, began = llm.num_compilations, time.perf_counter()
+    compiled, began, cpu_began = llm.num_compilations, time.perf_counter(), time.process_time()
     outputs = [output.check() for output in llm.generate(list(prompts), list(params))]
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     records = list(llm.records)
     peak = max(records, key=lambda r: r.unshared_blocks)
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "compiled_while_timed": llm.num_compilations - compiled,
         "num_requests": len(outputs),
         "num_output_tokens": sum(len(c.token_ids) for o in outputs for c in o.outputs),
