@@ -20,7 +20,7 @@ import numpy as np
 
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.experiments import text_files, texts
-from ksana_jax.experiments.figures import line_style
+from ksana_jax.experiments.figures import COLOURS
 from ksana_jax.experiments.tasks.base import (
     INPUT_FILES,
     BaseTask,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from ksana_jax import LLM
 
+# Of a logarithmic axis; float32 has a resolution of 6e-8 near 1.
+LEAST_DRAWN = 1e-9
 # The other engines of an engine, by `against`, kept as long as it is.
 _OTHERS: weakref.WeakKeyDictionary[LLM, dict[str, LLM]] = weakref.WeakKeyDictionary()
 
@@ -164,31 +166,40 @@ class Agreement(BaseTask):
         return f"The same bits in all texts: {'; '.join(same) or 'none'}." if measured else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws the fraction of texts that still agree over the generated tokens: a panel for each point of the grid, a
-        line for each label, but for those that agree to the end."""
+        """Draws mean and largest difference of log-probabilities of each row, and the fraction of texts that have other
+        tokens; a colour for each point of the grid."""
         measured = [r for r in rows if r.trials]
-        points = list(dict.fromkeys(json.dumps(dict(r.point)) for r in measured))
-        if not points:
+        if not measured:
             return
-        labels = list(dict.fromkeys(r.label for r in measured if (r.mean("differ") or 0) > 0))
-        panels = figure.subplots(len(points), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for axes, point in zip(panels, points, strict=True):
-            here = [r for r in measured if json.dumps(dict(r.point)) == point]
-            for row in here:
-                if row.label in labels and (row.mean("differ") or 0) > 0:
-                    agreed = np.array([m["agreed"] for t in row.trials for m in t if m["metric"] == "text"])
-                    length = next(m["output_tokens"] for m in row.trials[0] if m["metric"] == "setting")
-                    at = np.arange(length + 1)
-                    share = (agreed[:, None] >= at).mean(axis=0)
-                    axes.plot(at, 100 * share, label=row.label, **line_style(labels.index(row.label)))
-            rest = sum(not r.mean("differ") for r in here)
-            title = ", ".join(f"{k.rpartition('.')[2]} {v}" for k, v in json.loads(point).items())
-            axes.set_title(f"{title}{', ' * bool(title)}{rest} of {len(here)} rows without a difference")
-            axes.set_ylabel("texts that agree (%)")
-        panels[-1].set_xlabel("generated tokens")
-        shown = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        if shown:
+        axes = figure.subplots()
+        labels = list(dict.fromkeys(r.label for r in measured))
+        points = list(dict.fromkeys(_point(r) for r in measured))
+        for row in measured:
+            at = labels.index(row.label) + 0.5 * (points.index(_point(row)) + 0.5) / len(points) - 0.25
+            colour, name = COLOURS[points.index(_point(row)) % len(COLOURS)], _point(row)
+            largest = max(max(m["max_difference"] for m in trial if m["metric"] == "text") for trial in row.trials)
+            if not largest:
+                axes.plot([LEAST_DRAWN], [at], marker="|", color=colour, label=name)
+                continue
+            mean = max(row.mean("mean_difference") or 0.0, LEAST_DRAWN)
+            axes.plot([mean, largest], [at, at], marker="|", color=colour, label=name)
+            if differ := row.mean("differ"):
+                axes.annotate(f" {100 * differ:.1f} %", (largest, at), va="center", fontsize=5)
+        axes.set_xscale("log")
+        ticks = [LEAST_DRAWN * 100**power for power in range(5)]
+        axes.set_xticks(ticks, ["none", *(f"{tick:.0e}" for tick in ticks[1:])])
+        axes.minorticks_off()
+        axes.margins(x=0.15)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.set_xlabel("difference, mean to largest")
+        shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        if len(points) > 1:
             figure.legend(shown.values(), shown, loc="outside upper center", ncols=2)
+
+
+def _point(row: ResultRow) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items())
 
 
 def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
