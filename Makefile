@@ -30,7 +30,7 @@ help:
 	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": only the report)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
 	@echo "make bench    run the benchmarks of the README, into runs/bench, within 20 minutes; with other engines"
-	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables)"
+	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables, ARGS=--resume goes on)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
 	@echo "make docs     build the documentation as HTML in docs/_build; warnings are errors"
 	@echo "make lint     run ruff and pyright"
