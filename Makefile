@@ -13,7 +13,7 @@ PIP_ARGS ?=
 # Additional arguments for pytest or ksana: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
 EXTRAS ?= dev,docs
-LIVES ?= 2000
+LIVES ?= 1000
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready

@@ -13,9 +13,9 @@ from tests.interrupts import interrupt_some
 
 
 def test_an_exception_at_any_line_leaves_an_empty_engine_that_serves_again():
-    hit = interrupt_some(range(200))
+    hit = interrupt_some(range(100))
     late = hit.pop("", 0)
-    assert late < 40
+    assert late < 20
     places = {line.split(":")[0] for line in hit}
     engine = "engine.engine.Engine"
     for part in (engine, f"{engine}._add", "scheduler.scheduler", "scheduler.row_blocks", "kv.block_manager", "step"):
@@ -27,9 +27,9 @@ def test_beams_of_two_requests_that_hold_all_blocks_are_preempted_though_a_read_
 
 
 @pytest.mark.soak
-def test_two_thousand_exceptions_leave_no_damage():
-    hit = interrupt_some(range(1000, 3200))
-    assert hit.total() - hit[""] >= 2000
+def test_a_thousand_exceptions_leave_no_damage():
+    hit = interrupt_some(range(1000, 2100))
+    assert hit.total() - hit[""] >= 1000
 
 
 def test_nothing_rests_on_assertions():
