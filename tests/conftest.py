@@ -52,6 +52,16 @@ def no_failpoints():
 
 
 @pytest.fixture(scope="module")
+def quick_compiles():
+    """XLA optimises little and compiles large programs in half the time: for tests that compare numbers to rounding."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
 def few_shapes():
     """Engines of a module have one bucket of each kind, so at most three shapes of steps: compiling is what tests wait
     for. `tests/engine/test_invariances.py` has all buckets."""

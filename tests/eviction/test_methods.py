@@ -100,7 +100,7 @@ METHODS = {
         lambda n: Rule("age", [8, 8], 1, recents=[6] * 2, sinks=2, whole=False, in_cache=True),
     ),
 }
-EVERY_TIME = ("h2o", "h2o, pyramid", "h2o, positions in the cache", "snapkv", "keyformer")
+EVERY_TIME = ("h2o", "h2o, pyramid", "h2o, positions in the cache", "snapkv")
 
 
 def serve(llm, num_outputs: int, preempts: bool):

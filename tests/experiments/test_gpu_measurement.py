@@ -71,6 +71,7 @@ def test_the_first_case_is_timed_before_the_last_is_lowered(tmp_path, monkeypatc
     assert len([r for r in read_records(context.records) if r.get("name") == "first timing"]) == 1
 
 
+@pytest.mark.soak
 def test_a_slow_compiler_does_not_hold_up_the_first_timing(tmp_path, monkeypatch):
     monkeypatch.setattr(race_module, "FIRST_S", 0.2)
     compile_it, fast_is_timed = Compiling._compile, threading.Event()

@@ -270,6 +270,7 @@ def test_sections_import_without_touching_the_device_and_without_heavy_packages(
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.soak
 def test_the_command_runs_sections_and_prints_the_table_last(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path)}
     command = [sys.executable, "-m", "experiments.gpu", "--tiny", "--only", "environment,kv_write"]

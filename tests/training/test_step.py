@@ -20,6 +20,8 @@ from ksana_jax.training.sinks import evaluate, resting_attention
 from ksana_jax.training.start import first_params
 from tests.soak import soak_unless
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SHAPE = ModelConfig(
     vocab_size=300,
     d_model=48,
