@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 import time
@@ -19,11 +20,14 @@ from ksana_jax.align import scores
 from ksana_jax.align.command import Texts, draw_prompts, side_settings
 from ksana_jax.align.scores import Scores
 from ksana_jax.bench.machine import Load
-from ksana_jax.config import ConfigError
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, default_path, serving_pairs
-from ksana_jax.loading.load import open_model
+from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.params import Params
 from ksana_jax.shipped import model_path
+from ksana_jax.tokenizers import find_tokenizer
 
 # Of each implementation, by turns, after one that compiles.
 NUM_TIMED = 3
@@ -39,6 +43,9 @@ FOR_MEASURING = {
     "memory_fraction": None,
 }
 
+# Keywords of `LLM` that are no fields of `EngineConfig`.
+OF_THE_MODEL: dict[str, Any] = {"pattern": None, "load_format": "auto", "tokenizer": None}
+
 # (number of a text, its tokens [T]) -> the tokens [T - 1] that the reference would choose greedily after each of its
 # beginnings, and the log-probabilities [T - 1] of those that follow.
 Reference = Callable[[int, Sequence[int]], tuple[np.ndarray, np.ndarray]]
@@ -49,22 +56,21 @@ def stored_reference(stored: Scores) -> Reference:
     return lambda text, tokens: (np.array(stored.token_ids[text][1:]), stored.logprobs[text])
 
 
-def dense_reference(llm: LLM) -> Reference:
+def dense_reference(config: ModelConfig, read_params: Callable[[], Params], max_model_len: int) -> Reference:
     """Returns what the model without a cache computes, by XLA in float32, of the weights as the checkpoint has them.
 
+    Args:
+      config: with the patterns to attend by. read_params: returns the weights in float32.
+
     Raises:
-      ValueError: the engine's pattern repositions sinks, which the dense model does not.
+      ValueError: a pattern repositions sinks, which the dense model does not.
     """
-    name, load_format = llm.engine.source or ("", "auto")
-    given: Any = load_format
-    config, read_params = open_model(model_path(name), "f32", given, llm.config.seed)
-    config, params = dataclasses.replace(config, pattern=llm.patterns), read_params()
-    longest = llm.engine.max_model_len
+    params = read_params()
 
     @jax.jit
     def run(params, tokens):
         with jax.default_matmul_precision("highest"):
-            logits = dense_logits(params, tokens, config=config, max_len=longest)[:-1]
+            logits = dense_logits(params, tokens, config=config, max_len=max_model_len)[:-1]
         found = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], axis=-1)[:, 0]
         return logits.argmax(-1), found
 
@@ -109,30 +115,53 @@ def measure(
     return sorted(found, key=lambda m: list(engines).index(m.pair))
 
 
-def choose(given: str, model: str, texts: Texts, stored: Scores | None, reference_name: str) -> tuple[Verdict, LLM]:
+def choose(given: str, model: str, texts: Texts, stored: Scores | None, reference_name: str) -> Verdict:
     """Opens an engine for each pair of implementations that serves some settings, and measures them.
 
     Args:
-      given: settings, as `command.open_side` takes them. stored: log-probabilities to agree with; None computes them.
+      given: settings, as `command.side_settings` takes them. stored: log-probabilities to agree with; None computes
+        them.
     """
     name, settings = side_settings(given, model)
-    prompts = None
     if stored is not None:
-        prompts = stored.prompts()
         texts = _texts_of(stored)
-    settings |= FOR_MEASURING | {
-        "max_num_seqs": texts.num_prompts,
-        "max_model_len": texts.prompt_tokens + texts.num_tokens,
+    lengths = {"max_num_seqs": texts.num_prompts, "max_model_len": texts.prompt_tokens + texts.num_tokens}
+    settings |= FOR_MEASURING | lengths
+    opened = {key: settings.pop(key, default) for key, default in OF_THE_MODEL.items()}
+    config, folder = engine_config(settings), model_path(name)
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype=auto_dtype(folder))
+    settings |= {"dtype": config.dtype}
+    read = functools.partial(open_model, folder, load_format=opened["load_format"], seed=config.seed)
+    model_config, read_params = read(config.dtype, embedding_device=config.embedding_device)
+    params, tokenizer = read_params(), opened["tokenizer"] or find_tokenizer(folder)
+
+    def open_engine(**names: str) -> LLM:
+        return LLM.from_params(model_config, params, pattern=opened["pattern"], tokenizer=tokenizer, **settings | names)
+
+    first = open_engine()
+    asked = {"attention_implementation": config.attention_implementation}
+    asked["linear_implementation"] = config.linear_implementation  # of the first engine, it is the one chosen
+    pairs = serving_pairs(model_config, dataclasses.replace(first.config, **asked), first.runner.layout)
+    used = Pair(first.runner.implementation.name, first.config.linear_implementation)
+    engines = {
+        pair: first
+        if pair == used
+        else open_engine(attention_implementation=pair.attention, linear_implementation=pair.linear)
+        for pair in pairs
     }
-    first = LLM(name, **settings)
-    pairs = serving_pairs(first.model_config, first.config, first.runner.layout)
-    engines = {pair: _like(first, settings, pair) for pair in pairs}
-    reference = dense_reference(first) if stored is None else stored_reference(stored)
+    if stored is None:
+        exact, read_exact = read("f32")
+        reference = dense_reference(
+            dataclasses.replace(exact, pattern=first.patterns), read_exact, lengths["max_model_len"]
+        )
+    else:
+        reference = stored_reference(stored)
+    prompts = draw_prompts(first, texts) if stored is None else stored.prompts()
     load = Load()
-    measured = measure(engines, reference, prompts or draw_prompts(first, texts), texts.num_tokens)
+    measured = measure(engines, reference, prompts, texts.num_tokens)
     num_tokens = texts.num_tokens * texts.num_prompts
-    conditions = conditions_of(first.model_config, first.config)
-    return Verdict(conditions, name, reference_name, num_tokens, load.read(), tuple(measured)), first
+    return Verdict(conditions_of(model_config, config), name, reference_name, num_tokens, load.read(), tuple(measured))
 
 
 def _texts_of(stored: Scores) -> Texts:
@@ -150,15 +179,6 @@ def _texts_of(stored: Scores) -> Texts:
     return Texts(len(stored.token_ids), max(stored.num_prompt_tokens), counts.pop(), 0)
 
 
-def _like(first: LLM, settings: dict[str, Any], pair: Pair) -> LLM:
-    """Returns an engine of the same weights with other implementations."""
-    settings = {k: v for k, v in settings.items() if k not in ("pattern", "load_format", "tokenizer")}
-    settings |= {"attention_implementation": pair.attention, "linear_implementation": pair.linear}
-    # The weights are quantised already, and of the dtype that "auto" was.
-    settings |= {"quantization": None, "dtype": first.config.dtype}
-    return LLM.from_params(first.model_config, first.runner.params, pattern=first.patterns, **settings)
-
-
 def choose_and_show(given: str, stored: str | None, model: str, texts: Texts, out: Path | None, as_json: bool) -> int:
     """Measures, writes a verdict and prints it; returns the exit code."""
     from rich.console import Console
@@ -169,7 +189,7 @@ def choose_and_show(given: str, stored: str | None, model: str, texts: Texts, ou
         raise ConfigError(f"--choose compares with a .json file of log-probabilities, not with {stored!r}")
     read = None if stored is None else scores.read(Path(stored))
     reference = "the float32 model without a cache" if stored is None else Path(stored).name
-    verdict, llm = choose(given, model, texts, read, reference)
+    verdict = choose(given, model, texts, read, reference)
     path = out or default_path(verdict.conditions)
     verdict.write(path)
     pairs = [m.pair for m in verdict.measured]
@@ -185,7 +205,7 @@ def choose_and_show(given: str, stored: str | None, model: str, texts: Texts, ou
     print(f"{chosen}: {reason}")
     if verdict.others_busy is not None:
         print(f"other programs took {verdict.others_busy:.0%} of the processors' time")
-    print(f"{path}: for engines with prefer: {'agreement' if out is None else path} and {llm.config.dtype}")
+    print(f"{path}: for engines with prefer: {'agreement' if out is None else path} and {verdict.conditions['dtype']}")
     if as_json:
         print(json.dumps({**dataclasses.asdict(verdict), "chosen": chosen, "reason": reason}))
     return 0

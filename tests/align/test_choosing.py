@@ -5,16 +5,20 @@ import json
 import types
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from ksana_jax import cli
+from ksana_jax.align import choosing
 from ksana_jax.align.choosing import _texts_of, dense_reference, measure, stored_reference
+from ksana_jax.align.command import Texts
 from ksana_jax.align.scores import Scores
-from ksana_jax.config import ConfigError
+from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.engine import verdict
-from ksana_jax.engine.verdict import Pair, read_verdict
-from ksana_jax.loading.load import load_model
+from ksana_jax.engine.verdict import Pair, conditions_of, read_verdict
+from ksana_jax.loading.load import open_model
+from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.shipped import model_path
 from tests.engine.small import make_llm, model
 from tests.reference import reference_logprobs
@@ -74,15 +78,10 @@ def test_stored_texts_are_a_reference():
 
 
 def test_the_float32_model_without_a_cache_is_that_of_the_checkpoint():
-    path = model_path("ksana-tiny")
-    config, params = load_model(path, "f32")
-    engine: Any = types.SimpleNamespace(
-        engine=types.SimpleNamespace(source=("ksana-tiny", "auto"), max_model_len=64),
-        config=types.SimpleNamespace(seed=0),
-        patterns=(config.pattern,) * config.num_layers,
-    )
+    config, read_params = open_model(model_path("ksana-tiny"), "f32")
+    params = read_params()
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, 24).tolist()
-    greedy, logprobs = dense_reference(engine)(0, tokens)
+    greedy, logprobs = dense_reference(config, lambda: params, 64)(0, tokens)
     exact = reference_logprobs(params, config, np.array(tokens))[:-1]
     np.testing.assert_allclose(logprobs, exact[np.arange(23), tokens[1:]], atol=1e-4)
     assert greedy.tolist() == exact.argmax(-1).tolist()
@@ -105,6 +104,18 @@ def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, m
         cli.main(["doctor", "--json"])
     [shown] = json.loads(capsys.readouterr().out.splitlines()[-1])["verdicts"]
     assert shown["model"] == "ksana-tiny" and shown["chosen"] == {"attention": "xla", "linear": "xla"}
+
+
+def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch):
+    seen: dict[Pair, Any] = {}
+    monkeypatch.setattr(choosing, "measure", lambda engines, *_: seen.update(engines) or [])
+    found = choosing.choose("dtype=bf16 attention_implementation=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
+    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(jax.default_backend(), "bfloat16") is None]
+    assert list(seen) == [Pair("xla", name) for name in linear]
+    for pair, llm in seen.items():
+        assert (llm.runner.implementation.name, llm.config.linear_implementation) == pair
+    asked = EngineConfig(dtype="bf16", attention_implementation="xla", prefer="agreement")
+    assert found.conditions == conditions_of(llm.model_config, asked)
 
 
 @pytest.mark.parametrize(
