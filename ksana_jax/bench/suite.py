@@ -57,11 +57,11 @@ def _throughput(model: str, dtype: str, minutes: float, repeats: int, only: tupl
 # long as all the others together.
 FASTEST = ("vLLM", "llama.cpp")
 SUITE = (
-    _throughput("bench-s", "f32", 3, 2),
-    _throughput("bench-s", "bf16", 2.5, 2),
+    _throughput("bench-s", "f32", 2.5, 2),
+    _throughput("bench-s", "bf16", 2, 2),
     Entry("host", "host", 1.5, {"rows": (32, 256, 1024, 4096), "prefix_cache": "both"}, peers=True, table=True),
-    Entry("scheduling", "scheduling", 2, {"requests": 24, "loads": (0.02, 0.05, 0.1, 0.3, 0.6, 0.8, 1.0)}),
-    Entry("tokens-in-forward", "tokens-in-forward", 1.5, {}, 2),
+    Entry("scheduling", "scheduling", 3, {"requests": 24, "loads": (0.05, 0.15, 0.3, 0.6, 1.0)}),
+    Entry("tokens-in-forward", "tokens-in-forward", 2, {}, 2),
     Entry("latency", "latency", 1.5, {}, 2),
     _throughput("bench-m", "bf16", 3, 1, FASTEST),
     _throughput("bench-m", "f32", 4, 1, FASTEST),

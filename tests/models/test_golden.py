@@ -18,6 +18,8 @@ from ksana_jax.models.params import Params
 from ksana_jax.patterns import FULL
 from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # Two float32 implementations that add in different orders; log-probabilities here reach down to -25.
 ATOL = 1e-4
 
