@@ -187,8 +187,9 @@ class Throughput(Bench):
             )
         versions = dict.fromkeys(m["versions"] for label, m in turns if "versions" in m)
         said += [f"Peers: {'; '.join(versions)}."] * bool(versions)
-        if self.peers is not None and self.only:
-            said.append(f"Peers left out: {'; '.join(label for label in PEERS if not label.startswith(self.only))}.")
+        labels = {row.label for row in rows}
+        if labels & PEERS.keys() and (left_out := [label for label in PEERS if label not in labels]):
+            said.append(f"Peers left out: {'; '.join(left_out)}.")
         if any(row.label == EVICTING for row in rows):
             said.append(
                 "Evicting: a pool of as many bytes. Requests at once: mean of those that run while others wait for "
