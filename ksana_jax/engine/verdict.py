@@ -27,6 +27,8 @@ from ksana_jax.ops.requirements import Requirements
 
 # Two implementations agree equally long if the mean difference between their texts is within so many standard errors.
 NUM_ERRORS = 2
+# Share of the processors' time, taken by other programs, above which the choice by speed says so.
+BUSY = 0.1
 
 
 class Pair(NamedTuple):
@@ -98,6 +100,8 @@ class Verdict:
             reason += f" ({longest.pair} for {sum(longest.agreed):,}: not resolved)"
         if len(equal) > 1:
             reason += f", and is the fastest of {len(equal)} that agree as long"
+            if (self.others_busy or 0) > BUSY:
+                reason += f", measured while other programs took {self.others_busy:.0%} of the processors' time"
         elif others := [m for m in measured if m is not best]:
             reason += f", longer than any other ({max(sum(m.agreed) for m in others):,})"
         elif len(serving) > 1:

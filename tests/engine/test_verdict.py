@@ -52,6 +52,10 @@ def test_of_those_that_agree_as_long_the_fastest_is_chosen():
         "agrees with the reference for 104 of 128 tokens (attention xla, products xla for 128: not resolved), "
         "and is the fastest of 2 that agree as long"
     )
+    busy = dataclasses.replace(found, others_busy=0.42)
+    said = busy.choose([XLA, MIXED])[1].removeprefix(reason)
+    assert said == ", measured while other programs took 42% of the processors' time"
+    assert "other programs" not in busy.choose([XLA])[1]
 
 
 def test_what_does_not_serve_is_not_chosen():
