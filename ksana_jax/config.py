@@ -131,7 +131,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 # Names in `ops.implementations`, which imports jax.
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "w8a8")
 LINEAR_IMPLEMENTATIONS = ("auto", "packed", "mixed", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
 
@@ -156,8 +156,9 @@ class EngineConfig:
         jnp.bfloat16). "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16
         3 to 20 times slower (2048 x 8192, 1 to 32 rows).
       quantization: "int8" stores the matrices of layers as codes with a scale for each row, and computes with them in
-        `dtype`. They are quantised when they are loaded, for which there must be room. Embedding, output head and norms
-        keep their dtype. None leaves all weights in `dtype`.
+        `dtype`. "w8a8" also rounds what they are multiplied with to codes, each token's by itself, and multiplies
+        integers (W8A8 with dynamic scales per token). Weights are quantised when they are loaded, for which there must
+        be room. Embedding, output head and norms keep their dtype. None leaves all weights in `dtype`.
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
         "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
@@ -226,7 +227,7 @@ class EngineConfig:
     """
 
     dtype: str = "f32"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "w8a8"] | None = None
     kv_cache_dtype: Any = "auto"
     kv_full_precision_layers: tuple[int, ...] = ()
     block_size: int = 16

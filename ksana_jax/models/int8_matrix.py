@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -11,20 +13,29 @@ MOST = 127  # codes are -127..127, symmetric
 
 @flax.struct.dataclass
 class Int8Matrix:
-    """A matrix [out, in] whose rows are codes times a scale."""
+    """A matrix [out, in] whose rows are codes times a scale.
+
+    rounds_inputs: what it is multiplied with is rounded to codes as well, each row by itself.
+    """
 
     codes: jax.Array  # int8 [out, in]
     scales: jax.Array  # float32 [out]
+    rounds_inputs: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
 
 
-@jax.jit
-def quantise(w: jax.Array) -> Int8Matrix:
+@functools.partial(jax.jit, static_argnames="rounds_inputs")
+def quantise(w: jax.Array, *, rounds_inputs: bool = False) -> Int8Matrix:
     """Rounds a matrix [out, in] to the nearest codes; the largest magnitude of each row has code 127 or -127."""
-    w = w.astype(jnp.float32)
-    scales = jnp.abs(w).max(axis=1) / MOST
-    codes = jnp.round(w / jnp.where(scales > 0, scales, 1.0)[:, None])
-    return Int8Matrix(codes.astype(jnp.int8), scales)
+    return Int8Matrix(*rounded_rows(w), rounds_inputs)
+
+
+def rounded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounds rows [..., D] to the nearest codes; returns these in int8, and a scale [...] for each row."""
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(axis=-1)
+    codes = jnp.round(x * jnp.where(largest > 0, MOST / largest, 0.0)[..., None])
+    return codes.astype(jnp.int8), largest / MOST

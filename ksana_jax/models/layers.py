@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import NormSpec
-from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.int8_matrix import Int8Matrix, rounded_rows
 
 # A function with the contract of `linear`.
 Linear = Callable[..., jax.Array]
@@ -21,13 +21,24 @@ Normalise = Callable[[jax.Array, jax.Array], jax.Array]
 
 def linear(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies x [..., in] by w [out, in], adds b [out]: [..., out] in dtype (x's by default), summed in float32."""
-    numbers, scales = (w.codes.astype(x.dtype), w.scales) if isinstance(w, Int8Matrix) else (w, None)
-    y = jax.lax.dot_general(x, numbers, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    if scales is not None:
-        y = y * scales
+    if isinstance(w, Int8Matrix):
+        y = _times_codes(x, w)
+    else:
+        y = _dot(x, w, jnp.float32)
     if b is not None:
         y = y + b
     return y.astype(dtype or x.dtype)
+
+
+def _times_codes(x: jax.Array, w: Int8Matrix) -> jax.Array:
+    if not w.rounds_inputs:
+        return _dot(x, w.codes.astype(x.dtype), jnp.float32) * w.scales
+    codes, scales = rounded_rows(x)
+    return _dot(codes, w.codes, jnp.int32).astype(jnp.float32) * scales[..., None] * w.scales
+
+
+def _dot(x: jax.Array, w: jax.Array, dtype) -> jax.Array:
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:

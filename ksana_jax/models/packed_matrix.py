@@ -26,6 +26,7 @@ class PackedMatrix:
 
     words: jax.Array  # [ceil(out / 64), in / p, 64, p] with p numbers of a word; int8 where they are codes
     scales: jax.Array | None  # float32 [out], of codes
+    sums: jax.Array | None  # int32 [out], of a row's codes where inputs are rounded to codes as well
     num_rows: int = flax.struct.field(pytree_node=False)
 
     @property
@@ -52,7 +53,8 @@ def pack(w: jax.Array | Int8Matrix) -> PackedMatrix:
     panels, per_word = -(-rows // PANEL), WORD_BYTES // numbers.dtype.itemsize
     padded = jnp.pad(numbers, ((0, panels * PANEL - rows), (0, 0)))
     words = padded.reshape(panels, PANEL, columns // per_word, per_word).transpose(0, 2, 1, 3)
-    return PackedMatrix(words, scales, rows)
+    sums = numbers.astype(jnp.int32).sum(axis=1) if isinstance(w, Int8Matrix) and w.rounds_inputs else None
+    return PackedMatrix(words, scales, sums, rows)
 
 
 def unpack(w: Matrix) -> jax.Array | Int8Matrix:
@@ -60,7 +62,7 @@ def unpack(w: Matrix) -> jax.Array | Int8Matrix:
     if not isinstance(w, PackedMatrix):
         return w
     numbers = w.words.transpose(0, 2, 1, 3).reshape(-1, w.shape[1])[: w.num_rows]
-    return numbers if w.scales is None else Int8Matrix(numbers, w.scales)
+    return numbers if w.scales is None else Int8Matrix(numbers, w.scales, w.sums is not None)
 
 
 def packed(params: Params, *, consume: bool = False) -> Params:

@@ -117,14 +117,16 @@ def quantised(params: Params, quantization: str | None) -> Params:
     """Returns the weights with all matrices of layers quantised; embedding, output head, norms and biases stay.
 
     Args:
-      quantization: None or "int8", as in `EngineConfig`.
+      quantization: None, "int8" or "w8a8", as in `EngineConfig`.
     """
     if quantization is None:
         return params
     layers = []
     for layer in params.layers:
         names = [field.name for field in dataclasses.fields(layer) if field.name.startswith("w_")]
-        found: dict[str, Any] = {name: quantise(getattr(layer, name)) for name in names}
+        found: dict[str, Any] = {
+            name: quantise(getattr(layer, name), rounds_inputs=quantization == "w8a8") for name in names
+        }
         layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -91,28 +91,31 @@ ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return ffi::Error::Success();
 }
 
-// A matrix is three arguments: words [N / 64, words along K, 64, numbers of a word], scales [N] and bias [N], where it
-// has them.
+// A matrix is four arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
+// scales, sums of codes and bias.
 Packed PackedOf(const ffi::RemainingArgs& args, size_t at, int64_t n, int64_t k) {
   Packed w;
   w.n = n, w.k = k;
   w.words = Data(args.get<ffi::AnyBuffer>(at).value());
   w.scales = reinterpret_cast<const float*>(Data(args.get<ffi::AnyBuffer>(at + 1).value()));
-  w.bias = Data(args.get<ffi::AnyBuffer>(at + 2).value());
+  w.sums = reinterpret_cast<const int32_t*>(Data(args.get<ffi::AnyBuffer>(at + 2).value()));
+  w.bias = Data(args.get<ffi::AnyBuffer>(at + 3).value());
   return w;
 }
 
 ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::RemainingArgs matrices,
-                       ffi::Result<ffi::AnyBuffer> normed, ffi::RemainingRets results, int32_t stored, int32_t asked,
+                       ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::Buffer<ffi::U8>> codes,
+                       ffi::Result<ffi::Buffer<ffi::F32>> scales, ffi::RemainingRets results, int32_t stored, int32_t asked,
                        float eps, bool plus_one) {
   if (!IsEither(stored)) return NeitherType();
   Projections p{};
   const int64_t k = x.dimensions().back();
   p.t = k ? x.element_count() / k : 0;
   p.x = Data(x), p.norm = NormOf(norm, eps, plus_one), p.normed = Data(normed);
+  p.rounded = {codes->typed_data(), scales->typed_data()};
   for (size_t i = 0; i < results.size(); ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
-    p.w[i] = PackedOf(matrices, 3 * i, y->dimensions().back(), k);
+    p.w[i] = PackedOf(matrices, 4 * i, y->dimensions().back(), k);
     p.y[i] = Data(y);
   }
   p.asked = static_cast<Stored>(asked);
@@ -123,7 +126,8 @@ ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer no
 ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer attended, ffi::AnyBuffer after_attention,
                     ffi::AnyBuffer before_mlp, ffi::AnyBuffer after_mlp, ffi::RemainingArgs matrices,
                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> residual,
-                    ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden, int32_t stored,
+                    ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden,
+                    ffi::Result<ffi::Buffer<ffi::U8>> codes, ffi::Result<ffi::Buffer<ffi::F32>> scales, int32_t stored,
                     int32_t activation, float eps, bool plus_one) {
   if (!IsEither(stored)) return NeitherType();
   const int64_t d = x.dimensions().back(), f = hidden->dimensions().back();
@@ -131,14 +135,15 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   p.t = d ? x.element_count() / d : 0;
   p.x = Data(x), p.attended = Data(attended);
   p.output = PackedOf(matrices, 0, d, attended.dimensions().back());
-  p.gate = PackedOf(matrices, 3, f, d);
-  p.up = PackedOf(matrices, 6, f, d);
-  p.down = PackedOf(matrices, 9, d, f);
+  p.gate = PackedOf(matrices, 4, f, d);
+  p.up = PackedOf(matrices, 8, f, d);
+  p.down = PackedOf(matrices, 12, d, f);
   p.after_attention = NormOf(after_attention, eps, plus_one);
   p.before_mlp = NormOf(before_mlp, eps, plus_one);
   p.after_mlp = NormOf(after_mlp, eps, plus_one);
   p.activation = static_cast<Activation>(activation);
   p.y = Data(y), p.residual = Data(residual), p.normed = Data(normed), p.hidden = Data(hidden);
+  p.rounded = {codes->typed_data(), scales->typed_data()};
   RunRest(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }
@@ -193,6 +198,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_project, ksana::ProjectCall,
                                   .Arg<ksana::ffi::AnyBuffer>()  // weight of the norm
                                   .RemainingArgs()               // matrices
                                   .Ret<ksana::ffi::AnyBuffer>()  // normed
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::U8>>()   // codes of x
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and their scales
                                   .RemainingRets()               // y of each
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("asked")
@@ -212,6 +219,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                                   .Ret<ksana::ffi::AnyBuffer>()  // residual
                                   .Ret<ksana::ffi::AnyBuffer>()  // normed
                                   .Ret<ksana::ffi::AnyBuffer>()  // hidden
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::U8>>()   // codes of factors
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and their scales
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("activation")
                                   .Attr<float>("eps")

@@ -18,12 +18,19 @@ struct Product {
   Stored asked;  // type of y
 };
 
+// Room for rows that are rounded to codes: as many as the widest has, [T, ...], and their scales [T].
+struct Rounded {
+  uint8_t* codes;
+  float* scales;
+};
+
 // Up to three products of the same rows, with packed weights; with a norm before it if it has weights.
 struct Projections {
   int64_t t;
   const char* x;  // [T, D]
   Norm norm;
   char* normed;  // [T, D] for the norm's results
+  Rounded rounded;
   Packed w[3];
   char* y[3];    // [T, N of each]
   Stored asked;  // type of y
@@ -40,6 +47,7 @@ struct Rest {
   Activation activation;
   char *y, *residual, *normed;  // [T, D]
   char* hidden;                 // [T, F]
+  Rounded rounded;
 };
 
 void Attend(const Call& call, const Threads& threads);

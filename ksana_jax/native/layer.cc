@@ -35,10 +35,10 @@ struct Place {
 
 // y = x w^T, plus the numbers of `added` if it is not null.
 template <typename Type, typename Number>
-void PanelJob(const Packed& w, int64_t t, int64_t index, const typename Type::Number* x,
+void PanelJob(const Packed& w, int64_t t, int64_t index, const Rows<typename Type::Number>& x,
               const typename Type::Number* added, Number* y, PanelScratch& scratch) {
   const Place at(t, index);
-  MultiplyPanel<Type>(w, at.panel, x + at.row * w.k, at.rows, scratch.sums, scratch.wide);
+  MultiplyPanel<Type>(w, at.panel, x, at.row, at.rows, scratch.sums, scratch.wide);
   EachPair(w, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
     Pair result = Finished<typename Type::Number>(w, column, count, scratch.sums + sum);
     const int64_t to = (at.row + r) * w.n + column;
@@ -58,102 +58,122 @@ Floats Activated(Floats x, Activation activation) {
   return 0.5f * x * (1.0f + Tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
+template <typename Number>
+void Add(const Number* x, const Number* more, int64_t d, Number* to) {
+  for (int64_t i = 0; i < d; i += 2 * kLanes) {
+    const Pair a = LoadSome(x + i, d - i), b = LoadSome(more + i, d - i);
+    StoreSome(to + i, {a.first + b.first, a.second + b.second}, d - i);
+  }
+}
+
+template <typename Number>
+void Round(const Number* x, int64_t d, int64_t row, const Rounded& to) {
+  to.scales[row] = RoundToCodes(x + row * d, d, to.codes + row * d);
+}
+
+std::unique_ptr<PanelScratch> MakeScratch() { return std::make_unique<PanelScratch>(); }
+
 template <typename Type>
-struct Runner {
+void RunProjections(const Projections& p, const Threads& threads) {
   using Number = typename Type::Number;
+  const bool norms = p.norm.weight, rounds = p.w[0].sums;
+  const auto* x = reinterpret_cast<const Number*>(p.x);
+  auto* normed = norms ? reinterpret_cast<Number*>(p.normed) : nullptr;
+  const int64_t d = p.w[0].k, blocks = RowBlocks(p.t);
+  const Rows<Number> rows{norms ? normed : x, p.rounded.codes, p.rounded.scales};
+  int64_t panels = 0, operations = 0;
+  for (const Packed& w : p.w) panels += w.panels(), operations += p.t * w.n * w.k;
+  const auto job = [&](std::unique_ptr<PanelScratch>& scratch, size_t phase, int64_t index) {
+    if (phase == 0) {
+      return EachRow(p.t, d, index, [&](int64_t row) {
+        if (norms) p.norm.Apply(x + row * d, normed + row * d);
+        if (rounds) Round(rows.numbers, d, row, p.rounded);
+      });
+    }
+    int64_t i = 0;
+    for (; index >= p.w[i].panels() * blocks; ++i) index -= p.w[i].panels() * blocks;
+    if (p.asked == Type::kStored)
+      PanelJob<Type>(p.w[i], p.t, index, rows, nullptr, reinterpret_cast<Number*>(p.y[i]), *scratch);
+    else PanelJob<Type>(p.w[i], p.t, index, rows, nullptr, reinterpret_cast<float*>(p.y[i]), *scratch);
+  };
+  RunPhases(threads, {norms || rounds ? RowJobs(p.t, d) : 0, panels * blocks}, MakeScratch, job,
+            ThreadsWorth(operations));
+}
 
-  static Number* At(char* array) { return reinterpret_cast<Number*>(array); }
-  static const Number* At(const char* array) { return reinterpret_cast<const Number*>(array); }
-  static std::unique_ptr<PanelScratch> Make() { return std::make_unique<PanelScratch>(); }
+// hidden = act(gate x) up x, of a panel's columns.
+template <typename Type>
+void GateJob(const Rest& p, int64_t index, const Rows<typename Type::Number>& x, typename Type::Number* hidden,
+             PanelScratch& scratch) {
+  using Number = typename Type::Number;
+  const Place at(p.t, index);
+  MultiplyPanel<Type>(p.gate, at.panel, x, at.row, at.rows, scratch.sums, scratch.wide);
+  MultiplyPanel<Type>(p.up, at.panel, x, at.row, at.rows, scratch.others, scratch.wide);
+  EachPair(p.gate, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
+    const Pair gate = Finished<Number>(p.gate, column, count, scratch.sums + sum);
+    const Pair up = Finished<Number>(p.up, column, count, scratch.others + sum);
+    StoreSome(hidden + (at.row + r) * p.gate.n + column,
+              {Activated(gate.first, p.activation) * up.first, Activated(gate.second, p.activation) * up.second}, count);
+  });
+}
 
-  static void Project(const Projections& p, const Threads& threads) {
-    const bool norms = p.norm.weight != nullptr;
-    const Number* x = norms ? At(p.normed) : At(p.x);
-    int64_t panels = 0, operations = 0;
-    for (const Packed& w : p.w) panels += w.panels(), operations += p.t * w.n * w.k;
-    const auto job = [&](std::unique_ptr<PanelScratch>& scratch, size_t phase, int64_t index) {
-      if (phase == 0) {
-        EachRow(p.t, p.norm.d, index, [&](int64_t row) {
-          p.norm.Apply(At(p.x) + row * p.norm.d, At(p.normed) + row * p.norm.d);
+template <typename Type>
+void RunRestOf(const Rest& p, const Threads& threads) {
+  using Number = typename Type::Number;
+  const auto *x = reinterpret_cast<const Number*>(p.x), *attended = reinterpret_cast<const Number*>(p.attended);
+  auto *y = reinterpret_cast<Number*>(p.y), *residual = reinterpret_cast<Number*>(p.residual);
+  auto *normed = reinterpret_cast<Number*>(p.normed), *hidden = reinterpret_cast<Number*>(p.hidden);
+  const int64_t d = p.output.n, heads = p.output.k, f = p.down.k, blocks = RowBlocks(p.t), rows = RowJobs(p.t, d);
+  const bool norms_attention = p.after_attention.weight, norms_mlp = p.after_mlp.weight, rounds = p.output.sums;
+  const auto rows_of = [&](const Number* numbers) {
+    return Rows<Number>{numbers, p.rounded.codes, p.rounded.scales};
+  };
+  const auto job = [&](std::unique_ptr<PanelScratch>& scratch, size_t phase, int64_t index) {
+    switch (phase) {
+      case 0:
+        return EachRow(p.t, heads, index, [&](int64_t row) { Round(attended, heads, row, p.rounded); });
+      case 1:
+        return PanelJob<Type>(p.output, p.t, index, rows_of(attended), norms_attention ? nullptr : x, residual,
+                              *scratch);
+      case 2:
+        return EachRow(p.t, d, index, [&](int64_t row) {
+          Number *r = residual + row * d, *m = normed + row * d;
+          if (norms_attention) {
+            p.after_attention.Apply(r, m);
+            Add(x + row * d, m, d, r);
+          }
+          p.before_mlp.Apply(r, m);
+          if (rounds) Round(normed, d, row, p.rounded);
         });
-        return;
-      }
-      int64_t i = 0;
-      for (; index >= p.w[i].panels() * RowBlocks(p.t); ++i) index -= p.w[i].panels() * RowBlocks(p.t);
-      if (p.asked == Type::kStored) PanelJob<Type>(p.w[i], p.t, index, x, nullptr, At(p.y[i]), *scratch);
-      else PanelJob<Type>(p.w[i], p.t, index, x, nullptr, reinterpret_cast<float*>(p.y[i]), *scratch);
-    };
-    RunPhases(threads, {norms ? RowJobs(p.t, p.norm.d) : 0, panels * RowBlocks(p.t)}, Make, job,
-              ThreadsWorth(operations));
-  }
-
-  static void Rest_(const Rest& p, const Threads& threads) {
-    const int64_t d = p.output.n, blocks = RowBlocks(p.t), rows = RowJobs(p.t, d);
-    const bool after_attention = p.after_attention.weight, after_mlp = p.after_mlp.weight;
-    Number *residual = At(p.residual), *normed = At(p.normed), *y = At(p.y);
-    const auto add = [&](const Number* x, const Number* more, Number* to) {
-      for (int64_t i = 0; i < d; i += 2 * kLanes) {
-        const Pair a = LoadSome(x + i, d - i), b = LoadSome(more + i, d - i);
-        StoreSome(to + i, {a.first + b.first, a.second + b.second}, d - i);
-      }
-    };
-    const auto job = [&](std::unique_ptr<PanelScratch>& scratch, size_t phase, int64_t index) {
-      switch (phase) {
-        case 0:
-          return PanelJob<Type>(p.output, p.t, index, At(p.attended), after_attention ? nullptr : At(p.x), residual,
-                                *scratch);
-        case 1:
-          return EachRow(p.t, d, index, [&](int64_t row) {
-            Number *r = residual + row * d, *m = normed + row * d;
-            if (after_attention) {
-              p.after_attention.Apply(r, m);
-              add(At(p.x) + row * d, m, r);
-            }
-            p.before_mlp.Apply(r, m);
-          });
-        case 2:
-          return Gate(p, index, *scratch);
-        case 3:
-          return PanelJob<Type>(p.down, p.t, index, At(p.hidden), after_mlp ? nullptr : residual, y, *scratch);
-        default:
-          return EachRow(p.t, d, index, [&](int64_t row) {
-            Number *out = y + row * d, *m = normed + row * d;
-            p.after_mlp.Apply(out, m);
-            add(residual + row * d, m, out);
-          });
-      }
-    };
-    RunPhases(threads,
-              {p.output.panels() * blocks, rows, p.gate.panels() * blocks, p.down.panels() * blocks,
-               after_mlp ? rows : 0},
-              Make, job, ThreadsWorth(p.t * d * p.down.k));
-  }
-
-  static void Gate(const Rest& p, int64_t index, PanelScratch& scratch) {
-    const Place at(p.t, index);
-    const Number* x = At(p.normed) + at.row * p.gate.k;
-    MultiplyPanel<Type>(p.gate, at.panel, x, at.rows, scratch.sums, scratch.wide);
-    MultiplyPanel<Type>(p.up, at.panel, x, at.rows, scratch.others, scratch.wide);
-    EachPair(p.gate, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
-      const Pair gate = Finished<Number>(p.gate, column, count, scratch.sums + sum);
-      const Pair up = Finished<Number>(p.up, column, count, scratch.others + sum);
-      StoreSome(At(p.hidden) + (at.row + r) * p.gate.n + column,
-                {Activated(gate.first, p.activation) * up.first, Activated(gate.second, p.activation) * up.second},
-                count);
-    });
-  }
-};
+      case 3:
+        return GateJob<Type>(p, index, rows_of(normed), hidden, *scratch);
+      case 4:
+        return EachRow(p.t, f, index, [&](int64_t row) { Round(hidden, f, row, p.rounded); });
+      case 5:
+        return PanelJob<Type>(p.down, p.t, index, rows_of(hidden), norms_mlp ? nullptr : residual, y, *scratch);
+      default:
+        return EachRow(p.t, d, index, [&](int64_t row) {
+          Number *out = y + row * d, *m = normed + row * d;
+          p.after_mlp.Apply(out, m);
+          Add(residual + row * d, m, d, out);
+        });
+    }
+  };
+  RunPhases(threads,
+            {rounds ? RowJobs(p.t, heads) : 0, p.output.panels() * blocks, rows, p.gate.panels() * blocks,
+             rounds ? RowJobs(p.t, f) : 0, p.down.panels() * blocks, norms_mlp ? rows : 0},
+            MakeScratch, job, ThreadsWorth(p.t * d * f));
+}
 
 }  // namespace
 
 void Project(const Projections& projections, Stored stored, const Threads& threads) {
-  if (stored == kFloat32) Runner<Float32>::Project(projections, threads);
-  else Runner<Bfloat16>::Project(projections, threads);
+  if (stored == kFloat32) RunProjections<Float32>(projections, threads);
+  else RunProjections<Bfloat16>(projections, threads);
 }
 
 void RunRest(const Rest& rest, Stored stored, const Threads& threads) {
-  if (stored == kFloat32) Runner<Float32>::Rest_(rest, threads);
-  else Runner<Bfloat16>::Rest_(rest, threads);
+  if (stored == kFloat32) RunRestOf<Float32>(rest, threads);
+  else RunRestOf<Bfloat16>(rest, threads);
 }
 
 }  // namespace ksana

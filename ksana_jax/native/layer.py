@@ -21,17 +21,21 @@ ACTIVATIONS = {"swiglu": 0, "geglu": 1}
 
 
 class Weights(NamedTuple):
-    """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out]."""
+    """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out].
+
+    sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
+    """
 
     words: jax.Array
     num_rows: int
     scales: jax.Array | None = None
+    sums: jax.Array | None = None
     bias: jax.Array | None = None
 
-    def arguments(self, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def arguments(self, dtype) -> tuple[jax.Array, ...]:
         none = jnp.zeros(0, jnp.float32)
-        bias = none if self.bias is None else self.bias.astype(dtype)
-        return self.words, none if self.scales is None else self.scales, bias
+        bias = None if self.bias is None else self.bias.astype(dtype)
+        return self.words, *(none if x is None else x for x in (self.scales, self.sums, bias))
 
 
 class Norms(NamedTuple):
@@ -67,11 +71,12 @@ def project(
     array, rows = jax.ShapeDtypeStruct, x.shape[:-1]
     results = (
         array(x.shape if norm is not None else (0,), x.dtype),
+        *_rounded(rows, x.shape[-1], matrices[0]),
         *(array((*rows, w.num_rows), given) for w in matrices),
     )
     weight = jnp.zeros(0, x.dtype) if norm is None else norm.astype(x.dtype)
     call = jax.ffi.ffi_call(target("ksana_project"), results)
-    _, *found = call(
+    _, _, _, *found = call(
         *(x, weight, *(argument for w in matrices for argument in w.arguments(x.dtype))),
         stored=np.int32(STORED[x.dtype.name]),
         asked=np.int32(STORED[given.name]),
@@ -106,7 +111,8 @@ def rest_of_layer(
     wide = jax.ShapeDtypeStruct(x.shape, x.dtype)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], matrices[1].num_rows), x.dtype)
     none = jnp.zeros(0, x.dtype)
-    call = jax.ffi.ffi_call(target("ksana_rest_of_layer"), (wide, wide, wide, hidden))
+    rounded = _rounded(x.shape[:-1], max(x.shape[-1], attended.shape[-1], hidden.shape[-1]), matrices[0])
+    call = jax.ffi.ffi_call(target("ksana_rest_of_layer"), (wide, wide, wide, hidden, *rounded))
     y, *_ = call(
         x,
         attended.astype(x.dtype),
@@ -117,6 +123,12 @@ def rest_of_layer(
         **norms.attributes,
     )
     return y
+
+
+def _rounded(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Room for the codes of rows and their scales, if a matrix wants them."""
+    shape = (*rows, width) if w.sums is not None else (0,)
+    return jax.ShapeDtypeStruct(shape, jnp.uint8), jax.ShapeDtypeStruct(shape[:-1] or (0,), jnp.float32)
 
 
 def _check(x: jax.Array) -> None:

@@ -24,6 +24,7 @@ struct Packed {
   const char* words = nullptr;
   int64_t n = 0, k = 0;
   const float* scales = nullptr;  // of rows, [N], where words are codes
+  const int32_t* sums = nullptr;  // of a row's codes, [N], where x is rounded to codes too; else null
   const char* bias = nullptr;     // [N], of x's type, or null
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
@@ -57,12 +58,71 @@ inline void WidenCodes(const int32_t* codes, int64_t words, int32_t* to, Bfloat1
   }
 }
 
-// sums[rows][64] = x[rows, K] w[panel]^T, without scales. The order of a sum is that of K, whatever the rows.
+// Rows of x as they are multiplied: numbers [T, K], or codes + 128 and a scale for each row.
+template <typename Number>
+struct Rows {
+  const Number* numbers;
+  const uint8_t* codes = nullptr;
+  const float* scales = nullptr;
+};
+
+// Stores the lowest bytes of 16 words + 128, as many as there is room for.
+inline void StoreBytes(uint8_t* to, Floats words, int64_t room) {
+  const Ints bits = BitCast<Ints>(words) + 128;
+  uint8_t bytes[kLanes];
+#ifdef __AVX512F__
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_cvtepi32_epi8((__m512i)bits));
+#else
+  for (int i = 0; i < kLanes; ++i) bytes[i] = bits[i];
+#endif
+  if (room >= kLanes) std::memcpy(to, bytes, kLanes);
+  else if (room > 0) std::memcpy(to, bytes, room);
+}
+
+// Rounds a row to codes of -127 to 127; returns their scale, which is not finite if a number of the row is not.
+template <typename Number>
+float RoundToCodes(const Number* x, int64_t d, uint8_t* codes) {
+  Floats most{}, nothing{};
+  for (int64_t i = 0; i < d; i += 2 * kLanes) {
+    const Pair some = LoadSome(x + i, d - i);
+    most = Max(most, Max(Max(some.first, -some.first), Max(some.second, -some.second)));
+    nothing += (some.first + some.second) * 0.0f;
+  }
+  const float largest = Highest(most), factor = largest > 0 ? 127.0f / largest : 0.0f;
+  const Floats magic = All(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t i = 0; i < d; i += 2 * kLanes) {
+    const Pair some = LoadSome(x + i, d - i);
+    // Not as one operation with one rounding: codes are those of any compiler.
+    StoreBytes(codes + i, KeptInRegister(some.first * factor) + magic, d - i);
+    StoreBytes(codes + i + kLanes, KeptInRegister(some.second * factor) + magic, d - i - kLanes);
+  }
+  return largest / 127.0f + Sum(nothing);
+}
+
+// sums[rows][64] = x w[panel]^T for rows of x from `row` on, whose codes are multiplied exactly.
+template <typename Number>
+void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_t row, int64_t rows, float* sums) {
+  const int64_t stride = w.k / Int8::kPerWord;
+  const auto* a = reinterpret_cast<const int32_t*>(x.codes + row * w.k);
+  const auto* words = reinterpret_cast<const int32_t*>(w.words) + panel * stride * kPanel;
+  Multiply<Int8>(a, stride, words, kPanel, sums, kPanel, rows, stride, kPanel, false);
+  int32_t extra[kPanel] = {};  // of the 128 that are added to codes of x
+  for (int64_t c = 0; c < std::min(kPanel, w.n - panel * kPanel); ++c) extra[c] = 128 * w.sums[panel * kPanel + c];
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < kPanel; c += kLanes) {
+      float* at = sums + r * kPanel + c;
+      const Ints exact = BitCast<Ints>(Load(at)) - LoadInts(extra + c);
+      Store(at, __builtin_convertvector(exact, Floats) * x.scales[row + r]);
+    }
+}
+
+// The same of numbers, without scales of weights. The order of a sum is that of K, whatever the rows.
 template <typename Type>
-void MultiplyPanel(const Packed& w, int64_t panel, const typename Type::Number* x, int64_t rows, float* sums,
-                   int32_t* wide) {
+void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Number>& x, int64_t row, int64_t rows,
+                   float* sums, int32_t* wide) {
+  if (w.sums) return MultiplyCodes(w, panel, x, row, rows, sums);
   const auto* words = reinterpret_cast<const int32_t*>(w.words);
-  const auto* a = reinterpret_cast<const int32_t*>(x);
+  const auto* a = reinterpret_cast<const int32_t*>(x.numbers + row * w.k);
   const int64_t stride = w.k / Type::kPerWord;
   constexpr int64_t kMore = 4 / Type::kPerWord;  // words of the type in one of codes
   const int64_t depth = w.scales ? kCodesDepth : kDepth;

@@ -1,5 +1,5 @@
-// Products of small matrices of words. A word has 32 bits: one float32, or two bfloat16 that are neighbours along the
-// dimension that is summed over.
+// Products of small matrices of words. A word has 32 bits: one float32, or two bfloat16 or four codes that are neighbours
+// along the dimension that is summed over.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +80,24 @@ struct Bfloat16 {
   }
 };
 
-// Otherwise compilers read an operand from memory again in each instruction, and reads become the limit.
+// Codes of int8 in sums of integers, whose bits lie in Floats: a are weights, b activations + 128, four of each in a word.
+struct Int8 {
+  static constexpr int64_t kPerWord = 4;
+
+  static Floats Add(Floats sums, Ints a, Ints b) {
+#ifdef __AVX512VNNI__  // gcc 12 moves sums from register to register and to memory around the intrinsic
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(b), "v"(a));
+    return sums;
+#else
+    Ints total = BitCast<Ints>(sums);
+    for (int i = 0; i < 4; ++i) total += (a << (24 - 8 * i) >> 24) * (b >> 8 * i & 255);
+    return BitCast<Floats>(total);
+#endif
+  }
+};
+
+// Returns x, of which the compiler knows nothing. In tiles, it would otherwise read an operand from memory again in each
+// instruction, and reads become the limit.
 template <typename Vector>
 inline Vector KeptInRegister(Vector x) {
 #ifdef __AVX512F__

@@ -58,6 +58,8 @@ def _packed(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> 
 def _native(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     from ksana_jax.native.linear import linear
 
+    if isinstance(w, Int8Matrix) and w.rounds_inputs:
+        return layers.linear(x, w, b, dtype=dtype)
     if isinstance(w, Int8Matrix):
         return linear(x, w.codes, b, dtype=dtype, scales=w.scales)
     return linear(x, w, b, dtype=dtype)

@@ -52,4 +52,4 @@ def _are_packed(*matrices: Any) -> bool:
 
 
 def _weights(w: Any, bias: jax.Array | None) -> Weights:
-    return Weights(w.words, w.num_rows, w.scales, bias)
+    return Weights(w.words, w.num_rows, w.scales, w.sums, bias)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.packed_matrix import PackedMatrix, can_pack, pack, packed, unpack, unpacked
 from ksana_jax.models.params import init_params, quantised
@@ -53,8 +54,11 @@ class Definition:
         self.p, self.config = p, config
 
     def linear(self, x, name):
-        bias = getattr(self.p, f"b_{name}")
-        return x @ exact(getattr(self.p, f"w_{name}")).T + (0.0 if bias is None else exact(bias))
+        bias, w = getattr(self.p, f"b_{name}"), getattr(self.p, f"w_{name}")
+        if isinstance(w, Int8Matrix) and w.rounds_inputs:
+            scale = abs(x).max(-1, keepdims=True) / 127
+            x = np.round(x / scale) * scale
+        return x @ exact(w).T + (0.0 if bias is None else exact(bias))
 
     def norm(self, x, weight):
         if weight is None:
@@ -83,7 +87,7 @@ def operators(dtype):
 
 
 @native
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config, dtype, quantization):
@@ -97,6 +101,9 @@ def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config
     wanted = *definition.heads(exact(x)), definition.rest(exact(x), exact(attended).reshape(150, -1))
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == dtype
+        if quantization == "w8a8":  # a number that lies between two codes may get either
+            assert np.sqrt(np.mean((exact(a) - b) ** 2)) < (2e-3 if dtype == "float32" else 1e-2) * abs(b).max()
+            continue
         np.testing.assert_allclose(exact(a), b, rtol=0, atol=(2e-6 if dtype == "float32" else 1.5e-2) * abs(b).max())
     for rows in (slice(0, 1), slice(5, 12), slice(100, 150)):
         again = *heads(x[rows]), rest(x[rows], attended[rows])
@@ -122,6 +129,26 @@ def test_packed_products_are_those_of_float64(columns, inner, as_codes, dtype):
 
 
 @native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("columns", "inner"), [(7, 32), (64, 64), (100, 1100)])
+def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
+    x, w = drawn(9, inner, dtype=dtype), quantise(drawn(columns, inner), rounds_inputs=True)
+    x = x.at[3].set(0).at[4, 1].set(jnp.inf)
+    found = jax.jit(lambda x, w: choose_linear("cpu", dtype, "packed").apply(x, w, dtype=jnp.float32))(x, pack(w))
+    finite = np.arange(9) != 4
+    largest = np.abs(np.asarray(x, np.float32)).max(axis=1, keepdims=True)[finite]
+    factors = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
+    codes = np.round(np.asarray(x, np.float32)[finite] * factors).astype(np.int64)
+    assert codes.max() == 127
+    wanted = codes @ np.asarray(w.codes, np.int64).T * np.float64(largest / 127) * exact(w.scales)
+    np.testing.assert_allclose(exact(found)[finite], wanted, rtol=1e-6)
+    assert not np.isfinite(exact(found)[~finite]).any(), "what is not finite is not hidden"
+    by_xla = layers.linear(x, w, dtype=jnp.float32)
+    np.testing.assert_allclose(exact(by_xla)[finite], wanted, rtol=1e-6)
+    assert not np.isfinite(exact(by_xla)[~finite]).any()
+
+
+@native
 def test_what_cannot_be_packed_is_computed_from_weights_as_they_are():
     config = dataclasses.replace(PLAIN, d_model=47)  # no whole number of words of bfloat16
     params = weights(config, "bfloat16")
@@ -136,7 +163,7 @@ def test_what_cannot_be_packed_is_computed_from_weights_as_they_are():
         np.testing.assert_allclose(exact(a), b, rtol=0, atol=1.5e-2 * abs(b).max())
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
 def test_packing_keeps_every_number_and_may_consume_its_source(quantization):
     params = weights(EVERYTHING, "float32", quantization)
     kept = jax.tree.map(np.asarray, params)
