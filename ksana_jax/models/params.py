@@ -117,16 +117,17 @@ def quantised(params: Params, quantization: str | None) -> Params:
     """Returns the weights with all matrices of layers quantised; embedding, output head, norms and biases stay.
 
     Args:
+      params: their matrices may be quantised or packed already, and then stay as they are.
       quantization: None, "int8" or "w8a8", as in `EngineConfig`.
     """
     if quantization is None:
         return params
+    code = functools.partial(quantise, rounds_inputs=quantization == "w8a8")
     layers = []
     for layer in params.layers:
         names = [field.name for field in dataclasses.fields(layer) if field.name.startswith("w_")]
-        found: dict[str, Any] = {
-            name: quantise(getattr(layer, name), rounds_inputs=quantization == "w8a8") for name in names
-        }
+        matrices = {name: getattr(layer, name) for name in names}
+        found: dict[str, Any] = {name: code(w) if hasattr(w, "dtype") else w for name, w in matrices.items()}
         layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -65,6 +65,15 @@ def test_an_engine_computes_with_the_numbers_that_codes_stand_for():
     assert plan.weights_bytes < weights_bytes(CONFIG, "f32", packs=packs)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_weights_of_an_engine_serve_another_one(quantization):
+    settings = {"max_num_seqs": 2, "max_model_len": 64, "quantization": quantization}
+    first = LLM.from_params(CONFIG, init_params(CONFIG, seed=0), **settings)
+    second = LLM.from_params(CONFIG, first.runner.params, **settings)
+    outputs = [logprobs(llm.generate([PROMPT], GREEDY)[0]) for llm in (first, second)]
+    assert outputs[0] == outputs[1]
+
+
 def is_codes(x) -> bool:
     return isinstance(x, Int8Matrix)
 
