@@ -134,13 +134,13 @@ def _on_device(
 
     if config.embedding_device == "host":
         check_embedding_on_host(model)
-    longest = config.max_model_len
     platform = str(jax.devices()[0].platform)
     layout = make_layout(model, patterns, config, platform)
     config, reason = preferred(model, config, layout)
     if reason is not None:
         logger.info("prefer %s: %s", config.prefer, reason)
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
+    longest = config.max_model_len
     make_runner = functools.partial(
         Runner,
         model,

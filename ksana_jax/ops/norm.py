@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.layers import Normalise
@@ -36,6 +37,11 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
 def choose_normaliser(platform: str, dtype: str, kinds: tuple[str, ...]) -> Callable[[NormSpec], Normalise]:
     """Returns native norms where they serve, otherwise XLA's."""
     return native_normaliser if not_native(platform, dtype, kinds) is None else layers.normaliser
+
+
+def norms_of(config: ModelConfig, platform: str, dtype: str) -> Callable[[NormSpec], Normalise]:
+    """Returns the norms that serve a model's layers."""
+    return choose_normaliser(platform, dtype, tuple(dict.fromkeys(layer.norms.kind for layer in config.layers)))
 
 
 def native_normaliser(spec: NormSpec) -> Normalise:

@@ -24,7 +24,7 @@ from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, why_not_invariant
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.new_pool import make_cache
-from ksana_jax.ops.norm import choose_normaliser
+from ksana_jax.ops.norm import norms_of
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import AttentionPattern, stack
@@ -102,14 +102,8 @@ class Runner:
         self.embeds_on_host = embedding_device == "host"
         device = device or jax.devices()[0]
         self.platform = device.platform
-        needs = Requirements.of(
-            config,
-            layout,
-            num_repositioned_sinks=max_repositioned_sinks,
-            query_dtype=params.final_norm.dtype.name,
-            device=device,
-        )
-        dtype = params.final_norm.dtype.name
+        dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
+        needs = Requirements.of(config, layout, num_repositioned_sinks=sinks, query_dtype=dtype, device=device)
         if numerics == "invariant":
             if reason := why_not_invariant(config, needs, dtype):
                 raise ValueError(f"numerics 'invariant' {reason}")
@@ -117,8 +111,7 @@ class Runner:
         self.implementation = choose(needs, attention)
         products = choose_linear(self.platform, dtype, linear, row_by_row=numerics == "invariant")
         self.linear_implementation = products.name
-        kinds = tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
-        self.operators: Operators = products.operators(choose_normaliser(self.platform, dtype, kinds))
+        self.operators: Operators = products.operators(norms_of(config, self.platform, dtype))
         if products.packs:
             self.params = packed(params, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks

@@ -69,8 +69,7 @@ class Scheduler:
     def _make_books(self, layout: KVLayout, scope: Scope) -> None:
         self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))
         self.running = Running(self.max_num_seqs)
-        # Steps that are scheduled and not settled.
-        self._unsettled: list[ScheduledBatch] = []
+        self._unsettled: list[ScheduledBatch] = []  # steps that are scheduled
         self.set_layout(layout, scope)
 
     def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
@@ -83,12 +82,11 @@ class Scheduler:
         assert not self.has_work, "the attention pattern of running sequences cannot change"
         self.layout = layout
         self.memory.set_layout(layout, scope or self.memory.index.scope)
-        width = layout.table_width(self.max_model_len, self.max_num_batched_tokens)
+        most_tokens = self.max_num_batched_tokens
+        width = layout.table_width(self.max_model_len, most_tokens)
         self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
         self.row_blocks = RowBlocks(self.rows, self.memory, layout)
-        self.admission = Admission(
-            self.memory, self.queue, self.running, self.row_blocks, layout, self.max_num_batched_tokens
-        )
+        self.admission = Admission(self.memory, self.queue, self.running, self.row_blocks, layout, most_tokens)
 
     @property
     def order(self) -> np.ndarray:
