@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-# Named scopes of models/, ops/ and sampling/. An operation belongs to the innermost of its scopes.
+# Named scopes of models/, ops/ and sampling/. An operation belongs to the innermost of its scopes. Where weights are
+# packed, one call has the output projection, the norms of a layer and its MLP: "mlp".
 PARTS = ("embed", "norm", "qkv", "rope", "kv_write", "attention", "output", "mlp", "logits", "sampling")
 OTHER = "other"
 
