@@ -113,13 +113,14 @@ def network_alone(step: Step) -> Callable[[int], Any]:
     from ksana_jax.models.transformer import forward, logits
 
     config, params, tokens = step.runner.config, step.runner.params, jax.device_put(step.input.arrays.tokens)
+    operators = step.runner.operators
 
     def attend(layer, q, k, v, state):
         return _with_all(q, k, v), state
 
     def run(params, tokens):
-        hidden, _ = forward(params, tokens, attend, None, config=config)
-        return jnp.argmax(logits(params, hidden, config=config), axis=-1)
+        hidden, _ = forward(params, tokens, attend, None, config=config, operators=operators)
+        return jnp.argmax(logits(params, hidden, config=config, linear=operators.linear), axis=-1)
 
     compiled = jax.jit(run).lower(params, tokens).compile()
     return lambda index: compiled(params, tokens)
