@@ -89,6 +89,7 @@ def _matrix_rate(dtype: str) -> float:
     import jax
     import jax.numpy as jnp
 
+    from ksana_jax.models.packed_matrix import pack
     from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 
     kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}[dtype]
@@ -96,7 +97,7 @@ def _matrix_rate(dtype: str) -> float:
     found = []
     for implementation in LINEAR_IMPLEMENTATIONS:
         if implementation.unsupported(platform, a.dtype.name) is None:
-            multiply = functools.partial(jax.jit(implementation.apply), a, a)
+            multiply = functools.partial(jax.jit(implementation.apply), a, pack(a) if implementation.packs else a)
             found.append(_fastest(lambda multiply=multiply: multiply().block_until_ready()))
     return 2 * _WIDTH**3 / min(found)
 

@@ -1,1 +1,4 @@
-"""Attention for CPUs in C++, compiled when it is first needed. `kernel` is to be called; the rest is its own."""
+"""Attention, products with weights, norms and layers for CPUs in C++, compiled when they are first needed.
+
+`kernel`, `linear`, `norm` and `layer` are to be called; the rest is their own.
+"""

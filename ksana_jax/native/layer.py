@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.target import STORED, target
+from ksana_jax.native.target import DTYPES, STORED, target
 
-DTYPES = ("float32", "bfloat16")
 # Numbers of `Activation` in calls.h, by name of `models.mlp.MLPS`.
 ACTIVATIONS = {"swiglu": 0, "geglu": 1}
 

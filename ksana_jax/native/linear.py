@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.target import STORED, target
-
-DTYPES = ("float32", "bfloat16")
+from ksana_jax.native.target import DTYPES, STORED, target
 
 
 def linear(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from ksana_jax.native.target import STORED, target
-
-DTYPES = ("float32", "bfloat16")
+from ksana_jax.native.target import DTYPES, STORED, target
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = False) -> jax.Array:

@@ -96,7 +96,7 @@ def _not_native(platform: str, dtype: str) -> str | None:
     if "avx512f" not in _cpu_features():
         return "needs a CPU with AVX-512, for which its tiles are made"
     from ksana_jax.native.build import why_missing
-    from ksana_jax.native.linear import DTYPES
+    from ksana_jax.native.target import DTYPES
 
     if dtype not in DTYPES:
         return f"activations are {dtype}; native products have {' or '.join(DTYPES)}"

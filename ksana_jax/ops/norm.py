@@ -27,7 +27,7 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     if unknown := [kind for kind in kinds if kind not in NATIVE_KINDS]:
         return f"norms are {', '.join(unknown)}; native norms are {' or '.join(NATIVE_KINDS)}"
     from ksana_jax.native.build import why_missing
-    from ksana_jax.native.norm import DTYPES
+    from ksana_jax.native.target import DTYPES
 
     if dtype not in DTYPES:
         return f"activations are {dtype}; native norms have {' or '.join(DTYPES)}"

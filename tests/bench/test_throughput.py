@@ -14,6 +14,8 @@ from ksana_jax.bench.peers import PEERS, PeerSpec
 from ksana_jax.bench.throughput import BOUND, EVICTING, OURS, Throughput
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.experiments.tasks.results import ResultRow
+from ksana_jax.models.packed_matrix import PackedMatrix
+from ksana_jax.ops.linear import LinearImplementation
 
 MODEL = ModelConfig(
     vocab_size=100, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=16, tie_embeddings=False
@@ -191,3 +193,16 @@ def test_the_notes_have_the_rates_of_the_bound():
     m = {"metric": "repetition", "turn": 0, "compilations": 0, "load": 0.0, "seconds": 1.0}
     row = ResultRow(BOUND, {"requests": 2}, 1, [[m | {"bytes_per_s": 2e9, "flop_per_s": 3e9}]], {})
     assert "at 2.0 GB/s" in Throughput().notes([row])[0] and "at 3 GFLOP/s" in Throughput().notes([row])[0]
+
+
+def test_the_bound_multiplies_weights_as_each_implementation_takes_them(monkeypatch):
+    given = []
+
+    def note(x, w):
+        given.append(type(w))
+        return x
+
+    fakes = [LinearImplementation(str(packs), note, lambda *_: None, packs=packs) for packs in (True, False)]
+    monkeypatch.setattr("ksana_jax.ops.linear.LINEAR_IMPLEMENTATIONS", fakes)
+    assert bounds._matrix_rate("f32") > 0
+    assert given[0] is PackedMatrix and given[1] is not PackedMatrix
