@@ -73,6 +73,12 @@ class Sequence:
         return 0 if self.params.prompt_logprobs is not None else len(self.token_ids) - 1
 
     @property
+    def asks(self) -> bool:
+        """Whether its steps return more than greedy tokens."""
+        p = self.params
+        return not p.greedy or self.dense_sampling or p.logprobs is not None or p.prompt_logprobs is not None
+
+    @property
     def dense_sampling(self) -> bool:
         """Whether sampling needs penalties or biases over the whole vocabulary."""
         return self.params.penalised or (self.params.min_tokens > 0 and bool(self.stop_ids))
@@ -83,12 +89,14 @@ class Rows:
 
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; the tokens left to
     compute are num_tokens - num_computed.
-    num_known: [R] tokens that have been sampled; num_tokens, or less while steps that sample the last ones run
+    num_known: [R] tokens that are in token_ids; num_tokens, or less while steps that sample the last ones run
       (`expect`).
+    newest: [R] the last of a row's num_tokens tokens, as in `StepArrays.tokens`: -1 - i if a running step samples it.
     num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
       cache position is its text position minus this number; the two are equal if nothing is evicted.
     block_tables, block_starts: [Gk, R, P] live blocks by position, and the cache position where each begins; FAR if
       absent.
+    num_rewrites: how often num_evicted or tables of running rows have changed, other than by `RowBlocks.take`.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED if absent, the default of newly allocated blocks.
     num_blocks: [Gk, R] number of live blocks.
     allocated_until: [R] text position up to which blocks of all groups are allocated.
@@ -108,16 +116,20 @@ class Rows:
         self.num_groups = num_groups
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.token_ids = np.zeros((num_rows, 64), np.int32)
+        self._longest = 0  # no text is longer
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_known = np.zeros(num_rows, np.int32)
+        self.newest = np.zeros(num_rows, np.int32)
+        self._of_running = -1 - np.arange(num_rows, dtype=np.int32)
         self.num_computed = np.zeros(num_rows, np.int32)
-        self.num_prompt = np.zeros(num_rows, np.int32)
-        self.max_len = np.zeros(num_rows, np.int32)
+        self.num_prompt = np.full(num_rows, FAR, np.int32)
+        self.max_len = np.full(num_rows, FAR, np.int32)
         self.num_evicted = np.zeros((num_groups, num_rows), np.int32)
         self.block_tables = np.zeros((num_groups, num_rows, table_width), np.int32)
         self.block_starts = np.full((num_groups, num_rows, table_width), FAR, np.int32)
         self.block_origins = np.full((num_groups, num_rows, table_width), Origin.COMPUTED, np.uint8)
         self.num_blocks = np.zeros((num_groups, num_rows), np.int32)
+        self.num_rewrites = 0
         self.allocated_until = np.zeros(num_rows, np.int32)
         self.prefix_end = np.zeros(num_rows, np.int32)
         self.return_at = np.zeros((num_groups, num_rows), np.int32)
@@ -137,8 +149,8 @@ class Rows:
         self.repetition_penalty = np.ones(num_rows, np.float32)
         self.presence_penalty = np.zeros(num_rows, np.float32)
         self.frequency_penalty = np.zeros(num_rows, np.float32)
-        # Flags of rows that need more than a greedy token, so that one reduction tells what a step needs.
-        self.asks = np.zeros(num_rows, bool)
+        # Rows that are beams, need penalties or biases, or anything beyond a greedy token.
+        self.num_beams = self.num_dense = self.num_asking = 0
         self.samples = np.zeros(num_rows, bool)
         self.dense = np.zeros(num_rows, bool)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
@@ -151,9 +163,10 @@ class Rows:
         p, count = seq.params, len(seq.token_ids)
         self.seqs[row], seq.row = seq, row
         self.alive[row] = True
-        if count >= self.token_ids.shape[1]:
-            self._grow(count + 1)
-        self.token_ids[row, :count] = seq.token_ids
+        self._longest = max(self._longest, count)
+        if count > self.token_ids.shape[1]:
+            self._grow(count)
+        self.token_ids[row, :count], self.newest[row] = seq.token_ids, seq.token_ids[-1]
         self.num_tokens[row] = self.num_known[row] = count
         self.num_computed[row], self.num_prompt[row] = 0, seq.num_prompt
         self.max_len[row] = seq.max_len
@@ -173,7 +186,7 @@ class Rows:
         self.samples[row] = not p.greedy or seq.dense_sampling
         self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
         self.num_prompt_logprobs[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
-        self.asks[row] = self.samples[row] or p.logprobs is not None or p.prompt_logprobs is not None
+        self._count(seq, 1)
 
     def clear(self, row: int) -> None:
         """Frees a row and moves its known tokens back to its sequence. Its blocks must have been released."""
@@ -181,50 +194,49 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_known[row]].copy()
         self.seqs[row], seq.row = None, None
-        self.num_computed[row] = self.allocated_until[row] = self.prefix_end[row] = 0
+        self._count(seq, -1)
+        self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
+        self.num_prompt[row] = self.max_len[row] = FAR
+        self.allocated_until[row] = self.prefix_end[row] = 0
         self.num_blocks[:, row] = self.return_at[:, row] = self.num_evicted[:, row] = 0
         self.block_starts[:, row] = FAR
         self.block_tables[:, row] = 0
         self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.is_beam[row] = False
         self.index_at[row] = self.evict_at[:, row] = FAR
-        self.asks[row] = self.samples[row] = self.dense[row] = self.alive[row] = False
+        self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
+
+    def _count(self, seq: Sequence, change: int) -> None:
+        self.num_beams += change * seq.is_beam
+        self.num_dense += change * seq.dense_sampling
+        self.num_asking += change * seq.asks
 
     def next_chunk(self, row: int) -> int:
         """Returns how many tokens a row can compute at once: what is left, but no more than up to its next eviction."""
         return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
 
-    def expect(self, rows: np.ndarray, places: np.ndarray) -> None:
+    def expect(self, rows: np.ndarray, places: np.ndarray | slice) -> None:
         """Counts the token of each row that a running step, the last one scheduled, samples at a place among its
-        sampled tokens, unless it is the last of its text, which is never computed.
-
-        Until `append`, -1 - place stands for it, as in `StepArrays.tokens`.
-        """
-        at = self._with_room(self.num_computed[rows])
-        goes_on = at + 1 < self.max_len[rows]
+        sampled tokens, unless it is the last of its text, which is never computed."""
+        length, tokens = self.num_computed[rows] + 1, self._of_running[places]
+        goes_on = length < self.max_len[rows]
         if np.count_nonzero(goes_on) < len(rows):
-            rows, at, places = rows[goes_on], at[goes_on], places[goes_on]
-        self.token_ids.reshape(-1)[self.flat(rows, at)] = -1 - places
-        self.num_tokens[rows] = at + 1
+            rows, length, tokens = rows[goes_on], length[goes_on], tokens[goes_on]
+        self.newest[rows], self.num_tokens[rows] = tokens, length
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Appends one token to each row, or gives the expected one; returns the new lengths."""
-        at = self._with_room(self.num_known[rows])
-        self.token_ids.reshape(-1)[self.flat(rows, at)] = tokens
-        length = self.num_known[rows] = at + 1
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Appends one token to each row, or gives the expected one."""
+        at, width = self.num_known[rows], self.token_ids.shape[1]
+        self._longest += 1
+        if self._longest > width:
+            self._longest = int(self.num_known.max()) + 1
+            if self._longest > width:
+                width = self._grow(self._longest)
+        # Of a flat array: an index of two axes takes twice as long.
+        self.token_ids.reshape(-1)[rows * width + at] = tokens
+        self.num_known[rows], self.newest[rows] = at + 1, tokens
         np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)  # of all rows: cheaper than of some
-        return length
-
-    def _with_room(self, at: np.ndarray) -> np.ndarray:
-        """Makes room for tokens at some places of their rows; returns the places."""
-        if len(at) and (longest := int(np.maximum.reduce(at))) >= self.token_ids.shape[1]:  # half the time of max()
-            self._grow(longest + 1)
-        return at
-
-    def flat(self, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Returns the indices of tokens in the flat `token_ids`, which takes half the time of an index of two axes."""
-        return rows * self.token_ids.shape[1] + at
 
     def block_ids(self, row: int) -> np.ndarray:
         """Returns the ids of the blocks that a row holds, group by group."""
@@ -234,6 +246,7 @@ class Rows:
         """Returns the entries of [Gk, R, P] values for the blocks that a row holds, group by group."""
         return np.concatenate([of[row, :count] for of, count in zip(values, self.num_blocks[:, row], strict=True)])
 
-    def _grow(self, count: int) -> None:
+    def _grow(self, count: int) -> int:
         width = max(count, 2 * self.token_ids.shape[1])
         self.token_ids = np.pad(self.token_ids, ((0, 0), (0, width - self.token_ids.shape[1])))
+        return width

@@ -18,8 +18,18 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR
 from ksana_jax.request import SamplingParams
+from ksana_jax.sequence import Rows
 from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.contract import StepArrays, StepInput, StepOutput, StepShape, fed, share_a_call
+from ksana_jax.step.builder import BatchBuilder
+from ksana_jax.step.contract import (
+    ScheduledBatch,
+    StepArrays,
+    StepInput,
+    StepOutput,
+    StepShape,
+    fed,
+    share_a_call,
+)
 from tests.fake_network import (
     FULLY,
     HEAD_DIM,
@@ -231,6 +241,32 @@ class FakeExecutor:
             assert all(len(x) == step.num_sampled for x in given)
 
 
+class CheckedBuilder(BatchBuilder):
+    """Compares each step with the one that a new builder makes, from the rows alone.
+
+    Attributes:
+      num_following: steps that took over the block tables of the one before them.
+    """
+
+    num_following, _tables = 0, None
+
+    def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        step, ends = super().build(batch, rows)
+        self.num_following += step.arrays.block_tables is self._tables
+        self._tables = step.arrays.block_tables
+        expected, expected_ends = BatchBuilder(**_settings(self)).build(batch, rows)
+        assert step.shape == expected.shape and np.array_equal(ends, expected_ends)
+        assert (step.num_sampled, step.num_logprobs) == (expected.num_sampled, expected.num_logprobs)
+        for made, other in ((step.arrays, expected.arrays), (step.sampling or (), expected.sampling or ())):
+            for one, two in itertools.zip_longest(made, other):
+                assert np.array_equal(one, two) and getattr(one, "dtype", None) == getattr(two, "dtype", None)
+        return step, ends
+
+
+def _settings(builder: BatchBuilder) -> dict[str, Any]:
+    return {field.name: getattr(builder, field.name) for field in dataclasses.fields(builder) if field.init}
+
+
 def make_engine(
     patterns: Patterns = FULLY,
     *,
@@ -256,7 +292,8 @@ def make_engine(
     make_executor: Callable[..., FakeExecutor] = FakeExecutor,
     **memory: Any,
 ) -> Engine:
-    """The real engine, scheduler and batch builder around a fake executor; a clock that ticks once a look.
+    """The real engine, scheduler and batch builder, which is checked, around a fake executor; a clock that ticks once a
+    look.
 
     Args:
       caching, replacement, write: `EngineConfig`'s enable_prefix_caching, prefix_replacement, cache_write.
@@ -298,7 +335,7 @@ def make_engine(
         buckets=buckets,
         **{"index": PrefixIndex(block_size, scope, digest), **memory},
     )
-    engine.builder = dataclasses.replace(engine.builder, min_saved_tokens=1)
+    engine.builder = CheckedBuilder(**{**_settings(engine.builder), "min_saved_tokens": 1})
     # What `LLM.warm_up` compiles.
     widest = executor.layout.table_width(max_model_len, max_num_batched_tokens)
     executor.shapes = set(buckets.all_shapes(widest))

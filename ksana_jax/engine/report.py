@@ -136,7 +136,7 @@ def record(scheduler: Scheduler, step: Step, now: float, most_steps: int) -> Ste
     """Returns the record of a step after `Scheduler.settle`. most_steps: that are scheduled at once."""
     blocks, batch, in_use = scheduler.blocks, step.batch, step.blocks_after
     if in_use is None or most_steps == 1:
-        in_use = blocks.num_used - scheduler.row_blocks.num_taken_ahead()
+        in_use = blocks.num_used - scheduler.row_blocks.num_ahead
     return StepRecord(
         now,
         batch.num_tokens,

@@ -79,6 +79,5 @@ def _build(batch: ScheduledBatch, scheduler: Scheduler, builder: BatchBuilder, c
     given, ends = builder.build(batch, scheduler.rows)
     given.moves = scheduler.memory.take_moves()
     peak_blocks = scheduler.blocks.num_used
-    unshared_blocks = int(np.add.reduce(scheduler.rows.num_blocks, axis=None))  # free rows have none
     began = clock() if scheduler.memory.swap.weighs_costs else 0.0
-    return Step(batch, given, ends, began, peak_blocks, unshared_blocks)
+    return Step(batch, given, ends, began, peak_blocks, scheduler.row_blocks.num_held)

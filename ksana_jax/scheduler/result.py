@@ -12,13 +12,12 @@ from ksana_jax.sequence import Sequence
 class StepResult(NamedTuple):
     """Changes that the tokens of a step made.
 
-    rows, tokens, ended: rows that got a token, the token of each, and whether it ended the row's sequence.
+    rows, tokens: rows that got a token, and the token of each.
     finished: all sequences that ended.
     beams: rows that have computed all their tokens and whose request chooses the next one.
     """
 
     rows: np.ndarray
     tokens: np.ndarray
-    ended: np.ndarray
     finished: list[Sequence]
     beams: np.ndarray

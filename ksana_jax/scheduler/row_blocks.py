@@ -16,6 +16,7 @@ from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.patterns import FAR, LiveRange
 from ksana_jax.sequence import Rows, Sequence
+from ksana_jax.step.contract import NewBlocks
 
 
 class RowBlocks:
@@ -23,6 +24,10 @@ class RowBlocks:
 
     Args:
       layout: which positions stay visible to later tokens, in each group of layers, and when rows evict.
+
+    Attributes:
+      num_held: blocks that rows hold, a shared one once for each row. num_ahead: those among them that begin after the
+        computed tokens of their row: taken for a step that is scheduled.
     """
 
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
@@ -36,6 +41,7 @@ class RowBlocks:
             if live.window is not None
         ]
         self._size = memory.block_size
+        self.num_held = self.num_ahead = 0
         self._groups = np.arange(rows.num_groups)[:, None]
 
     @property
@@ -67,6 +73,7 @@ class RowBlocks:
             r.block_tables[group, row, :count] = held.ids[mine]
             r.block_starts[group, row, :count] = held.starts[mine]
             r.block_origins[group, row, :count] = origins[mine]
+        self.num_held += len(held.ids)
         r.num_computed[row], r.num_evicted[:, row] = held.num_computed, held.num_evicted
         r.allocated_until[row] = r.prefix_end[row] = held.allocated_until(self._size)
         for origin, number in enumerate(np.bincount(origins).tolist()):
@@ -74,20 +81,19 @@ class RowBlocks:
                 self._note(seq, Origin(origin), number)
         seq.kv.cacheable &= not np.any(held.num_evicted)
 
-    def take(self, rows: np.ndarray) -> None:
+    def take(self, rows: np.ndarray) -> NewBlocks:
         """Allocates one block of each group for each of some rows; the caller has made sure of room."""
-        if not len(rows):
-            return
-        r, size, width = self.rows, self._size, self.rows.block_tables.shape[2]
-        until = r.allocated_until[rows]
+        r, until = self.rows, self.rows.allocated_until[rows]
         # Of flat arrays: NumPy takes three times as long for an index of three axes.
-        of_group = (self._groups * len(r.seqs) + rows).ravel()
-        held = r.num_blocks.reshape(-1)[of_group]
-        at, starts = of_group * width + held, (until - r.num_evicted.take(rows, axis=1)).ravel()
-        r.block_tables.reshape(-1)[at] = self.memory.device.allocate(len(at))
-        r.block_starts.reshape(-1)[at] = starts
-        r.num_blocks.reshape(-1)[of_group] = held + 1
-        r.allocated_until[rows] = until + size
+        of_group = rows if r.num_groups == 1 else (self._groups * len(r.seqs) + rows).reshape(-1)
+        entries = r.num_blocks.reshape(-1)[of_group]
+        at, starts = of_group * r.block_tables.shape[2] + entries, until - r.num_evicted.take(rows, axis=1)
+        ids = self.memory.device.allocate(len(at))
+        r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, (starts := starts.reshape(-1))
+        r.num_blocks.reshape(-1)[of_group] = entries + 1
+        r.allocated_until[rows] = until + self._size
+        self._took(len(at))
+        return NewBlocks(of_group, entries, ids, starts)
 
     def _take_several(self, row: int, count: int) -> None:
         """Allocates `count` blocks of each group for one row; see `take`."""
@@ -100,6 +106,11 @@ class RowBlocks:
             r.block_starts[group, row, new] = np.arange(until - evicted, end - evicted, self._size)
         r.num_blocks[:, row] += count
         r.allocated_until[row] = end
+        self._took(r.num_groups * count)
+
+    def _took(self, count: int) -> None:
+        self.num_held += count
+        self.num_ahead += count
 
     def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each row is about to write to a shared block, by group: boolean [Gk, rows]."""
@@ -117,6 +128,7 @@ class RowBlocks:
         """Prepares a row to write `count` tokens: copies its last blocks if they are shared, and allocates new ones;
         the caller has made sure of room."""
         r = self.rows
+        r.num_rewrites += 1
         if r.forked[row]:
             for group in np.flatnonzero(self.writes_to_shared(np.array([row]))[:, 0]).tolist():
                 at = group, row, r.num_blocks[group, row] - 1
@@ -171,19 +183,17 @@ class RowBlocks:
     def release(self, rows: np.ndarray) -> None:
         """Releases all blocks of some rows."""
         r = self.rows
-        self.memory.device.release(np.concatenate([r.block_ids(row) for row in rows]))
+        ids = np.concatenate([r.block_ids(row) for row in rows])
+        self.memory.device.release(ids)
+        self.num_held -= len(ids)
         for row in rows.tolist():
             self._note(r.seqs[row], Origin.COMPUTED, self._num_taken(row))
+            self.num_ahead -= int(r.allocated_until[row] - r.num_computed[row]) // self._size * r.num_groups
 
     def _num_taken(self, row: int) -> int:
         """Returns the number of blocks that a row has allocated since it was placed."""
         r = self.rows
         return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
-
-    def num_taken_ahead(self) -> int:
-        """Returns the blocks that rows hold beyond their computed tokens: of a step that is submitted ahead."""
-        r = self.rows
-        return int(np.add.reduce((r.allocated_until - r.num_computed) // self._size)) * r.num_groups  # 0 of free rows
 
     def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
         assert seq is not None
@@ -216,6 +226,7 @@ class RowBlocks:
             kept = np.array(kept, np.int32)
             group, place = np.nonzero(ids != kept)
             r.block_tables[group, rows[which[place]], at[group, place]] = kept[group, place]
+            r.num_rewrites += 1
             self.memory.device.release(ids[group, place])
         r.index_at[rows] = [(state.num_indexed + 1) * size if state.cacheable else FAR for state in states]
 
@@ -279,6 +290,7 @@ class RowBlocks:
             if len(here):
                 self._shorten(group, rows[here], -(-kept[group, here] // size))
         r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
+        r.num_rewrites += 1
         until = computed + -kept[0] % size
         r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
         r.allocated_until[rows] = until
@@ -303,6 +315,7 @@ class RowBlocks:
         if self._lives[group].window is not None:  # there may have been gaps
             r.block_starts[group, rows, : len(index)] = np.where(index < count[:, None], self._size * index, FAR)
         r.num_blocks[group, rows] = count
+        self.num_held -= len(which)
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Releases blocks that no later query of their row sees."""
@@ -332,9 +345,11 @@ class RowBlocks:
         of_groups = r.block_tables.reshape(r.num_groups, -1), r.block_origins.reshape(r.num_groups, -1)
         tables, origins = (values.take(at, axis=1)[groups] for values in of_groups)
         starts = starts[np.arange(len(rows))[:, None], order]
-        self.memory.device.release(tables[:, :, tail][:, is_dead].ravel())
+        self.memory.device.release(dropped := tables[:, :, tail][:, is_dead].ravel())
+        self.num_held -= len(dropped)
         starts[:, tail][is_dead], origins[:, :, tail][:, is_dead] = FAR, Origin.COMPUTED
         here = groups[:, None], rows
+        r.num_rewrites += 1
         r.num_blocks[here] -= count
         for column, values in ((r.block_tables, tables), (r.block_starts, starts), (r.block_origins, origins)):
             column[*here, :width] = values
@@ -353,9 +368,13 @@ class RowBlocks:
         """Checks tables against the tokens that their rows have computed and will see.
 
         Raises:
-          AssertionError: a block that is needed is missing, or one that is about to be written to is shared.
+          AssertionError: a block that is needed is missing, one that is about to be written to is shared, or a count is
+            wrong.
         """
         r, size, pool = self.rows, self._size, self.memory.blocks
+        ahead = (r.allocated_until - r.num_computed) // size  # 0 of free rows
+        counted = int(r.num_blocks.sum()), int(ahead.sum()) * r.num_groups
+        assert (self.num_held, self.num_ahead) == counted, "blocks that rows hold are miscounted"
         for _, groups in self._windowed:
             assert (r.block_starts[groups] == r.block_starts[groups[0]]).all(), "groups of one live range differ"
         for row, (group, live) in itertools.product(rows, enumerate(self._lives)):

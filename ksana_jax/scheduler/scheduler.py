@@ -21,6 +21,7 @@ from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission
 from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.scheduler.policies import make_policy
+from ksana_jax.scheduler.provision import Provision
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.row_blocks import RowBlocks
@@ -86,6 +87,7 @@ class Scheduler:
         width = layout.table_width(self.max_model_len, most_tokens)
         self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
         self.row_blocks = RowBlocks(self.rows, self.memory, layout)
+        self.provision = Provision(self.memory, self.queue, self.running, self.row_blocks, self._preempt)
         self.admission = Admission(self.memory, self.queue, self.running, self.row_blocks, layout, most_tokens)
 
     @property
@@ -175,18 +177,13 @@ class Scheduler:
         r = self.rows
         if self._needs_tokens():
             return None
-        sampled, places = running.sampled, np.arange(len(running.sampled))
+        sampled = running.sampled
+        places: np.ndarray | slice = slice(len(sampled))
         if running.gone:
-            places = places[running.stay(sampled)]
+            places = running.stay(sampled).nonzero()[0]
             sampled = sampled[places]
         r.expect(sampled, places)
-        order, size = self.order, self.memory.block_size
-        missing = r.num_tokens[order] - r.allocated_until[order]
-        missing = missing[missing > 0]  # of few rows
-        needed = int(np.add.reduce((missing + size - 1) // size)) + np.count_nonzero(r.forked)
-        if r.num_groups * needed > self.memory.device.num_available:
-            return None
-        return self._schedule()
+        return self._schedule(ahead=True)
 
     def _needs_tokens(self) -> bool:
         """Whether the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
@@ -195,20 +192,26 @@ class Scheduler:
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
         waits |= memory.prefixes.enabled and self.row_blocks.has_windows
-        return waits or bool(np.count_nonzero(r.is_beam) + np.count_nonzero(r.dense))
+        return waits or bool(r.num_beams + r.num_dense)
 
-    def _schedule(self) -> ScheduledBatch | None:
-        rows, order = self.rows, self.order
+    def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
+        """Chooses a step; ahead: unless there might not be blocks for all tokens of running rows."""
+        rows, order, most = self.rows, self.order, self.max_num_batched_tokens
         preempted_before = self.num_preemptions
-        left = rows.num_tokens[order] - rows.num_computed[order]
-        alone = left == 1
-        decodes = order if np.count_nonzero(alone) == len(order) else order[alone]
-        decodes = self._provide_decodes(decodes[: self.max_num_batched_tokens])
+        # Of all rows: cheaper than of some. Free ones have neither tokens nor blocks.
+        left, short = rows.num_tokens - rows.num_computed, (rows.num_tokens > rows.allocated_until).nonzero()[0]
+        decodes, only_decodes = order, np.count_nonzero(left == 1) == len(order)
+        if ahead and self.provision.num_missing(short, only_decodes) > self.memory.device.num_available:
+            return None
+        if not only_decodes or len(order) > most:
+            decodes = order[left[order] == 1][:most]
+            short = decodes[rows.num_computed[decodes] >= rows.allocated_until[decodes]]
+        decodes, new = self.provision.to_decodes(decodes, short)
         chunks: list[tuple[int, int]] = []
-        budget = StepBudget(self.max_num_batched_tokens - len(decodes), self.tiles)
+        budget = StepBudget(most - len(decodes), self.tiles)
         if len(decodes) < len(order):
-            for row in order[left > 1].tolist():
-                if count := self._extend(row, budget):
+            for row in order[left[order] > 1].tolist():
+                if count := self.provision.to_chunk(row, budget):
                     chunks.append((row, count))
         if self.num_preemptions == preempted_before:
             if self.waiting:
@@ -219,7 +222,7 @@ class Scheduler:
             decodes = decodes[rows.alive[decodes]]
         if not chunks and not len(decodes):
             return None
-        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS)
+        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS, None, new)
         self._unsettled.append(batch)
         return batch
 
@@ -231,47 +234,6 @@ class Scheduler:
         batch.samples = self.rows.num_computed[batch.rows] + batch.num_per_row == self.rows.num_tokens[batch.rows]
         return batch
 
-    def _provide_decodes(self, decodes: np.ndarray) -> np.ndarray:
-        """Provides rows with blocks for one token each, preempting others if need be; returns the rows that run."""
-        short = self.rows.num_computed[decodes] >= self.rows.allocated_until[decodes]
-        sharing = self.row_blocks.writes_to_shared(decodes)
-        num_groups, num_shared = self.rows.num_groups, np.count_nonzero(sharing)
-        if np.count_nonzero(short) * num_groups + num_shared > self.memory.device.num_available:
-            return self._provide_by_force(decodes, short * num_groups + np.count_nonzero(sharing, axis=0))
-        self.row_blocks.take(decodes[short])
-        if num_shared:
-            for row in decodes[sharing.any(axis=0)].tolist():
-                self.row_blocks.provide(row, 1)
-        return decodes
-
-    def _provide_by_force(self, decodes: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Provides rows with the blocks they need, in order, preempting from the end; returns the rows that run.
-
-        Args:
-          needed: [decodes] blocks that each row needs for one token.
-        """
-        runs = needed == 0
-        for i in np.flatnonzero(needed):
-            row = int(decodes[i])
-            if self.rows.alive[row] and self._make_room(row, int(needed[i])):
-                self.row_blocks.provide(row, 1)
-                runs[i] = True
-        return decodes[runs & self.rows.alive[decodes]]
-
-    def _make_room(self, row: int, count: int) -> bool:
-        """Makes `count` blocks available to a row, preempting rows after it; False if it is the last and must wait.
-
-        The first row always gets its blocks, so there is progress: a request that the pool cannot hold was refused on
-        arrival.
-        """
-        while self.memory.device.num_available < count:
-            last = int(self.order[-1])
-            if last != row:
-                self._preempt(last)
-            elif not self.queue.reclaim_shared():
-                return False
-        return True
-
     def _preempt(self, row: int) -> None:
         """Swaps a row's blocks to the host or drops them; its sequence waits again, at its old rank."""
         seq = self.rows.seqs[row]
@@ -281,17 +243,6 @@ class Scheduler:
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.queue.add(seq)
-
-    def _extend(self, row: int, budget: StepBudget) -> int:
-        """Provides a running row that has several tokens left for its next chunk; returns the chunk's tokens."""
-        r = self.rows
-        most = budget.most(r.next_chunk(row)) if r.alive[row] else 0
-        if not most:
-            return 0
-        if r.num_computed[row] >= r.allocated_until[row] and not self._make_room(row, r.num_groups):
-            return 0
-        budget.take(count := self.row_blocks.extend(row, most))
-        return count
 
     # ------------------------------------------------------------------ after a step
 
@@ -305,6 +256,7 @@ class Scheduler:
             stay = batch.stay(rows)
             rows, counts = rows[stay], batch.num_per_row[stay]
         self.rows.num_computed[rows] += counts
+        self.row_blocks.num_ahead = 0
         if self.layout.eviction is not None:
             self.row_blocks.evict(rows)
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
@@ -324,35 +276,45 @@ class Scheduler:
         if batch.gone:
             stay = batch.stay(sampled)
             rows, sampled, tokens = rows[batch.stay(rows)], sampled[stay], tokens[stay]
-        if np.count_nonzero(r.is_beam) and np.count_nonzero(r.is_beam[sampled]):
+        if r.num_beams and np.count_nonzero(r.is_beam[sampled]):
             by_request = r.is_beam[sampled]
             beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
             for row in beams:
                 r.seqs[row].awaits_token = True
         finished: list[Sequence] = []
-        if len(tokens) and np.minimum.reduce(tokens) < 0:
+        if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
-        length = r.append(sampled, tokens)
-        ended, stopped = length >= r.max_len[sampled], np.zeros(len(length), bool)
-        if np.count_nonzero(is_stop := r.stop_ids.take(sampled, axis=0) == tokens[:, None]):
-            stopped = is_stop.any(axis=1) & (length > r.min_len[sampled])
-            ended |= stopped
+        r.append(sampled, tokens)
         if self.memory.prefixes.enabled:
             self.row_blocks.index_full(rows)
         if self.queue.leaders:
             self._fork_prompts(sampled)
-        if np.count_nonzero(ended):
-            for row, token, by_id in zip(sampled[ended], tokens[ended], stopped[ended], strict=True):
-                seq = r.seqs[row]
-                assert seq is not None
-                seq.finish_reason = FinishReason.STOP if by_id else FinishReason.LENGTH
-                seq.stop_reason = int(token) if by_id else None
-                finished.append(seq)
-            self._leave(sampled[ended])
+        if ended := self._end(sampled, tokens):
+            finished += ended
             rows = rows[r.alive[rows]]
         self.row_blocks.return_invisible(rows)
-        return StepResult(sampled, tokens, ended, finished, beams)
+        return StepResult(sampled, tokens, finished, beams)
+
+    def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:
+        """Ends the sequences whose newest token is a stop token or the last that they may have; returns them."""
+        r = self.rows
+        is_stop = r.stop_ids.take(rows, axis=0) == tokens[:, None]
+        # Lengths of all rows: cheaper than of some.
+        if not np.count_nonzero(is_stop) and not np.count_nonzero(r.num_known >= r.max_len):
+            return []
+        length = r.num_known[rows]
+        stopped = is_stop.any(axis=1) & (length > r.min_len[rows])
+        ended, finished = stopped | (length >= r.max_len[rows]), []
+        for row, token, by_id in zip(rows[ended], tokens[ended], stopped[ended], strict=True):
+            seq = r.seqs[row]
+            assert seq is not None
+            seq.finish_reason = FinishReason.STOP if by_id else FinishReason.LENGTH
+            seq.stop_reason = int(token) if by_id else None
+            finished.append(seq)
+        if finished:
+            self._leave(rows[ended])
+        return finished
 
     def _fail(self, rows: np.ndarray) -> list[Sequence]:
         seqs = [seq for row in rows if (seq := self.rows.seqs[row]) is not None]

@@ -12,6 +12,7 @@ from ksana_jax.sequence import Rows
 from ksana_jax.step.bias import bias_of
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+from ksana_jax.step.last_decodes import LastDecodes
 from ksana_jax.step.shared_prefix import find_shared_runs, split_tables
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -28,7 +29,9 @@ def _padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarr
 
 def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
     """Returns tables[:, rows, :width]; most of the rows are taken in half the time of an index."""
-    return tables[:, :, :width].take(rows, axis=1) if 2 * len(rows) > tables.shape[1] else tables[:, rows, :width]
+    if 2 * len(rows) > tables.shape[1]:
+        return tables[:, :, :width].take(rows, axis=1)
+    return np.ascontiguousarray(tables[:, rows, :width])
 
 
 def _query_numbers(
@@ -46,9 +49,13 @@ def _query_numbers(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class BatchBuilder:
     """Turns scheduled steps into arrays.
+
+    A decode step of the same rows as the step built before it takes over that one's block tables, and its new blocks
+    enter them in place. A step under way may thus gain blocks that begin after all its tokens: it cannot see them. Any
+    other change of tables makes new arrays.
 
     Args:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
@@ -66,6 +73,7 @@ class BatchBuilder:
     min_saved_tokens: int = 256
     eviction: EvictionMethod | None = None
     residual_groups: tuple[int, ...] | None = None
+    _last: LastDecodes | None = dataclasses.field(default=None, init=False)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         """Returns a scheduled step as the input of an executor.
@@ -73,6 +81,26 @@ class BatchBuilder:
         Returns:
           The step, and for each of `batch.rows` the index in [0, T) of the last of its tokens that are computed.
         """
+        if self._last is not None and self._last.goes_on(batch, rows):
+            step, ends = self._last.advance(batch, rows)
+        else:
+            step, ends = self._build(batch, rows)
+            self._keep(batch, rows, step, ends)
+        if self.eviction is not None:
+            numbers = _query_numbers(self.eviction, step.shape, batch, rows, ends)
+            step.arrays = step.arrays._replace(query_numbers=numbers)
+        if self.residual_groups is not None:
+            step.arrays = step.arrays._replace(full_blocks=self._full_blocks(step.shape, batch, rows))
+        return step, ends
+
+    def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:
+        """Keeps a step from which the next one may follow."""
+        may_share = self.buckets.shared_rows and len(batch.decodes) > 1
+        follows = not (len(batch.chunks) or may_share or rows.num_dense)
+        self._last = LastDecodes(batch.decodes, rows, step, ends, self.block_size) if follows else None
+
+    def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """Returns what `build` does, from the rows alone."""
         decodes, chunks = batch.decodes, batch.chunks
         shared = None
         if self.buckets.shared_rows and len(decodes) > 1:
@@ -87,10 +115,6 @@ class BatchBuilder:
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
         sampled = ends if batch.samples is None else ends[batch.samples]
         arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
-        if self.eviction is not None:
-            arrays = arrays._replace(query_numbers=_query_numbers(self.eviction, shape, batch, rows, ends))
-        if self.residual_groups is not None:
-            arrays = arrays._replace(full_blocks=self._full_blocks(shape, batch, rows))
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
         self._ask(step, batch, rows, ends)
         return step, ends
@@ -111,7 +135,9 @@ class BatchBuilder:
         """Returns the arrays of a step with its decodes filled in; the rest is padding."""
         tokens, groups, width = shape.num_tokens, rows.num_groups, shape.table_width
         tables = groups, shape.num_tiles, width
-        at = rows.num_computed[decodes]
+        at, newest_token = rows.num_computed[decodes], rows.newest[decodes]
+        if np.count_nonzero(cut := at + 1 < rows.num_tokens[decodes]):  # chunks of one token
+            newest_token[cut] = rows.token_ids[decodes[cut], at[cut]]
         # A decode is the newest token of its row: it lies in the row's last block.
         last = rows.num_blocks.take(decodes, axis=1) - 1
         tables_of = np.arange(groups)[:, None] * len(rows.seqs) + decodes
@@ -119,7 +145,7 @@ class BatchBuilder:
         cached_at = at[None] - rows.num_evicted.take(decodes, axis=1)
         slots = newest * self.block_size + cached_at % self.block_size
         return StepArrays(
-            tokens=_padded(rows.token_ids.reshape(-1).take(rows.flat(decodes, at)), (tokens,), 0),
+            tokens=_padded(newest_token, (tokens,), 0),
             positions=_padded(at, (tokens,), -1),
             cache_positions=_padded(cached_at, (groups, tokens), -1),
             slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
@@ -189,7 +215,7 @@ class BatchBuilder:
 
     def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
         """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
-        if not np.count_nonzero(rows.asks):  # a tenth of the time of any()
+        if not rows.num_asking:
             return
         running, sampled = batch.rows, batch.sampled
         if rows.samples[sampled].any():

@@ -25,6 +25,18 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
 
 
+class NewBlocks(NamedTuple):
+    """Blocks that rows have taken, at most one in each group of layers: flat arrays [Gk * rows], group by group.
+
+    of_group: group * R + row. entries: their places in the block tables. ids, starts: what is there now.
+    """
+
+    of_group: np.ndarray
+    entries: np.ndarray
+    ids: np.ndarray
+    starts: np.ndarray
+
+
 @dataclasses.dataclass(eq=False)
 class ScheduledBatch:
     """Rows and tokens of a step: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
@@ -34,6 +46,7 @@ class ScheduledBatch:
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
       samples: [D + chunks] whether the step computes the row's last token, so that its next one is sampled; None if
         all rows are sampled.
+      new: blocks that decodes have taken; None if they took none, or otherwise than at the end of their tables.
       gone: rows that their sequences have left since the step was scheduled. What it computes for them counts for
         nothing, and others may have taken these rows.
       advanced: whether the scheduler has recorded how much it computes.
@@ -43,6 +56,7 @@ class ScheduledBatch:
     chunks: np.ndarray
     counts: np.ndarray
     samples: np.ndarray | None = None
+    new: NewBlocks | None = None
     gone: set[int] = dataclasses.field(default_factory=set)
     advanced: bool = False
 
@@ -68,7 +82,7 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + int(self.counts.sum())
+        return len(self.decodes) + (int(self.counts.sum()) if len(self.chunks) else 0)
 
 
 class Part(NamedTuple):
@@ -142,7 +156,8 @@ class StepArrays(NamedTuple):
     cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
       text positions minus `Rows.num_evicted`. -1 for padding.
     slots: [Gk, T] slots for the token's keys and values in each group of layers: block * B + offset; M*B for padding.
-    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by position; any valid id if absent.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by position; any valid id if absent. When
+      the next step is built, tables of decodes may gain blocks that begin after all tokens of this one.
     block_starts: [Gk, S, P] cache position of each block's first slot; FAR if absent.
     sampled: [J] indices in [0, T) of the tokens whose logits are computed; 0 for padding.
     shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and

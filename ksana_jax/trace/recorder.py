@@ -85,9 +85,9 @@ class Recorder:
         name = f"{type(eviction).__module__}:{type(eviction).__qualname__}"
         self.events.append({"event": "eviction", "method": {"method": name, **fields}})
 
-    def _schedule(self, method: Callable[[], ScheduledBatch | None]) -> ScheduledBatch | None:
+    def _schedule(self, method: Callable[..., ScheduledBatch | None], **given: bool) -> ScheduledBatch | None:
         self._note_ended()
-        batch = method()
+        batch = method(**given)
         engine = self._engine()
         if batch is None or engine is None:
             return batch

@@ -143,10 +143,10 @@ class EngineWatch:
         self._running.clear()
         method()
 
-    def _schedule(self, method: Callable[[], ScheduledBatch | None]) -> ScheduledBatch | None:
+    def _schedule(self, method: Callable[..., ScheduledBatch | None], **given: bool) -> ScheduledBatch | None:
         began = self._clock()
         self._note_built(began)
-        batch = method()
+        batch = method(**given)
         if batch is not None:
             now, sampled = self._clock(), len(batch.sampled)
             number = len(self.steps) + len(self._running) + 1

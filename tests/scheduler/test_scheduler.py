@@ -126,7 +126,10 @@ def test_the_pattern_does_not_change_under_a_running_sequence():
         engine.scheduler.set_layout(engine.scheduler.layout.with_patterns(SINKS))
 
 
-@pytest.mark.parametrize("harm", ["a block lost", "a block held twice", "blocks out of order", "a visible block gone"])
+HARMS = ["a block lost", "a block held twice", "blocks out of order", "a visible block gone", "blocks miscounted"]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_check_sees_books_that_are_wrong(harm):
     engine = make_engine(num_blocks=8)
     add(engine, 9, seed=1), add(engine, 9, seed=2)
@@ -140,6 +143,8 @@ def test_check_sees_books_that_are_wrong(harm):
         rows.block_tables[0, one, 0] = rows.block_tables[0, other, 0]
     elif harm == "blocks out of order":
         rows.block_starts[0, one, :2] = rows.block_starts[0, one, 1::-1]
+    elif harm == "blocks miscounted":
+        scheduler.row_blocks.num_ahead += 1
     else:
         scheduler.blocks.release(rows.block_tables[0, one, :1])
         for column in (rows.block_tables, rows.block_starts):
