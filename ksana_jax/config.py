@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ksana_jax import checks
+from ksana_jax.devices.target import canonical_device
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
@@ -224,6 +225,10 @@ class EngineConfig:
         and the fastest of those that agree as long, by what `ksana align --choose` has measured for this model's shape,
         dtype and KV on this device; the path of a .json file of that command, the same by that file.
       seed: seed for requests without a seed.
+      device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
+        installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
+        "options": {}, "donation": true, "memory_bytes": null}, see `devices.target.DeviceTarget`. None takes jax's
+        default. jax must not have started before.
     """
 
     dtype: str = "f32"
@@ -257,8 +262,10 @@ class EngineConfig:
     numerics: Literal["fast", "invariant"] = "fast"
     prefer: str = "speed"
     seed: int = 0
+    device: Any = None
 
     def __post_init__(self):
+        object.__setattr__(self, "device", canonical_device(self.device))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
         object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
         object.__setattr__(self, "kv_full_precision_layers", _layers(self.kv_full_precision_layers))

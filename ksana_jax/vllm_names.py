@@ -83,8 +83,6 @@ prompts are always computed in chunks of up to max_num_batched_tokens
     enable_chunked_prefill = True, None | True; False
 weights stay on the device; embedding_device="host" moves the embedding to the host
     cpu_offload_gb = 0, 0.0 | 4
-jax chooses the device: set JAX_PLATFORMS=cpu in the environment for the CPU
-    device = "auto", None | "cpu"
 models are local directories: `hf download NAME --revision REV --local-dir DIR`
     revision = None | "main"
     tokenizer_revision = None | "main"
@@ -218,7 +216,7 @@ SAME = {
 dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
 kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
 max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; async_scheduling=True; seed=1;
-num_scheduler_steps=8; load_format="dummy"; tokenizer="ksana-tiny"
+num_scheduler_steps=8; device="cpu"; load_format="dummy"; tokenizer="ksana-tiny"
 """,
     GENERATE: """
 prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]];

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import os
 import signal
 import threading
@@ -20,7 +21,15 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile("repeatable")
 
 
+# The setting `device` as JSON, for a run of the tests on another device than the CPU.
+DEVICE = "KSANA_TEST_DEVICE"
+
+
 def pytest_configure(config):
+    if setting := os.environ.get(DEVICE):
+        from ksana_jax.devices.starting import use_device
+
+        use_device(json.loads(setting))
     # Environment variables rather than jax.config: they reach the commands that tests start, and jax stays unimported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if getattr(config, "cache", None) is not None:  # pytest -p no:cacheprovider
@@ -34,7 +43,7 @@ def pytest_collection_finish():
 
 
 def pytest_report_header(config):
-    return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {os.environ['JAX_PLATFORMS']}"
+    return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {os.environ.get(DEVICE, os.environ['JAX_PLATFORMS'])}"
 
 
 @pytest.fixture(autouse=True)

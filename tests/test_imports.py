@@ -10,13 +10,15 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it.
 LEAVES = "errors units lazy checks plugins files folder_lock interrupts compilation_cache metrics dtypes"
+# The setting is read without jax; starting it is not.
+DEVICES = "devices"
 ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec config request tokenizers recall"
 HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "native models ops sampling runner loading"
 ENGINE = "planner engine"
 AROUND_IT = "inspect compile_check training"
 FRONT = "ksana_jax evaluation experiments bench trace align cli __main__"
-ROOMS = " ".join((LEAVES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
+ROOMS = " ".join((LEAVES, DEVICES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -96,6 +98,15 @@ def test_nothing_below_the_device_half_imports_jax(room):
     # compilation_cache sets jax's options, and does so only when it is called.
     users = [m for m in OURS if room_of(m) == room and any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]
     assert users == (["ksana_jax.compilation_cache"] if room == "compilation_cache" else [])
+
+
+def test_the_setting_of_a_device_is_read_without_jax():
+    setting = ["devices", "devices.target", "devices.loopback", "devices.loopback.options", "devices.loopback.abi"]
+    modules = [f"ksana_jax.{name}" for name in setting]
+    assert not [m for m in modules if any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]
+    assert (
+        not set().union(*(ARROWS[m] for m in modules)) - set(modules) - {f"ksana_jax.{name}" for name in LEAVES.split()}
+    )
 
 
 def test_kernels_import_jax_and_nothing_of_ours():

@@ -26,6 +26,14 @@ KVEviction = Annotated[
         help="KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'", show_default=False, metavar="YAML"
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: loopback}'",
+        show_default="jax's choice",
+        metavar="YAML",
+    ),
+]
 
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, ksana-tiny or ksana-recall")]
@@ -57,6 +65,7 @@ class TextOptions:
     max_model_len: Annotated[
         int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)
     ] = None
+    device: Device = None
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """Returns these options as SamplingParams."""
@@ -78,6 +87,7 @@ class TextOptions:
             max_num_seqs=1,
             max_model_len=self.max_model_len,
             pattern=windowed,
+            device=read_setting("device", self.device),
             **settings,
         )
 

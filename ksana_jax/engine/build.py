@@ -125,6 +125,7 @@ def _on_device(
     # Imported here: an engine around another executor needs no jax.
     import jax
 
+    from ksana_jax.devices.starting import use_device
     from ksana_jax.engine.fingerprint import fingerprint
     from ksana_jax.engine.verdict import preferred
     from ksana_jax.loading.load import abstract_params, check_embedding_on_host, embedding_on_host
@@ -132,6 +133,7 @@ def _on_device(
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
+    use_device(config.device)
     if config.embedding_device == "host":
         check_embedding_on_host(model)
     platform = str(jax.devices()[0].platform)

@@ -16,6 +16,7 @@ import jax
 from ksana_jax import vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.devices.starting import use_device
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.progress import progress_bar
@@ -68,7 +69,9 @@ class LLM:
     ):
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be the path of a directory or a name")
-        config, before = engine_config(settings), resident_bytes()
+        config = engine_config(settings)
+        use_device(config.device)
+        before = resident_bytes()
         self.name, model_dir = str(model), model_path(model)
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
@@ -86,7 +89,9 @@ class LLM:
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
         """Creates an LLM from weights that are already in memory."""
         self = cls.__new__(cls)
-        self.name, config, before = "from_params", engine_config(settings), resident_bytes()
+        self.name, config = "from_params", engine_config(settings)
+        use_device(config.device)
+        before = resident_bytes()
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         self._build(model_config.validate(), config, params, pattern, tokenizer, before and max(before - weights, 0))
         return self

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax import interrupts
-from ksana_jax.config import EngineConfig
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.devices.starting import use_device
 from ksana_jax.experiments.config import Plan, Trial, patterns_of
 from ksana_jax.experiments.environment import environment
 from ksana_jax.experiments.records import WHOLE, RecordFile, Shard, locked, read
@@ -141,6 +142,7 @@ def run(
     Raises:
       ConfigError: another run uses the folder, or it has a link or FIFO in place of a file.
     """
+    use_device(_device_of(plan))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, shard):
         path = folder / f"records{shard.suffix}.jsonl"
@@ -168,6 +170,21 @@ def run(
                 on_end(Ended(trial, seconds, measurements, message, num_done + 1, len(mine)))
             on_progress(len(mine), len(mine), "", 0.0)
     return Outcome(len(todo) - len(failed), len(mine) - len(todo), failed)
+
+
+def _device_of(plan: Plan) -> dict[str, Any] | None:
+    """Returns the setting `device` of all trials.
+
+    Raises:
+      ConfigError: they differ in it.
+    """
+    devices = [trial.config["engine"].get("device") for trial in plan.trials]
+    if others := [device for device in devices if device != devices[0]]:
+        raise ConfigError(
+            f"engine.device is {devices[0]} in one row and {others[0]} in another: a process has one device: run the "
+            "experiment once for each"
+        )
+    return devices[0] if devices else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""Starts jax on the device that a setting names: registers its plugin before jax starts its backends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from importlib.metadata import entry_points
+from typing import Any
+
+from ksana_jax.devices.target import INSTALLED, LOOPBACK, DeviceTarget
+from ksana_jax.errors import ConfigError
+
+logger = logging.getLogger("ksana_jax")
+_lock = threading.RLock()
+_started: DeviceTarget | None = None
+
+
+def started() -> DeviceTarget | None:
+    """Returns the setting that jax was started with; None if it was not started by one."""
+    return _started
+
+
+def use_device(setting: Any) -> None:
+    """Starts jax on a device, or checks that it has started on it. None leaves the choice to jax.
+
+    The device is jax's first and default one from then on; a process has one. jax's CPU stays available beside it.
+
+    Args:
+      setting: see `DeviceTarget.read`.
+
+    Raises:
+      ConfigError: jax has already started elsewhere, there is no such plugin, or it cannot start.
+    """
+    global _started
+    target = DeviceTarget.read(setting)
+    if target is None:
+        return
+    from jax._src import xla_bridge
+
+    with _lock:
+        if xla_bridge.backends_are_initialized():
+            return _check(target)
+        plugin = _register(target)
+        _start(target)
+        _allow_donation(target, by_default=plugin is not None)
+        _started = target
+        logger.info("started %s", target)
+
+
+def _check(target: DeviceTarget) -> None:
+    """Checks that jax, which has started, has done so on a device."""
+    import jax
+
+    device = jax.devices()[0]
+    if _started is not None:
+        if target != _started:
+            raise ConfigError(
+                f"device is {target.plain()}, and this process runs on {_started.plain()}: a process has one device"
+            )
+    elif target.plugin != INSTALLED or target.donation is not None or not _is_of(device, target.platform):
+        raise ConfigError(
+            f"device is {target}, and jax has already started on {device.platform} ({device.device_kind}): "
+            "the first use of jax, such as jax.devices() or an array, must come after the engine or `use_device`"
+        )
+
+
+def _register(target: DeviceTarget) -> Any:
+    """Registers the plugin of a target; returns it if it is the loopback."""
+    if target.plugin == LOOPBACK:
+        from ksana_jax.devices.loopback.options import LoopbackOptions
+        from ksana_jax.devices.loopback.plugin import register
+
+        return register(target.platform, LoopbackOptions.read(target.options))
+    if target.plugin != INSTALLED:
+        from jax._src import xla_bridge
+
+        path = os.path.abspath(target.plugin)
+        try:
+            xla_bridge.register_plugin(target.platform, library_path=path, options=dict(target.options))
+        except Exception as error:  # what a library's loader and first functions may raise
+            raise ConfigError(f"device {target}: the plugin cannot be loaded: {_line(error)}") from error
+    return None
+
+
+def _start(target: DeviceTarget) -> None:
+    import jax
+
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    # "gpu" stands for several, and jax insists on all that it is given.
+    name = "cuda" if target.platform == "gpu" else target.platform
+    jax.config.update("jax_platforms", ",".join(dict.fromkeys((name, "cpu"))))
+    try:
+        device = jax.devices()[0]
+    except Exception as error:  # a plugin may raise anything
+        jax.config.update("jax_platforms", before)
+        raise ConfigError(_why(target, error)) from error
+    if not _is_of(device, target.platform):
+        raise ConfigError(f"device is {target}, and jax found none: it has started on {device.platform}")
+
+
+def _why(target: DeviceTarget, error: Exception) -> str:
+    from jax._src import xla_bridge
+
+    known = sorted(xla_bridge._backend_factories)
+    if target.platform in (*known, "gpu"):
+        return f"device {target}: the plugin was found and cannot start: {_line(error)}"
+    packages = sorted({point.dist.name for point in entry_points(group="jax_plugins") if point.dist is not None})
+    return (
+        f"device {target}: no installed plugin brings this platform. jax knows {', '.join(known)}; installed plugins: "
+        f"{', '.join(packages) or 'none'}; PJRT_NAMES_AND_LIBRARY_PATHS: "
+        f"{os.environ.get('PJRT_NAMES_AND_LIBRARY_PATHS') or 'not set'}"
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(
+        str(error).replace(" (set JAX_PLATFORMS='' to automatically choose an available backend)", "").split()
+    )
+
+
+def _is_of(device: Any, platform: str) -> bool:
+    """Whether a device is of a platform, which may be given by jax's name of its plugin or by that of its kind."""
+    names = {"cuda": "gpu", "rocm": "gpu"}
+    return device.platform in (platform, names.get(platform))
+
+
+def _allow_donation(target: DeviceTarget, by_default: bool) -> None:
+    """Has jax donate arrays to a platform that is not in its own list, or take it off the list."""
+    from jax._src.interpreters import mlir
+
+    platforms: list[str] = mlir._platforms_with_donation
+    wanted = by_default if target.donation is None else target.donation
+    if wanted and target.platform not in platforms:
+        platforms.append(target.platform)
+    elif target.donation is False and target.platform in platforms:
+        platforms.remove(target.platform)

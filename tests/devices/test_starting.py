@@ -1,0 +1,110 @@
+"""Starting jax on a device, in child processes: each route to a plugin, and each way in which it can fail."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ksana_jax.devices.starting import use_device
+
+COMMON = """
+import ctypes, warnings
+import pytest
+from ksana_jax.devices.starting import started, use_device
+from ksana_jax.devices.loopback.plugin import LoopbackPlugin, outlives_python
+from ksana_jax.devices.loopback.stub_library import stub_library
+from ksana_jax.errors import ConfigError
+"""
+
+
+def child(code: str, **environment: str) -> str:
+    """Runs code in a process of its own, which must end without an error; returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMMON + textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_cannot_start_is_said_and_another_device_can_be_used_after_it(tmp_path):
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    child(f"""
+    with pytest.raises(ConfigError, match="device npu: no installed plugin brings this platform. jax knows .*cpu"):
+        use_device("npu")
+    with pytest.raises(ConfigError, match=r"device bad .*/broken.so.: the plugin cannot be loaded: .*file too short"):
+        use_device({{"platform": "bad", "plugin": "{tmp_path}/broken.so"}})
+    lacking = {{"platform": "lame", "plugin": "loopback", "options": {{"lacks": "Client_Create"}}}}
+    with pytest.raises(ConfigError, match="device lame .loopback.: the plugin was found and cannot start: .*_Create"):
+        use_device(lacking)
+    with pytest.raises(ConfigError, match="device is tpu, and jax|device tpu: the plugin was found and cannot start"):
+        use_device("tpu")
+    use_device("cpu")
+    import jax
+    assert jax.devices()[0].platform == "cpu"
+    """)
+
+
+def test_a_library_is_loaded_and_given_its_options(tmp_path):
+    path = tmp_path / "plugin.so"
+    child(f"""
+    plugin = LoopbackPlugin("acc")
+    open("{path}", "wb").write(stub_library(ctypes.addressof(plugin.api)))
+    setting = {{"platform": "acc", "plugin": "{path}", "options": {{"num_devices": 3, "memory_bytes": 2**20}}}}
+    use_device(setting)
+    import jax
+    outlives_python(jax.devices()[0].client)
+    assert [str(device) for device in jax.devices()] == ["acc:0", "acc:1", "acc:2"]
+    assert jax.devices()[0].device_kind == "loopback acc (CPU)"
+    assert jax.devices()[0].memory_stats()["bytes_limit"] == 2**20
+    use_device(setting)
+    with pytest.raises(ConfigError, match="a process has one device"):
+        use_device("cpu")
+    # Donation is an explicit choice for platforms that jax does not list.
+    import jax.numpy as jnp
+    array = jnp.ones(8)
+    with pytest.warns(UserWarning, match="onation is not implemented for"):
+        jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    """)
+
+
+def test_an_installed_plugin_is_found_by_its_platform(tmp_path):
+    package = tmp_path / "jax_plugins" / "vendor"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").write_text(
+        textwrap.dedent("""
+        from ksana_jax.devices.loopback.options import LoopbackOptions
+        from ksana_jax.devices.loopback.plugin import register
+
+        def initialize():
+            register("npu", LoopbackOptions())
+        """)
+    )
+    child(
+        """
+        use_device({"platform": "npu", "donation": True})
+        import jax
+        import jax.numpy as jnp
+        assert started().platform == jax.devices()[0].platform == "npu"
+        array = jnp.ones(8)
+        jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+        assert array.is_deleted()
+        """,
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
+
+
+def test_jax_that_has_started_elsewhere_cannot_be_moved():
+    import jax
+
+    jax.devices()
+    use_device(None)
+    use_device("cpu")
+    for setting in ("npu", {"platform": "npu", "plugin": "loopback"}):
+        with pytest.raises(ValueError, match="jax has already started on cpu"):
+            use_device(setting)

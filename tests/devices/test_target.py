@@ -1,0 +1,78 @@
+"""The setting `device`: how it may be written, one spelling of each value, and one clear error for each mistake."""
+
+import pytest
+
+from ksana_jax import EngineConfig
+from ksana_jax.config import ConfigError
+from ksana_jax.devices.loopback.options import LoopbackOptions
+from ksana_jax.devices.target import DeviceTarget, canonical_device
+from ksana_jax.experiments.config import plan
+
+LOOPBACK = {"platform": "npu", "plugin": "loopback"}
+
+
+@pytest.mark.parametrize(
+    "given, plain",
+    [
+        (None, None),
+        ("auto", None),
+        ("npu", {"platform": "npu"}),
+        ("NPU", {"platform": "npu"}),
+        ({"platform": "npu", "plugin": "installed", "options": {}}, {"platform": "npu"}),
+        (LOOPBACK, LOOPBACK),
+        ({**LOOPBACK, "donation": False, "memory_bytes": 5}, {**LOOPBACK, "donation": False, "memory_bytes": 5}),
+    ],
+)
+def test_each_value_has_one_spelling(given, plain):
+    assert canonical_device(given) == plain
+    assert EngineConfig(device=given).device == plain
+    assert canonical_device(plain) == plain
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (3, "device is 3, must be a platform's name or a mapping with a platform"),
+        ({"plugin": "loopback"}, "device has no platform"),
+        ({"platform": "n p u"}, "device.platform is 'n p u', must be a name such as npu"),
+        ({"platform": "npu", "plug": "loopback"}, "device has no field 'plug'; the nearest is 'plugin'"),
+        (
+            {"platform": "npu", "plugin": "here"},
+            "device.plugin is 'here', must be installed, loopback or the path of a",
+        ),
+        ({"platform": "npu", "plugin": "/none/a.so"}, "device.plugin is /none/a.so, and there is no such file"),
+        ({"platform": "cpu", "plugin": "loopback"}, "device.platform is 'cpu', jax's own name"),
+        ({"platform": "npu", "options": {"a": 1}}, "device.options are for a plugin given by its path"),
+        (
+            {**LOOPBACK, "options": {"num_device": 2}},
+            "the loopback plugin has no option 'num_device'; it has num_devices",
+        ),
+        ({**LOOPBACK, "options": {"num_devices": 0}}, "num_devices is 0, must be"),
+        (
+            {**LOOPBACK, "options": {"lacks": ["Buffer_Dance"]}},
+            "lacks has 'Buffer_Dance', which is no function of the PJRT",
+        ),
+        ({**LOOPBACK, "options": {"stablehlo": "1.x"}}, "stablehlo is '1.x', must be a version such as 1.0.0"),
+        ({**LOOPBACK, "donation": "yes"}, "device.donation is 'yes'"),
+        ({**LOOPBACK, "memory_bytes": 0}, "device.memory_bytes is 0"),
+    ],
+)
+def test_a_mistake_is_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(device=given)
+
+
+def test_an_override_writes_the_setting_as_yaml():
+    made = plan({"task": "perplexity", "model": "ksana-tiny"}, ["engine.device={platform: npu, plugin: loopback}"])
+    assert [trial.config["engine"]["device"] for trial in made.trials] == [LOOPBACK]
+
+
+def test_lists_of_names_may_be_texts_as_in_the_c_api():
+    assert LoopbackOptions.read({"lacks_operations": "scatter, dynamic while"}).lacks_operations == (
+        "scatter",
+        "dynamic while",
+    )
+
+
+def test_a_target_is_shown_with_its_plugin():
+    assert [str(DeviceTarget("npu")), str(DeviceTarget("npu", "loopback"))] == ["npu", "npu (loopback)"]
