@@ -58,6 +58,8 @@ class BlockManager:
 
     def share(self, ids: np.ndarray) -> None:
         """Adds an owner to each of some held or idle blocks; an id may occur more than once."""
+        if not len(ids):
+            return
         ownerless = ids[self.ref_count[ids] == 0]
         if len(ownerless):
             assert self.kept[ownerless].all(), "a free block cannot be shared"

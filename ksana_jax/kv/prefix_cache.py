@@ -102,6 +102,8 @@ class PrefixCache:
     def _needed(self, live: LiveRange, num_blocks: int) -> list[int]:
         """Returns the indices of those first blocks of a text that later queries see."""
         size = self._index.block_size
+        if live.window is None:
+            return list(range(num_blocks))
         dead = live.dead_blocks(np.arange(num_blocks) * size, size, num_blocks * size)
         return np.flatnonzero(~dead).tolist()
 
@@ -112,9 +114,8 @@ class PrefixCache:
     def _known_of(self, state: KVState, token_ids: np.ndarray, group: int, limit: int) -> list[Node]:
         found: list[Node] = []
         parent = self._index.root(state.salt, group)
-        for depth in range(limit):
-            link = self._link(state, token_ids, group, depth)
-            node = self._index.find(link.key, parent, link.tokens)
+        for key, tokens in self._links(state, token_ids, group, limit)[:limit]:
+            node = self._index.find(key, parent, tokens)
             if node is None:
                 break
             found.append(node)
@@ -163,6 +164,8 @@ class PrefixCache:
             count = min(of_each)
 
     def _usable_of(self, found: list[list[Node]]) -> int:
+        if not all(found):
+            return 0
         return self.usable([np.array([node.is_stored for node in nodes], bool) for nodes in found])
 
     def _usable(self, live: LiveRange, there: np.ndarray) -> int:
@@ -223,8 +226,8 @@ class PrefixCache:
     def expect(self, state: KVState, token_ids: np.ndarray) -> None:
         """Records the blocks that a starting sequence will compute, so that others can wait for them."""
         num_blocks = len(token_ids) // self._index.block_size
-        for link in self._links(state, token_ids, 0, num_blocks)[state.num_indexed : num_blocks]:
-            self._computing.setdefault(link.key, state)
+        for key, _ in self._links(state, token_ids, 0, num_blocks)[state.num_indexed : num_blocks]:
+            self._computing.setdefault(key, state)
 
     def expect_no_more(self, state: KVState) -> None:
         """Forgets the blocks that a sequence was expected to compute."""
@@ -255,16 +258,16 @@ class PrefixCache:
         return kept
 
     def _insert(self, state: KVState, token_ids: np.ndarray, group: int, ids: list[int]) -> list[int]:
-        index, first = self._index, state.num_indexed
+        index, first, computing = self._index, state.num_indexed, self._computing
         now = index.tick()
-        links = self._links(state, token_ids, group, first + len(ids))
+        links = index.chain(token_ids, state.salt, state.links[group], first + len(ids), group)
         parent = index.current(state.nodes.get(group) or index.root(state.salt, group))
         kept = list(ids)
         for at, block in enumerate(ids):
-            link = links[first + at]
-            if self._computing.get(link.key) is state:
-                del self._computing[link.key]
-            node = None if parent is None else index.child(parent, link.tokens, link.key)
+            key, tokens = links[first + at]
+            if computing.get(key) is state:
+                del computing[key]
+            node = None if parent is None else index.child(parent, tokens, key)
             if node is None:  # other content has the same key: nothing of this text can be found from here on
                 state.cacheable = False
                 break

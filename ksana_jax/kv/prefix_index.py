@@ -80,6 +80,7 @@ class PrefixIndex:
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
         self._roots: dict[bytes, Node] = {}
+        self._root_keys: dict[tuple[str, ...], bytes] = {}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -92,12 +93,15 @@ class PrefixIndex:
 
     def root(self, salt: str, group: int = 0) -> Node:
         """Returns the node at which the chains of one salt and group begin; it is not a block and is never replaced."""
-        parts = [self.scope.model, salt]
-        if len(self.group_keys) > 1:
-            parts.append(self.group_keys[group])
-        # Lengths distinguish ("a", "bc") from ("ab", "c").
-        key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
-        return self._root(Node(key, None, b"", -1, group=group))
+        parts = (self.scope.model, salt, *(self.group_keys[group : group + 1] if len(self.group_keys) > 1 else ()))
+        key = self._root_keys.get(parts)
+        if key is None:
+            if len(self._root_keys) >= MAX_ROOTS:
+                self._root_keys.clear()
+            # Lengths distinguish ("a", "bc") from ("ab", "c").
+            key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
+            self._root_keys[parts] = key
+        return self._roots.get(key) or self._root(Node(key, None, b"", -1, group=group))
 
     def _root(self, node: Node) -> Node:
         """Returns the root with the key of `node`, adding `node` if there is none."""
@@ -112,17 +116,23 @@ class PrefixIndex:
         if first >= num_blocks:
             return links
         parent = links[-1].key if links else self.root(salt, group).key
-        text = np.ascontiguousarray(token_ids[first * size : num_blocks * size], np.int32).tobytes()
-        for depth in range(first, num_blocks):
-            tokens = text[4 * size * (depth - first) : 4 * size * (depth - first + 1)]
-            parent = self.key(parent, tokens, depth)
-            links.append(Link(parent, tokens))
+        text = np.asarray(token_ids[first * size : num_blocks * size], np.int32).tobytes()
+        links += self._follow(parent, text, first)
         return links
 
     def key(self, parent: bytes, tokens: bytes, depth: int) -> bytes:
         """Returns the key of a block that follows the block of key `parent`, `depth` blocks into the text."""
-        sees_all = (depth + 1) * self.block_size <= self.scope.full_until
-        return self._digest(parent + (b"" if sees_all else self.scope.pattern.encode()) + tokens)
+        return self._follow(parent, tokens, depth)[0].key
+
+    def _follow(self, parent: bytes, text: bytes, first: int) -> list[Link]:
+        """Returns the links of blocks that follow the block of key `parent`, `first` blocks into the text."""
+        digest, length, links = self._digest, 4 * self.block_size, []
+        seen_whole, pattern = self.scope.full_until // self.block_size, self.scope.pattern.encode()
+        for depth, at in enumerate(range(0, len(text), length), first):
+            tokens = text[at : at + length]
+            parent = digest(parent + tokens if depth < seen_whole else parent + pattern + tokens)
+            links.append(Link(parent, tokens))
+        return links
 
     def find(self, key: bytes, parent: Node, tokens: bytes) -> Node | None:
         """Returns the node with this content; None if there is none."""

@@ -214,8 +214,8 @@ class RowBlocks:
         count = computed // size - first
         ends = np.cumsum(count)
         which = np.repeat(np.arange(len(rows)), count)
-        starts = (np.arange(len(which)) + (first - ends + count)[which]) * size
-        at = self._find(rows, which, starts)
+        nth = np.arange(len(which)) + (first - ends + count)[which]
+        at = self._find(rows, which, nth * size)
         ids = np.where(at < 0, -1, r.block_tables[self._groups, rows[which], at])
         lists, kept = ids.tolist(), [[] for _ in range(r.num_groups)]
         for row, state, end, number in zip(rows.tolist(), states, ends.tolist(), count.tolist(), strict=True):
@@ -237,6 +237,8 @@ class RowBlocks:
           which: [n] index in `rows` of each block's row. starts: [n] text position of its first token.
         """
         r, width = self.rows, self.rows.block_starts.shape[2]
+        if not self._windowed:  # nothing was returned
+            return 0 * self._groups + starts // self._size
         # One search in one sorted list: each table lies beyond all positions of the one before it.
         tables = np.arange(r.num_groups * len(rows)).reshape(r.num_groups, -1)
         held = (r.block_starts.take(rows, axis=1) + (FAR + 1) * tables[:, :, None]).ravel()
