@@ -17,7 +17,7 @@ namespace ksana {
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr int64_t kJobRows = 64;
 constexpr int64_t kPieceKeys = 64;
-constexpr int64_t kCacheLine = 64;
+constexpr int64_t kFewRows = 4;
 
 // The arrays of a call. Sizes have the letters of the contract.
 struct Call {
@@ -56,7 +56,7 @@ template <typename Type>
 struct Scratch {
   const int64_t words, wide, most_keys;
   std::vector<int32_t> queries, block, keys, values, zeros;
-  std::vector<const int32_t*> rows, ahead;  // of values
+  std::vector<const int32_t*> rows, ahead;  // keys or values of a piece, and of the next one
   std::vector<float> scores, out, query, key;
   std::vector<int32_t> positions, key_positions, seen;
   std::vector<float> top, total;
@@ -86,6 +86,7 @@ class Job {
     head_ = index / of_head % call.k;
     first_row_ = index % of_head * kJobRows;
     rows_ = std::min(kJobRows, call.q * call.group() - first_row_);
+    few_ = rows_ <= kFewRows;
     first_ = kFar;
     last_ = -1;
     for (int64_t r = 0; r < rows_; ++r) {
@@ -181,12 +182,20 @@ class Job {
       const int32_t start = StartOf(piece_[i]);
       masked_ |= !call_.pattern.SeesAll(first_, last_, start, call_.b);
       for (int64_t c = 0; c < call_.b; ++c) scratch_.key_positions[i * call_.b + c] = start + c;
-      Transpose(ReadBlock(i, 0), scratch_.words, call_.b, scratch_.words, &scratch_.keys[i * call_.b],
-                scratch_.most_keys, Ahead(i, 0));
     }
     float* scores = scratch_.scores.data();
-    Multiply<Type>(scratch_.queries.data(), scratch_.words, scratch_.keys.data(), scratch_.most_keys, scores,
-                   scratch_.most_keys, rows_, scratch_.words, padded_, false);
+    if (few_) {
+      ReadRows(0);
+      for (int64_t c = 0; c < padded_; c += kLanes)
+        MultiplyTransposed<Type, kFewRows>(rows_, scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
+                                           &scratch_.ahead[c], scores + c, scratch_.most_keys, scratch_.words);
+    } else {
+      for (int64_t i = 0; i < num_blocks_; ++i)
+        Transpose(ReadBlock(i, 0), scratch_.words, call_.b, scratch_.words, &scratch_.keys[i * call_.b],
+                  scratch_.most_keys, Ahead(i, 0));
+      Multiply<Type>(scratch_.queries.data(), scratch_.words, scratch_.keys.data(), scratch_.most_keys, scores,
+                     scratch_.most_keys, rows_, scratch_.words, padded_, false);
+    }
     if (call_.pattern.sink_position != 0 && call_.j > 0) ScoreSinks();
     if (call_.soft_cap > 0) {
       for (int64_t r = 0; r < rows_; ++r)
@@ -294,40 +303,37 @@ class Job {
         for (int64_t d = 0; d < wide; d += kLanes) Store(out + d, Load(out + d) * fade);
       }
     }
-    ReadValues();
+    ReadRows(1);
     const auto* weights = reinterpret_cast<const int32_t*>(scratch_.scores.data());
-    Multiply<Type>(weights, scratch_.most_keys, scratch_.values.data(), wide, scratch_.out.data(), wide, rows_,
-                   padded_ / Type::kPerWord, wide, true);
+    const int32_t* const *rows = scratch_.rows.data(), *const *ahead = scratch_.ahead.data();
+    const auto values = [rows, ahead](int64_t i, int64_t at, int v) {
+      return Type::Column(rows + i * Type::kPerWord, ahead + i * Type::kPerWord, at, v);
+    };
+    if (few_) {
+      MultiplyRows<Type>(weights, scratch_.most_keys, values, scratch_.out.data(), wide, rows_,
+                         padded_ / Type::kPerWord, wide, true);
+    } else {
+      int32_t* to = scratch_.values.data();
+      for (int64_t i = 0; i < padded_ / Type::kPerWord; ++i)
+        for (int64_t at = 0; at < wide; at += Type::kPerWord * kLanes)
+          for (int v = 0; v < Type::kPerWord; ++v, to += kLanes) StoreInts(to, values(i, at, v));
+      Multiply<Type>(weights, scratch_.most_keys, scratch_.values.data(), wide, scratch_.out.data(), wide, rows_,
+                     padded_ / Type::kPerWord, wide, true);
+    }
   }
 
-  // Values that no row sees are zeros: a weight of 0 would not silence a NaN.
-  void ReadValues() {
+  // Finds the keys (side 0) or values (side 1) of the piece, and asks memory for those of the next. Keys that are not
+  // there and values that no row sees are zeros: a weight of 0 would not silence a NaN.
+  void ReadRows(int64_t side) {
     const int32_t** rows = scratch_.rows.data();
     std::fill(rows + num_keys_, rows + padded_, scratch_.zeros.data());
+    std::copy(rows + num_keys_, rows + padded_, scratch_.ahead.begin() + num_keys_);
     for (int64_t i = 0; i < num_blocks_; ++i) {
-      const int32_t *block = ReadBlock(i, 1), *ahead = Ahead(i, 1);
+      const int32_t *block = ReadBlock(i, side), *ahead = Ahead(i, side);
       for (int64_t c = 0; c < call_.b; ++c) {
-        const bool hidden = masked_ && !scratch_.seen[i * call_.b + c];
+        const bool hidden = side == 1 && masked_ && !scratch_.seen[i * call_.b + c];
         rows[i * call_.b + c] = hidden ? scratch_.zeros.data() : block + c * scratch_.words;
         scratch_.ahead[i * call_.b + c] = ahead + c * scratch_.words;
-      }
-    }
-    int32_t* to = scratch_.values.data();
-    for (int64_t c = 0; c < padded_; c += Type::kPerWord, to += scratch_.wide) {
-      if constexpr (std::is_same_v<Type, Float32>) {
-        for (int64_t d = 0; d < scratch_.words; d += kLanes) {
-          __builtin_prefetch(scratch_.ahead[c] + d, 0, 2);
-          StoreInts(to + d, LoadInts(rows[c] + d));
-        }
-      } else {
-        for (int64_t d = 0; d < scratch_.words; d += kLanes) {
-          __builtin_prefetch(scratch_.ahead[c] + d, 0, 2);
-          __builtin_prefetch(scratch_.ahead[c + 1] + d, 0, 2);
-          Ints first, last;
-          Type::Interleave(LoadInts(rows[c] + d), LoadInts(rows[c + 1] + d), first, last);
-          StoreInts(to + 2 * d, first);
-          StoreInts(to + 2 * d + kLanes, last);
-        }
       }
     }
   }
@@ -362,7 +368,7 @@ class Job {
   int64_t tile_, head_, first_row_, rows_, begin_ = 0;
   int64_t num_blocks_ = 0, num_keys_ = 0, padded_ = 0;  // of the piece; padded to whole vectors of words
   int32_t first_, last_;                                // positions of the job's queries
-  bool masked_ = false;
+  bool masked_ = false, few_ = true;
   const int64_t* piece_ = nullptr;  // entries of the table
 };
 

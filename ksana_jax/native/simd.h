@@ -123,6 +123,14 @@ inline void Exchange(Ints* x) {
     if (!(i & kStep)) Exchange<kStep>(x[i], x[i | kStep], std::make_integer_sequence<int, kLanes>());
 }
 
+// Transposes a matrix of 16 rows and columns.
+inline void Transpose(Ints* x) {
+  Exchange<8>(x);
+  Exchange<4>(x);
+  Exchange<2>(x);
+  Exchange<1>(x);
+}
+
 // to[columns, rows] = from[rows, columns]^T; columns is a multiple of 16. Asks memory for `ahead`, which has the shape
 // of `from`.
 inline void Transpose(const int32_t* from, int64_t from_stride, int64_t rows, int64_t columns, int32_t* to,
@@ -135,10 +143,7 @@ inline void Transpose(const int32_t* from, int64_t from_stride, int64_t rows, in
         x[i] = LoadInts(from + (r + i) * from_stride + c);
         __builtin_prefetch(ahead + (r + i) * from_stride + c, 0, 2);
       }
-      Exchange<8>(x);
-      Exchange<4>(x);
-      Exchange<2>(x);
-      Exchange<1>(x);
+      Transpose(x);
       for (int i = 0; i < kLanes; ++i) StoreInts(to + (c + i) * to_stride + r, x[i]);
     }
   }
