@@ -25,7 +25,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.runner import Runner
-from ksana_jax.runner.step_program import BY_LAYER, compiled_programs
+from ksana_jax.runner.step_program import IN_RUNS, compiled_programs
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from pallas_kernels import aot
 
@@ -111,8 +111,11 @@ def program_bytes(compiled: Any) -> int:
 
 def _program_bytes(compiled: Any) -> int:
     arguments, _ = compiled.args_info
-    weights_and_pool = (Params, LayerParams, KVCache)
-    given = [leaf for a in arguments if not isinstance(a, weights_and_pool) for leaf in jax.tree.leaves(a)]
+
+    def weights_or_pool(x: Any) -> bool:
+        return isinstance(x, Params | LayerParams | KVCache)
+
+    given = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=weights_or_pool) if not weights_or_pool(leaf)]
     memory = compiled.memory_analysis()
     # The pool is donated: it is among the results, as an alias.
     new = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -155,7 +158,7 @@ def step_bytes(
         exact=kv_full_precision_layers,
         kv_eviction=kv_eviction,
     )
-    one_program = (aot.device(target) if target else jax.devices()[0]).platform not in BY_LAYER
+    one_program = (aot.device(target) if target else jax.devices()[0]).platform not in IN_RUNS
     if config.num_layers <= ONE_MORE or not one_program:
         return compiled(config)
     # One layer stands for those in full precision.

@@ -35,7 +35,7 @@ from ksana_jax.runner.decode_loop import LoopKey, lower_loop, only_decodes
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packing import Packing
-from ksana_jax.runner.step_program import BY_LAYER, Network, lower_by_layer, lower_whole, step_whole
+from ksana_jax.runner.step_program import IN_RUNS, Network, lower_in_runs, lower_whole, step_whole
 from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
 from ksana_jax.runner.token_programs import (
     bucket_of_top,
@@ -331,8 +331,8 @@ class Runner:
 
     def _lower_step(self, shape: StepShape):
         """Lowers a step as it will run."""
-        if self.platform in BY_LAYER:
-            return lower_by_layer(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
+        if self.platform in IN_RUNS:
+            return lower_in_runs(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
         return self.lower_step(shape)
 
     def _loop_program(self, key: LoopKey):

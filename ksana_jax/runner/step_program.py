@@ -1,7 +1,8 @@
-"""The network of a step, compiled as one program or as one program for each kind of layer.
+"""The network of a step, compiled as one program or as one for each kind of run of layers.
 
 A GPU wants one program, since it has the fewest launches. XLA:CPU compiles every layer of such a program again, though
-they are alike: with eight layers that takes two and a half times as long, and the step is no faster.
+they are alike; starting a program costs it some 80 us. So a CPU has programs of LAYERS_OF_PROGRAM layers, which all
+runs of the same kinds of layers share.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,9 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.step.contract import StepArrays, StepShape, fed
 
-# Platforms whose steps are compiled by `lower_by_layer`.
-BY_LAYER = frozenset({"cpu"})
+# Platforms whose steps are compiled by `lower_in_runs`.
+IN_RUNS = frozenset({"cpu"})
+LAYERS_OF_PROGRAM = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,30 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
     return lower(network.jit(step_packed, donated="cache", shape=shape, alike=alike, packing=packing), *arguments)
 
 
-def lower_by_layer(
+class _Run(NamedTuple):
+    """Layers that follow each other and share a program with other runs of the same kinds.
+
+    kinds: of each layer what it computes, and its rope; see `Network`.
+    """
+
+    kinds: tuple[tuple[int, int], ...]
+    layers: range
+
+    def of(self, params: Params) -> list[LayerParams]:
+        return list(params.layers[self.layers.start : self.layers.stop])
+
+    def places(self, network: Network) -> list[Any]:
+        return [network.place(layer) for layer in self.layers]
+
+    @staticmethod
+    def all_of(network: Network) -> list[_Run]:
+        kinds = list(zip(network.kinds, network.rope_kinds, strict=True))
+        begins = range(0, len(kinds), LAYERS_OF_PROGRAM)
+        layers = [range(begin, min(begin + LAYERS_OF_PROGRAM, len(kinds))) for begin in begins]
+        return [_Run(tuple(kinds[layer] for layer in some), some) for some in layers]
+
+
+def lower_in_runs(
     network: Network,
     shape: StepShape,
     packing: Packing,
@@ -120,76 +145,75 @@ def lower_by_layer(
     vector: Any,
     given: Any,
     patterns: PatternArrays,
-) -> LoweredByLayer:
+) -> LoweredRuns:
     """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
     ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
-    place = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.place(0))
     begin = functools.partial(step_first, network=network, packing=packing)
     x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
-    layers = {
-        kind: lower(
-            network.jit(step_layer, donated="cache", shape=shape, kind=kind),
-            *(params.layers[kind], cache, x, on_device, angles[network.rope_kinds[kind]], patterns, place),
-        )
-        for kind in dict.fromkeys(network.kinds)
-    }
+    runs = {}
+    for run in _Run.all_of(network):
+        if run.kinds not in runs:
+            places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), run.places(network))
+            step = network.jit(step_layers, donated="cache", shape=shape, kinds=run.kinds)
+            runs[run.kinds] = lower(step, run.of(params), cache, x, on_device, angles, patterns, places)
     first, last = (
         lower(network.jit(step_first, packing=packing), ends, vector, given),
         lower(network.jit(step_last), ends, x, on_device.sampled),
     )
-    return LoweredByLayer(network, first, layers, last)
+    return LoweredRuns(network, first, runs, last)
 
 
 @dataclasses.dataclass(frozen=True)
-class LoweredByLayer:
-    """A step's programs before they are compiled; see `lower_by_layer`. layers: by their kind."""
+class LoweredRuns:
+    """A step's programs before they are compiled; see `lower_in_runs`. runs: by the kinds of their layers."""
 
     network: Network
     first: Any
-    layers: dict[int, Any]
+    runs: dict[tuple[tuple[int, int], ...], Any]
     last: Any
 
     @property
     def programs(self) -> tuple[Any, ...]:
-        """All of them, once each, in the order of `StepByLayer.programs`."""
-        return (self.first, *self.layers.values(), self.last)
+        """All of them, once each, in the order of `StepInRuns.programs`."""
+        return (self.first, *self.runs.values(), self.last)
 
     @property
     def calls(self) -> tuple[int, ...]:
         """Returns how often a step calls each of `programs`."""
-        return (1, *(self.network.kinds.count(kind) for kind in self.layers), 1)
+        called = [run.kinds for run in _Run.all_of(self.network)]
+        return (1, *(called.count(kinds) for kinds in self.runs), 1)
 
-    def compile(self) -> StepByLayer:
-        compiled = {kind: lowered.compile() for kind, lowered in self.layers.items()}
-        return StepByLayer(self.network, self.first.compile(), compiled, self.last.compile())
+    def compile(self) -> StepInRuns:
+        compiled = {kinds: lowered.compile() for kinds, lowered in self.runs.items()}
+        return StepInRuns(self.network, self.first.compile(), compiled, self.last.compile())
 
 
-class StepByLayer:
-    """A compiled step: the embedding, each layer by the program of its kind, the final norm.
+class StepInRuns:
+    """A compiled step: the embedding, each run of layers by the program of its kinds, the final norm.
 
     programs: all of them, once each.
     """
 
-    def __init__(self, network: Network, first: Any, layers: dict[int, Any], last: Any):
-        self.programs = (first, *layers.values(), last)
+    def __init__(self, network: Network, first: Any, runs: dict[tuple[tuple[int, int], ...], Any], last: Any):
+        self.programs = (first, *runs.values(), last)
         self._first, self._last = first, last
-        self._layers = [
-            (layers[kind], rope, jax.device_put(jax.tree.map(np.int32, network.place(layer))))
-            for layer, (kind, rope) in enumerate(zip(network.kinds, network.rope_kinds, strict=True))
+        self._runs = [
+            (runs[run.kinds], run, jax.device_put(jax.tree.map(np.int32, run.places(network))))
+            for run in _Run.all_of(network)
         ]
 
     def __call__(self, params: Params, cache: KVCache, vector: Any, given: Any, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""
         ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
         x, arrays, angles, settings = self._first(ends, vector, given)
-        for p, (run, rope, place) in zip(params.layers, self._layers, strict=True):
-            cache, x = run(p, cache, x, arrays, angles[rope], patterns, place)
+        for program, run, places in self._runs:
+            cache, x = program(run.of(params), cache, x, arrays, angles, patterns, places)
         return cache, *self._last(ends, x, arrays.sampled), settings
 
 
 def compiled_programs(step: Any) -> tuple[Any, ...]:
     """The programs, each a `jax.stages.Compiled`, of a step that was compiled in either way, or of anything else."""
-    return step.programs if isinstance(step, StepByLayer) else (step,)
+    return step.programs if isinstance(step, StepInRuns) else (step,)
 
 
 def step_packed(params, cache, vector, given, patterns, *, network: Network, shape, alike, packing: Packing):
@@ -228,7 +252,14 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 
-def step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, *, network: Network, shape, kind: int):
+def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kinds):
+    """Computes a run of layers; kinds: see `_Run`."""
+    for p, (kind, rope), place in zip(ps, kinds, places, strict=True):
+        cache, x = _step_layer(p, cache, x, arrays, angles[rope], patterns, place, network, shape, kind)
+    return cache, x
+
+
+def _step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, network: Network, shape, kind: int):
     (group, at), residual, layer = place
     batches, residual_places = [arrays.of_group(group)], []
     if residual is not None:

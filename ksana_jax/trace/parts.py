@@ -22,7 +22,7 @@ _OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\bmetadata=\{[^}]*?op_
 
 
 def part_of(op_name: str) -> str:
-    """Returns the part of an operation from its scopes, such as "jit(step_layer)/mlp/norm/mul"; or "other"."""
+    """Returns the part of an operation from its scopes, such as "jit(step_layers)/mlp/norm/mul"; or "other"."""
     return next((scope for scope in reversed(op_name.split("/")) if scope in PARTS), OTHER)
 
 

@@ -74,9 +74,9 @@ def test_a_steps_bytes_are_predicted_from_other_shapes():
 
 def test_a_deep_models_step_takes_on_a_cpu_what_a_shallow_ones_takes():
     few, deep = (
-        step_bytes(dataclasses.replace(WIDE, num_layers=n), [SHAPE], dtype="f32", block_size=16)[0] for n in (2, 6)
+        step_bytes(dataclasses.replace(WIDE, num_layers=n), [SHAPE], dtype="f32", block_size=16)[0] for n in (4, 8)
     )
-    patterns = 7 * 4 * (6 - 2)  # seven numbers for each layer
+    patterns = 7 * 4 * (8 - 4)  # seven numbers for each layer
     assert deep.network - few.network == patterns and deep.sampling == few.sampling
 
 

@@ -12,6 +12,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.models.packed_matrix import unpacked
 from ksana_jax.models.params import init_params
+from ksana_jax.runner import step_program
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import Part, StepArrays, StepShape
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
@@ -137,10 +138,13 @@ def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
     assert given == updated == [False, True, False]
 
 
+@pytest.mark.parametrize(("of_program", "calls"), [(1, (1, 2, 1)), (4, (1, 1, 1))])
 @pytest.mark.parametrize("shape", SHAPES, ids=["singles", "singles and a tile"])
-def test_the_programs_of_the_layers_give_what_one_program_gives(shape):
+def test_the_programs_of_the_layers_give_what_one_program_gives(shape, of_program, calls, monkeypatch):
     """Bit for bit in float32; in bfloat16 one program keeps more digits between layers."""
+    monkeypatch.setattr(step_program, "LAYERS_OF_PROGRAM", of_program)
     llm, rng = make_llm(num_blocks=48, programs={}), np.random.default_rng(0)
+    assert llm.runner._lower_step(shape).calls == calls
     runner, num_tiles, own = llm.runner, shape.num_tiles, []
     blocks = rng.permutation(llm.num_blocks)[: num_tiles * 4].reshape(num_tiles, 4).astype(np.int32)
     for part, _, tiles in shape.places():
@@ -159,8 +163,8 @@ def test_the_programs_of_the_layers_give_what_one_program_gives(shape):
         found.append([np.asarray(x) for x in (after.kv, *hidden)])
     written = np.any(found[0][0] != before, axis=(1, 2, 3, 5)).sum()
     assert written == len(np.unique(slots))
-    for by_layer, whole in zip(*found, strict=True):
-        np.testing.assert_array_equal(by_layer, whole)
+    for in_runs, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(in_runs, whole)
 
 
 def copies_of_the_pool(program: str, num_elements: int) -> list[str]:
