@@ -87,9 +87,11 @@ class RowBlocks:
         # Of flat arrays: NumPy takes three times as long for an index of three axes.
         of_group = rows if r.num_groups == 1 else (self._groups * len(r.seqs) + rows).reshape(-1)
         entries = r.num_blocks.reshape(-1)[of_group]
-        at, starts = of_group * r.block_tables.shape[2] + entries, until - r.num_evicted.take(rows, axis=1)
+        at, starts = of_group * r.block_tables.shape[2] + entries, until
+        if r.num_groups > 1 or self._eviction is not None:
+            starts = (until - r.num_evicted.take(rows, axis=1)).reshape(-1)
         ids = self.memory.device.allocate(len(at))
-        r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, (starts := starts.reshape(-1))
+        r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, starts
         r.num_blocks.reshape(-1)[of_group] = entries + 1
         r.allocated_until[rows] = until + self._size
         self._took(len(at))

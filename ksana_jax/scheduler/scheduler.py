@@ -26,7 +26,7 @@ from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
-from ksana_jax.sequence import Rows, Sequence
+from ksana_jax.sequence import ONE, Rows, Sequence
 from ksana_jax.step.contract import ScheduledBatch, most_tiles
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
@@ -251,7 +251,7 @@ class Scheduler:
         if batch.advanced:
             return
         batch.advanced, rows = True, batch.rows
-        counts = batch.num_per_row if len(batch.chunks) else 1
+        counts = batch.num_per_row if len(batch.chunks) else ONE
         if batch.gone:
             stay = batch.stay(rows)
             rows, counts = rows[stay], batch.num_per_row[stay]

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from ksana_jax.sequence import Rows
-from ksana_jax.step.contract import ScheduledBatch, StepInput
+from ksana_jax.step.contract import ScheduledBatch, StepArrays, StepInput
 
 
 class LastDecodes:
@@ -48,7 +48,7 @@ class LastDecodes:
         tokens = rows.newest[batch.decodes]
         if len(tokens) < len(real):
             tokens = np.append(tokens, np.zeros(len(real) - len(tokens), np.int32))
-        arrays = a._replace(tokens=tokens, positions=numbers[0], cache_positions=cache_positions, slots=slots)
+        arrays = StepArrays(tokens, numbers[0], cache_positions, slots, a.block_tables, a.block_starts, a.sampled)
         if sampling is not None:
             sampling = sampling._replace(num_outputs=sampling.num_outputs + real[: step.num_sampled])
         self.step = StepInput(step.shape, arrays, step.num_sampled, sampling, step.num_logprobs)
