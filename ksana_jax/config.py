@@ -131,6 +131,7 @@ class ModelConfig:
 MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
+MAX_DEVICES = 1024
 # Names in `ops.implementations`, which imports jax.
 QUANTIZATIONS = (None, "int8", "w8a8")
 LINEAR_IMPLEMENTATIONS = ("auto", "packed", "mixed", "native", "xla")
@@ -224,6 +225,8 @@ class EngineConfig:
         takes the first in the order of preference; "agreement" the pair that agrees longest with a float32 reference,
         and the fastest of those that agree as long, by what `ksana align --choose` has measured for this model's shape,
         dtype and KV on this device; the path of a .json file of that command, the same by that file.
+      tensor_parallel_size: devices that divide each matrix and the KV heads among them (`ksana_jax.parallel`). Sizes in
+        bytes and fractions of memory are those of each device.
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
         installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
@@ -261,6 +264,7 @@ class EngineConfig:
     linear_implementation: str = "auto"
     numerics: Literal["fast", "invariant"] = "fast"
     prefer: str = "speed"
+    tensor_parallel_size: int = 1
     seed: int = 0
     device: Any = None
 
@@ -278,6 +282,7 @@ class EngineConfig:
             checks.integer("num_blocks", self.num_blocks, 1, MAX_TOKENS, optional=True),
             checks.integer("max_model_len", self.max_model_len, 1, MAX_TOKENS, optional=True),
             checks.integer("max_repositioned_sinks", self.max_repositioned_sinks, 0, optional=True),
+            checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_DEVICES),
             checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
             checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
             checks.integer("seed", self.seed, -(2**63), 2**63 - 1),
@@ -298,6 +303,10 @@ class EngineConfig:
             raise ConfigError(f"prefer is {self.prefer!r}, must be speed, agreement or the path of a .json file")
         if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
             raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
+        if self.tensor_parallel_size > 1 and (problems := self._not_divided()):
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} does not go with {', '.join(problems)}"
+            )
         if self.kv_eviction is not None and (self.enable_prefix_caching or self.shared_prefix_attention):
             raise ConfigError(
                 "kv_eviction moves the tokens of a text within its blocks, so that no other text can use them: "
@@ -310,6 +319,21 @@ class EngineConfig:
             raise ConfigError(
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )
+
+    def _not_divided(self) -> list[str]:
+        """Returns the settings that several devices do not support."""
+        found = []
+        if self.kv_eviction is not None:
+            found.append("kv_eviction, some of whose methods compare the heads of a layer")
+        if self.quantization == "w8a8":
+            found.append('quantization "w8a8", which rounds vectors that are divided among devices as wholes')
+        if self.numerics == "invariant":
+            found.append('numerics "invariant", for which no order of the sums over devices is known')
+        if self.embedding_device == "host":
+            found.append('embedding_device "host": devices divide the embedding instead')
+        if self.prefer != "speed":
+            found.append(f"prefer {self.prefer!r}: verdicts are those of one device")
+        return found
 
     def _depends_on_the_batch(self) -> list[str]:
         """Returns the settings with which a request's numbers depend on how it is served."""

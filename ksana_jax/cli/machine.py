@@ -32,6 +32,7 @@ def plan(
     window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
     num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
     embedding_device: Annotated[str, typer.Option(help="memory of the token embedding: device or host")] = "device",
+    tensor_parallel_size: Annotated[int, typer.Option(help="devices that divide the model; bytes are of each")] = 1,
     prefix_share: Annotated[float, typer.Option(help="fraction of each text that all requests share")] = 0.0,
     memory_fraction: Annotated[float, typer.Option(help="fraction of the device memory to use")] = 0.9,
     buckets: Annotated[
@@ -57,6 +58,7 @@ def plan(
         window=window,
         num_sinks=num_sinks,
         embedding_device=embedding_device,
+        tensor_parallel_size=tensor_parallel_size,
         prefix_share=prefix_share,
         memory_fraction=memory_fraction,
     )

@@ -65,6 +65,7 @@ class TextOptions:
     max_model_len: Annotated[
         int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)
     ] = None
+    tensor_parallel_size: Annotated[int, typer.Option(help="devices that divide the model")] = 1
     device: Device = None
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
@@ -86,6 +87,7 @@ class TextOptions:
             numerics=self.numerics,
             max_num_seqs=1,
             max_model_len=self.max_model_len,
+            tensor_parallel_size=self.tensor_parallel_size,
             pattern=windowed,
             device=read_setting("device", self.device),
             **settings,

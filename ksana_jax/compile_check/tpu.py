@@ -26,6 +26,7 @@ from ksana_jax.compile_check import tpu_attention
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
+from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import Part, StepShape
@@ -85,7 +86,7 @@ def _step(shape: StepShape, sharding, num_blocks: int):
         layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
         max_model_len=LLAMA.max_position,
         max_repositioned_sinks=0,
-        device=device,
+        placement=Placement(device),
     )
     return runner.lower_step(shape)
 

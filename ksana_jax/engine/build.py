@@ -57,7 +57,7 @@ def build_engine(
       params: weights of the model, or a function that reads them; unused where an executor is given.
       config: what it leaves open is filled in: `EngineConfig.for_model`, and the planner's number of blocks.
       patterns: what the layers attend to, in a form that `read_patterns` takes; None takes the model's own.
-      executor: computes the steps in place of a `Runner` on jax's first device: a simulator, or a test's fake. It needs
+      executor: computes the steps in place of a `Runner`: a simulator, or a test's fake. It needs
         no jax, and a config with num_blocks.
       tokenizer: makes text; None serves requests with detokenize=False only.
       clock: seconds, rising.
@@ -121,22 +121,23 @@ def _on_device(
     patterns: Seq[AttentionPattern],
     programs: dict[Any, Any] | None,
 ) -> _DeviceHalf:
-    """Creates a runner on jax's first device."""
+    """Creates a runner on jax's first devices."""
     # Imported here: an engine around another executor needs no jax.
-    import jax
-
     from ksana_jax.devices.starting import use_device
     from ksana_jax.engine.fingerprint import fingerprint
     from ksana_jax.engine.verdict import preferred
     from ksana_jax.loading.load import abstract_params, check_embedding_on_host, embedding_on_host
     from ksana_jax.models.params import num_params, quantised
+    from ksana_jax.parallel.placement import place_on
     from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
     use_device(config.device)
     if config.embedding_device == "host":
         check_embedding_on_host(model)
-    platform = str(jax.devices()[0].platform)
+    placement = place_on(config.tensor_parallel_size)
+    platform = str(placement.device.platform)
+    placement.local_model(model)  # says whether the model can be divided
     layout = make_layout(model, patterns, config, platform)
     config, reason = preferred(model, config, layout)
     if reason is not None:
@@ -154,6 +155,7 @@ def _on_device(
         attention=config.attention_implementation,
         linear=config.linear_implementation,
         numerics=config.numerics,
+        placement=placement,
     )
     # Without weights and pool it refuses at once what the other one would.
     trial = make_runner(params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
@@ -173,6 +175,7 @@ def _on_device(
             kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
             max_model_len=longest,
             numerics=config.numerics,
+            placement=placement,
         )
     runner = make_runner(
         params=params,

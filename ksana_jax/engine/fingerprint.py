@@ -5,23 +5,33 @@ from __future__ import annotations
 import hashlib
 
 import jax
-import numpy as np
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.models.params import Params
+from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 
 # Number of elements sampled from each weight; further training changes all of them.
 _SAMPLED = 4096
 
 
 def fingerprint(
-    config: ModelConfig, params: Params, *, dtype: str, kv_dtype: str, max_model_len: int, numerics: str = "fast"
+    config: ModelConfig,
+    params: Params,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    max_model_len: int,
+    numerics: str = "fast",
+    placement: Placement = ONE_DEVICE,
 ) -> str:
     """Returns a hex digest of the model's config, a sample of every weight, and all else that determines KV values.
 
     A layer computes from what the layers below read of the cache, so how keys and values are stored counts too.
     Attention patterns are not included; see `kv.prefix_index`. With invariant numerics, bits count: also what compiled
-    the functions that give them.
+    the functions that give them. The number of devices is not included either: they hold the same numbers.
+
+    Args:
+      placement: of the weights.
     """
     digest = hashlib.sha256(f"{config} {dtype} {kv_dtype}".encode())
     if any(layer.attention.rope.kind == "dynamic" for layer in config.layers):  # stretched by the longest text
@@ -31,8 +41,7 @@ def fingerprint(
 
         digest.update(f"{numerics} {library().stem} {jax.__version__}".encode())
     for path, leaf in jax.tree.flatten_with_path(params)[0]:
-        flat = leaf.reshape(-1)
-        sample = np.asarray(flat[:: max(flat.size // _SAMPLED, 1)])
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        shape, sample = placement.sampled(config, path, leaf, _SAMPLED)
+        digest.update(f"{jax.tree_util.keystr(path)} {shape} {leaf.dtype}".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()[:32]

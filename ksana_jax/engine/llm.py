@@ -26,6 +26,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.params import Params, num_params
+from ksana_jax.parallel.placement import place_on
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.engine import Compared, usage
@@ -76,7 +77,12 @@ class LLM:
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
         model_config, read_params = open_model(
-            model_dir, config.dtype, load_format, config.seed, embedding_device=config.embedding_device
+            model_dir,
+            config.dtype,
+            load_format,
+            config.seed,
+            embedding_device=config.embedding_device,
+            placement=place_on(config.tensor_parallel_size),
         )
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)

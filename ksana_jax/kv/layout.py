@@ -299,21 +299,28 @@ class KVLayout:
                 found[index] = min(found[index], -(-cached // self.block_size))
         return found
 
+    @property
+    def num_kv_heads(self) -> int:
+        """K, of all leaves."""
+        return self.leaf("kv").shape[KV_HEADS]
+
+    def with_heads(self, num_kv_heads: int) -> KVLayout:
+        """Returns this layout with another number of kv heads."""
+
+        def changed(leaf: Leaf) -> Leaf:
+            return leaf._replace(shape=(*leaf.shape[:KV_HEADS], num_kv_heads, *leaf.shape[KV_HEADS + 1 :]))
+
+        return dataclasses.replace(self, leaves=tuple(map(changed, self.leaves)))
+
     def local(self, num_devices: int) -> KVLayout:
         """Returns one device's layout of a pool that several devices share by kv head: all blocks, only its heads.
 
         Raises:
           ValueError: the heads do not divide.
         """
-        heads = self.leaf("kv").shape[KV_HEADS]
-        if num_devices < 1 or heads % num_devices:
-            raise ValueError(f"{heads} kv heads cannot be divided among {num_devices} devices")
-
-        def share(leaf: Leaf) -> Leaf:
-            before, after = leaf.shape[:KV_HEADS], leaf.shape[KV_HEADS + 1 :]
-            return leaf._replace(shape=(*before, leaf.shape[KV_HEADS] // num_devices, *after))
-
-        return dataclasses.replace(self, leaves=tuple(map(share, self.leaves)))
+        if num_devices < 1 or self.num_kv_heads % num_devices:
+            raise ValueError(f"{self.num_kv_heads} kv heads cannot be divided among {num_devices} devices")
+        return self.with_heads(self.num_kv_heads // num_devices)
 
     def split(self, blocks: np.ndarray) -> dict[str, np.ndarray]:
         """Returns views [n, *shape] of the leaves in blocks [n, block_bytes] of bytes, which hold leaf after leaf."""

@@ -27,6 +27,8 @@ from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, init_params, is_shape, num_params, param_shapes, quantised
+from ksana_jax.parallel.placement import ONE_DEVICE, Placement
+from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
@@ -67,6 +69,7 @@ def load_model(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     embedding_device: Literal["device", "host"] = "device",
+    placement: Placement = ONE_DEVICE,
 ) -> tuple[ModelConfig, Params]:
     """Loads a model, or draws random weights for its config.
 
@@ -76,12 +79,13 @@ def load_model(
       load_format: "auto" reads safetensors; "dummy" draws random weights.
       seed: seed of the random weights.
       embedding_device: "host" leaves the token embedding in host memory, as a NumPy array.
+      placement: of the weights; each of several devices gets its part of a tensor as it is read.
 
     Raises:
       ConfigError: the config or an argument is invalid.
       LoadError: files cannot be used; one line lists every tensor concerned.
     """
-    config, read = open_model(source, dtype, load_format, seed, embedding_device)
+    config, read = open_model(source, dtype, load_format, seed, embedding_device, placement)
     return config, read()
 
 
@@ -91,6 +95,7 @@ def open_model(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     embedding_device: Literal["device", "host"] = "device",
+    placement: Placement = ONE_DEVICE,
 ) -> tuple[ModelConfig, Callable[[], Params]]:
     """Checks a model's config and files, and returns the config and a function that reads the weights; see
     `load_model`."""
@@ -102,7 +107,10 @@ def open_model(
     if load_format == "dummy":
 
         def draw() -> Params:
-            began, params = time.perf_counter(), init_params(config, seed, kind)
+            began, params = (
+                time.perf_counter(),
+                init_params(config, seed, kind, place=functools.partial(placement.drawn, config)),
+            )
             _log("drew random weights", config, params, began)
             return embedding_on_host(params) if embedding_device == "host" else params
 
@@ -113,7 +121,7 @@ def open_model(
     check_tensors(config, found, str(source))
 
     def read() -> Params:
-        began, params = time.perf_counter(), read_params(config, found, kind, str(source), embedding_device)
+        began, params = time.perf_counter(), read_params(config, found, kind, str(source), embedding_device, placement)
         files = len({stored.path for stored in found.values()})
         _log(f"loaded {source} from {files} file{'s' * (files > 1)}", config, params, began)
         return params
@@ -169,9 +177,14 @@ def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
 
 
 def read_params(
-    config: ModelConfig, found: dict[str, StoredTensor], dtype, source: str, embedding_device: str = "device"
+    config: ModelConfig,
+    found: dict[str, StoredTensor],
+    dtype,
+    source: str,
+    embedding_device: str = "device",
+    placement: Placement = ONE_DEVICE,
 ) -> Params:
-    """Reads all weights of a config, and puts them on the default device, except perhaps the embedding.
+    """Reads all weights of a config, and puts them on their devices, except perhaps the embedding.
 
     Args:
       found: tensors that `check_tensors` has accepted.
@@ -180,12 +193,14 @@ def read_params(
       LoadError: values are not finite, or the output head differs from the embedding to which it is tied.
     """
     _check_tied_head(config, found, source)
-    shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
-    tensors = tensors_of(config)
-    leaves = [
-        read_weight([found[name] for name in weight], shape, dtype, to_device=embedding_device != "host" or index > 0)
-        for index, (weight, shape) in enumerate(zip(tensors, shapes, strict=True))
-    ]  # the embedding is the first
+    shapes, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)
+    leaves: list[Any] = []
+    for index, (weight, (path, shape)) in enumerate(zip(tensors_of(config), shapes, strict=True)):
+        read = functools.partial(read_weight, [found[name] for name in weight], shape, dtype)
+        if index == 0 and embedding_device == "host":  # the embedding is the first
+            leaves.append(read())
+        else:
+            leaves.append(placement.weight(config, path, shape, read))
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -233,17 +248,28 @@ def _same(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def read_weight(
-    tensors: Sequence[StoredTensor], shape: tuple[int, ...], dtype, to_device: bool = True
-) -> jax.Array | np.ndarray:
-    """Reads a weight, one tensor or a stack of several, to the default device or into NumPy; blocks until done."""
-    host = aligned_empty(shape, dtype)
-    for stored, part in zip(tensors, host.reshape(len(tensors), *tensors[0].shape), strict=True):
-        _fill(part.reshape(part.shape or (1,)), stored)
-    return jax.block_until_ready(jax.device_put(host)) if to_device else host
+    tensors: Sequence[StoredTensor], shape: tuple[int, ...], dtype, share: Share = WHOLE_WEIGHT
+) -> np.ndarray:
+    """Reads a weight, one tensor or a stack of several, or one device's part of it.
+
+    Args:
+      shape: of the whole weight. share: of a single tensor; nothing else of it is read.
+    """
+    if share == WHOLE_WEIGHT:
+        host = aligned_empty(shape, dtype)
+        for stored, part in zip(tensors, host.reshape(len(tensors), *tensors[0].shape), strict=True):
+            _fill(part.reshape(part.shape or (1,)), stored)
+        return host
+    assert len(tensors) == 1, "only single tensors are divided"
+    rows, columns = (len(range(size)[part]) for part, size in zip(share[:2], (*shape[:2], 1)[:2], strict=True))
+    host = aligned_empty((rows + share.padding, columns)[: len(shape)], dtype)
+    host[rows:] = 0
+    _fill(host[:rows], tensors[0], share)
+    return host
 
 
-def _fill(out: np.ndarray, stored: StoredTensor) -> None:
-    for rows, piece in chunks(stored):
+def _fill(out: np.ndarray, stored: StoredTensor, share: Share = WHOLE_WEIGHT) -> None:
+    for rows, piece in chunks(stored, share.rows, share.columns):
         with np.errstate(over="ignore"):  # checked below
             out[rows] = piece
         if not all_finite(out[rows]):

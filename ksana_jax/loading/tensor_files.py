@@ -135,8 +135,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         return {n: StoredTensor(path, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
 
 
-def chunks(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray]]:
+def chunks(
+    stored: StoredTensor, rows: slice = slice(None), columns: slice = slice(None)
+) -> Iterator[tuple[slice, np.ndarray]]:
     """Yields a tensor in pieces of whole rows, about CHUNK_BYTES each, together with their row indices.
+
+    Args:
+      rows, columns: the part that is read; row indices count from its first one.
 
     Each piece is a copy. The file is mapped again for each piece, so that pages already read are released.
     """
@@ -144,11 +149,15 @@ def chunks(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray]]:
         with _opened(stored.path) as file:
             yield slice(0, 1), file.get_tensor(stored.name).reshape(1)
         return
-    num_rows = stored.shape[0]
-    row_bytes = int(np.prod(stored.shape[1:], dtype=np.int64)) * (4 if stored.dtype == "F32" else 2)
+    begin, end, _ = rows.indices(stored.shape[0])
+    shape = list(stored.shape[1:])
+    if columns != slice(None):
+        shape[0] = len(range(shape[0])[columns])
+    row_bytes = int(np.prod(shape, dtype=np.int64)) * (4 if stored.dtype == "F32" else 2)
     step = max(1, CHUNK_BYTES // max(row_bytes, 1))
-    for first in range(0, num_rows, step):
-        rows = slice(first, min(first + step, num_rows))
+    for first in range(begin, end, step):
+        piece_rows = slice(first, min(first + step, end))
         with _opened(stored.path) as file:
-            piece = file.get_slice(stored.name)[rows]
-        yield rows, piece
+            found = file.get_slice(stored.name)
+            piece = found[piece_rows] if columns == slice(None) else found[piece_rows, columns]
+        yield slice(first - begin, piece_rows.stop - begin), piece

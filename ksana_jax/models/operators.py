@@ -25,6 +25,14 @@ class Operators:
     linear: Linear = layers.linear
     normaliser: Callable[[NormSpec], Normalise] = layers.normaliser
 
+    def embed(self, embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Looks up the rows [..., D] of tokens [...]."""
+        return embedding[tokens]
+
+    def summed(self, out: jax.Array) -> jax.Array:
+        """Returns the sum of what all devices have computed of a product whose columns are divided among them."""
+        return out
+
     def queries_keys_values(
         self, x: jax.Array, p: LayerParams, spec: LayerSpec
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -53,10 +61,10 @@ class Operators:
         """Returns hidden states [..., D] after a layer, from those before it, x, and attention's result [..., N, H]."""
         norm, linear = self.normaliser(spec.norms), self.linear
         with jax.named_scope("output"):
-            out = linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o)
+            out = self.summed(linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))
             x = x + (out if p.post_attn_norm is None else norm(out, p.post_attn_norm))
         with jax.named_scope("mlp"):
-            out = mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, linear)
+            out = self.summed(mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, linear))
             return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -132,11 +133,20 @@ def quantised(params: Params, quantization: str | None) -> Params:
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: float = 0.02) -> Params:
+def init_params(
+    config: ModelConfig,
+    seed: int = 0,
+    dtype=jnp.float32,
+    std: float = 0.02,
+    place: Callable[[Any, jax.Array], jax.Array] = lambda path, leaf: leaf,
+) -> Params:
     """Draws random weights: normal matrices with deviation `std`, identity norms, zero biases and sink logits.
 
     Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation). Weights are drawn
     one after the other, in place and in pieces, so that peak memory is little more than the weights.
+
+    Args:
+      place: called with each weight's path, from `jax.tree_util`, and the weight; returns it on its devices.
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
@@ -151,7 +161,7 @@ def init_params(config: ModelConfig, seed: int = 0, dtype=jnp.float32, std: floa
         else:
             scale = std / (2 * config.num_layers) ** 0.5 if name in ("w_o", "w_down") else std
             leaf = _draw(jax.random.fold_in(key, index - 1), scale, shape=shape, dtype=dtype)
-        leaves.append(jax.block_until_ready(leaf))
+        leaves.append(jax.block_until_ready(place(path, leaf)))
     return jax.tree.unflatten(tree, leaves)
 
 

@@ -46,7 +46,7 @@ def forward(
     Returns:
       Hidden states [..., D], and the state after the last layer.
     """
-    x = embedded(params, tokens, config=config)
+    x = embedded(params, tokens, config=config, operators=operators)
     for index, (p, spec) in enumerate(zip(params.layers, config.layers, strict=True)):
         with jax.named_scope(f"layer{index}"):
             x, state = run_layer(p, x, functools.partial(attend, index), state, spec=spec, operators=operators)
@@ -54,9 +54,11 @@ def forward(
 
 
 @jax.named_scope("embed")
-def embedded(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+def embedded(
+    params: Params, tokens: jax.Array, *, config: ModelConfig, operators: Operators = XLA_OPERATORS
+) -> jax.Array:
     """Looks up and scales the embedding of tokens: [..., D]; tokens as in `forward`."""
-    x = params.embed[tokens] if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens
+    x = operators.embed(params.embed, tokens) if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens
     return x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
 
 

@@ -113,24 +113,33 @@ LINEAR_IMPLEMENTATIONS = (
 )
 
 
-def choose_linear(platform: str, dtype: str, name: str = "auto", *, row_by_row: bool = False) -> LinearImplementation:
+def choose_linear(
+    platform: str, dtype: str, name: str = "auto", *, row_by_row: bool = False, num_devices: int = 1
+) -> LinearImplementation:
     """Returns the first implementation that serves a platform and a type, or the one with the given name.
 
     Args:
       row_by_row: leaves out those whose rows depend on each other.
+      num_devices: that add up their products.
 
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
     allowed = [i for i in LINEAR_IMPLEMENTATIONS if i.row_by_row or not row_by_row]
+
+    def unsupported(i: LinearImplementation) -> str | None:
+        if i.packs and num_devices > 1:
+            return f"computes all of a layer after attention at once, and {num_devices} devices add up parts of it"
+        return i.unsupported(platform, dtype)
+
     if name == "auto":
-        serving = [i for i in allowed if i.unsupported(platform, dtype) is None]
+        serving = [i for i in allowed if unsupported(i) is None]
         if serving:
             return serving[0]
         name = allowed[-1].name
     for i in allowed:
         if i.name == name:
-            if reason := i.unsupported(platform, dtype):
+            if reason := unsupported(i):
                 raise ValueError(f"linear_implementation {name!r}: {reason}")
             return i
     names = ", ".join(i.name for i in allowed)

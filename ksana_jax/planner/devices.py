@@ -100,12 +100,16 @@ def physical_bytes() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
-def this_device() -> Device:
-    """Returns the engine's device: jax's first device with its allocator's limit, or this machine with its memory."""
+def this_device(num_devices: int = 1) -> Device:
+    """Returns the engine's device: jax's first device with its allocator's limit, or this machine with its memory.
+
+    Args:
+      num_devices: that an engine has; on a CPU they share its memory.
+    """
     import jax
 
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return Device(device.device_kind, int(stats["bytes_limit"]))
-    return Device("cpu", physical_bytes())
+    return Device("cpu", physical_bytes() // num_devices)

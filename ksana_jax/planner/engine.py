@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.planner.devices import physical_bytes, this_device
+from ksana_jax.parallel.shares import local_layout, local_model
+from ksana_jax.planner.devices import Device, physical_bytes, this_device
 from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import weights_bytes
@@ -23,7 +24,7 @@ logger = logging.getLogger("ksana_jax")
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """Predicted bytes of an engine on its device.
+    """Predicted bytes of an engine on its device; of several, on each of them.
 
     step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
     """
@@ -45,12 +46,15 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
       ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
     """
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
-    block_bytes = layout.block_bytes
+    num_devices = config.tensor_parallel_size
+    # What each of several devices has is a smaller model. Sums over them are made in place.
+    model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
+    block_bytes, device = layout.block_bytes, this_device(num_devices)
     packs = config.linear_implementation == "packed"
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
-        _check_pool(config.num_blocks, block_bytes, weights)
+        _check_pool(config.num_blocks, block_bytes, weights, device)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
     wanted, step = config.max_num_seqs * layout.blocks_of(config.max_model_len, config.max_num_batched_tokens), None
     if config.memory_fraction is None:
@@ -72,7 +76,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
         )
-        device, step = this_device(), max(found.peak for found in measured)
+        step = max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
         affordable = (budget - weights - step) // block_bytes
         if affordable < 1:
@@ -84,12 +88,12 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
         if config.enable_prefix_caching:
             wanted = affordable
     num_blocks = min(wanted, affordable)
-    _check_pool(num_blocks, block_bytes, weights)
+    _check_pool(num_blocks, block_bytes, weights, device)
     return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step)
 
 
-def _check_pool(num_blocks: int, block_bytes: int, weights: int) -> None:
-    device, pool = this_device(), num_blocks * block_bytes
+def _check_pool(num_blocks: int, block_bytes: int, weights: int, device: Device) -> None:
+    pool = num_blocks * block_bytes
     if weights + pool > device.memory_bytes:
         raise ConfigError(
             f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {byte_size(pool)} besides "
@@ -120,7 +124,8 @@ class Compared(NamedTuple):
 
 
 def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Compared]:
-    """Compares a plan with measured memory: weights, pool, step and peak.
+    """Compares a plan with measured memory: weights, pool, step and peak. Of several devices, that of the first; on a
+    CPU the peak is that of all, whose memory is the process's.
 
     Args:
       runner: warmed up; its largest compiled step is taken.
@@ -128,18 +133,25 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
     """
     programs = [*runner.programs.values(), *(runner.evictor.programs if runner.evictor else ())]
     measured = max(map(program_bytes, programs), default=None)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params) if isinstance(leaf, jax.Array))
-    host = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params)) - weights
+    leaves = jax.tree.leaves(runner.params)
+    weights = sum(map(_on_first, leaves))
+    host = sum(leaf.nbytes for leaf in leaves if not isinstance(leaf, jax.Array))
     peak = None
     if plan.step_bytes is not None:
         peak = plan.weights_bytes + plan.pool_bytes + plan.step_bytes
         if runner.platform == "cpu":
             # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
             compiled = compiled_bytes(runner.programs)
-            peak = None if baseline is None else baseline + compiled + host + runner.mover.host_blocks.nbytes + peak
+            host += runner.mover.host_blocks.nbytes
+            peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_devices
     return {
         "weights": Compared(plan.weights_bytes, weights),
-        "pool": Compared(plan.pool_bytes, runner.cache.nbytes),
+        "pool": Compared(plan.pool_bytes, sum(map(_on_first, runner.cache.leaves.values()))),
         "step": Compared(plan.step_bytes, measured),
         "peak": Compared(peak, device_peak_bytes()),
     }
+
+
+def _on_first(x: Any) -> int:
+    """Returns the bytes of an array on the first of its devices; 0 if it is on the host."""
+    return x.addressable_shards[0].data.nbytes if isinstance(x, jax.Array) else 0

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ksana_jax import checks
-from ksana_jax.config import MAX_SEQS, MAX_TOKENS, QUANTIZATIONS, ConfigError, EngineConfig, ModelConfig
+from ksana_jax.config import MAX_DEVICES, MAX_SEQS, MAX_TOKENS, QUANTIZATIONS, ConfigError, EngineConfig, ModelConfig
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import check_embedding_on_host
+from ksana_jax.parallel.shares import local_model
 from ksana_jax.patterns import AttentionPattern, per_layer
 from ksana_jax.planner.step_memory import StepCost
 from ksana_jax.planner.terms import weights_bytes
@@ -27,6 +28,7 @@ class PlanRequest:
     dtype, quantization: of weights, see `EngineConfig`.
     kv_cache_dtype: how keys and values are stored; "auto" is dtype; see `EngineConfig`.
     kv_full_precision_layers, kv_eviction: see `EngineConfig`. With prompts "whole", a text is planned as one prompt.
+    tensor_parallel_size: devices that divide the model, see `EngineConfig`; bytes are those of each.
     prefix_share: leading fraction of each text that all requests share and that is held once.
     memory_fraction: fraction of the device's memory that the plan may use.
     """
@@ -41,6 +43,7 @@ class PlanRequest:
     window: int | None = None
     num_sinks: int = 0
     embedding_device: str = "device"
+    tensor_parallel_size: int = 1
     prefix_share: float = 0.0
     memory_fraction: float = 0.9
     block_size: int = 16
@@ -55,6 +58,7 @@ class PlanRequest:
             *(checks.integer(name, getattr(self, name), optional=True) for name in ("batch", "window")),
             checks.integer("context", self.context, 1, MAX_TOKENS, optional=True),
             *(checks.integer(n, getattr(self, n)) for n in ("block_size", "max_num_batched_tokens", "query_tile")),
+            checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_DEVICES),
             checks.number("prefix_share", self.prefix_share, 0, below=1),
             checks.number("memory_fraction", self.memory_fraction, above=0, high=1),
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
@@ -71,6 +75,7 @@ class PlanRequest:
     def stored(self) -> EngineConfig:
         """The settings of an engine that say how keys and values are stored."""
         names = ("dtype", "kv_cache_dtype", "kv_full_precision_layers", "kv_eviction", "block_size")
+        names += ("quantization", "embedding_device", "tensor_parallel_size")
         return EngineConfig(**{name: getattr(self, name) for name in names})
 
     @property
@@ -83,7 +88,7 @@ class PlanRequest:
 class Memory:
     """The formula with everything but batch and context fixed; in bytes unless a name says tokens.
 
-    layout: layout of the KV pool. step: memory of a compiled step.
+    layout: layout of a device's KV pool. step: memory of a compiled step.
     """
 
     weights: int
@@ -99,6 +104,7 @@ class Memory:
         Raises:
           ConfigError: model and request are incompatible.
         """
+        config = local_model(config, asked.tensor_parallel_size)
         pattern = config.pattern
         if asked.window is not None:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ksana_jax.config import MAX_TOKENS, ConfigError
+from ksana_jax.parallel.shares import local_model
 from ksana_jax.planner.devices import compile_target, find_device
 from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
@@ -55,10 +56,13 @@ def show(found: Plan, console: Console) -> None:
     pattern = f"window {asked.window:,} + {asked.num_sinks} sinks" if asked.window else "the model's attention pattern"
     evicts = "".join(f", {key} {value}" for key, value in (asked.kv_eviction or {}).items())
     pattern += evicts and f", kv_eviction{evicts[1:]}"
+    device, n = found.device, asked.tensor_parallel_size
+    if n > 1:
+        device = f"each of {n} x {device}, which divide the model"
     console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
     console.print(
         escape(
-            f"{found.device}: {asked.memory_fraction:.0%} of {byte_size(found.device_bytes)} is "
+            f"{device}: {asked.memory_fraction:.0%} of {byte_size(found.device_bytes)} is "
             f"{byte_size(found.budget_bytes)}\n\n"
             f"Mem = M + alpha BS + beta TN at BS = {_requests(found.batch)} of TA = {found.context:,} tokens, "
             f"gamma = {found.gamma:.3g}"
@@ -141,7 +145,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
     target = compile_target(find_device(found.device))
     shapes = Buckets.of(engine, "gpu" if target else jax.devices()[0].platform).all_shapes()
     measured = step_bytes(
-        config,
+        local_model(config, asked.tensor_parallel_size),
         shapes,
         dtype=asked.dtype,
         quantization=asked.quantization,

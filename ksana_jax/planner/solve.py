@@ -11,6 +11,7 @@ from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import DTYPES
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.models.params import num_params
+from ksana_jax.parallel.shares import local_model
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.devices import Device, compile_target, find_device
 from ksana_jax.planner.formula import Memory, PlanRequest, largest
@@ -33,7 +34,8 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Memory use at a batch and a context, and the largest of each that fits; in bytes on the device.
+    """Memory use at a batch and a context, and the largest of each that fits; in bytes on the device, or on each of
+    those that divide the model.
 
     weights_bytes + step_bytes + alpha_bytes_per_request * batch + kv_bytes_per_token * tokens_held = total_bytes.
 
@@ -105,12 +107,15 @@ def plan(
 
 
 def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Callable[[str], Any] | None) -> StepCost:
-    """Measures a step's memory, from steps compiled for the device if that is possible here."""
+    """Measures a step's memory, from steps compiled for the device if that is possible here.
+
+    Of several devices each computes a step of a smaller model, and sums over them in place.
+    """
     target = compile_target(device)
     if target and say:
         say(f"compiling steps for {target.device}: about a minute")
     return measure_step(
-        config,
+        local_model(config, asked.tensor_parallel_size),
         dtype=asked.dtype,
         quantization=asked.quantization,
         kv_dtype=asked.kv_dtype,

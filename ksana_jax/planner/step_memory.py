@@ -22,6 +22,7 @@ from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.runner import Runner
@@ -207,7 +208,7 @@ def _compiled(
             patterns,
             layout=layout,
             num_blocks=NUM_BLOCKS,
-            device=device,
+            placement=Placement(device),
             **settings,
         )
         for shape in shapes:

@@ -6,7 +6,7 @@ The host prepares the arrays of all steps; only tokens go from one to the next.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, step_packed
-from ksana_jax.runner.token_programs import choose_tokens
+from ksana_jax.runner.token_programs import OutputHead, choose_tokens
 from ksana_jax.step.contract import StepShape
 
 
@@ -36,7 +36,12 @@ def only_decodes(shape: StepShape) -> bool:
 
 
 def lower_loop(
-    network: Network, key: LoopKey, alike: Sequence[int], packing: Packing, logits: Callable, *arguments: Any
+    network: Network,
+    key: LoopKey,
+    alike: Sequence[int],
+    packing: Packing,
+    head: OutputHead,
+    *arguments: Any,
 ) -> Any:
     """Lowers a loop as one program: (params, cache, vectors [steps, n], given [J], patterns) -> (cache, tokens [J] of
     the last step, reports [steps, m], each as `choose_tokens` returns it).
@@ -46,13 +51,13 @@ def lower_loop(
     """
     params, cache, vector, given, patterns = arguments
     vectors = jax.ShapeDtypeStruct((key.num_steps, *vector.shape), vector.dtype)
-    run = network.jit(run_loop, donated="cache", key=key, alike=alike, packing=packing, logits=logits)
+    run = network.jit_donating(run_loop, 3, key=key, alike=alike, packing=packing, head=head)
     return lower(run, params, cache, vectors, given, patterns)
 
 
-def run_loop(params, cache, vectors, given, patterns, *, network: Network, key: LoopKey, alike, packing, logits):
+def run_loop(params, cache, vectors, given, patterns, *, network: Network, key: LoopKey, alike, packing, head):
     step = functools.partial(step_packed, network=network, shape=key.shape, alike=alike, packing=packing)
-    choose = functools.partial(choose_tokens, logits=logits, count=key.shape.num_tokens, num_top=key.num_top)
+    choose = functools.partial(choose_tokens, head=head, count=key.shape.num_tokens, num_top=key.num_top)
 
     def body(carry, vector):
         cache, given = carry

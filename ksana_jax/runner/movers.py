@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import KV_HEADS, KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.parallel.placement import ONE_DEVICE, Placement
+from ksana_jax.parallel.specs import BY_HEAD
 from ksana_jax.runner.compiling import compiled, lower
 
 # Blocks moved by one call; a move of n takes the smallest that holds it, larger ones go in several calls.
@@ -22,7 +24,7 @@ SIZES = (1, 8, 64)
 # Moves that are waited for, to learn what they cost.
 NUM_TIMED = 4
 # Slots of the host, and the leaves that will go there.
-Saved: TypeAlias = tuple[np.ndarray, dict[str, jax.Array]]
+Saved: TypeAlias = tuple[np.ndarray, KVCache]
 
 
 def staging_memory(device: Any) -> str:
@@ -42,6 +44,7 @@ class BlockMover:
       num_slots: blocks of the host, preallocated.
       staging: memory that blocks cross on their way between device and host: "pinned_host", from where a device copies
         without the processor, "none", or "auto" (`staging_memory`).
+      placement: of the pool. Blocks on the host have each kv head once, however many devices have it.
 
     Attributes:
       host_blocks: [num_slots, block_bytes] uint8; in each the leaves one after the other, see `KVLayout.split`.
@@ -50,16 +53,25 @@ class BlockMover:
       ValueError: the device has no such memory.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, num_slots: int, staging: str = "auto"):
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        num_slots: int,
+        staging: str = "auto",
+        placement: Placement = ONE_DEVICE,
+    ):
+        self._placement, self._pool_layout = placement, placement.pool_layout(layout)
+        self._repeats = self._pool_layout.num_kv_heads // layout.num_kv_heads
         self._layout, self._num_blocks, self._num_slots = layout, num_blocks, num_slots
         self.reset()
+        self._pool = jax.eval_shape(functools.partial(make_cache, self._pool_layout, num_blocks))
         self._compiled: dict[Any, Callable] = {}
         self._num_timed = 0
-        device = jax.devices()[0]
-        self._on_device = jax.sharding.SingleDeviceSharding(device)
+        self._on_device = placement.by_head()
         self._staged = None
-        if (kind := staging_memory(device) if staging == "auto" else staging) != "none":
-            self._staged = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        if (kind := staging_memory(placement.device) if staging == "auto" else staging) != "none":
+            self._staged = placement.by_head(kind)
 
     def reset(self) -> None:
         """Reallocates the host's blocks; late writes to the old ones do no harm."""
@@ -102,7 +114,7 @@ class BlockMover:
             self.finish(saved)
             saved = []
         for slots, ids in _pieces(moves.loads):
-            data = {name: leaf[slots] for name, leaf in self._host.items()}
+            data = self._blocks({name: leaf[slots] for name, leaf in self._host.items()})
             if self._staged is not None:
                 data = jax.device_put(data, self._staged)
             # Without a target device_put leaves an array where it is, and the compiled scatter refuses pinned memory.
@@ -117,8 +129,14 @@ class BlockMover:
     def finish(self, saved: list[Saved]) -> None:
         """Copies finished saves to the host's blocks."""
         for slots, data in saved:
-            for name, leaf in data.items():
-                self._host[name][slots] = np.asarray(leaf)[: len(slots)]
+            for name, leaf in data.leaves.items():
+                self._host[name][slots] = np.asarray(leaf)[: len(slots), :, :, :: self._repeats]
+
+    def _blocks(self, leaves: dict[str, np.ndarray]) -> KVCache:
+        """Returns blocks of the host as those of the pool."""
+        if self._repeats > 1:
+            leaves = {name: leaf.repeat(self._repeats, axis=1 + KV_HEADS) for name, leaf in leaves.items()}
+        return self._pool.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _needed(self, moves: Moves) -> list[tuple[str, int]]:
         kinds = (("gather", moves.saves), ("copy", moves.copies), ("scatter", moves.loads))
@@ -128,7 +146,7 @@ class BlockMover:
         return self._function("gather", size, _gathered, self._ids(size), donates=False)
 
     def _scatter(self, size: int) -> Callable:
-        data = jax.eval_shape(functools.partial(make_cache, self._layout, size)).leaves
+        data = jax.eval_shape(functools.partial(make_cache, self._pool_layout, size))
         return self._function("scatter", size, _scattered, self._ids(size), data)
 
     def _copy(self, size: int) -> Callable:
@@ -145,18 +163,18 @@ class BlockMover:
     def _function(self, name: str, size: int, run: Callable, *arguments: Any, donates: bool = True) -> Callable:
         key = (name, size)
         if key not in self._compiled:
-            jitted = jax.jit(run, donate_argnums=0 if donates else ())
-            pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
-            self._compiled[key] = compiled(key, lambda: lower(jitted, pool, *arguments))
+            jitted = self._placement.jit(run, returns=BY_HEAD, donated=0 if donates else None)
+            self._compiled[key] = compiled(key, lambda: lower(jitted, self._pool, *arguments))
         return self._compiled[key]
 
 
-def _gathered(cache: KVCache, ids: jax.Array) -> dict[str, jax.Array]:
-    return {name: leaf[ids] for name, leaf in cache.leaves.items()}
+def _gathered(cache: KVCache, ids: jax.Array) -> KVCache:
+    leaves = {name: leaf[ids] for name, leaf in cache.leaves.items()}
+    return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _scattered(cache: KVCache, ids: jax.Array, data: dict[str, jax.Array]) -> KVCache:
-    leaves = {name: leaf.at[ids].set(data[name], mode="drop") for name, leaf in cache.leaves.items()}
+def _scattered(cache: KVCache, ids: jax.Array, data: KVCache) -> KVCache:
+    leaves = {name: leaf.at[ids].set(data.leaves[name], mode="drop") for name, leaf in cache.leaves.items()}
     return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -19,30 +19,27 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
-from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, why_not_invariant
 from ksana_jax.ops.linear import choose_linear
-from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.norm import norms_of
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.array_shapes import array_shapes
-from ksana_jax.runner.compiling import COMPILER_OPTIONS, compile_all, compiled, lower
+from ksana_jax.runner.compiling import COMPILER_OPTIONS, compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop, only_decodes
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packing import Packing
-from ksana_jax.runner.step_program import IN_RUNS, Network, lower_in_runs, lower_whole, step_whole
+from ksana_jax.runner.step_program import IN_RUNS, Network, lower_in_runs, lower_whole, pool_and, step_whole
 from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
 from ksana_jax.runner.token_programs import (
+    OutputHead,
     bucket_of_top,
-    choose_tokens,
     report_packing,
-    sampling_shapes,
-    score_tokens,
     scores_packing,
     settings_packing,
 )
@@ -58,11 +55,11 @@ class _Seen(NamedTuple):
 
 
 class Runner:
-    """An `Executor` that runs the model on one device, with its KV pool.
+    """An `Executor` that runs the model on the devices of a placement, with its KV pool.
 
     Args:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
-      layout, num_blocks: of the pool.
+      layout, num_blocks: of the pool; the layout of one device's.
       max_model_len: longest text; some kinds of rope depend on it.
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
@@ -71,7 +68,7 @@ class Runner:
         products with weights.
       consume_params: weights may be deleted once they are packed, see `models.packed_matrix`.
       numerics: "invariant" takes operators that compute each row of a step by itself; see `ops.invariant`.
-      device: that steps are compiled for, where it is not jax's first one.
+      placement: on devices; by default on jax's first one.
       programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
 
     Raises:
@@ -95,32 +92,38 @@ class Runner:
         linear: str = "auto",
         numerics: str = "fast",
         consume_params: bool = False,
-        device: Any = None,
+        placement: Placement = ONE_DEVICE,
         programs: dict[Any, Any] | None = None,
     ):
-        self.config, self.params, self.layout = config, params, layout
+        self.config, self.layout, self.placement = config, layout, placement
+        self.params = placement.params(config, params)
         self.embeds_on_host = embedding_device == "host"
-        device = device or jax.devices()[0]
-        self.platform = device.platform
+        self.platform = placement.device.platform
         dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
-        needs = Requirements.of(config, layout, num_repositioned_sinks=sinks, query_dtype=dtype, device=device)
+        self._local, local_layout = placement.local_model(config), placement.local_layout(layout)
+        needs = Requirements.of(
+            self._local, local_layout, num_repositioned_sinks=sinks, query_dtype=dtype, device=placement.device
+        )
         if numerics == "invariant":
             if reason := why_not_invariant(config, needs, dtype):
                 raise ValueError(f"numerics 'invariant' {reason}")
             attention = ROW_BY_ROW
         self.implementation = choose(needs, attention)
-        products = choose_linear(self.platform, dtype, linear, row_by_row=numerics == "invariant")
+        row_by_row, num_devices = numerics == "invariant", placement.num_devices
+        products = choose_linear(self.platform, dtype, linear, row_by_row=row_by_row, num_devices=num_devices)
         self.linear_implementation = products.name
-        self.operators: Operators = products.operators(norms_of(config, self.platform, dtype))
+        self.operators: Operators = placement.operators(products.operators(norms_of(config, self.platform, dtype)))
         if products.packs:
             self.params = packed(params, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
         self.sink_width = -(-max_repositioned_sinks // layout.block_size)
-        make = functools.partial(make_cache, layout, num_blocks)
+        make = functools.partial(placement.pool, layout, num_blocks)
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
-        self.mover = BlockMover(layout, num_blocks, num_host_blocks)
+        self.mover = BlockMover(
+            layout, num_blocks, num_host_blocks, staging="none" if planned else "auto", placement=placement
+        )
         self.evictor = None
         if layout.eviction is not None:
             self.evictor = Evictor(layout, num_blocks, -(-max_model_len // layout.block_size))
@@ -135,8 +138,11 @@ class Runner:
     def _network(self) -> Network:
         options = COMPILER_OPTIONS.get(self.platform)
         places = self.layout.places, self.layout.residual_places
+        local = self.placement.local_model(self.config)
         sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
-        return Network(self.config, self.ropes, *places, sinks, implementation, observers, self.operators, options)
+        return Network(
+            local, self.ropes, *places, sinks, implementation, observers, self.operators, options, self.placement
+        )
 
     @property
     def num_compilations(self) -> int:
@@ -180,7 +186,7 @@ class Runner:
         alike = tuple(map(kinds.index, kinds))
         if self.implementation.schedule and alike != self._seen.alike:
             self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
-        self._seen = _Seen(tuple(patterns), alike, jax.device_put(stack(patterns)))
+        self._seen = _Seen(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
 
     @property
     def host_blocks(self) -> np.ndarray:
@@ -192,7 +198,7 @@ class Runner:
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: there may not be room for two
-        self.cache, self._sampled = make_cache(self.layout, num_blocks), None
+        self.cache, self._sampled = self.placement.pool(self.layout, num_blocks), None
         self.mover.reset()
 
     def submit(self, step: StepInput) -> Submitted:
@@ -246,7 +252,7 @@ class Runner:
         if self.embeds_on_host:
             return self.params.embed[arrays.tokens]
         if self._sampled is None or len(self._sampled) != shape.max_sampled:
-            self._sampled = jax.device_put(np.zeros(shape.max_sampled, np.int32))
+            self._sampled = self.placement.everywhere(np.zeros(shape.max_sampled, np.int32))
         return self._sampled
 
     def move(self, moves: Moves) -> None:
@@ -327,7 +333,8 @@ class Runner:
         (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D]). replaced: fields
         of `Network`."""
         network = dataclasses.replace(self._network, **replaced)
-        return functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
+        step = functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
+        return self.placement.mapped(step, pool_and(2))
 
     def _lower_step(self, shape: StepShape):
         """Lowers a step as it will run."""
@@ -342,7 +349,7 @@ class Runner:
             key,
             self._seen.alike,
             self._packing(key.shape),
-            self._logits,
+            self._head,
             *self._packed_arguments(key.shape),
         )
 
@@ -371,28 +378,15 @@ class Runner:
         return params, cache, jax.ShapeDtypeStruct((self._packing(shape).size,), jnp.int32), given, patterns
 
     @property
-    def _logits(self) -> Callable:
-        return functools.partial(logits, config=self.config, linear=self.operators.linear)
+    def _head(self) -> OutputHead:
+        return OutputHead(self.config, self.operators, self.placement)
 
-    def _sample_program(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None):
+    def _sample_program(self, hidden, count: int, *kind: Any):
         """Returns the key of the program that samples tokens, and a function that lowers it."""
-        most = hidden.shape[0]
-
-        def lowered():
-            run = jax.jit(functools.partial(choose_tokens, logits=self._logits, count=count, num_top=num_top))
-            settings = jax.ShapeDtypeStruct((settings_packing(most).size,), jnp.int32) if samples else None
-            given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
-            return lower(run, self.params, hidden, settings, given)
-
-        return ("sample", most, count, samples, dense, num_top), lowered
+        lowered = functools.partial(self._head.lower_choice, self.params, hidden, count, *kind)
+        return ("sample", hidden.shape[0], count, *kind), lowered
 
     def _score_program(self, num_tokens: int, num_top: int):
         """Returns the key of the program that scores prompt tokens, and a function that lowers it."""
-
-        def lowered():
-            hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), self.params.embed.dtype)
-            targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-            run = functools.partial(score_tokens, logits=self._logits, num_top=num_top)
-            return lower(jax.jit(run), self.params, hidden, targets)
-
+        lowered = functools.partial(self._head.lower_scores, self.params, num_tokens, num_top)
         return ("score", num_tokens, num_top), lowered

@@ -27,6 +27,8 @@ from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.parallel.placement import Placement
+from ksana_jax.parallel.specs import BY_HEAD, EVERYWHERE
 from ksana_jax.patterns import FULL, PatternArrays
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
@@ -41,6 +43,7 @@ LAYERS_OF_PROGRAM = 4
 class Network:
     """Everything besides shapes for which an engine's steps are compiled.
 
+    config: of the model that each device computes. placement: on devices.
     ropes: of each layer.
     places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
     residual_places: of each layer those of exact keys and values beside codes, or empty.
@@ -58,6 +61,7 @@ class Network:
     observers: tuple[EvictionMethod | None, ...]
     operators: Operators
     options: dict[str, Any] | None
+    placement: Placement
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -85,9 +89,20 @@ class Network:
         """Computes the angles of each rope at positions [T], by its kind."""
         return {kind: self.ropes[kind].angles(positions) for kind in dict.fromkeys(self.rope_kinds)}
 
-    def jit(self, function: Any, donated: str | None = None, **static: Any) -> Any:
+    def jit(self, function: Any, **static: Any) -> Any:
+        """Jits a function of what is whole on each device."""
+        return self.placement.jit(functools.partial(function, network=self, **static), options=self.options)
+
+    def jit_donating(self, function: Any, num_results: int, **static: Any) -> Any:
+        """Jits a function (weights, cache, ...) -> (cache, ...) that donates the cache."""
         run = functools.partial(function, network=self, **static)
-        return jax.jit(run, donate_argnames=donated, compiler_options=self.options)
+        returns = pool_and(num_results - 1)
+        return self.placement.jit(run, returns=returns, donated=1, options=self.options)
+
+
+def pool_and(num_others: int) -> tuple[Any, ...]:
+    """Returns the specs of results: a pool, and others that are whole on each device."""
+    return (BY_HEAD, *[EVERYWHERE] * num_others)
 
 
 def _without_pattern(spec: LayerSpec) -> LayerSpec:
@@ -110,7 +125,7 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
       arguments: of the program, or their shapes. given: tokens [J] that the step before this one samples; with the
         embedding on the host, that of the step's tokens [T, D].
     """
-    return lower(network.jit(step_packed, donated="cache", shape=shape, alike=alike, packing=packing), *arguments)
+    return lower(network.jit_donating(step_packed, 4, shape=shape, alike=alike, packing=packing), *arguments)
 
 
 class _Run(NamedTuple):
@@ -148,13 +163,13 @@ def lower_in_runs(
 ) -> LoweredRuns:
     """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
     ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
-    begin = functools.partial(step_first, network=network, packing=packing)
+    begin = network.placement.mapped(functools.partial(step_first, network=network, packing=packing))
     x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
     runs = {}
     for run in _Run.all_of(network):
         if run.kinds not in runs:
             places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), run.places(network))
-            step = network.jit(step_layers, donated="cache", shape=shape, kinds=run.kinds)
+            step = network.jit_donating(step_layers, 2, shape=shape, kinds=run.kinds)
             runs[run.kinds] = lower(step, run.of(params), cache, x, on_device, angles, patterns, places)
     first, last = (
         lower(network.jit(step_first, packing=packing), ends, vector, given),
@@ -198,7 +213,7 @@ class StepInRuns:
         self.programs = (first, *runs.values(), last)
         self._first, self._last = first, last
         self._runs = [
-            (runs[run.kinds], run, jax.device_put(jax.tree.map(np.int32, run.places(network))))
+            (runs[run.kinds], run, network.placement.everywhere(jax.tree.map(np.int32, run.places(network))))
             for run in _Run.all_of(network)
         ]
 
@@ -248,7 +263,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
 def step_first(params, vector, given, *, network: Network, packing: Packing):
     """Embeds the tokens, and gives what all layers read, the arrays and angles of the ropes, and the settings."""
     arrays, settings = unpacked(vector, given, packing)
-    x = embedded(params, arrays.tokens, config=network.config)
+    x = embedded(params, arrays.tokens, config=network.config, operators=network.operators)
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 

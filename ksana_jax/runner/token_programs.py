@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -9,9 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.config import ModelConfig
+from ksana_jax.models.operators import Operators
+from ksana_jax.models.params import Params
+from ksana_jax.models.transformer import logits
+from ksana_jax.parallel.placement import Placement
 from ksana_jax.request import MAX_LOGPROBS
+from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
 from ksana_jax.sampling.sampler import sample, score
+from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.step.contract import SamplingArrays, TokenScores
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
@@ -62,7 +70,44 @@ def _scores(count: int, num_top: int) -> TokenScores:
     return TokenScores(array(f32), array(i32), array(i32, num_top), array(f32, num_top))
 
 
-def choose_tokens(params, hidden, settings, dense, *, logits, count, num_top):
+@dataclasses.dataclass(frozen=True)
+class OutputHead:
+    """Scores of the vocabulary, and the programs that choose and score tokens by them.
+
+    config: of the model. operators, placement: those of its network.
+    """
+
+    config: ModelConfig
+    operators: Operators
+    placement: Placement
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What a program knows of the vocabulary."""
+        return self.placement.vocabulary(self.config)
+
+    def __call__(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Returns the scores [..., V] of hidden states [..., D], of one device those of its ids."""
+        scores = logits(params, hidden, config=self.config, linear=self.operators.linear)
+        return self.vocabulary.without_padding(scores)
+
+    def lower_choice(self, params: Params, hidden, count: int, samples: bool, dense: bool, num_top: int | None) -> Any:
+        """Lowers `choose_tokens`; arguments as in `Runner.compile_sampler`."""
+        run = self.placement.jit(functools.partial(choose_tokens, head=self, count=count, num_top=num_top))
+        settings = jax.ShapeDtypeStruct((settings_packing(hidden.shape[0]).size,), jnp.int32) if samples else None
+        given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
+        return lower(run, params, hidden, settings, given)
+
+    def lower_scores(self, params: Params, num_tokens: int, num_top: int) -> Any:
+        """Lowers `score_tokens` for prompts of num_tokens tokens in a step."""
+        hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), params.embed.dtype)
+        targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+        return lower(
+            self.placement.jit(functools.partial(score_tokens, head=self, num_top=num_top)), params, hidden, targets
+        )
+
+
+def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: int, num_top: int | None):
     """Chooses a token for each of the first `count` of hidden [J, D].
 
     Args:
@@ -75,21 +120,22 @@ def choose_tokens(params, hidden, settings, dense, *, logits, count, num_top):
     sampling = None
     if settings is not None:
         settings = settings_packing(hidden.shape[0]).unpack(settings)
-        sampling = SamplingArrays(*(x[:count] for x in jax.tree.leaves(settings)), *(dense or ()))
-    scores_SV = logits(params, hidden[:count])
-    tokens = sample(scores_SV, sampling)
-    scores = () if num_top is None else score(scores_SV, tokens, num_top)
+        given = map(head.vocabulary.own, dense or ())
+        sampling = SamplingArrays(*(x[:count] for x in jax.tree.leaves(settings)), *given)
+    scores_SV = head(params, hidden[:count])
+    tokens = sample(scores_SV, sampling, head.vocabulary)
+    scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
     # Of one size, because the next step may take its tokens from there.
     return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
 
 
-def score_tokens(params, hidden, targets, *, logits, num_top):
+def score_tokens(params, hidden, targets, *, head: OutputHead, num_top: int):
     """Scores the token that follows each of hidden [T, D]; returns a vector of `scores_packing`."""
     group = math.gcd(hidden.shape[0], SCORED_AT_ONCE)
     if group < 16:
         group = hidden.shape[0]
     parts = jax.lax.map(
-        lambda part: score(logits(params, part[0]), part[1], num_top),
+        lambda part: score(head(params, part[0]), part[1], num_top, head.vocabulary),
         (hidden.reshape(-1, group, hidden.shape[-1]), targets.reshape(-1, group)),
     )
     return packed(parts)

@@ -7,15 +7,19 @@ import jax.numpy as jnp
 
 from ksana_jax.sampling.sums import sum_by_halves
 from ksana_jax.sampling.truncation import Limits, least_kept
+from ksana_jax.sampling.vocabulary import WHOLE, Vocabulary
 from ksana_jax.step.contract import SamplingArrays
 
 # Width of the groups in which the scores of a row are searched and drawn from.
-_GROUP = 128
+GROUP = 128
 
 
 @jax.named_scope("sampling")
-def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
+def sample(logits_SV: jax.Array, settings: SamplingArrays | None, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Samples one token [S] for each row of float32 scores [S, V]; settings None takes the most probable in all rows.
+
+    Args:
+      vocabulary: of which the scores, penalties and biases are a part.
 
     A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows or their number.
     Among equal scores, the lowest id wins. A row whose best score is not finite (a score is NaN, or all are -inf) gets
@@ -24,7 +28,7 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     if settings is not None:
         logits_SV = adjust(logits_SV, settings)
     logits_SGW = _grouped(logits_SV)
-    greedy, best = _argmax(logits_SGW)
+    greedy, best = vocabulary.best(*_argmax(logits_SGW))
     usable = jnp.isfinite(best)
     if settings is None:
         return jnp.where(usable, greedy, -1).astype(jnp.int32)
@@ -33,14 +37,14 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
     limits = Limits(settings.top_k, settings.top_p, settings.min_p)
     # One program serves all requests: it skips at run time what no row needs.
     least = jax.lax.cond(
-        jnp.any(draws & limits.exclude(logits_SV.shape[-1])),
-        lambda logits: least_kept(logits, best, temperature, limits),
+        jnp.any(draws & limits.exclude(vocabulary.size(logits_SV))),
+        lambda logits: least_kept(logits, best, temperature, limits, vocabulary),
         lambda _: jnp.full_like(best, -jnp.inf),
         logits_SV,
     )
     drawn = jax.lax.cond(
         jnp.any(draws),
-        lambda logits: _draw(logits, best, temperature, least, _noise(settings, logits.shape[1] + _GROUP)),
+        lambda logits: _draw(logits, best, temperature, least, settings, vocabulary),
         lambda _: greedy,
         logits_SGW,
     )
@@ -50,10 +54,10 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None) -> jax.Array:
 def _grouped(logits_SV: jax.Array) -> jax.Array:
     """Divides scores [S, V] into groups of neighbours: [S, G, W], padded with -inf."""
     rows, vocab = logits_SV.shape
-    padding = -vocab % _GROUP
+    padding = -vocab % GROUP
     if padding:
         logits_SV = jnp.pad(logits_SV, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-    return logits_SV.reshape(rows, -1, _GROUP)
+    return logits_SV.reshape(rows, -1, GROUP)
 
 
 def _argmax(logits_SGW: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +68,7 @@ def _argmax(logits_SGW: jax.Array) -> tuple[jax.Array, jax.Array]:
     best_SG = jnp.max(logits_SGW, axis=-1)
     group = jnp.argmax(best_SG, axis=-1)
     at = jnp.argmax(_in_group(logits_SGW, group), axis=-1)
-    return group * _GROUP + at, jnp.max(best_SG, axis=-1)
+    return group * GROUP + at, jnp.max(best_SG, axis=-1)
 
 
 def _in_group(logits_SGW: jax.Array, group: jax.Array) -> jax.Array:
@@ -73,7 +77,12 @@ def _in_group(logits_SGW: jax.Array, group: jax.Array) -> jax.Array:
 
 
 def _draw(
-    logits_SGW: jax.Array, best: jax.Array, temperature: jax.Array, least: jax.Array, noise: jax.Array
+    logits_SGW: jax.Array,
+    best: jax.Array,
+    temperature: jax.Array,
+    least: jax.Array,
+    settings: SamplingArrays,
+    vocabulary: Vocabulary,
 ) -> jax.Array:
     """Draws a token [S] from the softmax of those of a row's scores / temperature [S] that are at least `least` [S].
 
@@ -81,18 +90,21 @@ def _draw(
     by the logarithm of its sum, then a token of it: noise for G + W numbers, not for V.
 
     Args:
-      best: [S] best score. noise: [S, G + W], Gumbel distributed.
+      best: [S] best score.
     """
+    num_groups = vocabulary.num_groups(logits_SGW)
+    noise = _noise(settings, num_groups + GROUP)
 
     def kept(logits: jax.Array) -> jax.Array:
         of_row = (slice(None), *[None] * (logits.ndim - 1))
         scaled = (logits - best[of_row]) / temperature[of_row]
         return jnp.where(logits >= least[of_row], scaled, -jnp.inf)
 
-    num_groups = logits_SGW.shape[1]
     sums = sum_by_halves(jnp.exp(kept(logits_SGW)))
-    group = jnp.argmax(jnp.log(sums) + noise[:, :num_groups], axis=-1)
-    return group * _GROUP + jnp.argmax(kept(_in_group(logits_SGW, group)) + noise[:, num_groups:], axis=-1)
+    of_groups = jnp.log(sums) + vocabulary.own_groups(noise[:, :num_groups])
+    group = jnp.argmax(of_groups, axis=-1)
+    at = jnp.argmax(kept(_in_group(logits_SGW, group)) + noise[:, num_groups:], axis=-1)
+    return vocabulary.best(group * GROUP + at, jnp.max(of_groups, axis=-1))[0]
 
 
 def _noise(settings: SamplingArrays, size: int) -> jax.Array:
@@ -120,20 +132,23 @@ def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
 
 
 @jax.named_scope("sampling")
-def score(logits_SV: jax.Array, tokens: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def score(
+    logits_SV: jax.Array, tokens: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes log-probabilities of given tokens, and of the most probable ones.
 
     Args:
       logits_SV: float32 scores [S, V].
       tokens: [S] ids; results for negative ids are undefined.
+      vocabulary: of which the scores are a part.
 
     Returns:
       logprob [S], rank [S] (1 for the most probable; ties share the better rank), top ids [S, num_top] and their
       log-probabilities [S, num_top], descending.
     """
-    shifted = logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True)
-    logprobs = shifted - jnp.log(sum_by_halves(jnp.exp(shifted)))[:, None]
-    chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)
-    rank = 1 + jnp.sum(logprobs > chosen, axis=-1)
-    top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
+    shifted = logits_SV - vocabulary.max(jnp.max(logits_SV, axis=-1, keepdims=True))
+    logprobs = shifted - jnp.log(vocabulary.sum(sum_by_halves(jnp.exp(shifted))))[:, None]
+    chosen = vocabulary.pick(logprobs, jnp.maximum(tokens, 0))
+    rank = 1 + vocabulary.sum(jnp.sum(logprobs > chosen, axis=-1))
+    top_logprobs, top_ids = vocabulary.top(logprobs, num_top)
     return chosen[:, 0], rank.astype(jnp.int32), top_ids.astype(jnp.int32), top_logprobs

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.sampling.sums import running_sum, sum_by_halves
+from ksana_jax.sampling.vocabulary import WHOLE, Vocabulary
 
 # Scores of each row that are sorted. On a CPU (32 rows of 131,072) that takes 10 ms for 256 and 35 ms for 1,024.
 NUM_CANDIDATES = 256
@@ -30,29 +31,32 @@ class Limits(NamedTuple):
         return ((self.top_k > 0) & (self.top_k < vocab)) | (self.top_p < 1.0) | (self.min_p > 0)
 
 
-def least_kept(logits_SV: jax.Array, best: jax.Array, temperature: jax.Array, limits: Limits) -> jax.Array:
+def least_kept(
+    logits_SV: jax.Array, best: jax.Array, temperature: jax.Array, limits: Limits, vocabulary: Vocabulary = WHOLE
+) -> jax.Array:
     """Returns the score [S] at or above which tokens are kept.
 
     Args:
       best: [S] best score. temperature: [S], above 0: probabilities are the softmax of scores / temperature.
+      vocabulary: of which the scores are a part.
 
     Tokens that tie with the last one kept are kept too. Source: nucleus sampling, arXiv:1904.09751; min-p,
     arXiv:2407.01082.
 
     The best scores of each row are sorted. A row that keeps more than these is searched by bisection.
     """
-    vocab = logits_SV.shape[-1]
+    vocab = vocabulary.size(logits_SV)
     k = jnp.where(limits.top_k < 1, vocab, jnp.minimum(limits.top_k, vocab))
 
     def weigh(scores: jax.Array) -> jax.Array:
         # Relative to the best score, so that a small temperature cannot overflow.
         return jnp.exp((scores - best[:, None]) / temperature[:, None])
 
-    floor, settled = _among_best(logits_SV, weigh, k, limits.top_p)
+    floor, settled = _among_best(logits_SV, weigh, k, limits.top_p, vocabulary)
     floor = jax.lax.cond(
         jnp.all(settled),
         lambda _: floor,
-        lambda logits: jnp.where(settled, floor, _by_bisection(logits, weigh, k, limits.top_p)),
+        lambda logits: jnp.where(settled, floor, _by_bisection(logits, weigh, k, limits.top_p, vocabulary)),
         logits_SV,
     )
     log_min_p = jnp.where(limits.min_p > 0, jnp.log(jnp.maximum(limits.min_p, 1e-38)), -jnp.inf)
@@ -63,19 +67,21 @@ def least_kept(logits_SV: jax.Array, best: jax.Array, temperature: jax.Array, li
 Weigh: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
-def _among_best(logits_SV: jax.Array, weigh: Weigh, k: jax.Array, top_p: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _among_best(
+    logits_SV: jax.Array, weigh: Weigh, k: jax.Array, top_p: jax.Array, vocabulary: Vocabulary
+) -> tuple[jax.Array, jax.Array]:
     """Finds the least score [S] that top-k and top-p keep among the best scores; returns it, and whether [S] the row
     keeps no others."""
-    vocab = logits_SV.shape[-1]
+    vocab = vocabulary.size(logits_SV)
     most = min(NUM_CANDIDATES, vocab)
-    candidates = jax.lax.top_k(logits_SV, most)[0]
+    candidates = vocabulary.top(logits_SV, most)[0]
     # Not candidates[:, -1]: with a second slice of it, XLA no longer takes the sort for a partial one.
     last = jnp.min(candidates, axis=-1)
     by_k = jnp.take_along_axis(candidates, jnp.minimum(k, most)[:, None] - 1, axis=-1, mode="clip")[:, 0]
     floor_k = jnp.where(k < vocab, by_k, -jnp.inf)
     sums = running_sum(jnp.where(candidates >= floor_k[:, None], weigh(candidates), 0.0))
     # top_p applies to what top_k has kept.
-    total = jnp.where(k < vocab, sums[:, -1], sum_by_halves(weigh(logits_SV)))
+    total = jnp.where(k < vocab, sums[:, -1], vocabulary.sum(sum_by_halves(weigh(logits_SV))))
     reached = sums >= (top_p * total)[:, None]
     floor_p = jnp.take_along_axis(candidates, jnp.argmax(reached, axis=-1)[:, None], axis=-1, mode="clip")[:, 0]
     nucleus = top_p < 1.0
@@ -85,18 +91,23 @@ def _among_best(logits_SV: jax.Array, weigh: Weigh, k: jax.Array, top_p: jax.Arr
     return jnp.maximum(floor_k, jnp.where(nucleus, floor_p, -jnp.inf)), settled
 
 
-def _by_bisection(logits_SV: jax.Array, weigh: Weigh, k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _by_bisection(
+    logits_SV: jax.Array, weigh: Weigh, k: jax.Array, top_p: jax.Array, vocabulary: Vocabulary
+) -> jax.Array:
     """Finds the least score [S] that top-k and top-p keep among all scores."""
-    floor_k = _highest(logits_SV, jnp.ones_like, k, k < logits_SV.shape[-1])
+    floor_k = _highest(logits_SV, jnp.ones_like, k, k < vocabulary.size(logits_SV), vocabulary)
 
     def weigh_kept(scores: jax.Array) -> jax.Array:
         return jnp.where(scores >= floor_k[:, None], weigh(scores), 0.0)
 
-    floor_p = _highest(logits_SV, weigh_kept, top_p * sum_by_halves(weigh_kept(logits_SV)), top_p < 1.0)
+    total = vocabulary.sum(sum_by_halves(weigh_kept(logits_SV)))
+    floor_p = _highest(logits_SV, weigh_kept, top_p * total, top_p < 1.0, vocabulary)
     return jnp.maximum(floor_k, floor_p)
 
 
-def _highest(logits_SV: jax.Array, weigh: Weigh, wanted: jax.Array, active: jax.Array) -> jax.Array:
+def _highest(
+    logits_SV: jax.Array, weigh: Weigh, wanted: jax.Array, active: jax.Array, vocabulary: Vocabulary
+) -> jax.Array:
     """Finds the highest score [S] such that the weights of scores at or above it reach `wanted`, by bisection.
 
     Args:
@@ -107,7 +118,8 @@ def _highest(logits_SV: jax.Array, weigh: Weigh, wanted: jax.Array, active: jax.
     """
 
     def enough(low: jax.Array) -> jax.Array:
-        return sum_by_halves(jnp.where(logits_SV >= _score(low)[:, None], weigh(logits_SV), 0.0)) >= wanted
+        weights = jnp.where(logits_SV >= _score(low)[:, None], weigh(logits_SV), 0.0)
+        return vocabulary.sum(sum_by_halves(weights)) >= wanted
 
     def halve(bounds):
         low, high = bounds
@@ -116,8 +128,8 @@ def _highest(logits_SV: jax.Array, weigh: Weigh, wanted: jax.Array, active: jax.
         return jnp.where(found, middle, low), jnp.where(found, high, middle)
 
     # Scores at or above `low` reach `wanted`, those at or above `high` do not.
-    low = jnp.where(active, _key(jnp.min(logits_SV, axis=-1)), 0)
-    high = jnp.where(active, _key(jnp.max(logits_SV, axis=-1)) + 1, 0)
+    low = jnp.where(active, _key(vocabulary.min(jnp.min(logits_SV, axis=-1))), 0)
+    high = jnp.where(active, _key(vocabulary.max(jnp.max(logits_SV, axis=-1))) + 1, 0)
     low, _ = jax.lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low, high))
     return jnp.where(active, _score(low), -jnp.inf)
 

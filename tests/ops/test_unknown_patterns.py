@@ -17,6 +17,7 @@ from ksana_jax.ops.gpu_kernels import HOPPER, TRITON
 from ksana_jax.ops.implementations import choose, explain
 from ksana_jax.ops.kernels import kernel_pattern
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.parallel.placement import Placement
 from ksana_jax.runner.runner import Runner
 from tests.test_recipes import Chunked, ChunkedArrays
 
@@ -63,7 +64,7 @@ def runner_on(device, attend: str = "auto") -> Runner:
         max_model_len=128,
         max_repositioned_sinks=0,
         attention=attend,
-        device=device,
+        placement=Placement(device),
     )
 
 

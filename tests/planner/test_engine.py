@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # block_size * (keys, values) * L * K * H 
 @pytest.fixture
 def device(monkeypatch):
     """A device of one MiB."""
-    monkeypatch.setattr(planner_engine, "this_device", lambda: Device("one MiB", MIB))
+    monkeypatch.setattr(planner_engine, "this_device", lambda num_devices: Device("one MiB", MIB))
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_a_save_is_what_the_block_held_then_though_the_pool_is_written_before_it
         make(mover, pool(), saves=pairs((0, 0)))
     cache, saved, move_s = mover.start(pool(), Moves(pairs((3, 9)), pairs(), pairs()))
     assert len(saved) == 1 and move_s == 0
-    assert saved[0][1]["kv"].sharding.memory_kind == ("pinned_host" if mover._staged else "device")
+    assert saved[0][1].kv.sharding.memory_kind == ("pinned_host" if mover._staged else "device")
     cache = make(mover, cache, copies=pairs((5, 3)))
     mover.finish(saved)
     assert numbers(mover.host_blocks)[9] == 3 and numbers(cache)[3] == 5

@@ -1,0 +1,56 @@
+"""Which axis of each array is divided among devices, as `PartitionSpec`s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.kv.layout import KV_HEADS
+from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.parallel.shares import COLUMNS, ROWS
+
+# Name of the mesh's axis.
+AXIS = "tensor"
+# Of arrays that are whole on every device, and of leaves [M, *shape] of the pool, whose kv heads are divided.
+EVERYWHERE = PartitionSpec()
+BY_HEAD = PartitionSpec(*[None] * (1 + KV_HEADS), AXIS)
+
+
+def field_of(path: Any) -> str:
+    """Returns the field of Params or LayerParams that a path from `jax.tree_util` leads to, or into."""
+    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    return next(
+        name for name in reversed(names) if name in Params.__annotations__ or name in LayerParams.__annotations__
+    )
+
+
+def spec_of_weight(path: Any) -> PartitionSpec:
+    """Returns the spec of a leaf of Params or LayerParams, from its path."""
+    field = field_of(path)
+    if field in ROWS:
+        return PartitionSpec(AXIS)
+    if field in COLUMNS and getattr(path[-1], "name", "") != "scales":  # of rows, which stay whole
+        return PartitionSpec(None, AXIS)
+    return EVERYWHERE
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """Returns the PartitionSpec of every weight, as a Params like `param_shapes`."""
+    shapes = param_shapes(config)
+    return jax.tree_util.tree_map_with_path(lambda path, _: spec_of_weight(path), shapes, is_leaf=is_shape)
+
+
+def specs_of(argument: Any) -> Any:
+    """Returns the specs of one argument of a program, a tree like it: of weights, of pools, or of what is whole."""
+
+    def of(part: Any) -> Any:
+        if isinstance(part, (Params, LayerParams)):
+            return jax.tree_util.tree_map_with_path(lambda path, _: spec_of_weight(path), part)
+        spec = BY_HEAD if isinstance(part, KVCache) else EVERYWHERE
+        return jax.tree.map(lambda _: spec, part)
+
+    return jax.tree.map(of, argument, is_leaf=lambda part: isinstance(part, (Params, LayerParams, KVCache)))

@@ -1,0 +1,63 @@
+"""How the functions of this package look at scores: those of the whole vocabulary, where one device has them all."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+class Vocabulary:
+    """The scores [S, V] that a function gets, as part of those of the vocabulary: here all of them.
+
+    `parallel.vocabulary` has the one of several devices, each with some ids of each row. What follows is then the same
+    on all of them.
+    """
+
+    def size(self, scores_SV: jax.Array) -> int:
+        """Returns how many ids there are on all devices."""
+        return scores_SV.shape[-1]
+
+    def own(self, x_SV: jax.Array) -> jax.Array:
+        """Returns of numbers for the whole vocabulary those of this device."""
+        return x_SV
+
+    def without_padding(self, scores_SV: jax.Array) -> jax.Array:
+        """Returns scores with -inf for ids beyond the vocabulary."""
+        return scores_SV
+
+    def num_groups(self, scores_SGW: jax.Array) -> int:
+        """Returns how many groups of neighbours the vocabulary has."""
+        return scores_SGW.shape[1]
+
+    def own_groups(self, x_SG: jax.Array) -> jax.Array:
+        """Returns of numbers for all groups those of this device."""
+        return x_SG
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Adds up what devices have found among their ids."""
+        return x
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Returns the largest of what devices have found; NaN if one of them is."""
+        return x
+
+    def min(self, x: jax.Array) -> jax.Array:
+        """Returns the least of what devices have found."""
+        return x
+
+    def best(self, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns of each device's candidate [S], its id and its value, the one with the largest value; the lowest id
+        among equals."""
+        return ids, values
+
+    def top(self, x_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the largest numbers of each row [S, count], descending, and their ids."""
+        values, ids = jax.lax.top_k(x_SV, count)
+        return values, ids
+
+    def pick(self, x_SV: jax.Array, ids: jax.Array) -> jax.Array:
+        """Returns the numbers [S, 1] of given ids [S]."""
+        return jnp.take_along_axis(x_SV, ids[:, None], axis=-1)
+
+
+WHOLE = Vocabulary()

@@ -1,0 +1,108 @@
+"""The same tokens from one device and from several, whatever the model, the pattern and how KV is stored."""
+
+import numpy as np
+import pytest
+
+from ksana_jax import AttentionPattern
+from tests.parallel.on_devices.engines import GREEDY, PROMPTS, alone, asked, expected, make_llm, tokens_of
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+# With 2 kv heads, 4 and 8 devices share them; with 8, eight devices have one each.
+DIVIDED = [(name, n) for name in ("MHA", "GQA", "MQA") for n in (2, 4, 8)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "num_devices"), DIVIDED)
+def test_greedy_and_seeded_tokens(name, num_devices):
+    llm = alone(name, num_devices)
+    assert len(llm.runner.cache.kv.sharding.device_set) == num_devices
+    assert tokens_of(llm) == expected(name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_log_probabilities(num_devices):
+    params = asked(temperature=1.0, seed=7, logprobs=3, prompt_logprobs=2)
+    one, several = (alone("GQA", n).generate(PROMPTS, params) for n in (1, num_devices))
+    for a, b in zip(one, several, strict=True):
+        for x, y in zip([*a.outputs[0].logprobs, *a.prompt_logprobs], [*b.outputs[0].logprobs, *b.prompt_logprobs]):
+            assert (x is None and y is None) or list(x) == list(y)
+            for token in x or ():
+                assert x[token].rank == y[token].rank
+                # Sums of 32 and 64 products in another order, through two layers.
+                np.testing.assert_allclose(x[token].logprob, y[token].logprob, atol=2e-5)
+
+
+# Engines that compile one shape of steps.
+ONE_SHAPE = {"max_num_batched_tokens": 2, "query_tile": 1, "max_num_seqs": 2}
+
+PATTERNS = {
+    "window": AttentionPattern(window=11),
+    "sinks at cache positions": AttentionPattern(window=11, num_sinks=2, sink_position="cache"),
+    "sinks at a ceiling": AttentionPattern(window=11, num_sinks=3, sink_position="ceiling"),
+    "dilated": AttentionPattern(window=16, stride=2),
+    "global": AttentionPattern(window=11, global_every=4),
+}
+
+
+@pytest.mark.soak
+def test_patterns():
+    several, one = (make_llm("GQA", n, max_repositioned_sinks=3) for n in (4, 1))
+    for name, pattern in PATTERNS.items():
+        for llm in (several, one):
+            llm.set_pattern(pattern)
+        assert tokens_of(several) == tokens_of(one), name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("attention", ["native", "xla"])
+@pytest.mark.parametrize("linear", ["mixed", "native"])
+def test_implementations(attention, linear):
+    llm = make_llm("GQA", 8, attention_implementation=attention, linear_implementation=linear)
+    assert (llm.runner.implementation.name, llm.config.linear_implementation) == (attention, linear)
+    assert tokens_of(llm) == expected("GQA")
+
+
+@pytest.mark.parametrize(
+    "kv", [pytest.param(kv, marks=pytest.mark.soak) for kv in ("bf16", "int8", "int4", "fp8_e4m3", "kivi4", "gear4")]
+)
+def test_codecs(kv):
+    one, several = (make_llm("GQA", n, kv_cache_dtype=kv) for n in (1, 4))
+    assert several.block_bytes == one.block_bytes
+    assert tokens_of(several) == tokens_of(one)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "int8", "kv_full_precision_layers": (1,)},
+        {"num_scheduler_steps": 4},
+        {"async_scheduling": False, "block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 7},
+        {"shared_prefix_attention": True, "enable_prefix_caching": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings(settings):
+    if "kv_full_precision_layers" in settings:
+        pattern = [AttentionPattern(), AttentionPattern()]
+    else:
+        pattern = None
+    one, several = (make_llm("GQA", n, pattern=pattern, **settings) for n in (1, 4))
+    assert tokens_of(several) == tokens_of(one)
+
+
+@pytest.mark.soak
+def test_samples_and_beams():
+    for params in (asked(n=3, temperature=1.0, seed=1), asked(beam_width=3, max_tokens=8)):
+        assert tokens_of(alone("GQA", 4), params) == tokens_of(alone("GQA"), params)
+
+
+def test_a_few_tokens():
+    """In every run of the tests: two kv heads on four devices, tokens greedy and drawn from a nucleus."""
+    prompts, params = PROMPTS[2:5], [GREEDY, asked(temperature=0.7, seed=2, top_p=0.9), GREEDY]
+    one, several = (make_llm("GQA", n, **ONE_SHAPE) for n in (1, 4))
+    assert len(several.runner.cache.kv.sharding.device_set) == 4
+    assert tokens_of(several, params, prompts) == tokens_of(one, params, prompts)

@@ -1,0 +1,76 @@
+"""What each device has of a model, in numbers; no devices needed."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.models.params import is_shape, param_shapes
+from ksana_jax.parallel.shares import local_layout, local_model, local_vocabulary, pool_layout, share
+from ksana_jax.parallel.specs import field_of, param_specs
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128_256, d_model=4096, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336
+)
+
+
+def parts(model: ModelConfig, num_devices: int):
+    """Path, whole shape, shape of a part, and shares of all devices, of each weight."""
+    whole, _ = jax.tree_util.tree_flatten_with_path(param_shapes(model), is_leaf=is_shape)
+    local = jax.tree.leaves(param_shapes(local_model(model, num_devices)), is_leaf=is_shape)
+    for (path, shape), part in zip(whole, local, strict=True):
+        field = field_of(path)
+        yield field, shape, part, [share(field, shape, d, num_devices, model.num_kv_heads) for d in range(num_devices)]
+
+
+@pytest.mark.parametrize("num_devices", [2, 8, 16, 32])
+def test_shares_have_the_shapes_of_the_local_model_and_cover_each_weight(num_devices):
+    model = dataclasses.replace(LLAMA_8B, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, sinks="learned")
+    for field, shape, part, shares in parts(model, num_devices):
+        seen = np.zeros(shape[0], int)
+        for rows, columns, padding in shares:
+            numbers = np.zeros(shape, np.int8)[rows]
+            numbers = numbers[:, columns] if len(shape) == 2 else numbers
+            assert (len(numbers) + padding, *numbers.shape[1:]) == part, field
+            seen[rows] += 1
+        assert seen.min() == seen.max() >= 1, field
+
+
+def test_a_vocabulary_is_divided_by_groups_of_128():
+    assert (
+        local_vocabulary(128_256, 8) == 16_128 and local_vocabulary(300, 8) == 128 and local_vocabulary(300, 1) == 300
+    )
+
+
+@pytest.mark.parametrize(("num_devices", "of_each", "in_all"), [(2, 4, 8), (8, 1, 8), (16, 1, 16)])
+def test_a_pool_is_divided_by_kv_head_and_repeats_heads_for_more_devices(num_devices, of_each, in_all):
+    for dtype in ("bf16", "int8", "kivi4"):
+        layout = KVLayout.of(LLAMA_8B, dtype=dtype, block_size=16, platform="gpu")
+        local, pool = local_layout(layout, num_devices), pool_layout(layout, num_devices)
+        assert (layout.num_kv_heads, local.num_kv_heads, pool.num_kv_heads) == (8, of_each, in_all)
+        assert local.block_bytes * 8 == layout.block_bytes * of_each
+        of_model = KVLayout.of(local_model(LLAMA_8B, num_devices), dtype=dtype, block_size=16, platform="gpu")
+        assert of_model == local
+
+
+def test_every_weight_has_a_spec():
+    specs = param_specs(LLAMA_8B)
+    layer = specs.layers[0]
+    assert jax.tree.structure(specs) == jax.tree.structure(param_shapes(LLAMA_8B), is_leaf=is_shape)
+    assert layer.w_q == layer.w_up == specs.embed == jax.P("tensor")
+    assert layer.w_o == layer.w_down == jax.P(None, "tensor") and layer.mlp_norm == specs.final_norm == jax.P()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "said"),
+    [
+        (3, "num_heads 32 is not a multiple of it; d_ff 14336 is not a multiple of it; num_kv_heads 8 is neither"),
+        (64, "tensor_parallel_size is 64: num_heads 32 is not a multiple of it"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_with_all_reasons(num_devices, said):
+    with pytest.raises(ConfigError, match=said):
+        local_model(LLAMA_8B, num_devices)
