@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tempfile
 import time
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from ksana_jax import LLM
     from ksana_jax.bench.peer_process import PeerProcess
 
-OURS, EVICTING, BOUND = "ksana_jax", "ksana_jax, evicting", "bound"
+OURS, STEPS, EVICTING, BOUND = "ksana_jax", "ksana_jax, steps together", "ksana_jax, evicting", "bound"
+OWN = (OURS, STEPS)
 MAX_MODEL_LEN = 512
 # Of the tokens of each output, the share that warms up: as many different numbers of rows, and an eighth of the steps.
 WARM_SHARE = 8
@@ -52,6 +54,7 @@ class Throughput(Bench):
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
     seed: int = option(0, "seed for weights, lengths and prompts")
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
+    num_scheduler_steps: int = option(8, "decode steps in one call, of a second row of this engine; 1 leaves it out")
     kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")
     peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
     only: tuple[str, ...] = option((), "first words of the peers to measure, such as vLLM,llama.cpp; all if not given")
@@ -63,12 +66,13 @@ class Throughput(Bench):
         from ksana_jax.kv.eviction import read_eviction
 
         read_eviction(self.kv_eviction)
-        checks.require(*(checks.integer("requests", count) for count in self.requests), error=ConfigError)
+        counts = [checks.integer("requests", count) for count in self.requests]
+        checks.require(*counts, checks.integer("num_scheduler_steps", self.num_scheduler_steps), error=ConfigError)
         for name in self.only:
             if not any(label.startswith(name) for label in PEERS):
                 raise ConfigError(f"only is {name!r}, must begin the name of a peer: {'; '.join(PEERS)}")
         peers = [label for label in PEERS if label.startswith(self.only or "")] * (self.peers is not None)
-        labels = [OURS] + [EVICTING] * bool(self.kv_eviction) + peers
+        labels = [OURS] + [STEPS] * (self.num_scheduler_steps > 1) + [EVICTING] * bool(self.kv_eviction) + peers
         return [Case(label, {"requests": count}) for count in self.requests for label in (BOUND, *labels)]
 
     # ------------------------------------------------------------------ measuring
@@ -87,7 +91,10 @@ class Throughput(Bench):
             model = Path(self.folder.name)
         self.directory = model
         settings = {"dtype": self.dtype, "max_num_seqs": max(self.requests), "max_model_len": MAX_MODEL_LEN}
-        self.llms = {OURS: make_llm(str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)}
+        make = functools.partial(make_llm, str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)
+        self.llms = {OURS: make()}
+        if self.num_scheduler_steps > 1:
+            self.llms[STEPS] = make(num_scheduler_steps=self.num_scheduler_steps)
         if self.kv_eviction:
             full = self.llms[OURS]
             settings |= {"kv_eviction": self.kv_eviction, "memory_bytes": full.num_blocks * full.block_bytes}
@@ -155,7 +162,7 @@ class Throughput(Bench):
             Column("run_s", "seconds", lambda value: f"{value:,.2f}"),
             Column("of_bound", "of the bound", lambda value: f"{value:.0%}"),
         ]
-        if any(row.label not in (OURS, BOUND) for row in rows):
+        if any(row.label not in (*OWN, BOUND) for row in rows):
             found.append(Column("same_tokens", "requests with our tokens", lambda value: f"{value:,.0f}"))
         if any(row.label == EVICTING for row in rows):
             found.append(Column("num_blocks", "blocks", lambda value: f"{value:,.0f}", exact=True))
@@ -169,9 +176,12 @@ class Throughput(Bench):
             rates = {r.label: m for r in rows if r.point["requests"] == count and (m := r.mean("output_tokens_per_s"))}
             peers = {label: rate for label, rate in rates.items() if label in PEERS}
             what = f"{count:,} requests" if count > 1 else "1 request"
-            if OURS in rates and peers:
+            own = [label for label in OWN if label in rates]
+            if own and peers:
                 best = max(peers, key=lambda label: peers[label])
-                said.append(f"{what}: {rates[OURS] / peers[best]:.2f} times the output tokens/s of {best}.")
+                ratios = " and ".join(f"{rates[label] / peers[best]:.2f}" for label in own)
+                together = f", the second with {self.num_scheduler_steps} steps together" * (len(own) > 1)
+                said.append(f"{what}: {ratios} times the output tokens/s of {best}{together}.")
             if OURS in rates and EVICTING in rates:
                 said.append(f"{what}: evicting gives {rates[EVICTING] / rates[OURS]:.2f} times the output tokens/s.")
         return " ".join(said)
@@ -190,6 +200,8 @@ class Throughput(Bench):
         labels = {row.label for row in rows}
         if labels & PEERS.keys() and (left_out := [label for label in PEERS if label not in labels]):
             said.append(f"Peers left out: {'; '.join(left_out)}.")
+        if STEPS in labels:
+            said.append(f"Steps together: num_scheduler_steps={self.num_scheduler_steps}, decode steps in one call.")
         if any(row.label == EVICTING for row in rows):
             said.append(
                 "Evicting: a pool of as many bytes. Requests at once: mean of those that run while others wait for "

@@ -11,7 +11,7 @@ from ksana_jax.bench.bounds import Rates, Work, work_of
 from ksana_jax.bench.core import Absent
 from ksana_jax.bench.peer_process import PeerProcess
 from ksana_jax.bench.peers import PEERS, PeerSpec
-from ksana_jax.bench.throughput import BOUND, EVICTING, OURS, Throughput
+from ksana_jax.bench.throughput import BOUND, EVICTING, OURS, STEPS, Throughput
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.experiments.tasks.results import ResultRow
 from ksana_jax.models.packed_matrix import PackedMatrix
@@ -23,8 +23,9 @@ MODEL = ModelConfig(
 
 
 class FakeLLM:
-    def __init__(self, num_blocks):
+    def __init__(self, num_blocks, steps):
         self.num_blocks, self.block_bytes, self.model_config, self.warm = num_blocks, 1000, MODEL, None
+        self.steps = steps
 
     def warm_up(self, max_len):
         self.warm = max_len
@@ -32,17 +33,18 @@ class FakeLLM:
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Engines that are asked for, whose runs take 2 s without and 1 s with evictions, and bounds of 1/4 s a request."""
+    """Engines that are asked for, whose runs take 2 s, or 1 s with evictions and 1.6 s with steps together, and bounds
+    of 1/4 s a request."""
     made = []
 
     def make_llm(model, **settings):
         made.append(settings)
-        return FakeLLM(settings.get("num_blocks") or 8)
+        return FakeLLM(settings.get("num_blocks") or 8, settings.get("num_scheduler_steps", 1))
 
     def run(llm, prompts, lengths):
         evicts = llm.num_blocks == 8
         found = {"num_blocks": llm.num_blocks, "running": 6.0 if evicts else 1.5, "steps": 40}
-        return 1.0 if evicts else 2.0, [[1]] * len(prompts), found
+        return 1.0 if evicts else 1.6 if llm.steps > 1 else 2.0, [[1]] * len(prompts), found
 
     monkeypatch.setattr("ksana_jax.bench.latency.make_llm", make_llm)
     monkeypatch.setattr(throughput, "run", run)
@@ -59,12 +61,25 @@ def rows_of(bench, repeats=1):
 def test_evictions_are_compared_in_a_pool_of_as_many_bytes(engines):
     setting = {"method": "h2o", "budget": 0.2}
     rows, made = rows_of(Throughput(num_blocks=10, kv_eviction=setting, requests=(2,)))
-    assert [s.get("num_blocks") for s in engines] == [10, None]
-    assert engines[1]["memory_bytes"] == 10_000 and engines[1]["kv_eviction"] == setting
+    assert [s.get("num_blocks") for s in engines] == [10, 10, None]
+    assert engines[2]["memory_bytes"] == 10_000 and engines[2]["kv_eviction"] == setting
     assert rows[OURS, 2].mean("running") == 1.5 and rows[EVICTING, 2].mean("running") == 6.0
     assert "evicting gives 2.00 times the output tokens/s" in made.conclusion
     with pytest.raises(ConfigError, match="kv_eviction method is 'h20'"):
         Throughput(kv_eviction={"method": "h20"}).cases()
+
+
+def test_steps_that_share_a_call_have_a_row_of_their_own(engines):
+    rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), num_scheduler_steps=4))
+    assert [s.get("num_scheduler_steps") for s in engines] == [None, 4]
+    assert (rows[OURS, 2].mean("run_s"), rows[STEPS, 2].mean("run_s")) == (2.0, 1.6)
+    assert rows[STEPS, 2].mean("same_tokens") == 2
+    assert "Steps together: num_scheduler_steps=4, decode steps in one call." in made.notes
+    engines.clear()
+    rows, _ = rows_of(Throughput(num_blocks=10, requests=(2,), num_scheduler_steps=1))
+    assert len(engines) == 1 and (STEPS, 2) not in rows
+    with pytest.raises(ConfigError, match="num_scheduler_steps is 0, must be"):
+        Throughput(num_scheduler_steps=0).cases()
 
 
 def test_every_engine_is_told_its_share_of_the_bound(engines):
@@ -110,7 +125,10 @@ def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch,
     rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), peers=str(tmp_path)), repeats=2)
     found = rows["transformers, static batch", 2]
     assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
-    assert made.conclusion == "2 requests: 2.00 times the output tokens/s of transformers, static batch."
+    assert made.conclusion == (
+        "2 requests: 2.00 and 2.50 times the output tokens/s of transformers, static batch, the second with 8 steps "
+        "together."
+    )
     assert "Peers: peer 1." in made.notes
     assert rows["vLLM", 2].mean("run_s") is None and "vLLM: failed: no." in made.notes
 
@@ -129,7 +147,8 @@ def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_pe
     monkeypatch.setattr(throughput, "_export_random", lambda *_: None)
     rows, made = rows_of(Throughput(num_blocks=10, requests=(1,), peers=str(tmp_path), only=("transformers",)))
     assert asked == [("Static", [16]), ("Continuous", [16]), ("Static", [128]), ("Continuous", [128])]
-    assert [label for label, _ in rows] == [BOUND, OURS, "transformers, static batch", "transformers, continuous"]
+    labels = [BOUND, OURS, STEPS, "transformers, static batch", "transformers, continuous"]
+    assert [label for label, _ in rows] == labels
     assert "Peers left out: vLLM; llama.cpp, benchmark's loop." in made.notes
     with pytest.raises(ConfigError, match="only is 'vllm', must begin the name of a peer: transformers, static"):
         Throughput(only=("vllm",)).cases()
