@@ -105,11 +105,18 @@ def this_device(num_devices: int = 1) -> Device:
 
     Args:
       num_devices: that an engine has; on a CPU they share its memory.
-    """
-    import jax
 
-    device = jax.devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return Device(device.device_kind, int(stats["bytes_limit"]))
-    return Device("cpu", physical_bytes() // num_devices)
+    Raises:
+      ConfigError: it is neither said by the device nor by the setting `device` how much memory the device has.
+    """
+    from ksana_jax.devices.capabilities import capabilities
+
+    found = capabilities()
+    if found.shares_host_memory:
+        return Device("cpu", physical_bytes() // num_devices)
+    if found.memory_bytes is None:
+        raise ConfigError(
+            f"{found.platform} ({found.kind}) does not report its memory: give it as device.memory_bytes, or "
+            "num_blocks in place of memory_fraction"
+        )
+    return Device(found.kind, found.memory_bytes)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.parallel.shares import local_layout, local_model
-from ksana_jax.planner.devices import Device, physical_bytes, this_device
+from ksana_jax.planner.devices import physical_bytes, this_device
 from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import weights_bytes
@@ -20,6 +21,7 @@ from ksana_jax.step.buckets import Buckets
 from ksana_jax.units import byte_size
 
 logger = logging.getLogger("ksana_jax")
+_TWICE = " (twice during a step, since the device does not support donation)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,14 @@ class PoolPlan:
     """Predicted bytes of an engine on its device; of several, on each of them.
 
     step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
+    pool_copies: pools that there are during a step: 2 on a device without donation.
     """
 
     num_blocks: int
     weights_bytes: int
     pool_bytes: int
     step_bytes: int | None = None
+    pool_copies: int = 1
 
 
 def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> PoolPlan:
@@ -49,13 +53,13 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     num_devices = config.tensor_parallel_size
     # What each of several devices has is a smaller model. Sums over them are made in place.
     model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
-    block_bytes, device = layout.block_bytes, this_device(num_devices)
+    block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
     packs = config.linear_implementation == "packed"
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
-        _check_pool(config.num_blocks, block_bytes, weights, device)
-        return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes)
+        _check_pool(config.num_blocks, block_bytes, weights, copies, num_devices)
+        return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes, None, copies)
     wanted, step = config.max_num_seqs * layout.blocks_of(config.max_model_len, config.max_num_batched_tokens), None
     if config.memory_fraction is None:
         affordable = config.memory_bytes // block_bytes
@@ -76,29 +80,32 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
         )
-        step = max(found.peak for found in measured)
+        device, step = this_device(num_devices), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
-        affordable = (budget - weights - step) // block_bytes
+        affordable = (budget - weights - step) // (block_bytes * copies)
         if affordable < 1:
             raise ConfigError(
                 f"memory_fraction {config.memory_fraction} of {byte_size(device.memory_bytes)} ({device.name}) is "
                 f"{byte_size(budget)}: weights take {byte_size(weights)}, a step {byte_size(step)}: "
-                f"no room for a KV block of {block_bytes:,} bytes"
+                f"no room for a KV block of {block_bytes:,} bytes{_TWICE if copies > 1 else ''}"
             )
         if config.enable_prefix_caching:
             wanted = affordable
     num_blocks = min(wanted, affordable)
-    _check_pool(num_blocks, block_bytes, weights, device)
-    return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step)
+    _check_pool(num_blocks, block_bytes, weights, copies, num_devices)
+    return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step, copies)
 
 
-def _check_pool(num_blocks: int, block_bytes: int, weights: int, device: Device) -> None:
-    pool = num_blocks * block_bytes
-    if weights + pool > device.memory_bytes:
+def _check_pool(num_blocks: int, block_bytes: int, weights: int, copies: int, num_devices: int) -> None:
+    found = capabilities()
+    if not found.shares_host_memory and found.memory_bytes is None:
+        return  # its size is not known
+    device, pool = this_device(num_devices), num_blocks * block_bytes
+    if weights + pool * copies > device.memory_bytes:
         raise ConfigError(
             f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {byte_size(pool)} besides "
-            f"{byte_size(weights)} of weights, {device.name} has {byte_size(device.memory_bytes)}: "
-            "set num_blocks or memory_bytes"
+            f"{byte_size(weights)} of weights{_TWICE if copies > 1 else ''}, {device.name} has "
+            f"{byte_size(device.memory_bytes)}: set num_blocks or memory_bytes"
         )
 
 
@@ -132,14 +139,16 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
       baseline: resident memory of the process before the weights, `process.resident_bytes`.
     """
     programs = [*runner.programs.values(), *(runner.evictor.programs if runner.evictor else ())]
-    measured = max(map(program_bytes, programs), default=None)
+    sizes = [program_bytes(program) for program in programs]
+    known = [size for size in sizes if size is not None]
+    measured = max(known, default=None) if len(known) == len(sizes) else None
     leaves = jax.tree.leaves(runner.params)
     weights = sum(map(_on_first, leaves))
     host = sum(leaf.nbytes for leaf in leaves if not isinstance(leaf, jax.Array))
     peak = None
     if plan.step_bytes is not None:
-        peak = plan.weights_bytes + plan.pool_bytes + plan.step_bytes
-        if runner.platform == "cpu":
+        peak = plan.weights_bytes + plan.pool_bytes * plan.pool_copies + plan.step_bytes
+        if capabilities().shares_host_memory:
             # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
             compiled = compiled_bytes(runner.programs)
             host += runner.mover.host_blocks.nbytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import StepShape
 from ksana_jax.units import MIB
@@ -43,10 +44,13 @@ def return_free_memory() -> None:
 
 
 def device_peak_bytes() -> int | None:
-    """Returns the peak bytes of the first device's allocator; on the CPU, those of the process."""
+    """Returns the peak bytes of the first device's allocator; on the CPU, those of the process; None if
+    the device does not report them."""
     device = jax.devices()[0]
-    if device.platform == "cpu":
+    if capabilities(device).shares_host_memory:
         return resident_bytes(highest=True)
+    if capabilities(device).memory_bytes is None:
+        return None
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 

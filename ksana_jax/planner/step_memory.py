@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
@@ -105,12 +105,18 @@ def described(target: aot.Target | None = None) -> str:
     return f"{device.platform} ({device.device_kind}), jax {jax.__version__}"
 
 
-def program_bytes(compiled: Any) -> int:
-    """Returns the bytes that a compiled step or another program takes while it runs, besides weights and pool."""
-    return max(map(_program_bytes, compiled_programs(compiled)))
+def program_bytes(compiled: Any) -> int | None:
+    """Returns the bytes that a compiled step or another program takes while it runs, besides weights and pool.
+
+    A pool that cannot be donated is among the results of a step a second time, which is not counted here either. None
+    where the device's compiler does not say.
+    """
+    found = [_program_bytes(program) for program in compiled_programs(compiled)]
+    known = [size for size in found if size is not None]
+    return max(known) if len(known) == len(found) else None
 
 
-def _program_bytes(compiled: Any) -> int:
+def _program_bytes(compiled: Any) -> int | None:
     arguments, _ = compiled.args_info
 
     def weights_or_pool(x: Any) -> bool:
@@ -118,9 +124,20 @@ def _program_bytes(compiled: Any) -> int:
 
     given = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=weights_or_pool) if not weights_or_pool(leaf)]
     memory = compiled.memory_analysis()
-    # The pool is donated: it is among the results, as an alias.
-    new = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if memory is None:
+        return None
+    # The pool is among the results: as an alias if it was donated.
+    alias = memory.alias_size_in_bytes or _returned_pool_bytes(compiled)
+    new = memory.temp_size_in_bytes + memory.output_size_in_bytes - alias
     return new + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in given)
+
+
+def _returned_pool_bytes(compiled: Any) -> int:
+    """Returns the bytes of the pools among a program's results."""
+    results = jax.tree.unflatten(compiled.out_tree, jax.tree.leaves(compiled.out_info))
+    pools = jax.tree.leaves(results, is_leaf=lambda x: isinstance(x, KVCache))
+    arrays = [leaf for pool in pools if isinstance(pool, KVCache) for leaf in jax.tree.leaves(pool)]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
 
 
 def step_bytes(
@@ -215,9 +232,25 @@ def _compiled(
             most = shape.max_sampled
             runner.warm_up([shape], [most], [SamplingParams(temperature=1.0)])
             sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", most, most)]
-            evicting = max(map(program_bytes, runner.evictor.programs), default=0) if runner.evictor else 0
-            step = program_bytes(runner.programs[shape])
-            found.append(StepBytes(step, max(map(program_bytes, sampling)), evicting))
+            evicting = max(map(_known_bytes, runner.evictor.programs), default=0) if runner.evictor else 0
+            step = _known_bytes(runner.programs[shape])
+            found.append(StepBytes(step, max(map(_known_bytes, sampling)), evicting))
+    return found
+
+
+def _known_bytes(compiled: Any) -> int:
+    """Returns `program_bytes`.
+
+    Raises:
+      ConfigError: the compiler does not say.
+    """
+    found = program_bytes(compiled)
+    if found is None:
+        platform = jax.devices()[0].platform
+        raise ConfigError(
+            f"the compiler of {platform} does not say how much memory a step takes: give num_blocks or memory_bytes in "
+            "place of memory_fraction"
+        )
     return found
 
 

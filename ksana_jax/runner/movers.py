@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.kv.layout import KV_HEADS, KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
@@ -27,15 +28,6 @@ NUM_TIMED = 4
 Saved: TypeAlias = tuple[np.ndarray, KVCache]
 
 
-def staging_memory(device: Any) -> str:
-    """Returns the memory that copies between a device and NumPy arrays should cross: "pinned_host" or "none".
-
-    A CPU device computes on the host's memory: a detour would be one more copy.
-    """
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return "pinned_host" if device.platform != "cpu" and "pinned_host" in kinds else "none"
-
-
 class BlockMover:
     """Makes the copies of `kv.moves.Moves` on a pool, for all its leaves.
 
@@ -43,7 +35,7 @@ class BlockMover:
       layout, num_blocks: of the pool.
       num_slots: blocks of the host, preallocated.
       staging: memory that blocks cross on their way between device and host: "pinned_host", from where a device copies
-        without the processor, "none", or "auto" (`staging_memory`).
+        without the processor, "none", or "auto" (`devices.capabilities`).
       placement: of the pool. Blocks on the host have each kv head once, however many devices have it.
 
     Attributes:
@@ -70,7 +62,7 @@ class BlockMover:
         self._num_timed = 0
         self._on_device = placement.by_head()
         self._staged = None
-        if (kind := staging_memory(placement.device) if staging == "auto" else staging) != "none":
+        if (kind := capabilities().staging if staging == "auto" else staging) != "none":
             self._staged = placement.by_head(kind)
 
     def reset(self) -> None:

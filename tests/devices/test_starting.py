@@ -1,35 +1,12 @@
 """Starting jax on a device, in child processes: each route to a plugin, and each way in which it can fail."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from ksana_jax.devices.starting import use_device
-
-COMMON = """
-import ctypes, warnings
-import pytest
-from ksana_jax.devices.starting import started, use_device
-from ksana_jax.devices.loopback.plugin import LoopbackPlugin, outlives_python
-from ksana_jax.devices.loopback.stub_library import stub_library
-from ksana_jax.errors import ConfigError
-"""
-
-
-def child(code: str, **environment: str) -> str:
-    """Runs code in a process of its own, which must end without an error; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMMON + textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.devices.children import child
 
 
 def test_what_cannot_start_is_said_and_another_device_can_be_used_after_it(tmp_path):

@@ -90,7 +90,8 @@ def test_prefixes_found_within_chunks_of_any_size(pattern):
 @pytest.fixture(params=["none", "pinned_host"])
 def staging(request, monkeypatch) -> str:
     """What blocks cross between device and host; "auto" would choose "none" on a CPU, "pinned_host" on CUDA and TPU."""
-    monkeypatch.setattr(movers, "staging_memory", lambda device: request.param)
+    found = dataclasses.replace(movers.capabilities(), staging=request.param)
+    monkeypatch.setattr(movers, "capabilities", lambda: found)
     return request.param
 
 

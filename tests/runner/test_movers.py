@@ -1,7 +1,5 @@
 """Copies of whole blocks, in every size of a group and in the order that `step.Moves` promises."""
 
-import types
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.patterns import FULL, LiveRange
-from ksana_jax.runner.movers import NUM_TIMED, SIZES, BlockMover, staging_memory
+from ksana_jax.runner.movers import NUM_TIMED, SIZES, BlockMover
 
 # Keys and values [L, 2, K, B, H] of a block with scales [L, 2, K]: whatever else a block has moves along.
 LEAVES = (Leaf("kv", (2, 2, 1, 4, 2), "float32"), Leaf("scale", (2, 2, 1), "float16"))
@@ -187,21 +185,6 @@ def test_the_first_moves_are_timed_once_they_are_compiled():
         mover.finish(saved)
         seconds.append(move_s)
     assert [s > 0 for s in seconds] == [False] + [True] * NUM_TIMED + [False] * 2
-
-
-@pytest.mark.parametrize(
-    ("platform", "kinds", "expected"),
-    [
-        ("gpu", ["device", "pinned_host"], "pinned_host"),
-        ("tpu", ["device", "pinned_host", "unpinned_host"], "pinned_host"),
-        ("npu", ["device"], "none"),
-        ("cpu", ["device", "pinned_host"], "none"),
-    ],
-)
-def test_blocks_cross_pinned_memory_where_a_device_apart_from_the_host_has_it(platform, kinds, expected):
-    memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
-    device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
-    assert staging_memory(device) == expected
 
 
 def test_a_memory_that_the_device_does_not_have_is_refused():
