@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from ksana_jax import checks
@@ -136,6 +137,14 @@ MAX_DEVICES = 1024
 QUANTIZATIONS = (None, "int8", "w8a8")
 LINEAR_IMPLEMENTATIONS = ("auto", "packed", "mixed", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
+
+
+def _attention_problem(name: Any) -> str | None:
+    """Returns why a name is no implementation of attention, of ours or of an installed package; None if it is one."""
+    if name in ATTENTION_IMPLEMENTATIONS:
+        return None
+    installed = [point.name for point in entry_points(group="ksana_jax.attention")]
+    return checks.one_of("attention_implementation", name, (*ATTENTION_IMPLEMENTATIONS, *installed))
 
 
 def _layers(given: Any) -> tuple[int, ...]:
@@ -291,7 +300,7 @@ class EngineConfig:
             checks.one_of("cache_write", self.cache_write, ("back", "through", "drop")),
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
             checks.one_of("linear_implementation", self.linear_implementation, LINEAR_IMPLEMENTATIONS),
-            checks.one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS),
+            _attention_problem(self.attention_implementation),
             checks.one_of("numerics", self.numerics, ("fast", "invariant")),
             checks.one_of("quantization", self.quantization, QUANTIZATIONS),
             checks.boolean("async_scheduling", self.async_scheduling),

@@ -16,7 +16,7 @@ ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec config reque
 HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "native models ops sampling parallel runner loading"
 ENGINE = "planner engine"
-AROUND_IT = "inspect compile_check training"
+AROUND_IT = "probe inspect compile_check training"
 FRONT = "ksana_jax evaluation experiments bench trace align cli __main__"
 ROOMS = " ".join((LEAVES, DEVICES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 

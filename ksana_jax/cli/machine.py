@@ -64,10 +64,26 @@ def plan(
     )
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="try out what a device can do: a platform such as npu or cpu, or as in YAML: '{platform: npu, plugin: "
+            "loopback}'; each group of checks in a process of its own",
+            show_default=False,
+            metavar="YAML",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Shows devices, versions, implementations of attention, which one is used and why, the numerics there are, and the
     verdicts for engines with prefer: agreement."""
     import json
+
+    if device is not None:
+        from ksana_jax.probe.report import show
+
+        raise typer.Exit(show(read_setting("device", device), as_json))
 
     import jax
     from rich.console import Console

@@ -257,7 +257,7 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
 
         def scores_of(i):
             k, _, kv_pos = read(i)
-            k = k.astype(jnp.promote_types(k.dtype, q_SKRH.dtype))
+            k = k.astype(_wide_enough(k.dtype, q_SKRH.dtype))
             return _scores(q_SKRH, k, kv_pos, tiles, source, context), kv_pos
 
         log_total = state.top + jnp.log(state.total)
@@ -267,6 +267,11 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
         most = tiles.tables.shape[1] // piece
         mass = observed_mass(observer, queries, scores_of, num_pieces, most, piece * size)[..., :num_slots]
     return PartialAttention(*(by_token(x) for x in state)), mass
+
+
+def _wide_enough(stored, queries):
+    """Returns a type that holds stored numbers and queries. jax does not promote floats of 8 bits, which all hold."""
+    return queries if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(stored, queries)
 
 
 def _sinks(context: AttentionContext, shape: tuple[int, ...]):
@@ -317,7 +322,7 @@ def _absorb(
 ) -> PartialAttention:
     """Adds the visible keys, or only the repositioned ones, to the online softmax."""
     # Queries are not rounded to the type of stored keys: a pool may be narrower than the engine's dtype, or wider.
-    k_SKCH, v_SKCH = (x.astype(jnp.promote_types(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
+    k_SKCH, v_SKCH = (x.astype(_wide_enough(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
     # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
     end_S = source.end(tiles.positions.max(axis=1))
     v_SKCH = jnp.where((kv_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)

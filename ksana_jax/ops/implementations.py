@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
 from ksana_jax.ops.pool import KVCache
@@ -82,6 +84,29 @@ IMPLEMENTATIONS = (
 )
 
 
+# Entry points of this group add implementations from other packages, each under its own name.
+GROUP = "ksana_jax.attention"
+
+
+@functools.cache
+def implementations() -> tuple[Implementation, ...]:
+    """Returns all implementations in order of preference: those of installed packages, then our own.
+
+    Raises:
+      ConfigError: a package's entry point is not an Implementation of that name, or cannot be imported.
+    """
+    found = []
+    for point in entry_points(group=GROUP):
+        try:
+            made = point.load()
+        except Exception as error:  # whatever another package may raise
+            raise ConfigError(f"entry point {point.name} = {point.value} of {GROUP}: {error}") from error
+        if not isinstance(made, Implementation) or made.name != point.name:
+            raise ConfigError(f"entry point {point.name} = {point.value} of {GROUP} is no Implementation of that name")
+        found.append(made)
+    return (*found, *IMPLEMENTATIONS)
+
+
 def choose(needs: Requirements, name: str = "auto") -> Implementation:
     """Returns the first implementation that supports the requirements, or the one with the given name.
 
@@ -89,13 +114,13 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
       ValueError: there is none of that name, or it does not serve.
     """
     if name == "auto":
-        return next(i for i in IMPLEMENTATIONS if i.unsupported(needs) is None)
-    for i in IMPLEMENTATIONS:
+        return next(i for i in implementations() if i.unsupported(needs) is None)
+    for i in implementations():
         if i.name == name:
             if reason := i.unsupported(needs):
                 raise ValueError(f"attention_implementation {name!r}: {reason}")
             return i
-    names = ", ".join(i.name for i in IMPLEMENTATIONS)
+    names = ", ".join(i.name for i in implementations())
     raise ValueError(f"attention_implementation is {name!r}, must be auto or one of {names}")
 
 
@@ -119,7 +144,7 @@ def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
         needs = example_needs()
     chosen = choose(needs)
     rows = []
-    for i in IMPLEMENTATIONS:
+    for i in implementations():
         reason = i.unsupported(needs) or ("preferred here" if i is chosen else f"{chosen.name} is preferred")
         rows.append((i.name, i is chosen, reason))
     return rows

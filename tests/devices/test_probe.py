@@ -1,0 +1,61 @@
+"""`ksana doctor --device`: what it finds on the loopback where something is withheld, and on a CPU."""
+
+import json
+
+import pytest
+
+from ksana_jax.probe import report
+from ksana_jax.probe.findings import Finding, tried
+
+
+def loopback(**options):
+    return {"platform": "npu", "plugin": "loopback", "options": options}
+
+
+def found(group: str, seconds: float = 300, **options) -> dict[str, Finding]:
+    return {f.what: f for f in report._run(group, loopback(**options), seconds)}
+
+
+def test_a_check_that_raises_is_a_finding():
+    def fails():
+        raise RuntimeError("two\nlines")
+
+    assert tried("it", fails, "nothing") == Finding("it", False, "RuntimeError: two lines", "nothing")
+    assert tried("it", lambda: 3) == Finding("it", True, "3")
+
+
+def test_missing_operations_are_named_one_by_one():
+    operations = found("operations", lacks_operations=["scatter", "dynamic while"])
+    missing = {what for what, f in operations.items() if not f.works}
+    assert missing == {"scatter, dropping what is beyond the end", "loop of dynamic length"}
+    assert "failed to legalize operation 'stablehlo.scatter'" in operations[min(missing, key=len)].detail or any(
+        "failed to legalize operation 'stablehlo.scatter'" in f.detail for f in operations.values()
+    )
+
+
+def test_a_function_without_which_jaxlib_ends_the_process_is_reported():
+    [finding] = [f for f in found("identity", lacks=["Client_AddressableMemories"]).values() if f.works is False]
+    assert finding.what == "the rest of this group" and "its process ended with signal 6" in finding.detail
+
+
+def test_a_group_that_hangs_is_ended():
+    [finding] = report._run("identity", loopback(), 0.05)
+    assert finding.works is False and "it hung, and was ended after 0.05 s" in finding.detail
+
+
+def test_tokens_are_compared():
+    a, b = Finding("greedy tokens", True, "[1, 2]"), Finding("greedy tokens", True, "[1, 3]")
+    assert report._compared([a], [a]) is None
+    assert report._compared([a], [b]) == "greedy tokens are [1, 2], the CPU's [1, 3]"
+    assert report._compared([Finding("x", False, "broken")], [a]) == "x: broken"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("device", [{"platform": "cpu"}, loopback(num_devices=2)], ids=["cpu", "loopback"])
+def test_the_engine_runs_where_everything_works(device):
+    made = report.probe(device, 300)
+    assert made.verdict is None
+    wrong = {f.what for group in made.groups.values() for f in group if f.works is False}
+    assert wrong <= {"jax's compilation cache", "callbacks to Python", "dlpack"}
+    assert json.loads(json.dumps(made.plain()))["groups"]["tokens"]
+    assert "| greedy tokens of ksana-tiny | works |" in made.markdown()
