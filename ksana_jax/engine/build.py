@@ -163,7 +163,7 @@ def _on_device(
     plan = pool_size(model, config, layout)
     if loads := callable(params):
         params = params()
-    params = quantised(params, config.quantization)
+    params = quantised(placement.params(model, params), config.quantization)
     if config.embedding_device == "host":
         params = embedding_on_host(params)
     digest = ""

@@ -79,6 +79,8 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             max_model_len=config.max_model_len,
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
+            attention=config.attention_implementation,
+            linear=config.linear_implementation,
         )
         device, step = this_device(num_devices), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)

@@ -153,6 +153,8 @@ def step_bytes(
     max_model_len: int | None = None,
     max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
+    attention: str = "auto",
+    linear: str = "auto",
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
     """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device.
@@ -161,6 +163,7 @@ def step_bytes(
       dtype, kv_dtype: of weights, and of keys and values; by default they are equal.
       quantization, kv_full_precision_layers, kv_eviction: as in `EngineConfig`.
       max_model_len: longest text, on which programs of evictions depend; None takes the model's max_position.
+      attention, linear: names of implementations, see `EngineConfig`.
     """
     compiled = functools.partial(
         _compiled,
@@ -173,6 +176,8 @@ def step_bytes(
         max_model_len=max_model_len or config.max_position,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
+        attention=attention,
+        linear=linear,
         exact=kv_full_precision_layers,
         kv_eviction=kv_eviction,
     )

@@ -13,6 +13,9 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.loading import load as loading
 from ksana_jax.loading import load_model, tensor_files
 from ksana_jax.parallel.placement import place_on
+from ksana_jax.parallel.shares import local_model
+from ksana_jax.planner.step_memory import program_bytes, step_bytes
+from ksana_jax.step.contract import Part, StepShape
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 from tests.parallel.on_devices.engines import GREEDY, MHA, MODELS, PROMPTS, make_llm, params_of, tokens_of
 
@@ -76,16 +79,18 @@ def test_a_checkpoint_gives_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_memory_of_each_device_is_planned(name, num_devices):
-    llm = make_llm(name, num_devices, num_blocks=None, memory_fraction=0.001, max_num_seqs=64)
-    llm.warm_up()
+    model, llm = MODELS[name], make_llm(name, num_devices)
+    shape = StepShape((Part(16, 1), Part(2, 16)), 8, 16)
+    measured = program_bytes(llm.runner.compile_step(shape))
+    settings = {"block_size": llm.config.block_size, "max_model_len": 128, "attention": "xla", "linear": "xla"}
+    [planned] = step_bytes(local_model(model, num_devices), [shape], dtype="f32", **settings)
+    # A step is planned as one of a smaller model: sums over devices are in what is measured alone.
+    assert planned.network <= 1.02 * measured and measured <= 1.3 * planned.network
     found = llm.memory_usage()
     for part in ("weights", "pool"):
         assert found[part].predicted == found[part].measured > 0
-    # Buffers of the sums over devices are in what was measured and not in what was planned.
-    assert found["step"].predicted <= found["step"].measured < 1.3 * found["step"].predicted
-    whole = make_llm(name, 1, num_blocks=llm.num_blocks).memory_usage()
-    shared = max(num_devices // MODELS[name].num_kv_heads, 1)
-    assert found["pool"].measured * num_devices == whole["pool"].measured * shared
+    shared = max(num_devices // model.num_kv_heads, 1)
+    assert found["pool"].measured * num_devices == llm.num_blocks * llm.block_bytes * shared
 
 
 def test_a_block_on_the_host_has_each_kv_head_once():
@@ -125,7 +130,7 @@ def test_a_small_pool_with_a_host_tier(preempt):
     one, several = (make_llm("GQA", n, **settings) for n in (1, 4))
     for _ in range(2):  # the second time from the cache
         assert tokens_of(several) == tokens_of(one)
-    assert sum(record.num_preempted for record in several.records) > 0
+    assert several.records[-1].num_preemptions > 0
 
 
 @pytest.mark.soak

@@ -1,10 +1,27 @@
 """The same tokens from one device and from several, whatever the model, the pattern and how KV is stored."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from ksana_jax import AttentionPattern
-from tests.parallel.on_devices.engines import GREEDY, PROMPTS, alone, asked, expected, make_llm, tokens_of
+from ksana_jax import LLM, AttentionPattern
+from ksana_jax.models.params import init_params
+from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.kernels import Kernels
+from ksana_jax.runner import runner
+from pallas_kernels.registry import KERNELS
+from tests.parallel.on_devices.engines import (
+    GREEDY,
+    MHA,
+    PROMPTS,
+    SETTINGS,
+    alone,
+    asked,
+    expected,
+    make_llm,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -62,6 +79,20 @@ def test_implementations(attention, linear):
     llm = make_llm("GQA", 8, attention_implementation=attention, linear_implementation=linear)
     assert (llm.runner.implementation.name, llm.config.linear_implementation) == (attention, linear)
     assert tokens_of(llm) == expected("GQA")
+
+
+@pytest.mark.soak
+def test_kernels_of_a_gpu_see_the_heads_of_one_device(monkeypatch):
+    """Triton kernels in Pallas's interpreter, which take float16 and heads of 64."""
+    kernels = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
+    made = Implementation("triton", kernels.write, kernels.attend, None, lambda needs: None)
+    monkeypatch.setattr(runner, "choose", lambda needs, name: made)
+    model = dataclasses.replace(MHA, num_kv_heads=2, head_dim=64)
+    params = init_params(model, 3, "float16", std=0.3)
+    config = SETTINGS | ONE_SHAPE | {"dtype": "f16", "num_blocks": 16, "max_model_len": 64}
+    few = [dataclasses.replace(GREEDY, max_tokens=4)] * 2
+    one, several = (LLM.from_params(model, params, tensor_parallel_size=n, **config) for n in (1, 4))
+    assert tokens_of(several, few, PROMPTS[3:5]) == tokens_of(one, few, PROMPTS[3:5])
 
 
 @pytest.mark.parametrize(
