@@ -25,8 +25,9 @@ from tests.parallel.on_devices.engines import (
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# With 2 kv heads, 4 and 8 devices share them; with 8, eight devices have one each.
-DIVIDED = [(name, n) for name in ("MHA", "GQA", "MQA") for n in (2, 4, 8)]
+# Kv heads of its own on each device, more of them, and one that devices share. All of n in 2, 4, 8 for each model had
+# equal tokens once; these are what there is time for.
+DIVIDED = [("MHA", 8), ("GQA", 2), ("GQA", 8), ("MQA", 4)]
 
 
 @pytest.mark.soak
@@ -38,7 +39,7 @@ def test_greedy_and_seeded_tokens(name, num_devices):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize("num_devices", [8])
 def test_log_probabilities(num_devices):
     params = asked(temperature=1.0, seed=7, logprobs=3, prompt_logprobs=2)
     one, several = (alone("GQA", n).generate(PROMPTS, params) for n in (1, num_devices))
@@ -73,8 +74,7 @@ def test_patterns():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("linear", ["mixed", "native"])
+@pytest.mark.parametrize(("attention", "linear"), [("native", "mixed"), ("xla", "native")])
 def test_implementations(attention, linear):
     llm = make_llm("GQA", 8, attention_implementation=attention, linear_implementation=linear)
     assert (llm.runner.implementation.name, llm.config.linear_implementation) == (attention, linear)
@@ -95,9 +95,7 @@ def test_kernels_of_a_gpu_see_the_heads_of_one_device(monkeypatch):
     assert tokens_of(several, few, PROMPTS[3:5]) == tokens_of(one, few, PROMPTS[3:5])
 
 
-@pytest.mark.parametrize(
-    "kv", [pytest.param(kv, marks=pytest.mark.soak) for kv in ("bf16", "int8", "int4", "fp8_e4m3", "kivi4", "gear4")]
-)
+@pytest.mark.parametrize("kv", [pytest.param(kv, marks=pytest.mark.soak) for kv in ("int8", "kivi4")])
 def test_codecs(kv):
     one, several = (make_llm("GQA", n, kv_cache_dtype=kv) for n in (1, 4))
     assert several.block_bytes == one.block_bytes
