@@ -24,6 +24,7 @@ CONTENTS = {
         "docs/yaml.md",
         "docs/coming-from-vllm.md",
         "docs/jax.md",
+        "docs/new-accelerator.md",
         "docs/api.md",
         "examples/README.md",
     ],

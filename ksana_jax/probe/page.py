@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from ksana_jax.probe.report import probe
 from ksana_jax.probe.stablehlo import DEVICE, engine_operations
 
@@ -39,11 +41,12 @@ has happened when it is handed out.
 
 def page() -> str:
     """Returns the page: its text, the operations of the engine's programs, and the reports of two devices."""
-    operations = engine_operations()
+    operations = {name: types for name, types in engine_operations().items() if name.startswith("stablehlo.")}
     lines = [_HEAD, "## Operations of StableHLO that the engine needs", ""]
     lines += [
-        f"Those of all programs of `ksana-tiny` in bfloat16, with greedy, sampled and beam search: {len(operations)}, "
-        "without a custom call.",
+        "Those of all programs of `ksana-tiny` in bfloat16, with greedy, sampled and beam search "
+        f"(jax {jax.__version__}):",
+        f"{len(operations)}, without a custom call. Some loops (`stablehlo.while`) have a dynamic length.",
         "",
         "| operation | element types |",
         "|---|---|",

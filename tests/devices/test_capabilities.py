@@ -38,6 +38,7 @@ def test_blocks_cross_pinned_memory_where_a_device_apart_from_the_host_has_it():
     assert staging_memory({"device", "pinned_host"}, True) == "none"
 
 
+@pytest.mark.soak
 def test_a_pool_sized_by_the_devices_memory_fits_and_says_what_it_takes():
     child(
         f"""
@@ -55,7 +56,7 @@ def test_a_pool_sized_by_the_devices_memory_fits_and_says_what_it_takes():
     )
 
 
-@pytest.mark.parametrize("how", ["withheld", "not allowed"])
+@pytest.mark.parametrize("how", ["withheld", pytest.param("not allowed", marks=pytest.mark.soak)])
 def test_without_donation_the_pool_is_planned_twice(how):
     lacks, device = ("donation", {}) if how == "withheld" else ("", {"donation": False})
     child(
@@ -73,6 +74,7 @@ def test_without_donation_the_pool_is_planned_twice(how):
     )
 
 
+@pytest.mark.soak
 def test_a_device_that_does_not_say_its_memory_is_told_it():
     child(
         f"""
@@ -93,6 +95,7 @@ def test_a_device_that_does_not_say_its_memory_is_told_it():
     )
 
 
+@pytest.mark.soak
 def test_a_compiler_that_does_not_size_programs_leaves_num_blocks():
     child(
         f"""

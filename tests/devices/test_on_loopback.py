@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
@@ -29,3 +31,20 @@ def run_tests(*arguments: str, timeout: float = 300, **options) -> str:
 def test_arrays_and_programs():
     output = run_tests("tests/devices/on_loopback", num_devices=2, memory_bytes=GIB, pinned_host=True)
     assert re.search(r"^(4[0-9]|[5-9][0-9]) passed in", output, re.M), output
+
+
+def test_the_engine_computes_with_numbers_of_8_bits_that_are_stored_as_such():
+    output = run_tests("tests/engine/test_kv_codecs.py", "-k", "by_definition and fp8")
+    assert re.search(r"^2 passed", output, re.M), output
+
+
+# All of tests/engine and tests/kv take 20 minutes there, and fail only in what is about CPUs: their native operators,
+# their name and their memory.
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "tests, chosen",
+    [("tests/engine/test_golden.py", "mistral or qwen2"), ("tests/runner/test_movers.py", "not does_not_have")],
+)
+def test_the_engine_passes_its_own_tests(tests, chosen):
+    output = run_tests(tests, "-k", chosen, pinned_host=True)
+    assert re.search(r"^[1-9][0-9]* passed", output, re.M), output
