@@ -56,7 +56,8 @@ def test_a_pool_sized_by_the_devices_memory_fits_and_says_what_it_takes():
     )
 
 
-@pytest.mark.parametrize("how", ["withheld", pytest.param("not allowed", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["withheld", "not allowed"])
 def test_without_donation_the_pool_is_planned_twice(how):
     lacks, device = ("donation", {}) if how == "withheld" else ("", {"donation": False})
     child(
