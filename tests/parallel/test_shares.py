@@ -11,6 +11,8 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.params import is_shape, param_shapes
 from ksana_jax.parallel.shares import local_layout, local_model, local_vocabulary, pool_layout, share
 from ksana_jax.parallel.specs import field_of, param_specs
+from ksana_jax.planner import plan
+from ksana_jax.planner.step_memory import NO_STEP
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, d_model=4096, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336
@@ -74,3 +76,20 @@ def test_every_weight_has_a_spec():
 def test_a_model_that_cannot_be_divided_is_refused_with_all_reasons(num_devices, said):
     with pytest.raises(ConfigError, match=said):
         local_model(LLAMA_8B, num_devices)
+
+
+def test_a_plan_is_one_of_each_device():
+    one, several = (plan(LLAMA_8B, "h200", step=NO_STEP, batch=8, tensor_parallel_size=n) for n in (1, 8))
+    assert several.num_params == one.num_params
+    assert several.kv_bytes_per_token * 8 == one.kv_bytes_per_token and several.max_kv_tokens > 8 * one.max_kv_tokens
+    norms = (2 * LLAMA_8B.num_layers + 1) * LLAMA_8B.d_model
+    padding = 2 * (8 * local_vocabulary(LLAMA_8B.vocab_size, 8) - LLAMA_8B.vocab_size) * LLAMA_8B.d_model
+    assert several.weights_bytes * 8 == one.weights_bytes + 2 * (7 * norms + padding)  # bfloat16
+    assert {change.name for change in one.changes} - {change.name for change in several.changes} == {
+        "embedding on the host"
+    }
+
+
+def test_a_plan_refuses_what_an_engine_would():
+    with pytest.raises(ConfigError, match='tensor_parallel_size 2 does not go with quantization "w8a8"'):
+        plan(LLAMA_8B, "h200", step=NO_STEP, tensor_parallel_size=2, quantization="w8a8")
