@@ -57,13 +57,11 @@ def test_a_pool_sized_by_the_devices_memory_fits_and_says_what_it_takes():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("how", ["withheld", "not allowed"])
-def test_without_donation_the_pool_is_planned_twice(how):
-    lacks, device = ("donation", {}) if how == "withheld" else ("", {"donation": False})
+def test_without_donation_the_pool_is_planned_twice():
     child(
         f"""
     warnings.filterwarnings("ignore", "(Some d|D)onat", UserWarning)
-    llm = engine({lacks!r}, memory_fraction=0.9, enable_prefix_caching=True, device={device})
+    llm = engine("donation", memory_fraction=0.9, enable_prefix_caching=True)
     assert not capabilities().donates
     assert llm.memory_plan.pool_copies == 2
     assert llm.memory_plan.pool_bytes < 0.45 * 2**28
