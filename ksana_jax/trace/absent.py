@@ -21,6 +21,7 @@ from ksana_jax.files import write_atomic
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.load import abstract_params
+from ksana_jax.parallel.placement import Placement
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.runner import compiling
@@ -108,6 +109,10 @@ def compile_engine(
         raise ConfigError(
             f"prefer is {config.prefer!r}, must be speed: on a machine that is not there, nothing is measured"
         )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, must be 1: an absent machine has one device"
+        )
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     layout = make_layout(model, patterns, config, target.device.platform)
     num_blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)
@@ -123,7 +128,7 @@ def compile_engine(
         linear=config.linear_implementation,
         numerics=config.numerics,
         embedding_device=config.embedding_device,
-        device=target.device,
+        placement=Placement(target.device),
     )
     steps = []
     for shape in shapes_of(config, target.device.platform):
