@@ -21,7 +21,7 @@ from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import array_dtype
-from ksana_jax.ops.implementations import IMPLEMENTATIONS
+from ksana_jax.ops.implementations import implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
 
@@ -185,7 +185,7 @@ def serving_pairs(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
     """Returns the implementations that serve an engine and that its settings allow, in order of preference."""
     dtype = array_dtype(config.dtype).name
     needs = Requirements.of(model, layout, num_repositioned_sinks=config.max_repositioned_sinks or 0, query_dtype=dtype)
-    attention = [i.name for i in IMPLEMENTATIONS if i.unsupported(needs) is None]
+    attention = [i.name for i in implementations() if i.unsupported(needs) is None]
     linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(needs.platform, dtype) is None]
     asked = config.attention_implementation, config.linear_implementation
     attention, linear = (

@@ -88,13 +88,17 @@ IMPLEMENTATIONS = (
 GROUP = "ksana_jax.attention"
 
 
-@functools.cache
 def implementations() -> tuple[Implementation, ...]:
     """Returns all implementations in order of preference: those of installed packages, then our own.
 
     Raises:
       ConfigError: a package's entry point is not an Implementation of that name, or cannot be imported.
     """
+    return (*_installed(), *IMPLEMENTATIONS)
+
+
+@functools.cache
+def _installed() -> tuple[Implementation, ...]:
     found = []
     for point in entry_points(group=GROUP):
         try:
@@ -104,7 +108,7 @@ def implementations() -> tuple[Implementation, ...]:
         if not isinstance(made, Implementation) or made.name != point.name:
             raise ConfigError(f"entry point {point.name} = {point.value} of {GROUP} is no Implementation of that name")
         found.append(made)
-    return (*found, *IMPLEMENTATIONS)
+    return tuple(found)
 
 
 def choose(needs: Requirements, name: str = "auto") -> Implementation:

@@ -42,6 +42,7 @@ class RowBlocks:
         ]
         self._size = memory.block_size
         self.num_held = self.num_ahead = 0
+        self._compacted = False  # whether text and cache positions of some row may differ
         self._groups = np.arange(rows.num_groups)[:, None]
 
     @property
@@ -88,7 +89,7 @@ class RowBlocks:
         of_group = rows if r.num_groups == 1 else (self._groups * len(r.seqs) + rows).reshape(-1)
         entries = r.num_blocks.reshape(-1)[of_group]
         at, starts = of_group * r.block_tables.shape[2] + entries, until
-        if r.num_groups > 1 or self._eviction is not None:
+        if r.num_groups > 1 or self._compacted:
             starts = (until - r.num_evicted.take(rows, axis=1)).reshape(-1)
         ids = self.memory.device.allocate(len(at))
         r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, starts
@@ -295,6 +296,7 @@ class RowBlocks:
                 self._shorten(group, rows[here], -(-kept[group, here] // size))
         r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
         r.num_rewrites += 1
+        self._compacted = True
         until = computed + -kept[0] % size
         r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
         r.allocated_until[rows] = until
