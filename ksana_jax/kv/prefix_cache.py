@@ -78,6 +78,8 @@ class PrefixCache:
             if self._computing.get(key, state) is not state:
                 hit.awaits = True
                 return hit
+        if not num_blocks:
+            return hit
         for nodes, live in zip(found, self.lives, strict=True):
             needed = self._needed(live, num_blocks)
             hit.starts += [size * depth for depth in needed]
@@ -113,13 +115,16 @@ class PrefixCache:
 
     def _known_of(self, state: KVState, token_ids: np.ndarray, group: int, limit: int) -> list[Node]:
         found: list[Node] = []
-        parent = self._index.root(state.salt, group)
-        for key, tokens in self._links(state, token_ids, group, limit)[:limit]:
-            node = self._index.find(key, parent, tokens)
-            if node is None:
-                break
-            found.append(node)
-            parent = node
+        parent, links = self._index.root(state.salt, group), state.links[group]
+        while len(found) < limit:
+            if len(found) == len(links):  # hash as many blocks again: those after the first unknown one can wait
+                self._links(state, token_ids, group, min(2 * len(links) + 1, limit))
+            for key, tokens in links[len(found) : limit]:
+                node = self._index.find(key, parent, tokens)
+                if node is None:
+                    return found
+                found.append(node)
+                parent = node
         return found
 
     def _missing(self, state: KVState, token_ids: np.ndarray, found: list[list[Node]], limit: int) -> list[list[int]]:
@@ -224,17 +229,27 @@ class PrefixCache:
         c.hits_disk += origins.count(Origin.HIT_DISK)
 
     def expect(self, state: KVState, token_ids: np.ndarray) -> None:
-        """Records the blocks that a starting sequence will compute, so that others can wait for them."""
-        num_blocks = len(token_ids) // self._index.block_size
-        for key, _ in self._links(state, token_ids, 0, num_blocks)[state.num_indexed : num_blocks]:
-            self._computing.setdefault(key, state)
+        """Records that a starting sequence will compute all its full blocks, so that others can wait for them."""
+        state.num_expected = len(token_ids) // self._index.block_size
+        self._expect_next(state, token_ids)
+
+    def _expect_next(self, state: KVState, token_ids: np.ndarray) -> None:
+        """Records the first expected block that is not indexed yet: a sequence with the same text finds those before
+        it, and then looks for this one."""
+        num_expected = state.num_expected
+        self.expect_no_more(state)
+        if state.num_indexed < num_expected:
+            state.num_expected = num_expected
+            key = self._link(state, token_ids, 0, state.num_indexed).key
+            if self._computing.setdefault(key, state) is state:
+                state.expects = key
 
     def expect_no_more(self, state: KVState) -> None:
         """Forgets the blocks that a sequence was expected to compute."""
-        if self._computing:
-            for link in state.links[0]:
-                if self._computing.get(link.key) is state:
-                    del self._computing[link.key]
+        state.num_expected = 0
+        if state.expects is not None:
+            del self._computing[state.expects]
+            state.expects = None
 
     def insert(self, state: KVState, token_ids: np.ndarray, ids: Sequence[list[int]]) -> list[list[int]]:
         """Adds the next full blocks of a running sequence to the cache.
@@ -251,6 +266,8 @@ class PrefixCache:
         kept = [self._insert(state, token_ids, group, of_group) for group, of_group in enumerate(ids)]
         if state.cacheable:
             state.num_indexed += len(ids[0])
+            if state.num_expected:
+                self._expect_next(state, token_ids)
         else:
             state.num_indexed = 0
             state.nodes.clear()
@@ -258,15 +275,13 @@ class PrefixCache:
         return kept
 
     def _insert(self, state: KVState, token_ids: np.ndarray, group: int, ids: list[int]) -> list[int]:
-        index, first, computing = self._index, state.num_indexed, self._computing
+        index, first = self._index, state.num_indexed
         now = index.tick()
         links = index.chain(token_ids, state.salt, state.links[group], first + len(ids), group)
         parent = index.current(state.nodes.get(group) or index.root(state.salt, group))
         kept = list(ids)
         for at, block in enumerate(ids):
             key, tokens = links[first + at]
-            if computing.get(key) is state:
-                del computing[key]
             node = None if parent is None else index.child(parent, tokens, key)
             if node is None:  # other content has the same key: nothing of this text can be found from here on
                 state.cacheable = False

@@ -71,6 +71,8 @@ class KVState:
       swapped: host slots that hold its blocks while it waits after a preemption.
       links: for each group of layers, the hash chain of its full blocks, as far as computed.
       nodes, num_indexed: for each group, its last block in the prefix index; and the number of its blocks there.
+      num_expected: its leading full blocks that it is going to compute and to index, or has; 0 where none are left.
+      expects: key of the next one of them, if it is the sequence for which others wait.
       cacheable: whether more blocks may be added to the prefix index.
       has_read: whether it has looked for blocks on disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
@@ -83,6 +85,8 @@ class KVState:
     links: defaultdict[int, list[Link]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     nodes: dict[int, Node] = dataclasses.field(default_factory=dict)
     num_indexed: int = 0
+    num_expected: int = 0
+    expects: bytes | None = None
     cacheable: bool = True
     has_read: bool = False
     read: set[Node] = dataclasses.field(default_factory=set)

@@ -205,6 +205,45 @@ def test_who_needs_a_block_that_is_just_being_computed_awaits_it():
     assert not memory.prefixes._computing
 
 
+def test_a_longer_prompt_awaits_one_block_after_the_other():
+    memory, text = memory_of(), prompt_of(17)
+    first, second = sequence(text[:16]), sequence(text)
+    memory.prefixes.expect(first.kv, first.token_ids)
+    for _ in range(4):
+        assert pin(memory.prefixes, second).awaits
+        memory.prefixes.insert(first.kv, first.token_ids, [memory.device.allocate(1).tolist()])
+    hit = pin(memory.prefixes, second)
+    assert not hit.awaits and hit.num_tokens == 16
+    assert not memory.prefixes._computing  # nothing is left to wait for
+
+
+def test_one_of_two_that_compute_the_same_goes_on_to_what_is_its_own():
+    memory, text = memory_of(), prompt_of(13)
+    first, second = sequence(text[:4]), sequence(text[:12])
+    memory.prefixes.expect(first.kv, first.token_ids)
+    memory.prefixes.expect(second.kv, second.token_ids)  # there was no time to wait
+    memory.prefixes.expect_no_more(first.kv)
+    memory.prefixes.insert(second.kv, second.token_ids, [memory.device.allocate(1).tolist()])
+    assert pin(memory.prefixes, sequence(text)).awaits
+    memory.prefixes.expect_no_more(second.kv)
+    assert not memory.prefixes._computing
+
+
+def test_an_unknown_prompt_is_hashed_up_to_its_first_block(monkeypatch):
+    memory, seq = memory_of(), sequence(prompt_of(64))
+    asked = []
+    follow = memory.index._follow
+    monkeypatch.setattr(memory.index, "_follow", lambda *given: asked.append(given) or follow(*given))
+    assert not pin(memory.prefixes, seq).num_tokens
+    memory.prefixes.expect(seq.kv, seq.token_ids)
+    assert len(seq.kv.links[0]) == len(asked) == 1
+    memory.prefixes.insert(seq.kv, seq.token_ids, [memory.device.allocate(16).tolist()])
+    assert len(seq.kv.links[0]) == 16 and len(asked) == 2
+    again = sequence(prompt_of(64))
+    assert pin(memory.prefixes, again).num_tokens == 60
+    assert len(again.kv.links[0]) == 15 and len(asked) == 2 + 4  # 1, 3, 7 and 15 blocks
+
+
 def test_nobody_awaits_what_has_left():
     memory = memory_of()
     first, second = sequence(prompt_of(12)), sequence(prompt_of(12))
