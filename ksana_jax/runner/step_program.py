@@ -129,7 +129,9 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
 
 
 class _Run(NamedTuple):
-    """Layers that follow each other and share a program with other runs of the same kinds.
+    """Layers of one kind that follow each other. Runs of the same kinds share a program.
+
+    A layer that evicts has its own program: where codecs differ between layers, XLA:CPU would copy the pool.
 
     kinds: of each layer what it computes, and its rope; see `Network`.
     """
@@ -146,9 +148,13 @@ class _Run(NamedTuple):
     @staticmethod
     def all_of(network: Network) -> list[_Run]:
         kinds = list(zip(network.kinds, network.rope_kinds, strict=True))
-        begins = range(0, len(kinds), LAYERS_OF_PROGRAM)
-        layers = [range(begin, min(begin + LAYERS_OF_PROGRAM, len(kinds))) for begin in begins]
-        return [_Run(tuple(kinds[layer] for layer in some), some) for some in layers]
+        most = LAYERS_OF_PROGRAM if all(method is None for method in network.observers) else 1
+        runs, begin = [], 0
+        for end in range(1, len(kinds) + 1):
+            if end == len(kinds) or kinds[end] != kinds[begin] or end - begin == most:
+                runs.append(_Run(tuple(kinds[begin:end]), range(begin, end)))
+                begin = end
+        return runs
 
 
 def lower_in_runs(
