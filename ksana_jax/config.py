@@ -137,13 +137,15 @@ MAX_DEVICES = 1024
 QUANTIZATIONS = (None, "int8", "w8a8")
 LINEAR_IMPLEMENTATIONS = ("auto", "packed", "mixed", "native", "xla")
 ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
+# Entry points of this group add implementations from other packages, each under its own name.
+ATTENTION_GROUP = "ksana_jax.attention"
 
 
 def _attention_problem(name: Any) -> str | None:
     """Returns why a name is no implementation of attention, of ours or of an installed package; None if it is one."""
     if name in ATTENTION_IMPLEMENTATIONS:
         return None
-    installed = [point.name for point in entry_points(group="ksana_jax.attention")]
+    installed = [point.name for point in entry_points(group=ATTENTION_GROUP)]
     return checks.one_of("attention_implementation", name, (*ATTENTION_IMPLEMENTATIONS, *installed))
 
 

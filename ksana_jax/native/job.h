@@ -86,7 +86,6 @@ class Job {
     head_ = index / of_head % call.k;
     first_row_ = index % of_head * kJobRows;
     rows_ = std::min(kJobRows, call.q * call.group() - first_row_);
-    few_ = rows_ <= kFewRows;
     first_ = kFar;
     last_ = -1;
     for (int64_t r = 0; r < rows_; ++r) {
@@ -184,7 +183,7 @@ class Job {
       for (int64_t c = 0; c < call_.b; ++c) scratch_.key_positions[i * call_.b + c] = start + c;
     }
     float* scores = scratch_.scores.data();
-    if (few_) {
+    if (rows_ <= kFewRows) {
       ReadRows(0);
       for (int64_t c = 0; c < padded_; c += kLanes)
         MultiplyTransposed<Type, kFewRows>(rows_, scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
@@ -309,7 +308,7 @@ class Job {
     const auto values = [rows, ahead](int64_t i, int64_t at, int v) {
       return Type::Column(rows + i * Type::kPerWord, ahead + i * Type::kPerWord, at, v);
     };
-    if (few_) {
+    if (rows_ <= kFewRows) {
       MultiplyRows<Type>(weights, scratch_.most_keys, values, scratch_.out.data(), wide, rows_,
                          padded_ / Type::kPerWord, wide, true);
     } else {
@@ -368,7 +367,7 @@ class Job {
   int64_t tile_, head_, first_row_, rows_, begin_ = 0;
   int64_t num_blocks_ = 0, num_keys_ = 0, padded_ = 0;  // of the piece; padded to whole vectors of words
   int32_t first_, last_;                                // positions of the job's queries
-  bool masked_ = false, few_ = true;
+  bool masked_ = false;
   const int64_t* piece_ = nullptr;  // entries of the table
 };
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.config import ATTENTION_GROUP, ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
 from ksana_jax.ops.pool import KVCache
@@ -84,10 +84,6 @@ IMPLEMENTATIONS = (
 )
 
 
-# Entry points of this group add implementations from other packages, each under its own name.
-GROUP = "ksana_jax.attention"
-
-
 def implementations() -> tuple[Implementation, ...]:
     """Returns all implementations in order of preference: those of installed packages, then our own.
 
@@ -100,13 +96,15 @@ def implementations() -> tuple[Implementation, ...]:
 @functools.cache
 def _installed() -> tuple[Implementation, ...]:
     found = []
-    for point in entry_points(group=GROUP):
+    for point in entry_points(group=ATTENTION_GROUP):
         try:
             made = point.load()
         except Exception as error:  # whatever another package may raise
-            raise ConfigError(f"entry point {point.name} = {point.value} of {GROUP}: {error}") from error
+            raise ConfigError(f"entry point {point.name} = {point.value} of {ATTENTION_GROUP}: {error}") from error
         if not isinstance(made, Implementation) or made.name != point.name:
-            raise ConfigError(f"entry point {point.name} = {point.value} of {GROUP} is no Implementation of that name")
+            raise ConfigError(
+                f"entry point {point.name} = {point.value} of {ATTENTION_GROUP} is no Implementation of that name"
+            )
         found.append(made)
     return tuple(found)
 

@@ -1,8 +1,8 @@
 """The network of a step, compiled as one program or as one for each kind of run of layers.
 
 A GPU wants one program, since it has the fewest launches. XLA:CPU compiles every layer of such a program again, though
-they are alike; starting a program costs it some 80 us. So a CPU has programs of LAYERS_OF_PROGRAM layers, which all
-runs of the same kinds of layers share.
+they are alike; starting a program costs it some 80 us. So a CPU has programs of up to LAYERS_OF_PROGRAM layers, which
+all runs of as many layers of a kind share.
 """
 
 from __future__ import annotations
@@ -129,15 +129,21 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
 
 
 class _Run(NamedTuple):
-    """Layers of one kind that follow each other. Runs of the same kinds share a program.
+    """Layers of one kind that follow each other. Runs of a kind and length share a program.
 
     A layer that evicts has its own program: where codecs differ between layers, XLA:CPU would copy the pool.
 
-    kinds: of each layer what it computes, and its rope; see `Network`.
+    kind, rope: of each of the layers, see `Network`.
     """
 
-    kinds: tuple[tuple[int, int], ...]
+    kind: int
+    rope: int
     layers: range
+
+    @property
+    def program(self) -> tuple[int, int, int]:
+        """What runs with the same program have in common."""
+        return self.kind, self.rope, len(self.layers)
 
     def of(self, params: Params) -> list[LayerParams]:
         return list(params.layers[self.layers.start : self.layers.stop])
@@ -152,7 +158,7 @@ class _Run(NamedTuple):
         runs, begin = [], 0
         for end in range(1, len(kinds) + 1):
             if end == len(kinds) or kinds[end] != kinds[begin] or end - begin == most:
-                runs.append(_Run(tuple(kinds[begin:end]), range(begin, end)))
+                runs.append(_Run(*kinds[begin], range(begin, end)))
                 begin = end
         return runs
 
@@ -173,10 +179,10 @@ def lower_in_runs(
     x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
     runs = {}
     for run in _Run.all_of(network):
-        if run.kinds not in runs:
+        if run.program not in runs:
             places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), run.places(network))
-            step = network.jit_donating(step_layers, 2, shape=shape, kinds=run.kinds)
-            runs[run.kinds] = lower(step, run.of(params), cache, x, on_device, angles, patterns, places)
+            step = network.jit_donating(step_layers, 2, shape=shape, kind=run.kind)
+            runs[run.program] = lower(step, run.of(params), cache, x, on_device, angles[run.rope], patterns, places)
     first, last = (
         lower(network.jit(step_first, packing=packing), ends, vector, given),
         lower(network.jit(step_last), ends, x, on_device.sampled),
@@ -186,11 +192,11 @@ def lower_in_runs(
 
 @dataclasses.dataclass(frozen=True)
 class LoweredRuns:
-    """A step's programs before they are compiled; see `lower_in_runs`. runs: by the kinds of their layers."""
+    """A step's programs before they are compiled; see `lower_in_runs`. runs: by `_Run.program`."""
 
     network: Network
     first: Any
-    runs: dict[tuple[tuple[int, int], ...], Any]
+    runs: dict[tuple[int, int, int], Any]
     last: Any
 
     @property
@@ -201,25 +207,25 @@ class LoweredRuns:
     @property
     def calls(self) -> tuple[int, ...]:
         """Returns how often a step calls each of `programs`."""
-        called = [run.kinds for run in _Run.all_of(self.network)]
-        return (1, *(called.count(kinds) for kinds in self.runs), 1)
+        called = [run.program for run in _Run.all_of(self.network)]
+        return (1, *map(called.count, self.runs), 1)
 
     def compile(self) -> StepInRuns:
-        compiled = {kinds: lowered.compile() for kinds, lowered in self.runs.items()}
+        compiled = {program: lowered.compile() for program, lowered in self.runs.items()}
         return StepInRuns(self.network, self.first.compile(), compiled, self.last.compile())
 
 
 class StepInRuns:
-    """A compiled step: the embedding, each run of layers by the program of its kinds, the final norm.
+    """A compiled step: the embedding, each run of layers by its program, the final norm.
 
     programs: all of them, once each.
     """
 
-    def __init__(self, network: Network, first: Any, runs: dict[tuple[tuple[int, int], ...], Any], last: Any):
+    def __init__(self, network: Network, first: Any, runs: dict[tuple[int, int, int], Any], last: Any):
         self.programs = (first, *runs.values(), last)
         self._first, self._last = first, last
         self._runs = [
-            (runs[run.kinds], run, network.placement.everywhere(jax.tree.map(np.int32, run.places(network))))
+            (runs[run.program], run, network.placement.everywhere(jax.tree.map(np.int32, run.places(network))))
             for run in _Run.all_of(network)
         ]
 
@@ -228,7 +234,7 @@ class StepInRuns:
         ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
         x, arrays, angles, settings = self._first(ends, vector, given)
         for program, run, places in self._runs:
-            cache, x = program(run.of(params), cache, x, arrays, angles, patterns, places)
+            cache, x = program(run.of(params), cache, x, arrays, angles[run.rope], patterns, places)
         return cache, *self._last(ends, x, arrays.sampled), settings
 
 
@@ -273,10 +279,10 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 
-def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kinds):
-    """Computes a run of layers; kinds: see `_Run`."""
-    for p, (kind, rope), place in zip(ps, kinds, places, strict=True):
-        cache, x = _step_layer(p, cache, x, arrays, angles[rope], patterns, place, network, shape, kind)
+def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kind: int):
+    """Computes layers of one kind."""
+    for p, place in zip(ps, places, strict=True):
+        cache, x = _step_layer(p, cache, x, arrays, angles, patterns, place, network, shape, kind)
     return cache, x
 
 
