@@ -65,6 +65,7 @@ MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16
 WRITES: tuple[dict[str, Any], ...] = (
     {},
     {"h": 64},
+    {"n": 4, "k": 1},
     {"norms": True},
     {"sinks": 4},
     {"codes": "int8"},

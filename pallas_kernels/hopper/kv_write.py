@@ -50,12 +50,15 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a kernel is compiled for. tokens: how many a block of threads writes.
+    """What a kernel is compiled for.
 
+    heads: query heads, kv heads, head dim. tokens: how many a block of threads writes.
     plain_loads: what the interpreter of jax 0.10 knows.
     """
 
+    heads: tuple[int, int, int]
     num_slots: int
+    block_size: int
     tokens: int
     q_scale: float
     eps: float
@@ -116,17 +119,36 @@ def _put(ref, *index, value) -> None:
         store(ref.at[index], value, optimized=False)
 
 
+def _halved(x: Any, heads: int = -2) -> Any:
+    """Returns an array, or its shape, as [..., 2, 1, H / 2] if it has one head, on axis `heads`.
+
+    Half of one head is then contiguous. Of [1, H / 2] in rows of H, Mosaic on jax 0.10 says that it cannot be loaded.
+    """
+    if x.shape[heads] != 1:
+        return x
+    shape = [size for axis, size in enumerate(x.shape) if axis != heads % x.ndim]
+    shape = (*shape[:-1], 2, 1, shape[-1] // 2)
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
+
+
+def _of_heads(ref, index) -> tuple[Any, ...]:
+    """The indices of both halves of all heads; index: with a slice(None) for heads. See `_halved`."""
+    if ref.ndim == len(index) + 1:
+        half = ref.shape[-1] // 2
+        return tuple((*index, pl.ds(i * half, half)) for i in (0, 1))
+    index = [x for x in index if not isinstance(x, slice)]
+    return tuple((*index, i) for i in (0, 1))
+
+
 def _load(ref, *index, layout, plain: bool) -> tuple[jax.Array, jax.Array]:
     """The two halves of the last dimension, in float32."""
-    half = ref.shape[-1] // 2
-    a, b = (_get(ref, *index, pl.ds(i * half, half), layout=layout, plain=plain) for i in (0, 1))
+    a, b = (_get(ref, *half, layout=layout, plain=plain) for half in _of_heads(ref, index))
     return a.astype(jnp.float32), b.astype(jnp.float32)
 
 
 def _store(ref, *index, halves) -> None:
-    half = ref.shape[-1] // 2
-    for i, x in enumerate(halves):
-        _put(ref, *index, pl.ds(i * half, half), value=x.astype(ref.dtype))
+    for half, x in zip(_of_heads(ref, index), halves):
+        _put(ref, *half, value=x.astype(ref.dtype))
 
 
 def _normed(halves, weight, eps: float):
@@ -159,7 +181,7 @@ def _quantised(halves, dtype):
 def _write_tokens(*refs, names: tuple[str, ...], config: Config):
     """The kernel. names: of the refs; those of what is optional are absent."""
     g = dict(zip(names, refs))
-    (_, num_heads, head_dim), num_kv_heads, block_size = g["q"].shape, g["k"].shape[1], g["pool"].shape[4]
+    num_heads, num_kv_heads, head_dim = config.heads
     q_layout, kv_layout = row_layouts(num_heads, num_kv_heads, head_dim // 2)
     column = kv_layout.reduce(0)
     layer, plain = g["layer"][0], config.plain_loads
@@ -186,7 +208,7 @@ def _write_tokens(*refs, names: tuple[str, ...], config: Config):
 
         @pl.when((slot >= 0) & (slot < config.num_slots))
         def _(slot=slot, k=k, v=v, cos=cos, sin=sin):
-            block, offset = lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
+            block, offset = (f(slot, jnp.int32(config.block_size)) for f in (lax.div, lax.rem))
             k = _rotated(_normed(k, weights.get("k_norm"), config.eps), cos, sin)
             for which, halves in enumerate((k, v)):
                 if "scales" in g:
@@ -195,15 +217,13 @@ def _write_tokens(*refs, names: tuple[str, ...], config: Config):
                 _store(g["pool"], block, layer, which, slice(None), offset, halves=halves)
 
 
-def _check_supported(call: Write, plain_loads: bool) -> None:
+def _check_supported(call: Write) -> None:
     num_heads, head_dim = call.q.shape[1:]
     num_kv_heads, dtype = call.k.shape[1], call.pool.kv.dtype
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
     if dtype not in POOL_DTYPES:
         raise NotImplementedError(f"pool of {dtype} is not of {', '.join(str(jnp.dtype(d)) for d in POOL_DTYPES)}")
-    if JAX_0_10 and not plain_loads and 1 in (num_heads, num_kv_heads):
-        raise NotImplementedError("one head cannot be loaded on jax 0.10: jax 0.11 can")
     held = 0
     for rows, layout in zip((num_heads, 2 * num_kv_heads), row_layouts(num_heads, num_kv_heads, head_dim // 2)):
         tiles = layout.args[0].tiles
@@ -217,7 +237,7 @@ def _check_supported(call: Write, plain_loads: bool) -> None:
 
 def _inputs(call: Write) -> dict[str, jax.Array]:
     """What the kernel only reads, by name; what is optional may be absent."""
-    found = {"q": call.q, "k": call.k, "v": call.v, "slots": call.slots}
+    found = {"q": _halved(call.q), "k": _halved(call.k), "v": _halved(call.v), "slots": call.slots}
     found |= {
         "layer": jnp.asarray(call.layer, jnp.int32).reshape(1),
         "rope_cos": call.rope[0],
@@ -247,30 +267,31 @@ def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
     To be called under jax.jit, with the pool donated.
 
     Raises:
-      NotImplementedError: another head dim or type of pool, more heads than registers hold, one head on jax 0.10.
+      NotImplementedError: another head dim or type of pool, more heads than registers hold.
     """
     check(call)
-    plain_loads = JAX_0_10 and bool(tuning.interpret)
-    _check_supported(call, plain_loads)
+    _check_supported(call)
     num_tokens, inputs, outputs = len(call.slots), _inputs(call), _outputs(call)
     if num_tokens == 0:
         empty = {name: jnp.zeros(out.shape, out.dtype) for name, out in outputs.items()}
         return Written(empty["q_out"], call.pool, empty.get("q_sink"))
 
     kv, scales = call.pool
-    updated = {"pool": kv} | ({} if scales is None else {"scales": scales})
+    updated = {"pool": _halved(kv, heads=3)} | ({} if scales is None else {"scales": scales})
     refs = {name: jax.new_ref(x, memory_space=plgpu.GMEM) for name, x in updated.items()}
     config = Config(
+        heads=(call.q.shape[1], *kv.shape[3::2]),
         num_slots=kv.shape[0] * kv.shape[4],
+        block_size=kv.shape[4],
         tokens=math.gcd(num_tokens, tuning.tokens_per_block),
         q_scale=call.q_scale,
         eps=call.eps,
-        plain_loads=plain_loads,
+        plain_loads=JAX_0_10 and bool(tuning.interpret),
     )
     # pl.kernel, not plgpu.kernel: the latter's rule for vmap does not let refs through on jax 0.10.
     kernel: Any = pl.kernel(
         functools.partial(_write_tokens, names=(*inputs, *refs, *outputs), config=config),
-        out_type=tuple(outputs.values()),
+        out_type=tuple(map(_halved, outputs.values())),
         mesh=plgpu.Mesh(grid=(num_tokens // config.tokens,), grid_names=("block",), kernel_name="kv_write"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -279,9 +300,10 @@ def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
         interpret=interpreter.parameters(tuning.interpret),
         name="kv_write",
     )
-    results = dict(zip(outputs, kernel(*inputs.values(), *refs.values())))
+    written = kernel(*inputs.values(), *refs.values())
+    results = {name: x.reshape(outputs[name].shape) for name, x in zip(outputs, written)}
     after = {name: jax.freeze(ref) for name, ref in refs.items()}
-    return Written(results["q_out"], Pool(after["pool"], after.get("scales")), results.get("q_sink"))
+    return Written(results["q_out"], Pool(after["pool"].reshape(kv.shape), after.get("scales")), results.get("q_sink"))
 
 
 KERNEL = Kernel(write, Tuning())

@@ -56,6 +56,8 @@ CASES = (
     Case((4, 2, 64), "int8", slots=(NUM_SLOTS, 33), num_sinks=1),
     Case((4, 2, 64), "float8_e4m3fn", norms=True, tokens_per_block=2),
     Case((4, 2, 64), slots=(-1, NUM_SLOTS + 7)),
+    Case((4, 1, 128), "int8", norms=True, num_sinks=1, tokens_per_block=2),
+    Case((1, 1, 64)),
 )
 
 
@@ -205,6 +207,7 @@ def lowered(case: Case, num_tokens: int):
         Case((9, 3, 64), "float16"),
         Case((64, 4, 96), "int8", norms=True, num_sinks=2),
         Case((8, 2, 256), "float32", tokens_per_block=2),
+        Case((4, 1, 128)),  # of a Llama-8B on eight devices
     ],
     ids=str,
 )

@@ -29,11 +29,6 @@ GROUPS = [
 ]
 DECODE = [*TINY, *TINY_QUANTISED, *test_decode.TWO_GROUPS, *GROUPS]
 WIDE = Spec(rows=((290, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=64, pattern=SINKS, sink_logits=True)
-# A single kv head is not taken on jax 0.10.
-WRITES = [
-    dataclasses.replace(case, heads=(6, 2, case.heads[2])) if case.heads[1] == 1 else case
-    for case in test_kv_write.CASES
-]
 PREFILL = [*test_prefill.SPECS, WIDE]
 
 
@@ -73,7 +68,7 @@ def test_probability_mass(spec):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=test_mass.TOLERANCE)
 
 
-@pytest.mark.parametrize("case", WRITES, ids=str)
+@pytest.mark.parametrize("case", test_kv_write.CASES, ids=str)
 def test_write_of_keys_and_values(case):
     call = test_kv_write.make(case, np.random.default_rng(1))
     test_kv_write.compare(ptx.run(test_kv_write.write_of(case), call), case, call)
