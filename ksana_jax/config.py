@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from ksana_jax import checks
@@ -14,6 +13,7 @@ from ksana_jax.devices.target import canonical_device
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.errors import ConfigError
 from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
+from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, per_layer
 from ksana_jax.plugins import name_of
 from ksana_jax.units import GIB
@@ -133,20 +133,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 MAX_DEVICES = 1024
-# Names in `ops.implementations`, which imports jax.
 QUANTIZATIONS = (None, "int8", "w8a8")
-LINEAR_IMPLEMENTATIONS = ("auto", "packed", "mixed", "native", "xla")
-ATTENTION_IMPLEMENTATIONS = ("auto", "hopper", "triton", "native", "xla")
-# Entry points of this group add implementations from other packages, each under its own name.
-ATTENTION_GROUP = "ksana_jax.attention"
-
-
-def _attention_problem(name: Any) -> str | None:
-    """Returns why a name is no implementation of attention, of ours or of an installed package; None if it is one."""
-    if name in ATTENTION_IMPLEMENTATIONS:
-        return None
-    installed = [point.name for point in entry_points(group=ATTENTION_GROUP)]
-    return checks.one_of("attention_implementation", name, (*ATTENTION_IMPLEMENTATIONS, *installed))
 
 
 def _layers(given: Any) -> tuple[int, ...]:
@@ -221,21 +208,13 @@ class EngineConfig:
       cache_write: when cached prefixes are written to the next slower tier: "back" when they are replaced, "through"
         when they are computed, "drop" never.
       embedding_device: where the token embedding is stored and looked up.
-      attention_implementation: name of an implementation of paged attention; "auto" takes the first that supports the
-        model on this device. `ksana doctor` lists them. On a CPU "native" is C++, compiled on first use and kept;
-        without a C++ compiler "xla" serves.
-      linear_implementation: the same of products with weights. On a CPU "packed" lays weights out anew when they are
-        loaded and computes all that a layer does besides attention in two calls of C++, "native" takes them as they
-        are, "mixed" is native for up to 64 rows of a step and XLA's for more. With "packed" and "native", a row's
-        result is the same whatever the other rows.
       numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
         batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
         norms, which exist for CPUs with AVX-512 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
         kv_eviction nor shared_prefix_attention. "fast" takes what is fastest for each shape of a step.
-      prefer: how "auto" chooses among the implementations of attention and of products with weights that serve: "speed"
-        takes the first in the order of preference; "agreement" the pair that agrees longest with a float32 reference,
-        and the fastest of those that agree as long, by what `ksana align --choose` has measured for this model's shape,
-        dtype and KV on this device; the path of a .json file of that command, the same by that file.
+      operators: the implementation of each operator, such as {"attention": "xla"}, or {"prefer": "agreement"} to choose
+        by measured agreement: see `operator_settings`. "auto" takes the first that supports the model on this device;
+        `ksana doctor` lists them.
       tensor_parallel_size: devices that divide each matrix and the KV heads among them (`ksana_jax.parallel`). Sizes in
         bytes and fractions of memory are those of each device.
       seed: seed for requests without a seed.
@@ -271,16 +250,15 @@ class EngineConfig:
     disk_cache_bytes: int = GIB
     cache_write: Literal["back", "through", "drop"] = "back"
     embedding_device: Literal["device", "host"] = "device"
-    attention_implementation: str = "auto"
-    linear_implementation: str = "auto"
+    operators: OperatorSettings = AUTO
     numerics: Literal["fast", "invariant"] = "fast"
-    prefer: str = "speed"
     tensor_parallel_size: int = 1
     seed: int = 0
     device: Any = None
 
     def __post_init__(self):
         object.__setattr__(self, "device", canonical_device(self.device))
+        object.__setattr__(self, "operators", OperatorSettings.of(self.operators))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
         object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
         object.__setattr__(self, "kv_full_precision_layers", _layers(self.kv_full_precision_layers))
@@ -301,8 +279,6 @@ class EngineConfig:
             checks.one_of("preempt", self.preempt, ("swap", "recompute", "auto")),
             checks.one_of("cache_write", self.cache_write, ("back", "through", "drop")),
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
-            checks.one_of("linear_implementation", self.linear_implementation, LINEAR_IMPLEMENTATIONS),
-            _attention_problem(self.attention_implementation),
             checks.one_of("numerics", self.numerics, ("fast", "invariant")),
             checks.one_of("quantization", self.quantization, QUANTIZATIONS),
             checks.boolean("async_scheduling", self.async_scheduling),
@@ -310,8 +286,6 @@ class EngineConfig:
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
             error=ConfigError,
         )
-        if self.prefer not in ("speed", "agreement") and not str(self.prefer).endswith(".json"):
-            raise ConfigError(f"prefer is {self.prefer!r}, must be speed, agreement or the path of a .json file")
         if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
             raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
         if self.tensor_parallel_size > 1 and (problems := self._not_divided()):
@@ -342,20 +316,21 @@ class EngineConfig:
             found.append('numerics "invariant", for which no order of the sums over devices is known')
         if self.embedding_device == "host":
             found.append('embedding_device "host": devices divide the embedding instead')
-        if self.prefer != "speed":
-            found.append(f"prefer {self.prefer!r}: verdicts are those of one device")
+        if self.operators.prefer != "speed":
+            found.append(f"operators.prefer {self.operators.prefer!r}: verdicts are those of one device")
         return found
 
     def _depends_on_the_batch(self) -> list[str]:
         """Returns the settings with which a request's numbers depend on how it is served."""
         row_by_row = {
-            "attention_implementation": ("auto", "native"),
-            "linear_implementation": ("auto", "packed", "native"),
+            "attention": ("auto", "native"),
+            "linear": ("auto", "packed", "native"),
+            "norm": ("auto", "native"),
         }
         found = [
-            f"{name} {value!r}, must be {' or '.join(names)}"
+            f"operators.{name} {value!r}, must be {' or '.join(names)}"
             for name, names in row_by_row.items()
-            if (value := getattr(self, name)) not in names
+            if (value := getattr(self.operators, name)) not in names
         ]
         if self.block_size % 16:
             found.append(f"block_size {self.block_size}, must be a multiple of 16")
@@ -363,8 +338,8 @@ class EngineConfig:
             found.append("kv_eviction, which adds up attention over the tokens of a step")
         if self.shared_prefix_attention:
             found.append("shared_prefix_attention, which divides sums by the rows that share blocks")
-        if self.prefer != "speed":
-            found.append(f"prefer {self.prefer!r}: there is one implementation of each operator, nothing to choose")
+        if self.operators.prefer != "speed":
+            found.append(f"operators.prefer {self.operators.prefer!r}: there is one implementation of each, no choice")
         return found
 
     @property
@@ -384,4 +359,5 @@ class EngineConfig:
     def plain(self) -> dict[str, Any]:
         """Returns the fields as JSON values for records; a custom policy is given by its name."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["operators"] = dataclasses.asdict(self.operators)
         return {name: list(value) if isinstance(value, tuple) else name_of(value) for name, value in values.items()}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LEAVES = "errors units lazy checks plugins files folder_lock interrupts compilation_cache metrics dtypes"
 # The setting is read without jax; starting it is not.
 DEVICES = "devices"
-ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec config request tokenizers recall"
+ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec operator_settings config request tokenizers recall"
 HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "native models ops sampling parallel runner loading"
 ENGINE = "planner engine"

@@ -33,7 +33,6 @@ from ksana_jax.tokenizers import find_tokenizer
 NUM_TIMED = 3
 # Settings of the engines that are measured: all texts at once, computed anew each time.
 FOR_MEASURING = {
-    "prefer": "speed",
     "numerics": "fast",
     "enable_prefix_caching": False,
     "shared_prefix_attention": False,
@@ -132,24 +131,22 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=auto_dtype(folder))
     settings |= {"dtype": config.dtype}
+    settings.pop("operators", None)
     read = functools.partial(open_model, folder, load_format=opened["load_format"], seed=config.seed)
     model_config, read_params = read(config.dtype, embedding_device=config.embedding_device)
     params, tokenizer = read_params(), opened["tokenizer"] or find_tokenizer(folder)
 
     def open_engine(**names: str) -> LLM:
-        return LLM.from_params(model_config, params, pattern=opened["pattern"], tokenizer=tokenizer, **settings | names)
+        operators = dataclasses.replace(config.operators, prefer="speed", **names)
+        given = {"pattern": opened["pattern"], "tokenizer": tokenizer, "operators": operators}
+        return LLM.from_params(model_config, params, **settings | given)
 
     first = open_engine()
-    asked = {"attention_implementation": config.attention_implementation}
-    asked["linear_implementation"] = config.linear_implementation  # of the first engine, it is the one chosen
-    pairs = serving_pairs(model_config, dataclasses.replace(first.config, **asked), first.runner.layout)
-    used = Pair(first.runner.implementation.name, first.config.linear_implementation)
-    engines = {
-        pair: first
-        if pair == used
-        else open_engine(attention_implementation=pair.attention, linear_implementation=pair.linear)
-        for pair in pairs
-    }
+    # The first engine's config has the name of the products that were chosen.
+    asked = dataclasses.replace(first.config, operators=config.operators)
+    pairs = serving_pairs(model_config, asked, first.runner.layout)
+    used = Pair(first.runner.implementation.name, first.config.operators.linear)
+    engines = {pair: first if pair == used else open_engine(**pair._asdict()) for pair in pairs}
     if stored is None:
         exact, read_exact = read("f32")
         reference = dense_reference(
@@ -205,7 +202,8 @@ def choose_and_show(given: str, stored: str | None, model: str, texts: Texts, ou
     print(f"{chosen}: {reason}")
     if verdict.others_busy is not None:
         print(f"other programs took {verdict.others_busy:.0%} of the processors' time")
-    print(f"{path}: for engines with prefer: {'agreement' if out is None else path} and {verdict.conditions['dtype']}")
+    prefer, dtype = "agreement" if out is None else path, verdict.conditions["dtype"]
+    print(f"{path}: for engines with operators.prefer: {prefer} and {dtype}")
     if as_json:
         print(json.dumps({**dataclasses.asdict(verdict), "chosen": chosen, "reason": reason}))
     return 0

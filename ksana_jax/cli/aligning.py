@@ -24,7 +24,9 @@ def align(
     seed: Annotated[int, typer.Option(help="seed for the choice of prompts")] = 0,
     choose: Annotated[
         bool,
-        typer.Option("--choose", help="measure all implementations that serve A, for engines with prefer: agreement"),
+        typer.Option(
+            "--choose", help="measure all implementations that serve A, for engines with operators.prefer: agreement"
+        ),
     ] = False,
     out: Annotated[
         Path | None,
@@ -44,7 +46,7 @@ def align(
     the operator in which they start: every operator of B gets what that of A got.
 
     With --choose, measures agreement with the float32 model (or with B, a .json file) and speed of the implementations
-    of attention and of products with weights, and keeps both for engines with prefer: agreement.
+    of attention and of products with weights, and keeps both for engines with operators.prefer: agreement.
     """
     from ksana_jax import checks
     from ksana_jax.align.command import Texts, align_and_show

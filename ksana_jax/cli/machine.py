@@ -77,7 +77,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Shows devices, versions, implementations of attention, which one is used and why, the numerics there are, and the
-    verdicts for engines with prefer: agreement."""
+    verdicts for engines with operators.prefer: agreement."""
     import json
 
     if device is not None:
@@ -117,9 +117,9 @@ def doctor(
         chosen, reason = verdict.choose([m.pair for m in verdict.measured])
         verdicts.append({"model": verdict.model, **verdict.conditions, "chosen": chosen._asdict(), "reason": reason})
         stored = f"{verdict.conditions['dtype']}, KV in {verdict.conditions['KV']}"
-        console.print(f"prefer: agreement, {escape(f'{verdict.model} in {stored}: {chosen}: {reason}')}")
+        console.print(f"operators.prefer: agreement, {escape(f'{verdict.model} in {stored}: {chosen}: {reason}')}")
     if not verdicts:
-        console.print("prefer: agreement needs a verdict of `ksana align --choose`; there is none here")
+        console.print("operators.prefer: agreement needs a verdict of `ksana align --choose`; there is none here")
     if as_json:
         implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
         more = {"linear": products, "invariant": lacks is None, "verdicts": verdicts}

@@ -11,6 +11,7 @@ from ksana_jax.compile_check import tpu
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
+from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
 from ksana_jax.runner.runner import Runner
@@ -72,7 +73,7 @@ def step(target: aot.Target, *, attention: str, shape: StepShape, kv: str = "bf1
         layout=KVLayout.of(LLAMA_8B, dtype=kv, block_size=BLOCK_SIZE, platform=device.platform),
         max_model_len=LLAMA_8B.max_position,
         max_repositioned_sinks=0,
-        attention=attention,
+        settings=OperatorSettings(attention=attention),
         placement=Placement(device),
     )
     with aot.described(target):

@@ -141,7 +141,7 @@ def _on_device(
     layout = make_layout(model, patterns, config, platform)
     config, reason = preferred(model, config, layout)
     if reason is not None:
-        logger.info("prefer %s: %s", config.prefer, reason)
+        logger.info("operators.prefer %s: %s", config.operators.prefer, reason)
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     longest = config.max_model_len
     make_runner = functools.partial(
@@ -152,14 +152,14 @@ def _on_device(
         max_model_len=longest,
         max_repositioned_sinks=config.max_repositioned_sinks,
         embedding_device=config.embedding_device,
-        attention=config.attention_implementation,
-        linear=config.linear_implementation,
+        settings=config.operators,
         numerics=config.numerics,
         placement=placement,
     )
     # Without weights and pool it refuses at once what the other one would.
     trial = make_runner(params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
-    config = dataclasses.replace(config, linear_implementation=trial.linear_implementation)
+    operators = dataclasses.replace(config.operators, linear=trial.linear_implementation)
+    config = dataclasses.replace(config, operators=operators)
     plan = pool_size(model, config, layout)
     if loads := callable(params):
         params = params()

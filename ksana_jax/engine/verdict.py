@@ -187,7 +187,7 @@ def serving_pairs(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
     needs = Requirements.of(model, layout, num_repositioned_sinks=config.max_repositioned_sinks or 0, query_dtype=dtype)
     attention = [i.name for i in implementations() if i.unsupported(needs) is None]
     linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(needs.platform, dtype) is None]
-    asked = config.attention_implementation, config.linear_implementation
+    asked = config.operators.attention, config.operators.linear
     attention, linear = (
         [name for name in names if wanted in ("auto", name)]
         for names, wanted in zip((attention, linear), asked, strict=True)
@@ -202,22 +202,24 @@ def preferred(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> tup
     Raises:
       ConfigError: there is no verdict for these conditions; the message says which command makes it.
     """
-    if config.prefer == "speed" or len(pairs := serving_pairs(model, config, layout)) < 2:
+    if config.operators.prefer == "speed" or len(pairs := serving_pairs(model, config, layout)) < 2:
         return config, None
     conditions, remedy = conditions_of(model, config), f"`{command(config)}` makes one"
     path, where = default_path(conditions), "for this model's shape, dtype, KV, device and versions"
-    if config.prefer != "agreement":
-        path = Path(config.prefer)
+    if config.operators.prefer != "agreement":
+        path = Path(config.operators.prefer)
         where = f"at {path}"
     if not path.exists():
-        raise ConfigError(f"prefer {config.prefer!r}: there is no verdict {where}; {remedy}")
+        raise ConfigError(f"operators.prefer {config.operators.prefer!r}: there is no verdict {where}; {remedy}")
     verdict = read_verdict(path)
     for name, value in conditions.items():
         if (other := verdict.conditions.get(name)) != value:
-            raise ConfigError(f"prefer: {path} was measured with {name} {other}, this engine has {value}; {remedy}")
+            raise ConfigError(
+                f"operators.prefer: {path} was measured with {name} {other}, this engine has {value}; {remedy}"
+            )
     pair, reason = verdict.choose(pairs)
-    config = dataclasses.replace(config, attention_implementation=pair.attention, linear_implementation=pair.linear)
-    return config, f"{pair}: {reason} ({path})"
+    operators = dataclasses.replace(config.operators, attention=pair.attention, linear=pair.linear)
+    return dataclasses.replace(config, operators=operators), f"{pair}: {reason} ({path})"
 
 
 def command(config: EngineConfig) -> str:
@@ -226,5 +228,6 @@ def command(config: EngineConfig) -> str:
     default = EngineConfig()
     given = {n: value for n in names if (value := getattr(config, n)) != getattr(default, n)}
     settings = [f"{n}={v if isinstance(v, str) else json.dumps(v, separators=(',', ':'))}" for n, v in given.items()]
-    out = "" if config.prefer in ("speed", "agreement") else f" --out {shlex.quote(config.prefer)}"
+    prefer = config.operators.prefer
+    out = "" if prefer in ("speed", "agreement") else f" --out {shlex.quote(prefer)}"
     return f"ksana align {shlex.quote(' '.join(settings) or '-')} --choose --model MODEL{out}"

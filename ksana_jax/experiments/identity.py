@@ -13,11 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.config import EngineConfig
+from ksana_jax.experiments import dotted
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.patterns import AttentionPattern
 
 # Settings of the engine that records of earlier versions have by another name.
-RENAMED = {"max_rotated_sinks": "max_repositioned_sinks"}
+RENAMED = {
+    "max_rotated_sinks": "max_repositioned_sinks",
+    "attention_implementation": "operators.attention",
+    "linear_implementation": "operators.linear",
+    "prefer": "operators.prefer",
+}
 
 
 def canonical(value: Any) -> str:
@@ -43,8 +49,7 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = dict(config)
     if "point" in config:  # a row of a benchmark, which says all of its settings
         return parts
-    engine = {RENAMED[name] if name in RENAMED else name: value for name, value in config["engine"].items()}
-    parts["engine"] = differing(engine, EngineConfig)
+    parts["engine"] = differing(_by_current_names(config["engine"]), EngineConfig)
     parts["settings"] = differing(config["settings"], task_named(config["task"]).Settings)
     if config["pattern"] is not None:
         parts["pattern"] = _pattern(config["pattern"])
@@ -76,6 +81,8 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
             # Their location does not matter: the config's inputs have a digest of their contents.
             del found[field.name]
             continue
+        if field.metadata.get("engine"):
+            found[field.name] = _by_current_names(found[field.name])
         value = found[field.name]
         if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
             found[field.name] = value = differing(value, type(default))
@@ -83,6 +90,10 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
         if canonical(value) == canonical(default):
             del found[field.name]
     return found
+
+
+def _by_current_names(engine: Mapping[str, Any]) -> dict[str, Any]:
+    return dotted.nested({RENAMED.get(name, name): value for name, value in engine.items()})
 
 
 def _pattern(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ksana_jax.config import EngineConfig
 from ksana_jax.experiments.config import Experiment
 from ksana_jax.experiments.tasks import TASKS, task_named
 from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
+from ksana_jax.operator_settings import IMPLEMENTATION_NAMES, OperatorSettings
 from ksana_jax.pattern_presets import PRESETS
 from ksana_jax.patterns import SINK_POSITIONS, AttentionPattern
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
@@ -74,6 +75,9 @@ def markdown() -> str:
         "## `engine`\n\nThese are keyword arguments of `LLM` too.\n",
         _table(EngineConfig),
         f"`policy` is one of {_names(SCHEDULING_POLICIES)}; `prefix_replacement` of {_names(REPLACEMENT_POLICIES)}.\n",
+        "### `engine.operators`\n",
+        _table(OperatorSettings),
+        f"Implementations: {_implementations()}.\n",
         "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
         _table(AttentionPattern),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",
@@ -93,6 +97,12 @@ def _table(cls: type) -> str:
 
 def _names(choices: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}`" for name in choices)
+
+
+def _implementations() -> str:
+    return "; ".join(
+        f"{operator}: {', '.join(f'`{n}`' for n in names)}" for operator, names in IMPLEMENTATION_NAMES.items()
+    )
 
 
 def _cell(text: str) -> str:
@@ -122,7 +132,13 @@ def _type(field: dataclasses.Field) -> str:
         return choices[1].replace("'", '"').replace(", ", " or ")
     if name.startswith("SinkPosition"):
         name = name.replace("SinkPosition", " or ".join(f'"{choice}"' for choice in SINK_POSITIONS))
-    names = {"Any": "any", "EngineConfig": "mapping", "dict[str, Any]": "mapping", "list[Any]": "list"}
+    names = {
+        "Any": "any",
+        "EngineConfig": "mapping",
+        "OperatorSettings": "mapping",
+        "dict[str, Any]": "mapping",
+        "list[Any]": "list",
+    }
     return names.get(name, name).replace(" | None", " or null").replace(" | ", " or ")
 
 

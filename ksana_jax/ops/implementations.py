@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax.config import ATTENTION_GROUP, ConfigError, ModelConfig
+from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.operator_settings import ATTENTION_GROUP
 from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
@@ -120,10 +121,10 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
     for i in implementations():
         if i.name == name:
             if reason := i.unsupported(needs):
-                raise ValueError(f"attention_implementation {name!r}: {reason}")
+                raise ValueError(f"operators.attention {name!r}: {reason}")
             return i
     names = ", ".join(i.name for i in implementations())
-    raise ValueError(f"attention_implementation is {name!r}, must be auto or one of {names}")
+    raise ValueError(f"operators.attention is {name!r}, must be auto or one of {names}")
 
 
 # A Llama-8B.

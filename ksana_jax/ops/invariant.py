@@ -5,7 +5,7 @@ from __future__ import annotations
 from ksana_jax.config import ModelConfig
 from ksana_jax.ops.implementations import IMPLEMENTATIONS
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
-from ksana_jax.ops.norm import not_native
+from ksana_jax.ops.norm import kinds_of, not_native
 from ksana_jax.ops.requirements import Requirements
 
 # The implementation of attention that computes each row by itself.
@@ -25,12 +25,11 @@ def why_not_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> s
     """
     attention = next(i for i in IMPLEMENTATIONS if i.name == ROW_BY_ROW)
     linear = [i.unsupported(needs.platform, dtype) for i in LINEAR_IMPLEMENTATIONS if i.row_by_row]
-    norms = tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
     mlps = sorted({layer.mlp.kind for layer in config.layers} - set(MLPS_ROW_BY_ROW))
     reasons = {
         "native attention": attention.unsupported(needs),
         "native products with weights": None if None in linear else linear[-1],
-        "native norms": not_native(needs.platform, dtype, norms),
+        "native norms": not_native(needs.platform, dtype, kinds_of(config)),
         f"MLPs that are {' or '.join(MLPS_ROW_BY_ROW)}": f"this model's are {', '.join(mlps)}" if mlps else None,
     }
     return next((f"needs {part}: {reason}" for part, reason in reasons.items() if reason), None)

@@ -140,7 +140,7 @@ def choose_linear(
     for i in allowed:
         if i.name == name:
             if reason := unsupported(i):
-                raise ValueError(f"linear_implementation {name!r}: {reason}")
+                raise ValueError(f"operators.linear {name!r}: {reason}")
             return i
     names = ", ".join(i.name for i in allowed)
-    raise ValueError(f"linear_implementation is {name!r}, must be auto or one of {names}")
+    raise ValueError(f"operators.linear is {name!r}, must be auto or one of {names}")

@@ -34,14 +34,28 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     return why_missing()
 
 
-def choose_normaliser(platform: str, dtype: str, kinds: tuple[str, ...]) -> Callable[[NormSpec], Normalise]:
-    """Returns native norms where they serve, otherwise XLA's."""
-    return native_normaliser if not_native(platform, dtype, kinds) is None else layers.normaliser
+def choose_normaliser(
+    platform: str, dtype: str, kinds: tuple[str, ...], name: str = "auto"
+) -> Callable[[NormSpec], Normalise]:
+    """Returns native norms where they serve and otherwise XLA's, or those of the given name.
+
+    Raises:
+      ValueError: native norms are asked for, and do not serve.
+    """
+    reason = not_native(platform, dtype, kinds)
+    if name == "native" and reason:
+        raise ValueError(f"operators.norm 'native': {reason}")
+    return native_normaliser if name != "xla" and reason is None else layers.normaliser
 
 
-def norms_of(config: ModelConfig, platform: str, dtype: str) -> Callable[[NormSpec], Normalise]:
-    """Returns the norms that serve a model's layers."""
-    return choose_normaliser(platform, dtype, tuple(dict.fromkeys(layer.norms.kind for layer in config.layers)))
+def kinds_of(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the kinds of norms that a model's layers have."""
+    return tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
+
+
+def norms_of(config: ModelConfig, platform: str, dtype: str, name: str = "auto") -> Callable[[NormSpec], Normalise]:
+    """Returns the norms that serve a model's layers, see `choose_normaliser`."""
+    return choose_normaliser(platform, dtype, kinds_of(config), name)
 
 
 def native_normaliser(spec: NormSpec) -> Normalise:

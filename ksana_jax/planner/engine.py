@@ -54,7 +54,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     # What each of several devices has is a smaller model. Sums over them are made in place.
     model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
     block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
-    packs = config.linear_implementation == "packed"
+    packs = config.operators.linear == "packed"
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
     _check_host_memory(config.host_cache_bytes)
     if config.num_blocks:
@@ -79,8 +79,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             max_model_len=config.max_model_len,
             max_repositioned_sinks=config.max_repositioned_sinks,
             embedding_device=config.embedding_device,
-            attention=config.attention_implementation,
-            linear=config.linear_implementation,
+            settings=config.operators,
         )
         device, step = this_device(num_devices), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)

@@ -21,6 +21,7 @@ from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
+from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
@@ -153,8 +154,7 @@ def step_bytes(
     max_model_len: int | None = None,
     max_repositioned_sinks: int = 0,
     embedding_device: str = "device",
-    attention: str = "auto",
-    linear: str = "auto",
+    settings: OperatorSettings = AUTO,
     target: aot.Target | None = None,
 ) -> list[StepBytes]:
     """Returns the bytes of steps of some shapes, compiled without arrays for a GPU or this process's device.
@@ -163,7 +163,7 @@ def step_bytes(
       dtype, kv_dtype: of weights, and of keys and values; by default they are equal.
       quantization, kv_full_precision_layers, kv_eviction: as in `EngineConfig`.
       max_model_len: longest text, on which programs of evictions depend; None takes the model's max_position.
-      attention, linear: names of implementations, see `EngineConfig`.
+      settings: names of implementations of operators.
     """
     compiled = functools.partial(
         _compiled,
@@ -176,8 +176,7 @@ def step_bytes(
         max_model_len=max_model_len or config.max_position,
         max_repositioned_sinks=max_repositioned_sinks,
         embedding_device=embedding_device,
-        attention=attention,
-        linear=linear,
+        settings=settings,
         exact=kv_full_precision_layers,
         kv_eviction=kv_eviction,
     )

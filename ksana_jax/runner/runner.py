@@ -19,6 +19,7 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
+from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, why_not_invariant
 from ksana_jax.ops.linear import choose_linear
@@ -64,8 +65,7 @@ class Runner:
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
-      attention: name of an implementation of paged attention; "auto" takes the first that serves. linear: the same of
-        products with weights.
+      settings: names of implementations of operators; "auto" takes the first that serves.
       consume_params: weights may be deleted once they are packed, see `models.packed_matrix`.
       numerics: "invariant" takes operators that compute each row of a step by itself; see `ops.invariant`.
       placement: on devices; by default on jax's first one.
@@ -88,8 +88,7 @@ class Runner:
         max_repositioned_sinks: int,
         num_host_blocks: int = 0,
         embedding_device: str = "device",
-        attention: str = "auto",
-        linear: str = "auto",
+        settings: OperatorSettings = AUTO,
         numerics: str = "fast",
         consume_params: bool = False,
         placement: Placement = ONE_DEVICE,
@@ -107,12 +106,14 @@ class Runner:
         if numerics == "invariant":
             if reason := why_not_invariant(config, needs, dtype):
                 raise ValueError(f"numerics 'invariant' {reason}")
-            attention = ROW_BY_ROW
-        self.implementation = choose(needs, attention)
+            settings = dataclasses.replace(settings, attention=ROW_BY_ROW)
+        self.implementation = choose(needs, settings.attention)
         row_by_row, num_devices = numerics == "invariant", placement.num_devices
-        products = choose_linear(self.platform, dtype, linear, row_by_row=row_by_row, num_devices=num_devices)
+        products = choose_linear(self.platform, dtype, settings.linear, row_by_row=row_by_row, num_devices=num_devices)
         self.linear_implementation = products.name
-        self.operators: Operators = placement.operators(products.operators(norms_of(config, self.platform, dtype)))
+        self.operators: Operators = placement.operators(
+            products.operators(norms_of(config, self.platform, dtype, settings.norm))
+        )
         if products.packs:
             self.params = packed(params, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks

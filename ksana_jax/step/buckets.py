@@ -27,7 +27,7 @@ LEAST_ROWS = {"cpu": 8, "gpu": 8, "tpu": 8}
 
 def least_rows(config: EngineConfig, platform: str) -> int:
     """Returns the minimum rows of an engine's matrix products."""
-    if config.dtype != "bf16" or (platform == "cpu" and config.linear_implementation != "xla"):
+    if config.dtype != "bf16" or (platform == "cpu" and config.operators.linear != "xla"):
         return 1
     return LEAST_ROWS.get(platform, 1)
 

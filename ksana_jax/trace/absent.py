@@ -105,9 +105,9 @@ def compile_engine(
         raise ConfigError(f"{trial.label}: bounds are not known for an engine with kv_eviction")
     if config.dtype == "auto":
         raise ConfigError("dtype is auto, must be given for a machine that is not there: engine.dtype=bf16")
-    if config.prefer != "speed":
+    if config.operators.prefer != "speed":
         raise ConfigError(
-            f"prefer is {config.prefer!r}, must be speed: on a machine that is not there, nothing is measured"
+            f"operators.prefer is {config.operators.prefer!r}, must be speed: nothing was measured on an absent machine"
         )
     if config.tensor_parallel_size > 1:
         raise ConfigError(
@@ -124,8 +124,7 @@ def compile_engine(
         num_blocks=num_blocks,
         max_model_len=config.max_model_len,
         max_repositioned_sinks=config.max_repositioned_sinks,
-        attention=config.attention_implementation,
-        linear=config.linear_implementation,
+        settings=config.operators,
         numerics=config.numerics,
         embedding_device=config.embedding_device,
         placement=Placement(target.device),

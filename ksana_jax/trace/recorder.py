@@ -141,7 +141,7 @@ def header(engine: Engine) -> dict[str, Any]:
     for field in dataclasses.fields(engine.config):
         value = getattr(engine.config, field.name)
         try:
-            config[field.name] = json.loads(json.dumps(value))
+            config[field.name] = json.loads(json.dumps(value, default=dataclasses.asdict))
         except TypeError:
             config[field.name] = repr(value)
             opaque.append(field.name)

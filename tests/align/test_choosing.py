@@ -90,7 +90,7 @@ def test_the_float32_model_without_a_cache_is_that_of_the_checkpoint():
 def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verdict, "verdict_folder", lambda: tmp_path)
     sizes = ["--num-prompts", "2", "--prompt-tokens", "4", "--num-tokens", "3"]
-    settings = "attention_implementation=xla linear_implementation=xla max_num_batched_tokens=8 query_tile=8"
+    settings = "operators.attention=xla operators.linear=xla max_num_batched_tokens=8 query_tile=8"
     with pytest.raises(SystemExit) as raised:
         cli.main(["align", settings, "--choose", "--json", *sizes])
     assert raised.value.code == 0
@@ -109,12 +109,12 @@ def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, m
 def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch):
     seen: dict[Pair, Any] = {}
     monkeypatch.setattr(choosing, "measure", lambda engines, *_: seen.update(engines) or [])
-    found = choosing.choose("dtype=bf16 attention_implementation=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
+    found = choosing.choose("dtype=bf16 operators.attention=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
     linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(jax.default_backend(), "bfloat16") is None]
     assert list(seen) == [Pair("xla", name) for name in linear]
     for pair, llm in seen.items():
-        assert (llm.runner.implementation.name, llm.config.linear_implementation) == pair
-    asked = EngineConfig(dtype="bf16", attention_implementation="xla", prefer="agreement")
+        assert (llm.runner.implementation.name, llm.config.operators.linear) == pair
+    asked = EngineConfig(dtype="bf16", operators={"attention": "xla", "prefer": "agreement"})
     assert found.conditions == conditions_of(llm.model_config, asked)
 
 

@@ -56,10 +56,10 @@ def test_elsewhere_it_is_not_chosen_and_says_why(package, tmp_path):
         """
         from ksana_jax import EngineConfig
         from ksana_jax.ops.implementations import choose, example_needs, explain
-        assert EngineConfig(attention_implementation="toy").attention_implementation == "toy"
+        assert EngineConfig(operators={"attention": "toy"}).operators.attention == "toy"
         assert choose(example_needs()).name != "toy"
         assert explain()[0] == ("toy", False, "needs an NPU, this is cpu")
-        with pytest.raises(ValueError, match="attention_implementation 'toy': needs an NPU, this is cpu"):
+        with pytest.raises(ValueError, match="operators.attention 'toy': needs an NPU, this is cpu"):
             choose(example_needs(), "toy")
         """,
         **package,

@@ -87,8 +87,7 @@ _OF_A_RUNNER = operator.attrgetter(
     "block_size",
     "max_repositioned_sinks",
     "embedding_device",
-    "attention_implementation",
-    "linear_implementation",
+    "operators",
     "numerics",
 )
 _programs: dict = collections.defaultdict(dict)

@@ -212,7 +212,7 @@ def test_the_pool_holds_the_bytes_that_are_reported():
     [
         ({"kv_eviction": {"method": "h2o"}}, "kv_eviction moves tokens within their blocks, and kv_cache_dtype kivi4 "),
         ({"kv_full_precision_layers": [0]}, "kv_full_precision_layers and kv_cache_dtype kivi4 cannot be combined"),
-        ({"attention_implementation": "triton"}, "needs an NVIDIA GPU"),
+        ({"operators": {"attention": "triton"}}, "needs an NVIDIA GPU"),
     ],
 )
 def test_what_block_codecs_do_not_go_with_is_refused(settings, message):

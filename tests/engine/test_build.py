@@ -33,7 +33,7 @@ REFUSED = {
     "preset": ({"pattern": "slidng"}, "there is no attention pattern 'slidng'"),
     "patterns": ({"pattern": ["full"] * 3}, "3 attention patterns were given, the model has 2 layers"),
     "sinks": ({"pattern": SINKS, "max_repositioned_sinks": 1}, "2 sinks at 'cache' positions.* at most 1"),
-    "implementation": ({"attention_implementation": "hopper"}, "attention_implementation 'hopper': .*GPU"),
+    "implementation": ({"operators": {"attention": "hopper"}}, "operators.attention 'hopper': .*GPU"),
     "host memory": ({"host_cache_bytes": 10**15}, "host_cache_bytes is 1,000,000,000,000,000 .*this machine has"),
     "pool": ({"num_blocks": 10**9, "memory_fraction": None}, "1,000,000,000 KV blocks of .* bytes take"),
 }
@@ -64,7 +64,7 @@ def test_a_pool_that_does_not_fit_is_refused_before_weights_are_read():
 
 def test_weights_are_read_once_and_the_plan_is_kept():
     config, params = model()
-    settings = EngineConfig(memory_bytes=2**20, max_num_seqs=2, linear_implementation="xla")
+    settings = EngineConfig(memory_bytes=2**20, max_num_seqs=2, operators={"linear": "xla"})
     engine = build_engine(config, lambda: params, settings)
     assert engine.executor.params is params
     assert engine.memory_plan.num_blocks == engine.config.num_blocks == engine.scheduler.blocks.num_blocks == 8

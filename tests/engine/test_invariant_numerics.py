@@ -225,8 +225,8 @@ def test_log_probabilities_are_those_of_the_float64_model():
     ("settings", "message"),
     [
         ({"block_size": 24}, "block_size 24, must be a multiple of 16"),
-        ({"attention_implementation": "xla"}, "attention_implementation 'xla', must be auto or native"),
-        ({"linear_implementation": "mixed"}, "linear_implementation 'mixed', must be auto or packed or native"),
+        ({"operators": {"attention": "xla"}}, "operators.attention 'xla', must be auto or native"),
+        ({"operators": {"linear": "mixed"}}, "operators.linear 'mixed', must be auto or packed or native"),
         ({"shared_prefix_attention": True}, "shared_prefix_attention, which divides sums"),
         ({"kv_eviction": {"method": "h2o", "budget": 0.5}}, "kv_eviction, which adds up attention"),
     ],

@@ -11,6 +11,7 @@ from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.engine import verdict
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, command, conditions_of, is_longer, read_verdict
+from ksana_jax.ops.norm import choose_normaliser
 from tests.engine.small import SMALL, make_llm, model
 
 XLA, MIXED = Pair("xla", "xla"), Pair("native", "mixed")
@@ -31,7 +32,7 @@ def two_pairs(monkeypatch, tmp_path):
     """Whatever serves on this machine: two pairs, and a cache directory without verdicts."""
 
     def serving(model, config, layout):
-        asked = config.attention_implementation, config.linear_implementation
+        asked = config.operators.attention, config.operators.linear
         return [p for p in (MIXED, XLA) if all(a in ("auto", b) for a, b in zip(asked, p, strict=True))]
 
     monkeypatch.setattr(verdict, "serving_pairs", serving)
@@ -91,20 +92,20 @@ def test_an_engine_takes_what_the_verdict_says_and_logs_why(tmp_path, caplog, pl
     path = verdict.default_path(found.conditions) if place != "a file" else tmp_path / "mine.json"
     found.write(path)
     with caplog.at_level(logging.INFO, logger="ksana_jax"):
-        llm = make_llm(prefer="agreement" if place != "a file" else str(path), programs={})
+        llm = make_llm(operators={"prefer": "agreement" if place != "a file" else str(path)}, programs={})
     assert llm.runner.implementation.name == "xla"
-    assert (llm.config.attention_implementation, llm.config.linear_implementation) == XLA
+    assert (llm.config.operators.attention, llm.config.operators.linear) == XLA
     assert f"{XLA}: agrees with the reference for 256 of 16 tokens, longer than any other (16) ({path})" in caplog.text
 
 
 def test_an_engine_without_a_verdict_names_the_command_that_makes_one(tmp_path):
     with pytest.raises(ConfigError, match=r"prefer 'agreement': there is no verdict .*`ksana align - --choose --model"):
-        make_llm(prefer="agreement")
+        make_llm(operators={"prefer": "agreement"})
     path = tmp_path / "mine.json"
     with pytest.raises(ConfigError, match=rf"no verdict at {path}; .*dtype=bf16 --choose.* --out {path}` makes"):
-        make_llm(prefer=str(path), dtype="bf16")
+        make_llm(operators={"prefer": str(path)}, dtype="bf16")
     # One of each is asked for: nothing is left to choose.
-    assert make_llm(prefer="agreement", attention_implementation="xla", linear_implementation="xla", programs={})
+    assert make_llm(operators={"prefer": "agreement", "attention": "xla", "linear": "xla"}, programs={})
 
 
 @pytest.mark.parametrize(("name", "value"), [("jax", "0.1"), ("device", "gpu"), ("dtype", "bf16"), ("C++", "other")])
@@ -113,7 +114,7 @@ def test_a_verdict_of_other_conditions_is_refused(tmp_path, name, value):
     conditions = found.conditions | {name: value}
     dataclasses.replace(found, conditions=conditions).write(path := tmp_path / "mine.json")
     with pytest.raises(ConfigError, match=rf"measured with {re.escape(name)} {value}, this engine has .*makes one"):
-        make_llm(prefer=str(path))
+        make_llm(operators={"prefer": str(path)})
 
 
 def test_conditions_are_those_that_change_numbers():
@@ -147,6 +148,12 @@ def test_the_command_asks_for_the_engine_s_settings():
 
 def test_settings_that_leave_nothing_to_choose_or_mean_nothing_are_refused():
     with pytest.raises(ConfigError, match=r"prefer is 'accuracy', must be speed, agreement or the path of a \.json"):
-        EngineConfig(prefer="accuracy")
-    with pytest.raises(ConfigError, match="numerics \"invariant\" does not go with prefer 'agreement': there is one"):
-        EngineConfig(prefer="agreement", numerics="invariant")
+        EngineConfig(operators={"prefer": "accuracy"})
+    with pytest.raises(ConfigError, match=r"does not go with operators\.prefer 'agreement': there is one"):
+        EngineConfig(operators={"prefer": "agreement"}, numerics="invariant")
+    with pytest.raises(ConfigError, match="operators has no key 'atention', the nearest is 'attention'"):
+        EngineConfig(operators={"atention": "xla"})
+    with pytest.raises(ConfigError, match="operators is 'xla', must be a mapping"):
+        EngineConfig(operators="xla")
+    with pytest.raises(ValueError, match=r"operators\.norm 'native': norms are layer; native norms are rms or"):
+        choose_normaliser("cpu", "float32", ("layer",), "native")

@@ -31,7 +31,7 @@ def given(tmp_path, **changes):
         "planned_context": 32,
     }
     engine = {"num_blocks": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
-    engine["linear_implementation"] = "xla"  # others fill small matrices up
+    engine["operators"] = {"linear": "xla"}  # others fill small matrices up
     base = {"task": "host_embedding", "model": model, "load_format": "dummy", "engine": engine, "settings": settings}
     return base | changes
 

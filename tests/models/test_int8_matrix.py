@@ -60,7 +60,7 @@ def test_an_engine_computes_with_the_numbers_that_codes_stand_for():
     assert np.abs(np.subtract(found, unquantised)).max() > 1e-4
     plan, used = engines[0].memory_plan, engines[0].runner.params
     assert plan.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(used))
-    packs = engines[0].config.linear_implementation == "packed"
+    packs = engines[0].config.operators.linear == "packed"
     assert plan.weights_bytes == weights_bytes(CONFIG, "f32", quantization="int8", packs=packs)
     assert plan.weights_bytes < weights_bytes(CONFIG, "f32", packs=packs)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import LINEAR_IMPLEMENTATIONS as NAMES
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import quantise
+from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 
 unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
@@ -81,14 +81,14 @@ def test_other_types_are_refused():
 
 
 def test_each_platform_gets_the_first_implementation_that_serves_it():
-    assert ("auto", *(i.name for i in LINEAR_IMPLEMENTATIONS)) == NAMES
+    assert tuple(i.name for i in LINEAR_IMPLEMENTATIONS) == IMPLEMENTATION_NAMES["linear"]
     assert choose_linear("gpu", "bfloat16").name == choose_linear("cpu", "float16").name == "xla"
     assert choose_linear("cpu", "float32").name == ("xla" if unsupported else "packed")
     assert choose_linear("cpu", "float32", "xla").apply is layers.linear
-    with pytest.raises(ValueError, match="linear_implementation 'native': needs a CPU, this is gpu"):
+    with pytest.raises(ValueError, match=r"operators\.linear 'native': needs a CPU, this is gpu"):
         choose_linear("gpu", "float32", "native")
     with pytest.raises(
-        ValueError, match="linear_implementation is 'mkl', must be auto or one of packed, mixed, native, xla"
+        ValueError, match=r"operators\.linear is 'mkl', must be auto or one of packed, mixed, native, xla"
     ):
         choose_linear("cpu", "float32", "mkl")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from ksana_jax.config import ModelConfig
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.h2o import H2O
 from ksana_jax.kv.eviction.keyformer import Keyformer
@@ -16,6 +16,7 @@ from ksana_jax.kv.eviction.snapkv import SnapKV
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.models.rope import make_rope
+from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops.attention import AttentionContext, Queries, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
@@ -75,7 +76,7 @@ def test_what_an_implementation_lacks_is_said():
 
 def test_one_that_does_not_serve_cannot_be_asked_for():
     assert choose(H200, "xla").name == "xla"
-    with pytest.raises(ValueError, match="attention_implementation 'hopper': blocks of 8 tokens"):
+    with pytest.raises(ValueError, match=r"operators\.attention 'hopper': blocks of 8 tokens"):
         choose(H200._replace(block_size=8), "hopper")
     with pytest.raises(ValueError, match="'fast', must be auto or one of hopper, triton, native, xla"):
         choose(H200, "fast")
@@ -292,7 +293,7 @@ def test_the_needs_of_a_model_are_those_of_this_device():
 
 
 def test_the_configuration_knows_the_names_that_there_are():
-    assert ("auto", *(i.name for i in IMPLEMENTATIONS)) == ATTENTION_IMPLEMENTATIONS
+    assert tuple(i.name for i in IMPLEMENTATIONS) == IMPLEMENTATION_NAMES["attention"]
 
 
 def test_a_machine_without_a_gpu_does_not_wait_for_pallas():

@@ -12,6 +12,7 @@ from ksana_jax import AttentionPattern, patterns
 from ksana_jax.cli import app
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.ops import implementations
 from ksana_jax.ops.gpu_kernels import HOPPER, TRITON
 from ksana_jax.ops.implementations import choose, explain
@@ -48,7 +49,7 @@ def test_auto_falls_back_to_the_reference_and_says_why(one_more_field, capabilit
     assert reasons["hopper"] == (
         REASON if capability == "9.0" else "needs an NVIDIA GPU of compute capability 9.0, this is gpu 8.0"
     )
-    with pytest.raises(ValueError, match=f"attention_implementation 'triton': {REASON}"):
+    with pytest.raises(ValueError, match=rf"operators\.attention 'triton': {REASON}"):
         choose(needs, "triton")
 
 
@@ -63,7 +64,7 @@ def runner_on(device, attend: str = "auto") -> Runner:
         num_blocks=4,
         max_model_len=128,
         max_repositioned_sinks=0,
-        attention=attend,
+        settings=OperatorSettings(attention=attend),
         placement=Placement(device),
     )
 

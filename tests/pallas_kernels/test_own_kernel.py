@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax import SamplingParams, config
+from ksana_jax import SamplingParams
+from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops import implementations, kernels
 from ksana_jax.ops.implementations import Implementation, explain
 from pallas_kernels import arguments
@@ -93,12 +94,13 @@ def test_an_engine_serves_with_it(monkeypatch):
     toy = kernels.Kernels(*(KERNELS[NAME].tuned(interpret=True),) * 2)
     entry = Implementation("toy", toy.write, toy.attend, None, lambda needs: kernels.unsupported(toy, needs))
     monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (entry, *implementations.IMPLEMENTATIONS))
-    monkeypatch.setattr(config, "ATTENTION_IMPLEMENTATIONS", (*config.ATTENTION_IMPLEMENTATIONS, "toy"))
+    names = IMPLEMENTATION_NAMES["attention"]
+    monkeypatch.setitem(IMPLEMENTATION_NAMES, "attention", (*names, "toy"))
     prompts = np.random.default_rng(0).integers(2, VOCAB, (2, 20)).tolist()
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     found = {}
     for name in ("toy", "xla"):
-        llm = make_llm(attention_implementation=name, programs={})
+        llm = make_llm(operators={"attention": name}, programs={})
         assert llm.runner.implementation.name == name
         found[name] = tokens_of(llm, prompts, greedy)
     assert found["toy"] == found["xla"]

@@ -32,7 +32,7 @@ def test_a_ladder_rises_to_its_end_in_steps_of_its_ratio(smallest, largest, rati
 def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, budget, width, products, data):
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "query_tile": Q}
     sizes |= {"block_size": 1, "max_model_len": width}
-    config = EngineConfig(**sizes, dtype="bf16", linear_implementation=products)
+    config = EngineConfig(**sizes, dtype="bf16", operators={"linear": products})
     buckets, min_rows = Buckets.of(config, "cpu"), least_rows(config, "cpu")
     decodes = data.draw(st.integers(0, max_num_seqs))
     tiles = data.draw(st.integers(0 if decodes else 1, -(-budget // Q)))
@@ -71,5 +71,5 @@ def test_mixed_work_meets_no_shape_that_was_not_compiled(pattern, num_blocks, bu
     [("cpu", "f32", "xla", 1), ("cpu", "bf16", "xla", 8), ("cpu", "bf16", "packed", 1), ("gpu", "bf16", "xla", 8)],
 )
 def test_least_rows_follow_device_dtype_and_products_though_one_sequence_runs(platform, dtype, products, least):
-    config = EngineConfig(dtype=dtype, max_num_seqs=1, max_model_len=64, linear_implementation=products)
+    config = EngineConfig(dtype=dtype, max_num_seqs=1, max_model_len=64, operators={"linear": products})
     assert Buckets.of(config, platform).decodes == (least,)

@@ -20,6 +20,7 @@ import numpy as np
 
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.experiments import text_files, texts
+from ksana_jax.experiments.dotted import merge
 from ksana_jax.experiments.figures import COLOURS
 from ksana_jax.experiments.tasks.base import (
     INPUT_FILES,
@@ -59,7 +60,7 @@ class AgreementSettings:
     num_pairs: timed runs of each side.
     """
 
-    against: dict[str, Any] = dataclasses.field(default_factory=dict)
+    against: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={"engine": True})
     texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     num_texts: int = 16
     prompt_tokens: int = 96
@@ -84,7 +85,7 @@ class Agreement(BaseTask):
         for name in settings.against:
             if name not in names:
                 raise ConfigError(f"settings.against.{name}: no such setting; the nearest is {nearest(name, names)!r}")
-        EngineConfig(**{**config["engine"], **settings.against})
+        EngineConfig(**merge(config["engine"], settings.against))
         if config["engine"]["disk_cache_dir"] is not None:
             raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
         if config["engine"]["kv_eviction"] is not None:
@@ -209,7 +210,8 @@ def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
     llm, key = trial.llm, json.dumps(dict(against), sort_keys=True)
     known = _OTHERS.setdefault(llm, {})
     if key not in known:
-        settings = {**trial.config["engine"], "max_repositioned_sinks": llm.config.max_repositioned_sinks, **against}
+        sinks = {"max_repositioned_sinks": llm.config.max_repositioned_sinks}
+        settings = merge(trial.config["engine"], sinks, against)
         model, load_format = trial.config["model"], trial.config["load_format"]
         known[key] = LLM(model, load_format=load_format, pattern=llm.patterns, **settings)
     known[key].set_pattern(llm.patterns)

@@ -37,8 +37,7 @@ SETTINGS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
     "query_tile": 16,
-    "linear_implementation": "xla",
-    "attention_implementation": "xla",
+    "operators": {"linear": "xla", "attention": "xla"},
 }
 RNG = np.random.default_rng(2)
 PROMPTS = [{"prompt_token_ids": RNG.integers(2, VOCAB, n)} for n in (1, 3, 17, 33, 9, 16)]

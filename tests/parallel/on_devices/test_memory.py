@@ -68,7 +68,7 @@ def test_each_device_reads_its_part_of_a_checkpoint_and_nothing_else(tmp_path, m
 def test_a_checkpoint_gives_the_same_tokens(tmp_path):
     path = write_model(tmp_path, random_tensors(ON_DISK), ON_DISK)
     settings = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_blocks": 4}
-    settings |= {"linear_implementation": "xla", "attention_implementation": "xla", "dtype": "f32"}
+    settings |= {"operators": {"linear": "xla", "attention": "xla"}, "dtype": "f32"}
     params = dataclasses.replace(GREEDY, max_tokens=4)
     prompt = {"prompt_token_ids": [5, 7, 11]}
     texts = [LLM(path, tensor_parallel_size=n, **settings).generate(prompt, params)[0].outputs[0] for n in (1, 4)]
@@ -153,9 +153,9 @@ def test_a_folder_of_blocks_serves_any_number_of_devices(tmp_path):
         (dataclasses.replace(MHA, num_heads=6, num_kv_heads=6), {}, "4: num_heads 6 is not a multiple of it; num_kv"),
         (dataclasses.replace(MHA, d_ff=66), {}, "d_ff 66 is not a multiple of it"),
         (MHA, {"tensor_parallel_size": 16}, "tensor_parallel_size is 16, there are 8 devices .cpu.; .* XLA_FLAGS="),
-        (MHA, {"linear_implementation": "packed"}, "'packed': computes all of a layer after attention at once, and 4"),
+        (MHA, {"operators": {"linear": "packed"}}, "'packed': computes all of a layer after attention at once, and 4"),
         (MHA, {"kv_eviction": {"method": "h2o", "budget": 0.5}}, "tensor_parallel_size 4 does not go with kv_eviction"),
-        (MHA, {"numerics": "invariant", "linear_implementation": "auto"}, "does not go with numerics"),
+        (MHA, {"numerics": "invariant", "operators": {}}, "does not go with numerics"),
         (MHA, {"quantization": "w8a8"}, 'does not go with quantization "w8a8"'),
         (MHA, {"embedding_device": "host"}, "does not go with embedding_device"),
     ],

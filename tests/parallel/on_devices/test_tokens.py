@@ -76,8 +76,8 @@ def test_patterns():
 @pytest.mark.soak
 @pytest.mark.parametrize(("attention", "linear"), [("native", "mixed")])
 def test_implementations(attention, linear):
-    llm = make_llm("GQA", 8, attention_implementation=attention, linear_implementation=linear)
-    assert (llm.runner.implementation.name, llm.config.linear_implementation) == (attention, linear)
+    llm = make_llm("GQA", 8, operators={"attention": attention, "linear": linear})
+    assert (llm.runner.implementation.name, llm.config.operators.linear) == (attention, linear)
     assert tokens_of(llm) == expected("GQA")
 
 
