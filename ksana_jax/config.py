@@ -220,8 +220,8 @@ class EngineConfig:
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
         installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
-        "options": {}, "donation": true, "memory_bytes": null}, see `devices.target.DeviceTarget`. None takes jax's
-        default. jax must not have started before.
+        "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `devices.target.DeviceTarget`. None
+        takes jax's default. jax must not have started before.
     """
 
     dtype: str = "f32"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.engine_layout import make_layout
@@ -320,7 +321,7 @@ def make_engine(
         **stored or {},
     )
     model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM, eos_ids=eos_ids)
-    layout = make_layout(model, patterns, config, "cpu") if stored else None
+    layout = make_layout(model, patterns, config, tuning("cpu").stored_as_bits) if stored else None
     executor = make_executor(
         patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots, layout=layout
     )

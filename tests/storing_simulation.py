@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
@@ -50,7 +51,9 @@ class Storage:
     def layout(self):
         patterns = PATTERNS[self.pattern]
         model = ModelConfig(num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM)
-        return make_layout(model, patterns, EngineConfig(block_size=self.block_size, **self.settings), "cpu")
+        return make_layout(
+            model, patterns, EngineConfig(block_size=self.block_size, **self.settings), tuning("cpu").stored_as_bits
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,10 +64,10 @@ def work_of(model: ModelConfig, dtype: str, prompts: Sequence[int], outputs: Seq
 
 def measure_rates(dtype: str) -> Rates:
     """Measures the rates of this machine with all of its cores; takes about a second."""
-    import jax
+    from ksana_jax.devices.capabilities import capabilities
 
-    on_cpu = jax.default_backend() == "cpu"
-    return Rates(_host_bandwidth() if on_cpu else _device_bandwidth(), _matrix_rate(dtype))
+    bandwidth = _host_bandwidth() if capabilities().shares_host_memory else _device_bandwidth()
+    return Rates(bandwidth, _matrix_rate(dtype))
 
 
 def _host_bandwidth() -> float:

@@ -110,6 +110,11 @@ def _run(argv: list[str]) -> None:
             raise
         print(f"ksana: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:
+        if debug or type(error).__name__ != "JaxRuntimeError":
+            raise
+        print(f"ksana: error: the device refuses: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     except ImportError as error:
         if debug:
             raise

@@ -9,6 +9,7 @@ from typing import Any
 
 from ksana_jax.compile_check import tpu
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.operator_settings import OperatorSettings
@@ -70,7 +71,7 @@ def step(target: aot.Target, *, attention: str, shape: StepShape, kv: str = "bf1
         params,
         (FULL,) * LLAMA_8B.num_layers,
         num_blocks=num_blocks,
-        layout=KVLayout.of(LLAMA_8B, dtype=kv, block_size=BLOCK_SIZE, platform=device.platform),
+        layout=KVLayout.of(LLAMA_8B, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(device)),
         max_model_len=LLAMA_8B.max_position,
         max_repositioned_sinks=0,
         settings=OperatorSettings(attention=attention),

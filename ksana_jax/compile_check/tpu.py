@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from ksana_jax.compile_check import tpu_attention
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.parallel.placement import Placement
@@ -83,7 +84,7 @@ def _step(shape: StepShape, sharding, num_blocks: int):
         placed(sharding, abstract_params(LLAMA, "bf16")),
         (FULL,) * LLAMA.num_layers,
         num_blocks=num_blocks,
-        layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, platform=device.platform),
+        layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, as_bits=stored_as_bits(device)),
         max_model_len=LLAMA.max_position,
         max_repositioned_sinks=0,
         placement=Placement(device),

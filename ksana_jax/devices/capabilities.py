@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.devices.features import ALL_FEATURES, RBG, THREEFRY, THREEFRY_WORDS, Features, rbg_bits, threefry
 from ksana_jax.devices.starting import started
+from ksana_jax.devices.tuning import KNOWN, tuning
 
-# Where donation and the sizes of programs are known to work: nothing is compiled to find out.
-_KNOWN = ("cpu", "gpu", "tpu")
+logger = logging.getLogger("ksana_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def _shares_host_memory(device: Any) -> bool:
 
 @functools.cache
 def _found(device: Any) -> Capabilities:
-    known, shares = device.platform in _KNOWN, _shares_host_memory(device)
+    known, shares = device.platform in KNOWN, _shares_host_memory(device)
     kinds = {memory.kind for memory in device.addressable_memories()}
     compiled = None if known else _compiled(device)
     return Capabilities(
@@ -97,9 +100,15 @@ def _compiled(device: Any) -> Any:
 
 
 def _lowered(argument: Any) -> Any:
+    with _quiet():
+        return jax.jit(lambda x: x + 1, donate_argnums=0).lower(argument)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Donation is not implemented", UserWarning)
-        return jax.jit(lambda x: x + 1, donate_argnums=0).lower(argument)
+        yield
 
 
 def _donates(compiled: Any, device: Any) -> bool:
@@ -113,3 +122,81 @@ def _sizes(compiled: Any) -> bool:
         return compiled.memory_analysis() is not None
     except Exception:  # as above
         return False
+
+
+def stored_as_bits(device: Any) -> Container[str]:
+    """Returns the types that a pool stores as unsigned integers of the same bits: those of which a compiler would
+    convert the whole pool at each scatter. On platforms that this project has not met, a type is tried when it is first
+    asked for."""
+    return tuning(device.platform).stored_as_bits if device.platform in KNOWN else _TriedBits(device)
+
+
+class _TriedBits(Container[str]):
+    def __init__(self, device: Any):
+        self._device = device
+
+    def __contains__(self, dtype: object) -> bool:
+        return _converts_pool(self._device, str(dtype))
+
+
+@functools.cache
+def _converts_pool(device: Any, dtype: str) -> bool:
+    """Whether a scatter into a pool of a type takes as much memory again."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    pool = jax.ShapeDtypeStruct((1024, 64), jnp.dtype(dtype), sharding=sharding)
+    rows = jax.ShapeDtypeStruct((4, 64), jnp.dtype(dtype), sharding=sharding)
+    at = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=sharding)
+    write = jax.jit(lambda pool, at, rows: pool.at[at].set(rows, mode="drop"), donate_argnums=0)
+    try:
+        with _quiet():
+            found = write.lower(pool, at, rows).compile().memory_analysis()
+    except Exception:  # of a type that the device does not have: a step says so, if it has one
+        return False
+    return found is not None and found.temp_size_in_bytes >= pool.size * pool.dtype.itemsize
+
+
+def features(device: Any) -> Features:
+    """Returns what programs are made of on a device: what the setting `device` says, and else, on platforms that this
+    project has not met, what is found by trying. The answer is kept."""
+    target = started()
+    said = {} if target is None or target.platform != device.platform else target.features
+    return _features(device, tuple(sorted(said.items())))
+
+
+@functools.cache
+def _features(device: Any, said: tuple[tuple[str, Any], ...]) -> Features:
+    told = dict(said)
+    if device.platform in KNOWN:
+        return dataclasses.replace(ALL_FEATURES, **told)
+    trials: dict[str, Callable[[], Any]] = {
+        "dynamic_loops": lambda: _works(device, _count_up, np.int32(1000), 32),
+        "branches": lambda: _works(device, _branch, np.int32(1000), 500),
+        "generator": lambda: (
+            RBG if not _works(device, threefry, *THREEFRY_WORDS) and _works(device, rbg_bits) else THREEFRY
+        ),
+    }
+    found = Features(**{name: told[name] if name in told else trial() for name, trial in trials.items()})
+    for what in found.missing:
+        logger.warning("%s (%s): %s", device.platform, device.device_kind, what)
+    return found
+
+
+def _count_up(most: jax.Array) -> jax.Array:
+    return jax.lax.while_loop(lambda i: i * i < most, lambda i: i + 1, jnp.zeros_like(most))
+
+
+def _branch(number: jax.Array) -> jax.Array:
+    return jax.lax.cond(number > 9, lambda x: x // 2, lambda x: x * 2, number)
+
+
+def _works(
+    device: Any, function: Callable[[Any], Any], argument: Any = THREEFRY_WORDS[0], expected: Any = None
+) -> bool:
+    """Whether a function runs on a device, and gives what is expected of it."""
+    try:
+        with jax.ensure_compile_time_eval():  # asked while a step is traced, too
+            given = jax.device_put(argument, jax.sharding.SingleDeviceSharding(device))
+            found = np.asarray(jax.jit(function)(given))
+    except Exception:  # as above
+        return False
+    return expected is None or np.array_equal(found, expected)

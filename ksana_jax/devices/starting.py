@@ -58,7 +58,12 @@ def _check(target: DeviceTarget) -> None:
             raise ConfigError(
                 f"device is {target.plain()}, and this process runs on {_started.plain()}: a process has one device"
             )
-    elif target.plugin != INSTALLED or target.donation is not None or not _is_of(device, target.platform):
+    elif (
+        target.plugin != INSTALLED
+        or target.donation is not None
+        or target.features
+        or not _is_of(device, target.platform)
+    ):
         raise ConfigError(
             f"device is {target}, and jax has already started on {device.platform} ({device.device_kind}): "
             "the first use of jax, such as jax.devices() or an array, must come after the engine or `use_device`"

@@ -13,6 +13,8 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.plugins import nearest
 
 INSTALLED, LOOPBACK = "installed", "loopback"
+# Fields of `features.Features`, and their values.
+FEATURES = {"dynamic_loops": (True, False), "branches": (True, False), "generator": ("threefry", "rbg")}
 # Platforms that jax brings itself, by name or by alias.
 OF_JAX = ("cpu", "gpu", "cuda", "rocm", "oneapi", "tpu")
 
@@ -32,6 +34,8 @@ class DeviceTarget:
         it knows; for another one it is your word that the plugin supports it. None: for the platforms that jax knows,
         and for the loopback. Without donation, a step needs the pool twice.
       memory_bytes: memory of the device, for one that does not report it.
+      features: what programs are made of on the device, {name: value} of `features.Features`. What is not said here is
+        known of jax's own platforms, and found by trying on others.
     """
 
     platform: str
@@ -39,6 +43,7 @@ class DeviceTarget:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     donation: bool | None = None
     memory_bytes: int | None = None
+    features: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, given: Any) -> DeviceTarget | None:
@@ -75,6 +80,13 @@ class DeviceTarget:
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"device.options is {self.options!r:.80}, must be a mapping")
         object.__setattr__(self, "options", dict(self.options))
+        if not isinstance(self.features, Mapping):
+            raise ConfigError(f"device.features is {self.features!r:.80}, must be a mapping")
+        object.__setattr__(self, "features", dict(self.features))
+        for name, value in self.features.items():
+            if name not in FEATURES or value not in FEATURES[name]:
+                known = ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in FEATURES.items())
+                raise ConfigError(f"device.features has {name}: {value!r:.40}; there are {known}")
         if self.plugin == INSTALLED and self.options:
             raise ConfigError("device.options are for a plugin given by its path: an installed one has its own")
         if self.plugin == LOOPBACK:
@@ -92,7 +104,7 @@ class DeviceTarget:
     def plain(self) -> dict[str, Any]:
         """Returns the fields that differ from their defaults, as JSON values."""
         fields = dataclasses.asdict(self)
-        defaults = {"plugin": INSTALLED, "options": {}, "donation": None, "memory_bytes": None}
+        defaults = {"plugin": INSTALLED, "options": {}, "donation": None, "memory_bytes": None, "features": {}}
         return {name: value for name, value in fields.items() if name == "platform" or value != defaults[name]}
 
     def __str__(self) -> str:

@@ -74,7 +74,7 @@ def build_engine(
     if executor is None:
         half = _on_device(model, params, config, seen, programs)
     else:
-        layout = make_layout(model, seen, config, "cpu")
+        layout = make_layout(model, seen, config)
         half = _DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     engine = Engine(
         _scheduler(half, clock, memory),
@@ -123,6 +123,7 @@ def _on_device(
 ) -> _DeviceHalf:
     """Creates a runner on jax's first devices."""
     # Imported here: an engine around another executor needs no jax.
+    from ksana_jax.devices.capabilities import features, stored_as_bits
     from ksana_jax.devices.starting import use_device
     from ksana_jax.engine.fingerprint import fingerprint
     from ksana_jax.engine.verdict import preferred
@@ -138,7 +139,8 @@ def _on_device(
     placement = place_on(config.tensor_parallel_size)
     platform = str(placement.device.platform)
     placement.local_model(model)  # says whether the model can be divided
-    layout = make_layout(model, patterns, config, platform)
+    layout = make_layout(model, patterns, config, stored_as_bits(placement.device))
+    features(placement.device)  # says now what is missing
     config, reason = preferred(model, config, layout)
     if reason is not None:
         logger.info("operators.prefer %s: %s", config.operators.prefer, reason)

@@ -17,6 +17,7 @@ from ksana_jax import vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.starting import use_device
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.progress import progress_bar
@@ -276,10 +277,9 @@ class LLM:
         longest = max_len or self.engine.max_model_len
         width = self.engine.scheduler.layout.table_width(longest, self.config.max_num_batched_tokens)
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
-        # XLA:CPU compiles a program on one core and takes 200 MB for it, which a planned memory has once. On a GPU XLA
-        # uses all cores, and times matrix products meanwhile.
-        alone = self.runner.platform != "cpu" or self.config.memory_fraction is not None
-        workers = 1 if alone else os.cpu_count() or 1
+        # XLA:CPU takes 200 MB for a program, which a planned memory has once.
+        at_once = tuning(self.runner.platform).compiles_on_one_core and self.config.memory_fraction is None
+        workers = (os.cpu_count() or 1) if at_once else 1
         buckets = self.engine.builder.buckets
         num_steps = 1 if self.runner.embeds_on_host else self.config.num_scheduler_steps
         self.runner.warm_up(buckets.all_shapes(width), buckets.decodes, asked, workers, num_steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,8 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.patterns import FULL, AttentionPattern, LiveRange, per_layer
 
-# Types whose bits are stored on a CPU: XLA:CPU converts a whole pool of them at each scatter (bfloat16: 110 ms for 128
-# MB on jax 0.10.2, against 0.01 ms for uint16 and float16).
-BITS_ON_CPU = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+# Types that a pool may store as unsigned integers of the same bits.
+BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 # Name of the leaf with keys and values of layers in full precision, see `KVLayout.with_exact_layers`.
 EXACT = "exact"
@@ -124,7 +123,7 @@ class KVLayout:
         *,
         dtype: str | Mapping[str, Any],
         block_size: int,
-        platform: str,
+        as_bits: Container[str] = (),
         eviction: EvictionMethod | None = None,
         exact_dtype: str = "bf16",
     ) -> KVLayout:
@@ -133,7 +132,8 @@ class KVLayout:
         Args:
           patterns: one for each layer; None takes the model's own.
           dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
-          platform: "cpu", "gpu", "tpu", ...; changes how numbers are stored, not how many bytes they take.
+          as_bits: types, by NumPy's names, that are stored as unsigned integers of the same bits, see
+            `devices.capabilities.stored_as_bits`.
           eviction: method by which layers that see everything evict tokens.
           exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
 
@@ -151,9 +151,12 @@ class KVLayout:
         assert isinstance(dtype, str)
         groups = group_layers(seen, None if eviction is None else _shares(eviction, seen))
         num_layers, heads = len(groups[0].layers), model.num_kv_heads
-        bits = BITS_ON_CPU if platform == "cpu" else {}
         leaves = [
-            Leaf(name, (num_layers, 2, heads, block_size, *of_vector), bits.get(stored, stored))
+            Leaf(
+                name,
+                (num_layers, 2, heads, block_size, *of_vector),
+                BITS[stored] if stored in BITS and stored in as_bits else stored,
+            )
             for name, (of_vector, stored) in find_codec(dtype).arrays(model.head_dim).items()
         ]
         if eviction is None:

@@ -11,7 +11,7 @@ from ksana_jax.native.build import library
 
 # Of activations: those in which products, norms and layers compute.
 DTYPES = ("float32", "bfloat16")
-# Numbers of `Stored` in numbers.h. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS_ON_CPU`.
+# Numbers of `Stored` in numbers.h. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS`.
 STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
 
 

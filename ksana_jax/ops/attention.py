@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.context import AttentionContext
-from ksana_jax.ops.observation import ObservedQueries, observed_mass
+from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sealed_pool import SealedCache
 from ksana_jax.ops.sources import Source, sources
@@ -67,7 +67,7 @@ def _write_exactly(k, v, cache: SealedCache, context: AttentionContext) -> Seale
         cache = cache.write_side(at, batch.slots, x)
     (k_at, k_batch), (v_at, v_batch) = context.residual
     exact = k_batch.full_blocks, v_batch.full_blocks
-    return cache.seal(context.layer, (k_at, v_at), context.batch.full_blocks, exact)
+    return cache.seal(context.layer, (k_at, v_at), context.batch.full_blocks, exact, context.features)
 
 
 class Attended(NamedTuple):
@@ -210,7 +210,7 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
     """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
 
     The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
-    width P that the step was compiled for.
+    width P that the step was compiled for, unless the device has no loops of dynamic length.
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
@@ -249,8 +249,10 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
     # Blocks after those that a tile reads come last.
     ends = source.end(tiles.positions.max(axis=1))[:, None]
     num_pieces = -(-jnp.max(jnp.sum(tiles.starts < ends, axis=1)) // piece)
-    state = jax.lax.fori_loop(
-        0, num_pieces, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, source, context), state
+    most = tiles.tables.shape[1] // piece
+    # Later pieces have no visible key, and leave the softmax as it is.
+    state = context.features.loop(
+        num_pieces, most, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, source, context), state
     )
     mass = None
     if observer is not None and observer.method.observes:
@@ -264,8 +266,8 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
         if context.sink_logits is not None:
             log_total = jnp.logaddexp(log_total, by_kv_head(_sinks(context, (s, width, n, 1)))[..., 0])
         queries = ObservedQueries(tiles.text_positions, tiles.numbers, log_total)
-        most = tiles.tables.shape[1] // piece
-        mass = observed_mass(observer, queries, scores_of, num_pieces, most, piece * size)[..., :num_slots]
+        pieces = Pieces(num_pieces, most, piece * size, context.features)
+        mass = observed_mass(observer, queries, scores_of, pieces)[..., :num_slots]
     return PartialAttention(*(by_token(x) for x in state)), mass
 
 

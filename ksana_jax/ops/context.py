@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.observation import Observer
 from ksana_jax.patterns import PatternArrays
@@ -21,6 +22,7 @@ class AttentionContext(NamedTuple):
     scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
     denominator. observer: None where no eviction method looks on. residual: with a block codec, of the exact keys and
     of the exact values the index among those of a block, and the batch with the tables of their group; else None.
+    features: what programs are made of on the device.
     """
 
     layer: int
@@ -33,3 +35,4 @@ class AttentionContext(NamedTuple):
     sink_logits: jax.Array | None = None
     observer: Observer | None = None
     residual: tuple[tuple[int, StepArrays], tuple[int, StepArrays]] | None = None
+    features: Features = ALL_FEATURES

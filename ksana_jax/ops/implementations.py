@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.operator_settings import ATTENTION_GROUP
 from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
@@ -133,7 +134,7 @@ EXAMPLE = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
 
 def example_needs() -> Requirements:
     """Returns the requirements of `EXAMPLE` in bfloat16 with blocks of 64, on this process's device."""
-    layout = KVLayout.of(EXAMPLE, dtype="bf16", block_size=64, platform=jax.devices()[0].platform)
+    layout = KVLayout.of(EXAMPLE, dtype="bf16", block_size=64, as_bits=stored_as_bits(jax.devices()[0]))
     return Requirements.of(EXAMPLE, layout, query_dtype="bfloat16")
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.devices.features import Features
 from ksana_jax.kv.eviction.base import EvictionMethod, Observation
 
 
@@ -44,15 +45,25 @@ class ObservedQueries(NamedTuple):
         return jnp.tile(x, (1, self.log_total.shape[2] // x.shape[1]))[:, None, :, None]
 
 
-def observed_mass(
-    observer: Observer, queries: ObservedQueries, scores_of: Callable, num_pieces, most_pieces: int, piece_tokens: int
-) -> jax.Array:
-    """Returns the weight [S, K, most_pieces * piece_tokens] of each slot, summed over the queries of a tile and the
-    query heads of a kv head, in float32.
+class Pieces(NamedTuple):
+    """Pieces of block tables, which are looked at one after the other.
+
+    count: of those with visible keys, traced. most: of all. num_tokens: in each. features: what programs are made of on
+    the device.
+    """
+
+    count: Any
+    most: int
+    num_tokens: int
+    features: Features
+
+
+def observed_mass(observer: Observer, queries: ObservedQueries, scores_of: Callable, pieces: Pieces) -> jax.Array:
+    """Returns the weight [S, K, pieces.most * pieces.num_tokens] of each slot, summed over the queries of a tile
+    and the query heads of a kv head, in float32.
 
     Args:
       scores_of: piece -> (scores [S, K, R, C], -inf where not visible; cache positions [S, C] of its slots).
-      num_pieces: to look at, traced.
     """
     method = observer.method
     s, kv_heads, rows = queries.log_total.shape
@@ -76,13 +87,13 @@ def observed_mass(
         def add(i, total):
             return jnp.logaddexp(total, jax.nn.logsumexp(logits_of(i), axis=-1))
 
-        log_total = jax.lax.fori_loop(0, num_pieces, add, nothing)
+        log_total = pieces.features.loop(pieces.count, pieces.most, add, nothing)
     base = jnp.where(jnp.isfinite(log_total), log_total, jnp.inf)[..., None]
     factor = 1.0 if numbers is None else method.query_factor(numbers)
 
     def weigh(i, mass):
         weights = (jnp.exp(logits_of(i) - base) * factor).sum(axis=2)
-        return jax.lax.dynamic_update_slice_in_dim(mass, weights, i * piece_tokens, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(mass, weights, i * pieces.num_tokens, axis=2)
 
-    mass = jnp.zeros((s, kv_heads, most_pieces * piece_tokens), jnp.float32)
-    return jax.lax.fori_loop(0, num_pieces, weigh, mass)
+    mass = jnp.zeros((s, kv_heads, pieces.most * pieces.num_tokens), jnp.float32)
+    return pieces.features.loop(pieces.count, pieces.most, weigh, mass)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
@@ -33,6 +34,7 @@ def paged_attend(
     places: Sequence[tuple[int, int]],
     residual_places: Sequence[tuple[tuple[int, int], tuple[int, int]]],
     observers: Sequence[Observer | None],
+    features: Features = ALL_FEATURES,
 ) -> Attend:
     """Returns an `Attend` whose state is the KVCache.
 
@@ -47,6 +49,7 @@ def paged_attend(
       places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
       residual_places: the same of exact keys and values beside codes, see `KVLayout.residual_places`; else empty.
       observers: of each layer, None where nothing is evicted.
+      features: what programs are made of on the device.
     """
     plans: dict[int, Any] = {}
 
@@ -68,6 +71,7 @@ def paged_attend(
             sink_logits[layer],
             observers[layer],
             residual,
+            features,
         )
         turns = angles[layer]
         if (observer := context.observer) is not None:

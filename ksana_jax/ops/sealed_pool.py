@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.kv.codecs.base import numbers
 from ksana_jax.kv.layout import SealedBlocks
 from ksana_jax.ops.pool import KVCache
@@ -71,12 +72,15 @@ class SealedCache(KVCache):
         k, v = sealing.decoded(self._pieces(block_ids, at * size, size), self.size, h, jnp)
         return k.reshape(*k.shape[:-3], -1, h), v.reshape(*v.shape[:-3], -1, h)
 
-    def seal(self, at: Any, sides: tuple[Any, Any], full: Any, exact: tuple[Any, Any]) -> SealedCache:
+    def seal(
+        self, at: Any, sides: tuple[Any, Any], full: Any, exact: tuple[Any, Any], features: Features = ALL_FEATURES
+    ) -> SealedCache:
         """Encodes the blocks of one layer that a step has filled.
 
         Args:
           at: index of the layer among the layers of codes. sides: indices of its exact keys and values.
           full: [F] blocks for the codes, M beyond their number. exact: [F] the blocks of exact keys and of values.
+          features: what programs are made of on the device.
         """
         sealing, h = self.blocks.sealing, self.blocks.head_dim
         some = min(len(full), SEALED_AT_ONCE)
@@ -93,7 +97,8 @@ class SealedCache(KVCache):
             return cache._put(pieces, ids[:, None], jnp.full((some, 1), at * size, jnp.int32)).kv
 
         num_full = jnp.sum(full < self.num_blocks)
-        return self.with_kv(jax.lax.fori_loop(0, -(-num_full // some), encode, self.kv))
+        # Blocks beyond their number are dropped.
+        return self.with_kv(features.loop(-(-num_full // some), len(full) // some, encode, self.kv))
 
     def with_kv(self, kv: jax.Array) -> SealedCache:
         return self.replace(leaves=self.leaves | {"kv": kv})  # pyright: ignore[reportAttributeAccessIssue]

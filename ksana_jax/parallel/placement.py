@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.devices.capabilities import features
+from ksana_jax.devices.features import Features
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
@@ -23,7 +25,7 @@ from ksana_jax.parallel.operators import DividedOperators
 from ksana_jax.parallel.shares import KV, VOCABULARY, WHOLE_WEIGHT, Share, local_layout, local_model, pool_layout, share
 from ksana_jax.parallel.specs import AXIS, BY_HEAD, EVERYWHERE, field_of, spec_of_weight, specs_of
 from ksana_jax.parallel.vocabulary import DividedVocabulary
-from ksana_jax.sampling.vocabulary import WHOLE, Vocabulary
+from ksana_jax.sampling.vocabulary import Vocabulary
 
 
 class Placement:
@@ -38,6 +40,11 @@ class Placement:
     def device(self) -> Any:
         """The first device."""
         return self._device or jax.devices()[0]
+
+    @property
+    def features(self) -> Features:
+        """What programs are made of on the devices."""
+        return features(self.device)
 
     def local_model(self, config: ModelConfig) -> ModelConfig:
         """Returns the model that one device computes."""
@@ -57,7 +64,7 @@ class Placement:
 
     def vocabulary(self, config: ModelConfig) -> Vocabulary:
         """Returns what the sampling in a program of the devices knows of the vocabulary."""
-        return WHOLE
+        return Vocabulary(features=self.features)
 
     def params(self, config: ModelConfig, params: Params) -> Params:
         """Places weights, or shapes of weights, which may be there already."""
@@ -141,7 +148,7 @@ class TensorParallel(Placement):
         return DividedOperators(operators.linear, operators.normaliser)
 
     def vocabulary(self, config: ModelConfig) -> Vocabulary:
-        return DividedVocabulary(config.vocab_size, self.num_devices)
+        return DividedVocabulary(config.vocab_size, self.num_devices, features=self.features)
 
     def params(self, config: ModelConfig, params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(functools.partial(self.drawn, config), params)

@@ -113,7 +113,7 @@ def this_device(num_devices: int = 1) -> Device:
 
     found = capabilities()
     if found.shares_host_memory:
-        return Device("cpu", physical_bytes() // num_devices)
+        return Device(found.platform, physical_bytes() // num_devices)
     if found.memory_bytes is None:
         raise ConfigError(
             f"{found.platform} ({found.kind}) does not report its memory: give it as device.memory_bytes, or "

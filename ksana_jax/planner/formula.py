@@ -110,7 +110,7 @@ class Memory:
             pattern = AttentionPattern(window=asked.window, num_sinks=asked.num_sinks)
         patterns = per_layer(pattern, config.num_layers)
         # The number of bytes is the same on every platform.
-        layout = make_layout(config, patterns, asked.stored, "gpu")
+        layout = make_layout(config, patterns, asked.stored)
         if asked.prefix_share and any(g.live.window is not None and not g.residual for g in layout.groups):
             raise ConfigError(f"prefix_share is {asked.prefix_share}, but a window frees the shared prefix")
         if asked.embedding_device == "host":

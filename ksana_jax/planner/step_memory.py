@@ -18,6 +18,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.devices.capabilities import stored_as_bits
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
@@ -27,7 +29,7 @@ from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.runner import Runner
-from ksana_jax.runner.step_program import IN_RUNS, compiled_programs
+from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from pallas_kernels import aot
 
@@ -180,8 +182,8 @@ def step_bytes(
         exact=kv_full_precision_layers,
         kv_eviction=kv_eviction,
     )
-    one_program = (aot.device(target) if target else jax.devices()[0]).platform not in IN_RUNS
-    if config.num_layers <= ONE_MORE or not one_program:
+    platform = (aot.device(target) if target else jax.devices()[0]).platform
+    if config.num_layers <= ONE_MORE or tuning(platform).layers_of_program:
         return compiled(config)
     # One layer stands for those in full precision.
     exact = kv_full_precision_layers and (0,)
@@ -220,7 +222,7 @@ def _compiled(
         kv_eviction=kv_eviction,
         block_size=block_size,
     )
-    layout = make_layout(config, patterns, stored, device.platform)
+    layout = make_layout(config, patterns, stored, stored_as_bits(device))
     found = []
     with _compiling_for(target):
         runner = Runner(

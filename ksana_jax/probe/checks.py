@@ -14,9 +14,9 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ksana_jax.devices.capabilities import capabilities
+from ksana_jax.devices.capabilities import capabilities, features, stored_as_bits
 from ksana_jax.probe.findings import Finding, tried
-from ksana_jax.probe.operations import OPERATIONS, error_of
+from ksana_jax.probe.operations import OPERATIONS, WITHOUT, error_of
 
 TRANSFERRED = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32")
 TRANSFERRED += ("float8_e4m3fn", "float8_e5m2")
@@ -92,11 +92,18 @@ def donation() -> Iterator[Finding]:
         return "the argument is gone"
 
     yield tried("an argument's memory is the result's", taken_over, "a step has the pool twice, and is planned so")
+    bits = "bfloat16" in stored_as_bits(jax.devices()[0])
+    yield Finding(
+        "a pool of bfloat16 is stored as", None, "uint16: a scatter would convert all of it" if bits else "it is"
+    )
 
 
 def operations() -> Iterator[Finding]:
     for name in OPERATIONS:
-        yield tried(name, lambda name=name: error_of(name))
+        yield tried(name, lambda name=name: error_of(name), WITHOUT.get(name, ""))
+    found = features(jax.devices()[0])
+    yield Finding("random numbers of sampling", None, found.generator)
+    yield Finding("the engine does without", None, "; ".join(found.missing) or "nothing")
 
 
 def programs() -> Iterator[Finding]:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.devices.features import THREEFRY_WORDS, rbg_bits, threefry
+
 _X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 _AT = np.array([3, 1, 7], np.int32)
 
@@ -18,12 +20,6 @@ def _scattered() -> np.ndarray:
     found = _X.copy()
     found[[3, 1]] = 1
     return found
-
-
-def _threefry() -> np.ndarray:
-    """Random bits of jax's own CPU."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        return np.asarray(jax.random.bits(jax.random.key(1), (8,)))
 
 
 def _normal_bf16() -> Any:
@@ -74,7 +70,12 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[], An
         (_normal_bf16,),
         _normal_bf16,
     ),
-    "threefry's bits": (lambda: jax.random.bits(jax.random.key(1), (8,)), (), _threefry),
+    "threefry's bits": (threefry, (THREEFRY_WORDS[0],), lambda: THREEFRY_WORDS[1]),
+    "bits of the device's own generator (rbg)": (
+        lambda words: rbg_bits(words).astype(jnp.float32) * 0,
+        (THREEFRY_WORDS[0],),
+        lambda: np.zeros(8),
+    ),
     "product in float32": (
         functools.partial(jnp.matmul, precision="highest"),
         (_X, _X.T),
@@ -85,6 +86,14 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[], An
         (_normal_bf16,),
         lambda: np.asarray(_normal_bf16(), np.float64) @ np.asarray(_normal_bf16(), np.float64).T,
     ),
+}
+
+# What the engine does without an operation.
+WITHOUT = {
+    "loop of dynamic length": "attention has loops of constant length",
+    "cond": "sampling computes both branches",
+    "threefry's bits": "sampling takes the device's own generator (rbg)",
+    "bits of the device's own generator (rbg)": "the engine needs it only without threefry",
 }
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.operators import Operators
@@ -30,12 +31,12 @@ from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.array_shapes import array_shapes
-from ksana_jax.runner.compiling import COMPILER_OPTIONS, compile_all, compiled
+from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop, only_decodes
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packing import Packing
-from ksana_jax.runner.step_program import IN_RUNS, Network, lower_in_runs, lower_whole, pool_and, step_whole
+from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
 from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
 from ksana_jax.runner.token_programs import (
     OutputHead,
@@ -98,6 +99,7 @@ class Runner:
         self.params = placement.params(config, params)
         self.embeds_on_host = embedding_device == "host"
         self.platform = placement.device.platform
+        self._tuning = tuning(self.platform)
         dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
         self._local, local_layout = placement.local_model(config), placement.local_layout(layout)
         needs = Requirements.of(
@@ -137,12 +139,11 @@ class Runner:
 
     @property
     def _network(self) -> Network:
-        options = COMPILER_OPTIONS.get(self.platform)
         places = self.layout.places, self.layout.residual_places
         local = self.placement.local_model(self.config)
         sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
         return Network(
-            local, self.ropes, *places, sinks, implementation, observers, self.operators, options, self.placement
+            local, self.ropes, *places, sinks, implementation, observers, self.operators, self._tuning, self.placement
         )
 
     @property
@@ -339,7 +340,7 @@ class Runner:
 
     def _lower_step(self, shape: StepShape):
         """Lowers a step as it will run."""
-        if self.platform in IN_RUNS:
+        if self._tuning.layers_of_program:
             return lower_in_runs(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
         return self.lower_step(shape)
 

@@ -1,8 +1,7 @@
 """The network of a step, compiled as one program or as one for each kind of run of layers.
 
-A GPU wants one program, since it has the fewest launches. XLA:CPU compiles every layer of such a program again, though
-they are alike; starting a program costs it some 80 us. So a CPU has programs of up to LAYERS_OF_PROGRAM layers, which
-all runs of as many layers of a kind share.
+One program has the fewest launches, which a GPU wants. Where a compiler would compile every layer of it again, though
+they are alike (`devices.tuning.Tuning.layers_of_program`), all runs of as many layers of a kind share a program.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.operators import Operators
@@ -34,10 +34,6 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.step.contract import StepArrays, StepShape, fed
 
-# Platforms whose steps are compiled by `lower_in_runs`.
-IN_RUNS = frozenset({"cpu"})
-LAYERS_OF_PROGRAM = 4
-
 
 @dataclasses.dataclass(frozen=True)
 class Network:
@@ -49,7 +45,7 @@ class Network:
     residual_places: of each layer those of exact keys and values beside codes, or empty.
     observers: of each layer the eviction method, None where nothing is evicted.
     operators: implementations of products with weights and of norms.
-    options: of the compiler.
+    tuning: of the platform.
     """
 
     config: ModelConfig
@@ -60,7 +56,7 @@ class Network:
     implementation: Implementation
     observers: tuple[EvictionMethod | None, ...]
     operators: Operators
-    options: dict[str, Any] | None
+    tuning: Tuning
     placement: Placement
 
     @property
@@ -91,13 +87,15 @@ class Network:
 
     def jit(self, function: Any, **static: Any) -> Any:
         """Jits a function of what is whole on each device."""
-        return self.placement.jit(functools.partial(function, network=self, **static), options=self.options)
+        return self.placement.jit(
+            functools.partial(function, network=self, **static), options=self.tuning.compiler_options
+        )
 
     def jit_donating(self, function: Any, num_results: int, **static: Any) -> Any:
         """Jits a function (weights, cache, ...) -> (cache, ...) that donates the cache."""
         run = functools.partial(function, network=self, **static)
         returns = pool_and(num_results - 1)
-        return self.placement.jit(run, returns=returns, donated=1, options=self.options)
+        return self.placement.jit(run, returns=returns, donated=1, options=self.tuning.compiler_options)
 
 
 def pool_and(num_others: int) -> tuple[Any, ...]:
@@ -154,7 +152,7 @@ class _Run(NamedTuple):
     @staticmethod
     def all_of(network: Network) -> list[_Run]:
         kinds = list(zip(network.kinds, network.rope_kinds, strict=True))
-        most = LAYERS_OF_PROGRAM if all(method is None for method in network.observers) else 1
+        most = (network.tuning.layers_of_program or 1) if all(method is None for method in network.observers) else 1
         runs, begin = [], 0
         for end in range(1, len(kinds) + 1):
             if end == len(kinds) or kinds[end] != kinds[begin] or end - begin == most:
@@ -267,6 +265,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
         places=network.places,
         residual_places=network.residual_places,
         observers=[network.observer(layer, layer) for layer in range(len(network.places))],
+        features=network.placement.features,
     )
     hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config, operators=network.operators)
     return cache, hidden, hidden[arrays.sampled]
@@ -308,6 +307,7 @@ def _step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, netwo
         places=((0, at),),
         residual_places=residual_places,
         observers=(network.observer(kind, layer),),
+        features=network.placement.features,
     )
     x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec, operators=network.operators)
     return cache, x

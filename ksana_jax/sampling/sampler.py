@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.sampling.noise import gumbel_noise
 from ksana_jax.sampling.sums import sum_by_halves
 from ksana_jax.sampling.truncation import Limits, least_kept
 from ksana_jax.sampling.vocabulary import WHOLE, Vocabulary
@@ -36,13 +37,13 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None, vocabulary: Vo
     temperature = jnp.where(draws, settings.temperature, 1.0)
     limits = Limits(settings.top_k, settings.top_p, settings.min_p)
     # One program serves all requests: it skips at run time what no row needs.
-    least = jax.lax.cond(
+    least = vocabulary.features.either(
         jnp.any(draws & limits.exclude(vocabulary.size(logits_SV))),
         lambda logits: least_kept(logits, best, temperature, limits, vocabulary),
         lambda _: jnp.full_like(best, -jnp.inf),
         logits_SV,
     )
-    drawn = jax.lax.cond(
+    drawn = vocabulary.features.either(
         jnp.any(draws),
         lambda logits: _draw(logits, best, temperature, least, settings, vocabulary),
         lambda _: greedy,
@@ -93,7 +94,7 @@ def _draw(
       best: [S] best score.
     """
     num_groups = vocabulary.num_groups(logits_SGW)
-    noise = _noise(settings, num_groups + GROUP)
+    noise = gumbel_noise(settings, num_groups + GROUP, vocabulary.features.generator)
 
     def kept(logits: jax.Array) -> jax.Array:
         of_row = (slice(None), *[None] * (logits.ndim - 1))
@@ -105,16 +106,6 @@ def _draw(
     group = jnp.argmax(of_groups, axis=-1)
     at = jnp.argmax(kept(_in_group(logits_SGW, group)) + noise[:, num_groups:], axis=-1)
     return vocabulary.best(group * GROUP + at, jnp.max(of_groups, axis=-1))[0]
-
-
-def _noise(settings: SamplingArrays, size: int) -> jax.Array:
-    """Returns Gumbel noise [S, size] of each row's seed, at its place in the random stream."""
-
-    def one(seed, step):
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
-        return jax.random.gumbel(key, (size,), jnp.float32)
-
-    return jax.vmap(one)(settings.seeds, settings.num_outputs)
 
 
 def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:

@@ -53,7 +53,7 @@ def least_kept(
         return jnp.exp((scores - best[:, None]) / temperature[:, None])
 
     floor, settled = _among_best(logits_SV, weigh, k, limits.top_p, vocabulary)
-    floor = jax.lax.cond(
+    floor = vocabulary.features.either(
         jnp.all(settled),
         lambda _: floor,
         lambda logits: jnp.where(settled, floor, _by_bisection(logits, weigh, k, limits.top_p, vocabulary)),
@@ -130,7 +130,7 @@ def _highest(
     # Scores at or above `low` reach `wanted`, those at or above `high` do not.
     low = jnp.where(active, _key(vocabulary.min(jnp.min(logits_SV, axis=-1))), 0)
     high = jnp.where(active, _key(vocabulary.max(jnp.max(logits_SV, axis=-1))) + 1, 0)
-    low, _ = jax.lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low, high))
+    low, _ = vocabulary.features.repeat(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), 32, halve, (low, high))
     return jnp.where(active, _score(low), -jnp.inf)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.devices.features import ALL_FEATURES, Features
 
+
+@dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """The scores [S, V] that a function gets, as part of those of the vocabulary: here all of them.
 
     `parallel.vocabulary` has the one of several devices, each with some ids of each row. What follows is then the same
     on all of them.
+
+    features: what programs are made of on the devices.
     """
+
+    features: Features = dataclasses.field(default=ALL_FEATURES, kw_only=True)
 
     def size(self, scores_SV: jax.Array) -> int:
         """Returns how many ids there are on all devices."""

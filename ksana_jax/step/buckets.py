@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from ksana_jax.config import EngineConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 
@@ -19,17 +20,12 @@ def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-# Minimum rows of a matrix product of bfloat16 by platform, if not 1. Matrix units multiply eight rows as fast as one.
-# XLA:CPU converts all weights to float32 for one row: a step of one row (8 layers, d_model 512) takes 27 ms against 7
-# with eight rows on a CPU with AMX, 71 against 15 on a busy one without (10 with two rows). Native products do not.
-LEAST_ROWS = {"cpu": 8, "gpu": 8, "tpu": 8}
-
-
 def least_rows(config: EngineConfig, platform: str) -> int:
     """Returns the minimum rows of an engine's matrix products."""
-    if config.dtype != "bf16" or (platform == "cpu" and config.operators.linear != "xla"):
+    found = tuning(platform)
+    if config.dtype != "bf16" or (found.native and config.operators.linear != "xla"):
         return 1
-    return LEAST_ROWS.get(platform, 1)
+    return found.least_rows
 
 
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[Part, ...]:

@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from ksana_jax.compile_check import tpu
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.experiments.config import Plan, Trial, patterns_of
 from ksana_jax.files import write_atomic
 from ksana_jax.kv.engine_layout import make_layout
@@ -114,7 +115,7 @@ def compile_engine(
             f"tensor_parallel_size is {config.tensor_parallel_size}, must be 1: an absent machine has one device"
         )
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
-    layout = make_layout(model, patterns, config, target.device.platform)
+    layout = make_layout(model, patterns, config, stored_as_bits(target.device))
     num_blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)
     runner = Runner(
         model,

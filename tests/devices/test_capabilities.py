@@ -1,8 +1,10 @@
 """What the engine finds out about a device, and what it does where something is missing; on the loopback."""
 
+import jax
 import pytest
 
-from ksana_jax.devices.capabilities import capabilities, staging_memory
+from ksana_jax.devices.capabilities import capabilities, features, staging_memory, stored_as_bits
+from ksana_jax.devices.features import ALL_FEATURES
 from tests.devices.children import child
 
 # Before the code of a child.
@@ -36,6 +38,48 @@ def test_blocks_cross_pinned_memory_where_a_device_apart_from_the_host_has_it():
     assert staging_memory({"device", "pinned_host"}, False) == "pinned_host"
     assert staging_memory({"device"}, False) == "none"
     assert staging_memory({"device", "pinned_host"}, True) == "none"
+
+
+def test_what_a_cpu_has_is_known_without_trying():
+    assert features(jax.devices()[0]) is features(jax.devices()[0])
+    assert features(jax.devices()[0]) == ALL_FEATURES and not ALL_FEATURES.missing
+    assert "bfloat16" in stored_as_bits(jax.devices()[0])
+
+
+def test_what_an_unknown_device_has_is_tried_once_and_also_while_a_step_is_traced():
+    child("""
+    use_device({"platform": "npu", "plugin": "loopback", "options": {"lacks_operations": ["dynamic while", "xor"]}})
+    import jax, numpy as np
+    from ksana_jax.devices.capabilities import features, stored_as_bits
+    from ksana_jax.devices.features import Features
+    from ksana_jax.devices.loopback.plugin import registered
+    found = []
+    jax.jit(lambda x: found.append(features(jax.devices()[0])) or x + 1)(np.ones(3))
+    assert found == [Features(dynamic_loops=False, branches=True, generator="rbg")]
+    plugin = registered["npu"]
+    before = plugin.calls["Client_Compile"]
+    assert features(jax.devices()[0]) is found[0] and len(found[0].missing) == 2
+    assert plugin.calls["Client_Compile"] == before
+    # jaxlib's CPU client beneath converts a pool of bfloat16, and none of float32.
+    types = stored_as_bits(jax.devices()[0])
+    compiled = jax.jit(lambda x, i: x.at[i].set(1), donate_argnums=0).lower(
+        jax.ShapeDtypeStruct((1024, 64), "bfloat16"), jax.ShapeDtypeStruct((4,), "int32")).compile()
+    converts = compiled.memory_analysis().temp_size_in_bytes >= 1024 * 64 * 2
+    assert ("bfloat16" in types) == converts and "float32" not in types
+    """)
+
+
+def test_what_the_setting_says_a_device_has_is_not_tried():
+    child("""
+    said = {"dynamic_loops": False, "generator": "rbg"}
+    use_device({"platform": "npu", "plugin": "loopback", "features": said, "options": {"lacks_operations": ["case"]}})
+    import jax
+    from ksana_jax.devices.capabilities import features
+    from ksana_jax.devices.features import Features
+    from ksana_jax.devices.loopback.plugin import registered
+    assert features(jax.devices()[0]) == Features(dynamic_loops=False, branches=False, generator="rbg")
+    assert registered["npu"].calls["Client_Compile"] == 1
+    """)
 
 
 @pytest.mark.soak

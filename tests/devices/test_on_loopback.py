@@ -35,7 +35,9 @@ def test_arrays_and_programs():
 
 @pytest.mark.soak
 def test_the_engine_computes_with_numbers_of_8_bits_that_are_stored_as_such():
-    output = run_tests("tests/engine/test_kv_codecs.py", "-k", "by_definition and fp8")
+    # Where the compiler does not say that it would convert a pool, numbers are stored as they are.
+    lacks = ["Executable_GetCompiledMemoryStats"]
+    output = run_tests("tests/engine/test_kv_codecs.py", "-k", "by_definition and fp8", lacks=lacks)
     assert re.search(r"^2 passed", output, re.M), output
 
 

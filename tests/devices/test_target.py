@@ -1,11 +1,14 @@
 """The setting `device`: how it may be written, one spelling of each value, and one clear error for each mistake."""
 
+import dataclasses
+
 import pytest
 
 from ksana_jax import EngineConfig
 from ksana_jax.config import ConfigError
+from ksana_jax.devices.features import Features
 from ksana_jax.devices.loopback.options import LoopbackOptions
-from ksana_jax.devices.target import DeviceTarget, canonical_device
+from ksana_jax.devices.target import FEATURES, DeviceTarget, canonical_device
 from ksana_jax.experiments.config import plan
 
 LOOPBACK = {"platform": "npu", "plugin": "loopback"}
@@ -21,6 +24,7 @@ LOOPBACK = {"platform": "npu", "plugin": "loopback"}
         ({"platform": "npu", "plugin": "installed", "options": {}}, {"platform": "npu"}),
         (LOOPBACK, LOOPBACK),
         ({**LOOPBACK, "donation": False, "memory_bytes": 5}, {**LOOPBACK, "donation": False, "memory_bytes": 5}),
+        ({"platform": "npu", "features": {"generator": "rbg"}}, {"platform": "npu", "features": {"generator": "rbg"}}),
     ],
 )
 def test_each_value_has_one_spelling(given, plain):
@@ -55,6 +59,11 @@ def test_each_value_has_one_spelling(given, plain):
         ({**LOOPBACK, "options": {"stablehlo": "1.x"}}, "stablehlo is '1.x', must be a version such as 1.0.0"),
         ({**LOOPBACK, "donation": "yes"}, "device.donation is 'yes'"),
         ({**LOOPBACK, "memory_bytes": 0}, "device.memory_bytes is 0"),
+        (
+            {**LOOPBACK, "features": {"loops": True}},
+            "device.features has loops: True; there are dynamic_loops .True or",
+        ),
+        ({**LOOPBACK, "features": {"generator": "philox"}}, "'philox'; there are .* generator .threefry or rbg"),
     ],
 )
 def test_a_mistake_is_named(given, message):
@@ -72,6 +81,10 @@ def test_lists_of_names_may_be_texts_as_in_the_c_api():
         "scatter",
         "dynamic while",
     )
+
+
+def test_the_names_of_features_are_theirs():
+    assert list(FEATURES) == [field.name for field in dataclasses.fields(Features)]
 
 
 def test_a_target_is_shown_with_its_plugin():

@@ -10,6 +10,7 @@ import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.settings import engine_config
@@ -25,7 +26,7 @@ from tests.reference import reference_logprobs
 
 def why_not(dtype: str = "float32", platform: str = "cpu", **changes: Any) -> str | None:
     config = dataclasses.replace(model()[0], **changes)
-    layout = KVLayout.of(config, dtype="f32", block_size=16, platform="cpu")
+    layout = KVLayout.of(config, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
     needs = Requirements.of(config, layout, query_dtype=dtype)._replace(platform=platform)
     return why_not_invariant(config, needs, dtype)
 

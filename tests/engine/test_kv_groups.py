@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.models.params import init_params
 from ksana_jax.patterns import FULL
@@ -85,7 +86,10 @@ def test_log_probabilities_are_those_of_the_dense_model_and_the_pool_holds_half_
     assert (
         layout.block_bytes * 2 * len(layout.groups)
         == KVLayout.of(
-            dataclasses.replace(config, num_layers=8), dtype="f32", block_size=BLOCK, platform="cpu"
+            dataclasses.replace(config, num_layers=8),
+            dtype="f32",
+            block_size=BLOCK,
+            as_bits=tuning("cpu").stored_as_bits,
         ).block_bytes
     )
 

@@ -58,11 +58,11 @@ MODEL = ModelConfig(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
 
 def layout(setting, patterns=None, block_size=4):
     method = read_eviction(setting)
-    return KVLayout.of(MODEL, patterns, dtype="bf16", block_size=block_size, platform="gpu", eviction=method)
+    return KVLayout.of(MODEL, patterns, dtype="bf16", block_size=block_size, eviction=method)
 
 
 def test_bytes_of_a_block_hold_what_the_method_stores():
-    plain = KVLayout.of(MODEL, dtype="bf16", block_size=4, platform="gpu").block_bytes
+    plain = KVLayout.of(MODEL, dtype="bf16", block_size=4).block_bytes
     of_token = 4 * 2 * 4 * 4  # layers, kv heads, tokens, bytes
     assert layout({"method": "knorm"}).block_bytes == plain
     assert layout({"method": "h2o"}).block_bytes == plain + of_token
@@ -81,7 +81,7 @@ def test_layers_with_a_window_keep_it_and_others_evict():
 
 
 def window_blocks(pattern: AttentionPattern) -> int:
-    plain = KVLayout.of(MODEL, (pattern,) * 4, dtype="bf16", block_size=4, platform="gpu")
+    plain = KVLayout.of(MODEL, (pattern,) * 4, dtype="bf16", block_size=4)
     return plain.blocks_of(100)
 
 
@@ -131,7 +131,7 @@ def test_layers_in_full_precision_evict_too():
     """Scores and text positions stay those of all layers; keys and values are in one of two leaves."""
     config = EngineConfig(block_size=4, kv_cache_dtype="int8", kv_full_precision_layers=(2,))
     config = dataclasses.replace(config, kv_eviction={"method": "h2o", "normalised": True})
-    found = make_layout(MODEL, (AttentionPattern(),) * 4, config, "gpu")
+    found = make_layout(MODEL, (AttentionPattern(),) * 4, config)
     assert [(group.layers, group.share) for group in found.groups] == [((2, 0, 1, 3), 1.0)]
     assert {leaf.name: leaf.shape[0] for leaf in found.leaves} == {
         "kv": 3,

@@ -8,9 +8,9 @@ from ksana_jax.patterns import FULL, AttentionPattern
 
 MODEL = ModelConfig(num_layers=4, num_heads=16, num_kv_heads=8, head_dim=32)
 MIXED = (FULL, AttentionPattern(window=24)) * 2
-LAYOUT = KVLayout.of(MODEL, MIXED, dtype="bf16", block_size=16, platform="gpu")
+LAYOUT = KVLayout.of(MODEL, MIXED, dtype="bf16", block_size=16)
 SCALED = KVLayout(LAYOUT.groups, 16, (LAYOUT.leaf("kv"), Leaf("scale", (2, 2, 8, 16), "float32")), "int8")
-SEALED = KVLayout.of(MODEL, MIXED, dtype="kivi2", block_size=16, platform="gpu")
+SEALED = KVLayout.of(MODEL, MIXED, dtype="kivi2", block_size=16)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, SCALED, SEALED], ids=["numbers", "codes and scales", "blocks of codes"])

@@ -23,7 +23,7 @@ from ksana_jax.runner.runner import Runner
 from tests.test_recipes import Chunked, ChunkedArrays
 
 LLAMA = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
-LAYOUT = KVLayout.of(LLAMA, dtype="bf16", block_size=64, platform="gpu")
+LAYOUT = KVLayout.of(LLAMA, dtype="bf16", block_size=64)
 REASON = "attention patterns have span, which the kernels do not read"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.planner import step_memory
 from ksana_jax.planner.step_memory import measure_step, program_bytes, step_bytes
@@ -55,7 +56,7 @@ def test_a_step_has_no_room_for_a_copy_of_a_pool_with_an_axis_of_one(num_layers,
     """Layers of one head, or a single layer: XLA's layouts leave the place of such an axis open."""
     config = dataclasses.replace(WIDE, num_layers=num_layers, num_kv_heads=num_kv_heads)
     [found] = step_bytes(config, [SHAPE], dtype="f32", block_size=16)
-    layout = KVLayout.of(config, dtype="f32", block_size=16, platform="cpu")
+    layout = KVLayout.of(config, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
     assert found.network < step_memory.NUM_BLOCKS * layout.block_bytes / 4
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.devices import tuning
 from ksana_jax.models.packed_matrix import unpacked
 from ksana_jax.models.params import init_params
-from ksana_jax.runner import step_program
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import Part, StepArrays, StepShape
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
@@ -142,7 +142,7 @@ def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=["singles", "singles and a tile"])
 def test_the_programs_of_the_layers_give_what_one_program_gives(shape, of_program, calls, monkeypatch):
     """Bit for bit in float32; in bfloat16 one program keeps more digits between layers."""
-    monkeypatch.setattr(step_program, "LAYERS_OF_PROGRAM", of_program)
+    monkeypatch.setitem(tuning._TUNING, "cpu", dataclasses.replace(tuning.tuning("cpu"), layers_of_program=of_program))
     llm, rng = make_llm(num_blocks=48, programs={}), np.random.default_rng(0)
     assert llm.runner._lower_step(shape).calls == calls
     runner, num_tiles, own = llm.runner, shape.num_tiles, []

@@ -21,6 +21,7 @@ TIE = 0.05
 
 def run(context: Context) -> None:
     from ksana_jax.config import ModelConfig
+    from ksana_jax.devices.capabilities import stored_as_bits
     from ksana_jax.kv.layout import KVLayout
     from ksana_jax.ops.implementations import IMPLEMENTATIONS, explain
     from ksana_jax.ops.requirements import Requirements
@@ -29,8 +30,8 @@ def run(context: Context) -> None:
         context.record("fact", name="implementation", who=name, used=used, why=why)
         context.say(f"{name}: {'used' if used else 'not used'}: {why}")
     typical = ModelConfig(num_heads=16, num_kv_heads=4, head_dim=128)
-    size, platform = _settings(context)["block_size"], jax.devices()[0].platform
-    needs = Requirements.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, platform=platform))
+    size, as_bits = _settings(context)["block_size"], stored_as_bits(jax.devices()[0])
+    needs = Requirements.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, as_bits=as_bits))
     able = [i for i in IMPLEMENTATIONS if i.unsupported(needs) is None]
     reference = next(i for i in able if i.name == "xla")
     for label, make in (("ksana-tiny", _tiny), ("random Llama, 4 layers, head dim 128", _random)):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.base import BlockCodec
 from ksana_jax.kv.codecs.gear import Gear
 from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_sealing
@@ -139,8 +140,8 @@ def test_blocks_take_the_bytes_of_codes_scales_and_zeros():
     side = 64 * 64 // 2 + 64 * 2 * 2
     assert find_sealing("kivi4").head_bytes(64, 64) == 2 * side
     assert find_sealing({"k": "kivi2", "v": "kivi4", "group": 32}).head_bytes(64, 64) == 1024 + 2048 + 4 * 64 * 2 * 2
-    layout = KVLayout.of(MODEL, dtype="kivi4", block_size=64, platform="gpu", exact_dtype="bf16")
-    plain = KVLayout.of(MODEL, dtype="bf16", block_size=64, platform="gpu")
+    layout = KVLayout.of(MODEL, dtype="kivi4", block_size=64, exact_dtype="bf16")
+    plain = KVLayout.of(MODEL, dtype="bf16", block_size=64)
     # What codes leave of a block is no room for exact tokens of a further layer.
     per_head = find_sealing("kivi4").head_bytes(64, MODEL.head_dim)
     assert layout.block_bytes == MODEL.num_kv_heads * MODEL.num_layers * per_head
@@ -186,7 +187,9 @@ def test_vectors_too_short_for_outliers_have_none(name, size):
 
 
 def test_another_pattern_changes_what_is_kept_exactly():
-    layout = KVLayout.of(MODEL, dtype={"k": "kivi2", "v": "kivi2", "residual": 9}, block_size=4, platform="cpu")
+    layout = KVLayout.of(
+        MODEL, dtype={"k": "kivi2", "v": "kivi2", "residual": 9}, block_size=4, as_bits=tuning("cpu").stored_as_bits
+    )
     windows = [group.live.window for group in layout.groups]
     assert windows == [None] + [9] * (len(windows) - 1)
     narrow = layout.with_patterns([AttentionPattern(window=5)] * MODEL.num_layers)
