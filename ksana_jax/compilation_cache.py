@@ -80,6 +80,23 @@ def cache_use() -> Iterator[CacheUse]:
         jax.monitoring.unregister_event_listener(use.hear)
 
 
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Returns a context in which programs are compiled for absent devices, without jax's cache on disk: they can be
+    written to it, but not read from it."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+        compilation_cache.reset_cache()
+
+
 def _is_settled(jax: Any) -> bool:
     """Whether the user has set a cache folder in jax's config, or turned the cache off."""
     return jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache

@@ -7,78 +7,56 @@ import json
 import sys
 from typing import Any
 
-from ksana_jax.compile_check import tpu
+from ksana_jax.compile_check import tpu, tpu_topology
+from ksana_jax.compile_check.models import LLAMA_8B, MODELS, SHAPES, sizes_of
+from ksana_jax.compile_check.steps import collectives_of_step, lower_sampling, lower_step
+from ksana_jax.compile_check.targets import gpu_target, targets
 from ksana_jax.config import ModelConfig
-from ksana_jax.devices.capabilities import stored_as_bits
-from ksana_jax.kv.layout import KVLayout
-from ksana_jax.loading.load import abstract_params
-from ksana_jax.operator_settings import OperatorSettings
-from ksana_jax.parallel.placement import Placement
-from ksana_jax.patterns import FULL
-from ksana_jax.runner.runner import Runner
-from ksana_jax.step.contract import Part, StepShape
+from ksana_jax.step.contract import StepShape
 from pallas_kernels import aot
 from pallas_kernels.aot.check import SOURCES, Case, check
 
-LLAMA_8B = ModelConfig(
-    vocab_size=128_256,
-    d_model=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    d_ff=14_336,
-    max_position=8192,
-)
-BLOCK_SIZE = 64
-
-
-# Decode of one row and of 64 rows; 32 rows with eight tiles of prompts, 64 tokens each.
-TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
-SHAPES = tuple(
-    StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)
-    for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)))
-)
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
 NUM_BLOCKS = (24_001, 4096)
 
 
+# Models divided among devices of a host: by name, with their numbers of devices.
+DIVIDED = (("Llama-8B", 2), ("Llama-8B", 8), ("Llama-70B", 8))
+
+
 def cases(target: aot.Target) -> list[Case]:
     """Returns steps of a Llama-8B shape in bfloat16, rows of up to 8k tokens, by implementation of paged attention, and
-    on Hopper also with keys and values in 8 bits."""
+    on Hopper also with keys and values in 8 bits; and steps of models that several devices divide."""
     used, *others = ("hopper", "triton", "xla") if target.hopper else ("triton", "xla")
     chosen = [(used, shape, "bf16") for shape in SHAPES] + [(other, SHAPES[1], "bf16") for other in others]
     if target.hopper:
         chosen += [("hopper", SHAPES[2], kv) for kv in ("int8", "fp8_e4m3")]
-    return [
-        Case(
-            "step of Llama-8B",
-            {"attention": attention, "rows": shape.parts[0].count, "tiles": shape.num_tiles - shape.parts[0].count}
-            | ({} if kv == "bf16" else {"kv": kv}),
-            functools.partial(step, attention=attention, shape=shape, kv=kv, num_blocks=NUM_BLOCKS[kv == "bf16"]),
+    found = []
+    for attention, shape, kv in chosen:
+        config = {"attention": attention} | sizes_of(shape) | ({} if kv == "bf16" else {"kv": kv})
+        found.append(
+            Case("step of Llama-8B", config, functools.partial(_step, shape=shape, attention=attention, kv=kv))
         )
-        for attention, shape, kv in chosen
-    ]
+    rows = SHAPES[1].parts[0].count
+    for name, num_devices in DIVIDED:
+        shape, divided = SHAPES[2], {"model": MODELS[name], "num_devices": num_devices}
+        config = {"attention": used, "devices": num_devices}
+        step = functools.partial(_step, shape=shape, attention=used, **divided)
+        expected = collectives_of_step(MODELS[name], shape, num_devices)
+        found.append(Case(f"step of {name}", config | sizes_of(shape), step, expected))
+        sampling = functools.partial(_sampling, rows=rows, **divided)
+        found.append(Case(f"sampling of {name}", {"devices": num_devices, "rows": rows}, sampling))
+    return found
 
 
-def step(target: aot.Target, *, attention: str, shape: StepShape, kv: str = "bf16", num_blocks: int = 4096):
-    """Lowers a step of the engine's own Runner. kv: how keys and values are stored."""
-    params = aot.placed(target, abstract_params(LLAMA_8B, "bf16"))
-    device = aot.device(target)
-    runner = Runner(
-        LLAMA_8B,
-        params,
-        (FULL,) * LLAMA_8B.num_layers,
-        num_blocks=num_blocks,
-        layout=KVLayout.of(LLAMA_8B, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(device)),
-        max_model_len=LLAMA_8B.max_position,
-        max_repositioned_sinks=0,
-        settings=OperatorSettings(attention=attention),
-        placement=Placement(device),
-    )
-    with aot.described(target):
-        return runner.lower_step(shape)
+def _step(target: aot.Target, *, shape: StepShape, model: ModelConfig = LLAMA_8B, kv: str = "bf16", **settings: Any):
+    blocks = NUM_BLOCKS[kv == "bf16"]
+    return lower_step(gpu_target(target), model, shape, kv=kv, num_blocks=blocks, **settings)
+
+
+def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int):
+    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices)
 
 
 def main(target: str, *, only: str, as_json: bool) -> int:
@@ -87,10 +65,10 @@ def main(target: str, *, only: str, as_json: bool) -> int:
     Raises:
       ValueError: no such target, no such case.
     """
-    if target in tpu.TARGETS:
+    if target in tpu_topology.TARGETS:
         return tpu.main(target, only=only, as_json=as_json)
-    if target not in (known := aot.targets()):  # said before anything that is not installed
-        raise ValueError(f"unknown target {target!r}; there are {', '.join(sorted([*known, *tpu.TARGETS]))}")
+    if target not in targets():  # said before anything that is not installed
+        raise ValueError(f"unknown target {target!r}; there are {', '.join(targets())}")
     if line := aot.missing():
         print(f"ksana: error: {line}", file=sys.stderr)
         return 2

@@ -9,34 +9,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import importlib.util
 import json
-import math
-import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.compile_check import tpu_attention
+from ksana_jax.compile_check import tpu_attention, tpu_topology
+from ksana_jax.compile_check.models import LLAMA_8B, SHAPES, sizes_of
+from ksana_jax.compile_check.steps import BLOCK_SIZE, collectives_of_step, lower_step
+from ksana_jax.compile_check.targets import Target, find_target
 from ksana_jax.config import ModelConfig
-from ksana_jax.devices.capabilities import stored_as_bits
-from ksana_jax.kv.layout import KVLayout
-from ksana_jax.loading.load import abstract_params
-from ksana_jax.parallel.placement import Placement
-from ksana_jax.patterns import FULL
-from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import Part, StepShape
-from pallas_kernels.aot.report import Memory, find_copies, judge_program, part_size
+from pallas_kernels.aot.program import examine
+from pallas_kernels.aot.report import Collective, describe_exchange
 from pallas_kernels.contract import Call, Pool
-
-EXTRA = "aot-tpu"
-# By name: topology for libtpu, device as jax calls it, and what libtpu would otherwise look for on the network.
-TARGETS = {"v5e": ("v5e:2x2", "TPU v5 lite", "v5litepod-4")}
 
 LLAMA = ModelConfig(
     vocab_size=32_000,
@@ -48,18 +40,24 @@ LLAMA = ModelConfig(
     d_ff=2816,
     max_position=4096,
 )
-BLOCK_SIZE, NUM_BLOCKS = 64, 4096
+NUM_BLOCKS = 4096
 TABLE_WIDTH = LLAMA.max_position // BLOCK_SIZE
+# Devices that divide a Llama-8B, and blocks of a pool that fit beside its weights, 16 GB in all.
+DIVIDED = ((2, 1024), (8, 8192))
 DECODE, PREFILL = (StepShape((part,), TABLE_WIDTH, max_sampled=8) for part in (Part(8, 1), Part(4, 32)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program to compile. lower: (sharding of a device, num_blocks) -> the lowered program."""
+    """A program to compile.
+
+    lower: (target, num_blocks) -> the lowered program. collectives: see `pallas_kernels.aot.check.Case`.
+    """
 
     name: str
     config: dict[str, Any]
-    lower: Callable[..., Any]
+    lower: Callable[[Target, int], Any]
+    collectives: Counter[Collective] | None = None
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
@@ -73,26 +71,23 @@ def cases() -> list[Case]:
             Case("jax's kernel, blocks gathered", {"phase": phase}, functools.partial(_gathered, shape)),
             Case("jax's kernel, pool in its order", {"phase": phase}, functools.partial(_in_order, shape)),
         ]
+    for num_devices, num_blocks in DIVIDED:
+        shape = SHAPES[1]
+        step = functools.partial(_divided, shape, num_devices, num_blocks)
+        expected = collectives_of_step(LLAMA_8B, shape, num_devices)
+        found.append(Case("step of Llama-8B", {"devices": num_devices} | sizes_of(shape), step, expected))
     return found
 
 
-def _step(shape: StepShape, sharding, num_blocks: int):
-    """Lowers a step of the engine's own Runner."""
-    device = next(iter(sharding.device_set))
-    runner = Runner(
-        LLAMA,
-        placed(sharding, abstract_params(LLAMA, "bf16")),
-        (FULL,) * LLAMA.num_layers,
-        num_blocks=num_blocks,
-        layout=KVLayout.of(LLAMA, dtype="bf16", block_size=BLOCK_SIZE, as_bits=stored_as_bits(device)),
-        max_model_len=LLAMA.max_position,
-        max_repositioned_sinks=0,
-        placement=Placement(device),
-    )
-    return runner.lower_step(shape)
+def _step(shape: StepShape, target: Target, num_blocks: int):
+    return lower_step(target, LLAMA, shape, num_blocks=num_blocks)
 
 
-def _gathered(shape: StepShape, sharding, num_blocks: int):
+def _divided(shape: StepShape, num_devices: int, num_blocks: int, target: Target, _: int):
+    return lower_step(target, LLAMA_8B, shape, num_devices=num_devices, num_blocks=num_blocks)
+
+
+def _gathered(shape: StepShape, target: Target, num_blocks: int):
     """Lowers one layer's attention by jax's kernel behind the contract."""
     q, tables, starts, positions, _ = tiles(shape)
     pool = (num_blocks, LLAMA.num_layers, 2, LLAMA.num_kv_heads, BLOCK_SIZE, LLAMA.head_dim)
@@ -100,10 +95,10 @@ def _gathered(shape: StepShape, sharding, num_blocks: int):
     def run(q, kv, tables, starts, positions):  # the pattern is to be known
         return tpu_attention.KERNEL(Call(q, Pool(kv), tables, starts, positions, layer=1)).out
 
-    return lower(sharding, run, q, jax.ShapeDtypeStruct(pool, jnp.bfloat16), tables, starts, positions)
+    return lower(target, run, q, jax.ShapeDtypeStruct(pool, jnp.bfloat16), tables, starts, positions)
 
 
-def _in_order(shape: StepShape, sharding, num_blocks: int):
+def _in_order(shape: StepShape, target: Target, num_blocks: int):
     """Lowers writes and attention, layer by layer, in a donated pool [M, L, B, 2K, H]."""
 
     def run(pool, q, tables, starts, positions, slots, kv):
@@ -118,7 +113,7 @@ def _in_order(shape: StepShape, sharding, num_blocks: int):
     heads = (2 * LLAMA.num_kv_heads, LLAMA.head_dim)
     pool = jax.ShapeDtypeStruct((num_blocks, LLAMA.num_layers, BLOCK_SIZE, *heads), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((*slots.shape, *heads), jnp.bfloat16)
-    return lower(sharding, run, pool, q, tables, starts, positions, slots, kv, donate_argnums=0)
+    return lower(target, run, pool, q, tables, starts, positions, slots, kv, donate_argnums=0)
 
 
 def tiles(shape: StepShape):
@@ -130,71 +125,26 @@ def tiles(shape: StepShape):
     return q, table, table, ints((count, width)), ints((count * width,))
 
 
-def placed(sharding, arrays):
-    """Returns the shapes of a tree of arrays, placed on a TPU."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
+def lower(target: Target, function, *args, **options):
+    with target.described():
+        placed = target.placement().everywhere(args)
+        return jax.jit(function, **options).trace(*placed).lower(lowering_platforms=("tpu",))
 
 
-def lower(sharding, function, *args, **options):
-    return jax.jit(function, **options).trace(*placed(sharding, args)).lower(lowering_platforms=("tpu",))
-
-
-def missing() -> str | None:
-    """Returns what must be installed to compile for a TPU; None if nothing is missing."""
-    if importlib.util.find_spec("libtpu") is not None:
-        return None
-    return f"compiling for a TPU needs libtpu; install the extra: pip install 'ksana-jax[{EXTRA}]'"
-
-
-def topology(target: str):
-    """Returns a sharding on one device of a target, and a context in which kernels are lowered for it."""
-    from jax.experimental import topologies
-
-    name, kind, accelerator = TARGETS[target]
-    # Otherwise libtpu asks the network which TPU this is, and complains.
-    for key, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": accelerator,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-    }.items():
-        os.environ.setdefault(key, value)
-    device = topologies.get_topology_desc(name, platform="tpu").devices[0]
-    described = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=described)
-    return jax.sharding.SingleDeviceSharding(device), jax.sharding.use_abstract_mesh(mesh)
-
-
-def compile_case(case: Case, target: str, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
+def compile_case(case: Case, target: Target, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
     """Compiles a case; returns a row of the report, whose "reason" is the problem, or None."""
     began = time.perf_counter()
     row: dict[str, Any] = {"name": case.name, "config": case.config}
     try:
-        sharding, described = topology(target)
-        with described:
-            lowered = case.lower(sharding, num_blocks)
+        lowered = case.lower(target, num_blocks)
         compiled = lowered.compile()
     except Exception as error:
         words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         return row | {"reason": f"{type(error).__name__}: {words[:300]}"}
-    arguments = jax.tree.leaves(lowered.args_info)
-    donated = [a for a in arguments if a.donated]
-    pools = donated or [max(arguments, key=_num_bytes)]
-    stats, hlo = compiled.memory_analysis(), compiled.as_text()
-    memory = Memory(
-        pool_bytes=sum(map(_num_bytes, pools)),
-        part_bytes=min(part_size(x.shape) * x.dtype.itemsize for x in pools),
-        donated_bytes=sum(map(_num_bytes, donated)),
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-    )
-    wrong = judge_program(memory, find_copies(hlo, [x.shape for x in pools]))
-    about = {"kernels": hlo.count('custom_call_target="tpu_custom_call"'), "reason": "; ".join(wrong) or None}
-    return row | about | dataclasses.asdict(memory) | {"seconds": round(time.perf_counter() - began, 2)}
-
-
-def _num_bytes(array) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
+    program = examine(lowered, compiled)
+    about = {"kernels": program.hlo.count('custom_call_target="tpu_custom_call"')}
+    reason = "; ".join(program.wrong(case.collectives)) or None
+    return row | about | {"reason": reason} | program.plain() | {"seconds": round(time.perf_counter() - began, 2)}
 
 
 def main(target: str = "v5e", *, only: str = "", as_json: bool = False) -> int:
@@ -203,7 +153,7 @@ def main(target: str = "v5e", *, only: str = "", as_json: bool = False) -> int:
     Raises:
       ValueError: no such case.
     """
-    if line := missing():
+    if line := tpu_topology.missing():
         print(f"ksana: error: {line}", file=sys.stderr)
         return 2
     try:
@@ -213,16 +163,18 @@ def main(target: str = "v5e", *, only: str = "", as_json: bool = False) -> int:
     chosen = [case for case in cases() if pattern.search(str(case))]
     if not chosen:
         raise ValueError(f"no case for {target} has {only!r} in its name")
-    jax.config.update("jax_platforms", "cpu")  # libtpu is there for its compiler; jax would look for a TPU
-    version = importlib.metadata.version("jax")
-    print(f"{TARGETS[target][1]}, jax {version}, libtpu {importlib.metadata.version('libtpu')}, {len(chosen)} cases")
+    found, version = find_target(target), importlib.metadata.version("jax")
+    kind, libtpu = tpu_topology.TARGETS[target].kind, importlib.metadata.version("libtpu")
+    print(f"{kind}, jax {version}, libtpu {libtpu}, {len(chosen)} cases")
     rows = []
     for case in chosen:
-        rows.append(row := compile_case(case, target))
+        rows.append(row := compile_case(case, found))
         print(case, flush=True)
         if "pool_bytes" in row:
             pool = f"pool {row['pool_bytes']:,} bytes, aliased {row['alias_bytes']:,}, temp {row['temp_bytes']:,}"
             print(f"  {pool}, {row['kernels']} Pallas kernels, {row['seconds']} s")
+            if said := describe_exchange(row):
+                print(said)
         if row["reason"]:
             print(f"  FAILED: {row['reason']}")
     failed = sum(row["reason"] is not None for row in rows)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
+from ksana_jax.compilation_cache import without_cache
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.devices.tuning import tuning
@@ -266,16 +266,8 @@ def _compiling_for(target: aot.Target | None):
     if target is None:
         yield
         return
-    kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        # A program for a device that is not here can be written to the cache, but not read from it.
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        with aot.described(target):
-            yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", kept)
-        compilation_cache.reset_cache()
+    with without_cache(), aot.described(target):
+        yield
 
 
 def measure_step(

@@ -330,6 +330,10 @@ class Runner:
         """Lowers a step as one program without compiling it, for inspection."""
         return lower_whole(self._network, shape, self._seen.alike, self._packing(shape), *self._packed_arguments(shape))
 
+    def lower_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None):
+        """Lowers the choice of tokens without compiling it, for inspection; see `compile_sampler`."""
+        return self._head.lower_choice(self.params, hidden, count, samples, dense, num_top)
+
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
         (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D]). replaced: fields

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
-
-from ksana_jax.compile_check import tpu
+from ksana_jax.compilation_cache import without_cache
+from ksana_jax.compile_check.targets import Target, find_target
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.experiments.config import Plan, Trial, patterns_of
@@ -22,7 +20,7 @@ from ksana_jax.files import write_atomic
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.load import abstract_params
-from ksana_jax.parallel.placement import Placement
+from ksana_jax.parallel.shares import local_layout, local_model
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.runner import compiling
@@ -33,45 +31,8 @@ from ksana_jax.step.contract import StepShape
 from ksana_jax.trace import page
 from ksana_jax.trace.bundle import about_machine
 from ksana_jax.trace.functions import CompilationLog, Function, name_of
-from ksana_jax.trace.roofline import CHIPS, Chip, Roofline, roofline
+from ksana_jax.trace.roofline import CHIPS, Roofline, roofline
 from ksana_jax.trace.summary import compile_summary
-from pallas_kernels import aot
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A machine to compile for. placed: puts the shapes of arrays there. described: context of lowering for it."""
-
-    chip: Chip
-    device: Any
-    placed: Callable[[Any], Any]
-    described: Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def check_target(name: str) -> None:
-    """Checks that a target is known, and that its compiler is installed.
-
-    Raises:
-      ConfigError: it is not; the message says what to install.
-    """
-    known = [*aot.targets(), *tpu.TARGETS]
-    if name not in known:
-        raise ConfigError(f"unknown target {name!r}; there are {', '.join(sorted(known))}")
-    if line := tpu.missing() if name in tpu.TARGETS else aot.missing():
-        raise ConfigError(line)
-
-
-def find_target(name: str) -> Target:
-    """Returns a target whose compiler is installed; see `check_target`."""
-    check_target(name)
-    # The plugins are there for their compilers; jax would look for devices, and complain where there are none.
-    jax.config.update("jax_platforms", "cpu")
-    if name in tpu.TARGETS:
-        sharding, _ = tpu.topology(name)
-        [device] = sharding.device_set
-        return Target(CHIPS[name], device, lambda tree: tpu.placed(sharding, tree), lambda: tpu.topology(name)[1])
-    target = aot.target(name)
-    return Target(CHIPS[name], aot.device(target), lambda tree: aot.placed(target, tree), lambda: aot.described(target))
 
 
 def engines_of(plan: Plan) -> list[list[Trial]]:
@@ -110,16 +71,16 @@ def compile_engine(
         raise ConfigError(
             f"operators.prefer is {config.operators.prefer!r}, must be speed: nothing was measured on an absent machine"
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, must be 1: an absent machine has one device"
-        )
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
-    layout = make_layout(model, patterns, config, stored_as_bits(target.device))
+    layout, num_devices = (
+        make_layout(model, patterns, config, stored_as_bits(target.device)),
+        config.tensor_parallel_size,
+    )
+    local, of_device = local_model(model, num_devices), local_layout(layout, num_devices)
     num_blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)
     runner = Runner(
         model,
-        target.placed(abstract_params(model, config.dtype, config.quantization)),
+        abstract_params(model, config.dtype, config.quantization),
         patterns,
         layout=layout,
         num_blocks=num_blocks,
@@ -128,23 +89,24 @@ def compile_engine(
         settings=config.operators,
         numerics=config.numerics,
         embedding_device=config.embedding_device,
-        placement=Placement(target.device),
+        placement=target.placement(num_devices),
     )
     steps = []
-    for shape in shapes_of(config, target.device.platform):
+    for shape in shapes_of(config, target.platform):
         known = len(log.functions)
-        runner.compile_step(shape)
+        with target.described(num_devices):
+            runner.compile_step(shape)
         for function in log.functions[known:]:
             function.engine = number
         context = min(config.max_model_len, shape.table_width * config.block_size)
         bounds = functools.partial(
             roofline,
-            model,
+            local,
             shape,
-            target.chip,
+            CHIPS[target.name],
             dtype=config.dtype,
             quantization=config.quantization,
-            kv_token_bytes=layout.token_bytes,
+            kv_token_bytes=of_device.token_bytes,
             context=context,
         )
         new = log.functions[known:]
@@ -153,10 +115,12 @@ def compile_engine(
         "engine": number,
         "model": {"family": model.family, "num_layers": model.num_layers, "d_model": model.d_model},
         "implementation": runner.implementation.name,
-        "platform": target.device.platform,
+        "platform": target.platform,
+        "num_devices": num_devices,
+        "memory_bytes": target.memory_bytes,
         "patterns": "; ".join(t.label for t in trials),
         "num_blocks": num_blocks,
-        "block_bytes": layout.block_bytes,
+        "block_bytes": of_device.block_bytes,
         "config": config.plain(),
         "steps": steps,
     }
@@ -173,13 +137,18 @@ def plain_step(
 ) -> dict[str, Any]:
     """Returns a compiled step and its bounds as plain values; times are computed, not measured."""
     found = dataclasses.asdict(bound) | {"computed_s": bound.seconds, "bound": bound.bound}
-    temp = max((p.memory.get("temp_bytes", 0) for f in functions for p in f.programs), default=0)
+    programs = [p for f in functions for p in f.programs]
+    of_memory = {
+        key: max((p.memory.get(key, 0) for p in programs), default=0) for key in ("argument_bytes", "temp_bytes")
+    }
+    crossing = [c | {"number": c["number"] * p.calls} for p in programs for c in p.collectives]
     compile_s = sum(f.traced_s + f.compiled_s for f in functions)
     return {
         "name": name_of(shape),
         "label": label,
         "context": context,
-        "temp_bytes": temp,
+        **of_memory,
+        "collectives": crossing,
         "compile_s": compile_s,
         **found,
     }
@@ -192,20 +161,13 @@ def shapes_of(config: EngineConfig, platform: str) -> list[StepShape]:
 
 
 @contextlib.contextmanager
-def compiling_for(target: Target, log: CompilationLog) -> Iterator[None]:
-    """Returns a context in which steps are compiled for a target, without jax's cache on disk, and logged."""
-    kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+def logged(log: CompilationLog) -> Iterator[None]:
+    """Returns a context in which compiled functions are logged."""
     compiling.observers.append(log)
     try:
-        # A program for a device that is not here can be written to the cache, but not read from it.
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        with target.described():
-            yield
+        yield
     finally:
         compiling.observers.remove(log)
-        jax.config.update("jax_enable_compilation_cache", kept)
-        compilation_cache.reset_cache()
 
 
 def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callable[[str], None]) -> None:
@@ -215,17 +177,17 @@ def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callabl
       name: of the target. say: called with a line for each engine.
 
     Raises:
-      ConfigError: see `check_target` and `compile_engine`.
+      ConfigError: see `targets.check_target` and `compile_engine`.
     """
     target, log, began = find_target(name), CompilationLog(folder / "functions"), time.time()
-    with compiling_for(target, log):
+    with without_cache(), logged(log):
         engines = []
         for number, trials in enumerate(engines_of(plan), 1):
-            say(f"compiling the steps of {trials[0].label} for {target.chip.name}")
+            say(f"compiling the steps of {trials[0].label} for {CHIPS[name].name}")
             engines.append(compile_engine(plan, trials, target, log, number))
     content = {
         **about_machine(command, began),
-        "target": {"name": name, "chip": dataclasses.asdict(target.chip)},
+        "target": {"name": name, "chip": dataclasses.asdict(CHIPS[name])},
         "compilations": compile_summary(log.functions),
         "engines": engines,
         "functions": [f.plain() for f in log.functions],

@@ -25,9 +25,10 @@ def trace_target(words: Sequence[str], target: str, out: Path) -> None:
     Raises:
       ConfigError: there is no such target or experiment, or the compiler is not installed.
     """
+    from ksana_jax.compile_check.targets import check_target
     from ksana_jax.trace import absent
 
-    absent.check_target(target)
+    check_target(target)
     plan = load(words[0], list(words[1:]))
     command = " ".join(["ksana trace", *words, "--target", target])
     absent.trace_absent(plan, target, out, command, say=lambda line: print(line, flush=True))

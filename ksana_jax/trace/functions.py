@@ -13,6 +13,7 @@ from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import StepShape
 from ksana_jax.trace.parts import parts_of_operations
+from pallas_kernels.aot.report import find_collectives
 
 # Fields of XLA's memory analysis, in bytes, by the names that a trace gives them.
 MEMORY = {
@@ -30,6 +31,7 @@ class Program:
 
     calls: how often one call of the function runs it. flops, bytes_accessed: of one run, as XLA counts them, which is
     nothing for a custom call; None where XLA does not say. parts: {HLO operation: part of the model}, see `parts`.
+    collectives: what devices exchange in one run: kind, bytes of each on a device, number.
     """
 
     module: str
@@ -40,6 +42,7 @@ class Program:
     num_custom_calls: int
     files: dict[str, str]
     parts: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -130,7 +133,9 @@ def _write(folder: Path, lowered: Any, jaxpr: Any, compiled: Any, calls: int, *,
         path = folder / f"{stem}{suffix}"
         path.write_text(text, encoding="utf-8")
         files[kind] = path.relative_to(base).as_posix()
-    return Program(module, calls, *costs_of(compiled), hlo.count("custom-call("), files, parts_of_operations(hlo))
+    crossing = [collective._asdict() | {"number": number} for collective, number in find_collectives(hlo).items()]
+    called = hlo.count("custom-call(")
+    return Program(module, calls, *costs_of(compiled), called, files, parts_of_operations(hlo), crossing)
 
 
 def costs_of(compiled: Any) -> tuple[float | None, float | None, dict[str, int]]:

@@ -69,6 +69,8 @@ def _heading(about: Mapping[str, Any]) -> str:
 
 
 def _bounds(about: Mapping[str, Any], chip: Mapping[str, Any]) -> str:
+    num_devices = about["num_devices"]
+    several = num_devices > 1
     rows = [
         (
             escape(s["name"]),
@@ -80,7 +82,9 @@ def _bounds(about: Mapping[str, Any], chip: Mapping[str, Any]) -> str:
             f"{1e3 * s['compute_s']:.4f}",
             f"{1e3 * s['memory_s']:.4f}",
             s["bound"],
+            byte_size(s["argument_bytes"]),
             byte_size(s["temp_bytes"]),
+            *([_crossing(s["collectives"])] * several),
             f"{s['compile_s']:.1f}",
         )
         for s in about["steps"]
@@ -89,8 +93,14 @@ def _bounds(about: Mapping[str, Any], chip: Mapping[str, Any]) -> str:
     note = (
         f"Computed, not measured: the least time of a step on {chip['name']} at {rate / 1e12:,.0f} TFLOP/s and "
         f"{chip['bytes_per_s'] / 1e9:,.0f} GB/s, every row with the given context and every tile full. Weights are "
-        "read once, and so are the keys and values that a tile sees."
+        "read once, and so are the keys and values that a tile sees. Arguments are weights and the pool of "
+        f"{about['num_blocks']:,} blocks; a device has {byte_size(about['memory_bytes'])}."
     )
+    if several:
+        note += (
+            f" {num_devices} devices divide the model, and all numbers are those of each; times leave out what they "
+            "exchange."
+        )
     heads = [
         "step",
         "pattern",
@@ -101,8 +111,12 @@ def _bounds(about: Mapping[str, Any], chip: Mapping[str, Any]) -> str:
         ">computed: compute ms",
         ">computed: memory ms",
     ]
-    heads += ["bound by", ">temporaries", ">compile s"]
+    heads += ["bound by", ">arguments", ">temporaries", *["exchanged"] * several, ">compile s"]
     return _heading(about) + f"<p>{escape(note)}</p>" + table(heads, rows)
+
+
+def _crossing(collectives: Rows) -> str:
+    return "; ".join(f"{c['number']} {escape(c['kind'])} of {byte_size(c['bytes'])}" for c in collectives)
 
 
 def _engine(about: Mapping[str, Any], steps: Rows, requests: Rows) -> str:

@@ -29,7 +29,7 @@ class Target:
       name: of its file in `targets`.
       arch: as ptxas calls it: sm_90a.
       num_cores: multiprocessors.
-      shared_bytes: shared memory that one block of threads can have.
+      shared_bytes: shared memory that one block of threads can have. memory_bytes: of the device.
       description: text of the file, an xla GpuTargetConfigProto.
     """
 
@@ -38,6 +38,7 @@ class Target:
     arch: str
     num_cores: int
     shared_bytes: int
+    memory_bytes: int
     description: str = dataclasses.field(repr=False)
 
     @property
@@ -71,6 +72,7 @@ def target(name: str) -> Target:
         arch=f"sm_{number('major', capability)}{number('minor', capability)}{special}",
         num_cores=number("core_count"),
         shared_bytes=number("shared_memory_per_block_optin"),
+        memory_bytes=number("device_memory_size"),
         description=text,
     )
 
@@ -96,12 +98,17 @@ def find_ptxas() -> str | None:
 
 
 @functools.cache
-def device(target: Target):
-    """Returns a jax device that represents the target for compilation; it holds no arrays."""
+def devices(target: Target, number: int):
+    """Returns jax devices that represent targets of one host for compilation; they hold no arrays."""
     from jax.experimental import topologies
 
-    described_by = {"target_config": target.description, "topology": "1x1x1"}
-    return topologies.get_topology_desc("", platform="cuda", **described_by).devices[0]
+    described_by = {"target_config": target.description, "topology": f"1x1x{number}"}
+    return tuple(topologies.get_topology_desc("", platform="cuda", **described_by).devices)
+
+
+def device(target: Target):
+    """Returns the device of `devices` where there is one."""
+    return devices(target, 1)[0]
 
 
 def placed(target: Target, arrays):

@@ -14,7 +14,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import re
 import shutil
@@ -23,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels import aot
 from pallas_kernels.aot import report
+from pallas_kernels.aot.report import Collective
 
 # Functions Target -> list[Case], as "module:function"; a module is imported when its cases are asked for.
 SOURCES = ("pallas_kernels.aot.cases:cases",)
@@ -55,11 +56,13 @@ class Case:
       config: what tells it from others of that name.
       lower: the program lowered for a target, mostly by `aot.lower`. Its pool is what it takes over from its caller;
         where it takes nothing over, its largest argument.
+      collectives: those that the program must have, and no others; None: of one device, or judged by nobody.
     """
 
     name: str
     config: dict[str, Any]
     lower: Callable[[aot.Target], Any]
+    collectives: Counter[Collective] | None = None
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
@@ -81,41 +84,27 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     Returns:
       a row for each of its Pallas kernels; one row where there are none. "reason" says what is wrong with it, or None.
     """
-    import jax
+    from pallas_kernels.aot.program import examine
 
     began = time.perf_counter()
     lowered = case.lower(target)
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"})
     seconds = round(time.perf_counter() - began, 2)
-    arguments = jax.tree.leaves(lowered.args_info)
-    donated = [a for a in arguments if a.donated]
-    pools = donated or [max(arguments, key=_num_bytes)]
-    stats, hlo = compiled.memory_analysis(), compiled.as_text()
-    memory = report.Memory(
-        pool_bytes=sum(map(_num_bytes, pools)),
-        part_bytes=min(report.part_size(x.shape) * x.dtype.itemsize for x in pools),
-        donated_bytes=sum(map(_num_bytes, donated)),
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-    )
+    program = examine(lowered, compiled)
     ptxas = aot.find_ptxas()
     assert ptxas is not None
-    kernels = report.read_kernels(folder, hlo, target.arch, ptxas)
-    wrong = report.judge_program(memory, report.find_copies(hlo, [x.shape for x in pools]))
+    kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas)
+    wrong = program.wrong(case.collectives)
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
     inside, outside = report.count_thunks(after.read_text() if after else "")
     thunks = {"thunks": inside.total() + outside.total(), "captured": inside.total()}
-    about = dataclasses.asdict(memory) | thunks | {"seconds": seconds}
+    about = program.plain() | thunks | {"seconds": seconds}
     if not kernels:
         return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(report.Kernel)) | about]
     return [
         _row(case, [*wrong, *report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
         for kernel in kernels
     ]
-
-
-def _num_bytes(array) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _row(case: Case, wrong: Sequence[str]) -> dict[str, Any]:
@@ -226,7 +215,9 @@ def _title(case: Case, row: dict[str, Any]) -> str:
     said = str(case)
     if row.get("donated_bytes"):
         said += "  pool {pool_bytes:,} bytes, aliased {alias_bytes:,}, temp {temp_bytes:,}".format_map(row)
-    return said + (", {captured} of {thunks} thunks in command buffers".format_map(row) if row.get("captured") else "")
+    if row.get("captured"):
+        said += ", {captured} of {thunks} thunks in command buffers".format_map(row)
+    return "\n".join(filter(None, [said, report.describe_exchange(row)]))
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Instructions by what they begin with in PTX; each is counted where it stands, not how often it runs.
 _INSTRUCTIONS = {
@@ -233,6 +233,55 @@ def find_copies(hlo: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
     return found
 
 
+class Collective(NamedTuple):
+    """An operation in which devices exchange arrays. bytes: of its result on each device."""
+
+    kind: str
+    bytes: int
+
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|"
+    r"collective-broadcast)(-start)?\("
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+
+
+def find_collectives(hlo: str) -> Counter[Collective]:
+    """Counts the collectives of an optimised program, each where it stands, not how often it runs."""
+    found: Counter[Collective] = Counter()
+    for shapes, kind, started in _COLLECTIVE.findall(hlo):
+        sizes = [_num_bytes(*array) for array in _ARRAY.findall(shapes)]
+        # What starts has its arguments beside its result; only sums start with their results alone.
+        found[Collective(kind, max(sizes) if started and kind != "all-reduce" else sum(sizes))] += 1
+    return found
+
+
+def _num_bytes(dtype: str, bits: str, dims: str) -> int:
+    """Bytes of an array in a program: f32[8,16], f8e4m3fn[4], pred[]."""
+    return math.prod(int(n) for n in dims.split(",") if n) * max(int(bits or 8), 8) // 8
+
+
+def judge_collectives(found: Counter[Collective], expected: Counter[Collective]) -> list[str]:
+    """What is wrong with the collectives of a program, if they are others than expected."""
+    if found == expected:
+        return []
+    return [f"collectives: {describe_collectives(found)}; expected {describe_collectives(expected)}"]
+
+
+def describe_exchange(row: dict[str, Any]) -> str:
+    """Says what each device holds and exchanges in a program, from a row of a report; nothing about one device."""
+    found = Counter({Collective(c["kind"], c["bytes"]): c["number"] for c in row.get("collectives", ())})
+    if not found:
+        return ""
+    return f"  each device: arguments {row['argument_bytes']:,} bytes; {describe_collectives(found)}"
+
+
+def describe_collectives(found: Counter[Collective]) -> str:
+    said = [f"{number:,} {kind} of {size:,} bytes" for (kind, size), number in sorted(found.items())]
+    return ", ".join(said) or "none"
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes of a program.
@@ -240,6 +289,7 @@ class Memory:
     Args:
       part_bytes: of one layer's keys.
       alias_bytes: of results that take the place of arguments.
+      argument_bytes: of all arguments, with weights and pools.
     """
 
     pool_bytes: int
@@ -247,6 +297,7 @@ class Memory:
     donated_bytes: int
     alias_bytes: int
     temp_bytes: int
+    argument_bytes: int = 0
 
 
 def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:

@@ -11,8 +11,14 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ksana_jax.compile_check import kernels, tpu_attention
+from ksana_jax.compilation_cache import without_cache
+from ksana_jax.compile_check import kernels, tpu_attention, tpu_topology
 from ksana_jax.compile_check import tpu as tpu_check
+from ksana_jax.compile_check.models import LLAMA_8B
+from ksana_jax.compile_check.steps import collectives_of_step, lower_step
+from ksana_jax.compile_check.targets import find_target, tpu_target
+from ksana_jax.config import ConfigError
+from pallas_kernels.aot.program import examine
 from pallas_kernels.arguments import CHUNKED, RAGGED, WINDOW, Spec, make
 from pallas_kernels.contract import Kernel, Result
 from pallas_kernels.patterns import FULL
@@ -89,18 +95,18 @@ def test_a_pattern_of_traced_numbers_is_refused():
 
 
 def test_without_the_compiler_one_line_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setattr(tpu_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tpu_topology.importlib.util, "find_spec", lambda name: None)
     assert kernels.main("v5e", only="", as_json=False) == 2
     assert capsys.readouterr().err == (
         "ksana: error: compiling for a TPU needs libtpu; install the extra: pip install 'ksana-jax[aot-tpu]'\n"
     )
 
 
-@pytest.mark.skipif(tpu_check.missing() is not None, reason=str(tpu_check.missing()))
+@pytest.mark.skipif(tpu_topology.missing() is not None, reason=str(tpu_topology.missing()))
 def test_steps_and_the_kernel_of_jax_are_compiled_for_a_tpu_that_is_not_there():
     """What rows see is copied for the kernel, twice; in a pool that rests in the kernel's own order nothing is."""
     command = [sys.executable, "-c", "from ksana_jax.cli import main; main()", "kernels", "check", "--target", "v5e"]
-    done = subprocess.run([*command, "--only", "decode", "--json"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--only", "phase=decode", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["target"] == "v5e" and found["failed"] == 0
@@ -114,18 +120,35 @@ def test_steps_and_the_kernel_of_jax_are_compiled_for_a_tpu_that_is_not_there():
     assert in_order["alias_bytes"] == in_order["pool_bytes"]
 
 
-@pytest.mark.skipif(tpu_check.missing() is not None, reason=str(tpu_check.missing()))
+@pytest.mark.skipif(tpu_topology.missing() is not None, reason=str(tpu_topology.missing()))
 def test_a_pool_that_is_copied_fails_the_check():
-    def turned(sharding, num_blocks):
+    def turned(target, num_blocks):
         def run(pool, q, tables, starts, positions):
             pages = pool.transpose(0, 1, 4, 3, 2, 5)[:, 1].reshape(num_blocks, 64, 16, 128)
             return tpu_attention.attend_pages(q, pages, tables, starts, positions)
 
         q, tables, starts, positions, _ = tpu_check.tiles(tpu_check.DECODE)
         pool = jax.ShapeDtypeStruct((num_blocks, 2, 2, 8, 64, 128), jnp.bfloat16)
-        return tpu_check.lower(sharding, run, pool, q, tables, starts, positions)
+        return tpu_check.lower(target, run, pool, q, tables, starts, positions)
 
-    row = tpu_check.compile_case(tpu_check.Case("a layer turned", {}, turned), "v5e")
+    v5e = find_target("v5e")
+    row = tpu_check.compile_case(tpu_check.Case("a layer turned", {}, turned), v5e)
     assert "bytes of temporaries, one layer's keys are 536,870,912" in row["reason"]
-    row = tpu_check.compile_case(tpu_check.Case("refused", {}, lambda *args: 1 / 0), "v5e")
+    row = tpu_check.compile_case(tpu_check.Case("refused", {}, lambda *args: 1 / 0), v5e)
     assert row["reason"] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(tpu_topology.missing() is not None, reason=str(tpu_topology.missing()))
+def test_a_step_divided_among_tpus_has_two_sums_in_each_layer():
+    v5e, model = find_target("v5e"), LLAMA_8B.first_layers(2)
+    with without_cache():
+        lowered = lower_step(v5e, model, tpu_check.DECODE, num_devices=8, num_blocks=4096)
+        program = examine(lowered, lowered.compile())
+    assert program.wrong(collectives_of_step(model, tpu_check.DECODE, 8)) == []
+    assert program.pools == ((4096, 2, 2, 1, 64, 128),)
+
+
+def test_a_number_of_chips_that_no_host_has_is_refused():
+    with pytest.raises(ConfigError, match="TPU v5 lite has hosts of 1, 2, 4, 8 chips, not 3"):
+        tpu_target("v5e").placement(3)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from ksana_jax import AttentionPattern, ModelConfig, cli
+from ksana_jax.compile_check import targets
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.config import load
 from ksana_jax.step.contract import Part, StepShape
@@ -44,10 +45,7 @@ def test_a_dtype_without_a_published_rate_is_refused():
 
 
 def test_every_target_has_its_published_rates():
-    from ksana_jax.compile_check import tpu
-    from pallas_kernels import aot
-
-    assert set(CHIPS) == {*aot.targets(), *tpu.TARGETS}
+    assert set(CHIPS) == set(targets.targets())
 
 
 def test_patterns_that_share_an_engine_are_compiled_once():
@@ -72,16 +70,17 @@ def test_what_is_not_there_is_one_line_and_leaves_no_folder(target, tmp_path, ca
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("target", ["h200", "v5e"])
-def test_the_steps_of_an_experiment_are_compiled_for_a_machine_that_is_not_there(target, tmp_path):
+@pytest.mark.parametrize(("target", "num_devices"), [("h200", 2), ("v5e", 1), ("v5e", 2)])
+def test_the_steps_of_an_experiment_are_compiled_for_a_machine_that_is_not_there(target, num_devices, tmp_path):
     try:
-        absent.check_target(target)
+        targets.check_target(target)
     except ConfigError as error:
         pytest.skip(str(error))
     words = [
         "quickstart",
         "engine.dtype=bf16",
         "engine.max_num_seqs=8",
+        f"engine.tensor_parallel_size={num_devices}",
         "--target",
         target,
         "--out",
@@ -95,6 +94,9 @@ def test_the_steps_of_an_experiment_are_compiled_for_a_machine_that_is_not_there
     assert engine["implementation"] == {"h200": "hopper", "v5e": "xla"}[target]
     assert len(trace["functions"]) == 3 and len(engine["steps"]) == 3 * 6  # six patterns; recomputation has a window's
     assert all(s["computed_s"] > 0 and s["temp_bytes"] > 0 for s in engine["steps"])
+    sums = 2 * engine["model"]["num_layers"] + 1  # after attention and the MLP of each layer, and of embeddings
+    for step in engine["steps"]:
+        assert [(c["kind"], c["number"]) for c in step["collectives"]] == [("all-reduce", sums)] * (num_devices > 1)
     assert "Computed, not measured" in (tmp_path / "out/index.html").read_text()
 
 
@@ -106,6 +108,9 @@ def test_the_page_of_an_absent_machine_marks_its_times_as_computed():
         "model": {"family": "llama", "num_layers": 2},
         "implementation": "hopper",
         "platform": "gpu",
+        "num_devices": 4,
+        "num_blocks": 100,
+        "memory_bytes": 2**34,
         "patterns": "full",
         "config": {"dtype": "bf16"},
         "steps": [absent.plain_step(shape, "full", 20, bound, [])],
@@ -114,3 +119,4 @@ def test_the_page_of_an_absent_machine_marks_its_times_as_computed():
     shown = page.render(content | {"functions": [], "compilations": compile_summary([])}, [], [])
     assert "Computed, not measured: the least time of a step on toy" in shown and "computed: memory ms" in shown
     assert f"{1e3 * bound.memory_s:.4f}" in shown and shown.count("<td>full</td>") == 1
+    assert "4 devices divide the model" in shown and "a device has 16" in shown

@@ -5,13 +5,14 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 
 import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.aot import check, report
 from pallas_kernels.aot.check import Case
-from pallas_kernels.aot.report import Memory
+from pallas_kernels.aot.report import Collective, Memory
 
 needs_plugin = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
@@ -98,6 +99,16 @@ ENTRY %main.1 (p.1: bf16[1024,2,2,8,64,128]) -> bf16[8,1024,1024] {
   %loop_fusion = (bf16[1024,1,1,8,64,128]{5,4,3,2,1,0}) fusion(%p.1, %i.1), kind=kLoop, calls=%fused_dynamic_slice
 }
 """
+# Sums and gathers, started and not, one of two arrays; ends of what has started are not counted again.
+EXCHANGED = """
+  %all-reduce-start = bf16[544,4096]{1,0} all-reduce-start(%fusion.1), channel_id=1, replica_groups={{0,1}}
+  %all-reduce-done = bf16[544,4096]{1,0} all-reduce-done(%all-reduce-start)
+  %all-reduce.5 = bf16[544,4096]{1,0:T(8,128)(2,1)S(1)} all-reduce(%all-gather-fusion), channel_id=4
+  %all-reduce.6 = (f32[64]{0}, pred[4]{0}) all-reduce(%a, %b), channel_id=5
+  %all-gather-start = (f32[64]{0}, f32[8,64]{1,0}) all-gather-start(%c), channel_id=2
+  %all-gather.1 = f8e4m3fn[64,8]{1,0} all-gather(%d), channel_id=3
+  %collective-permute-start = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%e), channel_id=6
+"""
 # A layer is cut out and looked up at once: what is cut out is never written.
 LOOKED_UP = SLICED.replace("tuple(%dynamic_slice.2.1, %dynamic_slice.3.1)", "gather(%dynamic_slice.2.1, %i)").replace(
     "ROOT %tuple = (bf16[1024,1,1,8,64,128]{5,4,3,2,1,0})", "ROOT %gather = bf16[32,8,64,128]{3,2,1,0}"
@@ -153,6 +164,20 @@ def test_copies_of_a_pool_or_of_a_layer_are_found_where_they_are_written():
     assert report.find_copies(COPIED, [(512, *POOL[1:])]) == []
     assert report.find_copies(SLICED, [POOL]) == ["dynamic_slice.2.1", "dynamic_slice.3.1"]
     assert report.find_copies(LOOKED_UP, [POOL]) == []
+
+
+def test_collectives_are_counted_with_the_bytes_that_a_device_gets():
+    found = report.find_collectives(EXCHANGED)
+    assert found == {
+        ("all-reduce", 544 * 4096 * 2): 2,
+        ("all-reduce", 256 + 4): 1,
+        ("all-gather", 8 * 64 * 4): 1,
+        ("all-gather", 64 * 8): 1,
+        ("collective-permute", 16): 1,
+    }
+    assert report.judge_collectives(found, found) == []
+    two = Counter({Collective("all-reduce", 8): 2})
+    assert report.judge_collectives(Counter(), two) == ["collectives: none; expected 2 all-reduce of 8 bytes"]
 
 
 def test_a_kernel_fails_by_spills_and_by_more_shared_memory_than_the_chip_has():

@@ -1,0 +1,68 @@
+"""Steps of the engine's own Runner, lowered for one or several devices that are not there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.compile_check.targets import Target
+from ksana_jax.config import ModelConfig
+from ksana_jax.devices.capabilities import stored_as_bits
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.loading.load import abstract_params
+from ksana_jax.operator_settings import OperatorSettings
+from ksana_jax.patterns import FULL
+from ksana_jax.runner.runner import Runner
+from ksana_jax.step.contract import StepShape
+from pallas_kernels.aot.report import Collective
+
+BLOCK_SIZE = 64
+
+
+def runner_of(
+    target: Target,
+    model: ModelConfig,
+    *,
+    num_blocks: int,
+    num_devices: int = 1,
+    attention: str = "auto",
+    kv: str = "bf16",
+) -> Runner:
+    """Returns a runner in bfloat16 that compiles for a target. kv: how keys and values are stored."""
+    return Runner(
+        model,
+        abstract_params(model, "bf16"),
+        (FULL,) * model.num_layers,
+        num_blocks=num_blocks,
+        layout=KVLayout.of(model, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(target.device)),
+        max_model_len=model.max_position,
+        max_repositioned_sinks=0,
+        settings=OperatorSettings(attention=attention),
+        placement=target.placement(num_devices),
+    )
+
+
+def lower_step(target: Target, model: ModelConfig, shape: StepShape, *, num_devices: int = 1, **settings: Any) -> Any:
+    """Lowers a step. settings: of `runner_of`."""
+    runner = runner_of(target, model, num_devices=num_devices, **settings)
+    with target.described(num_devices):
+        return runner.lower_step(shape)
+
+
+def lower_sampling(target: Target, model: ModelConfig, rows: int, *, num_devices: int = 1) -> Any:
+    """Lowers the choice of a token for each of `rows` hidden states, by temperature and top-p."""
+    runner = runner_of(target, model, num_devices=num_devices, num_blocks=1)
+    hidden = jax.ShapeDtypeStruct((rows, model.d_model), jnp.bfloat16)
+    with target.described(num_devices):
+        return runner.lower_sampler(hidden, rows, samples=True, dense=False, num_top=None)
+
+
+def collectives_of_step(model: ModelConfig, shape: StepShape, num_devices: int) -> Counter[Collective]:
+    """Returns what a step must exchange: hidden states after attention and the MLP of each layer, and embeddings."""
+    if num_devices == 1:
+        return Counter()
+    hidden = Collective("all-reduce", shape.num_tokens * model.d_model * 2)
+    return Counter({hidden: 2 * model.num_layers + 1})
