@@ -17,7 +17,10 @@ import numpy as np
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.align import scores
-from ksana_jax.align.command import Texts, draw_prompts, side_settings
+from ksana_jax.align.command import OPERATOR_TOKENS, Texts, draw_prompts, side_settings
+from ksana_jax.align.each_operator import measure_operators
+from ksana_jax.align.operator_times import shapes_timed
+from ksana_jax.align.operators import run_operators
 from ksana_jax.align.scores import Scores
 from ksana_jax.bench.machine import Load
 from ksana_jax.config import ConfigError, ModelConfig
@@ -55,16 +58,15 @@ def stored_reference(stored: Scores) -> Reference:
     return lambda text, tokens: (np.array(stored.token_ids[text][1:]), stored.logprobs[text])
 
 
-def dense_reference(config: ModelConfig, read_params: Callable[[], Params], max_model_len: int) -> Reference:
+def dense_reference(config: ModelConfig, params: Params, max_model_len: int) -> Reference:
     """Returns what the model without a cache computes, by XLA in float32, of the weights as the checkpoint has them.
 
     Args:
-      config: with the patterns to attend by. read_params: returns the weights in float32.
+      config: with the patterns to attend by. params: weights in float32.
 
     Raises:
       ValueError: a pattern repositions sinks, which the dense model does not.
     """
-    params = read_params()
 
     @jax.jit
     def run(params, tokens):
@@ -147,18 +149,39 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
     pairs = serving_pairs(model_config, asked, first.runner.layout)
     used = Pair(first.runner.implementation.name, first.config.operators.linear)
     engines = {pair: first if pair == used else open_engine(**pair._asdict()) for pair in pairs}
+    prompts = draw_prompts(first, texts) if stored is None else stored.prompts()
+    sample, exact_calls = prompts[0][:OPERATOR_TOKENS], None
     if stored is None:
-        exact, read_exact = read("f32")
-        reference = dense_reference(
-            dataclasses.replace(exact, pattern=first.patterns), read_exact, lengths["max_model_len"]
-        )
+        exact_config, read_exact = read("f32")
+        exact_config, exact = dataclasses.replace(exact_config, pattern=first.patterns), read_exact()
+        reference = dense_reference(exact_config, exact, lengths["max_model_len"])
+        with jax.default_matmul_precision("highest"):
+            exact_calls = run_operators(open_exact(exact_config, exact).runner, sample)
     else:
         reference = stored_reference(stored)
-    prompts = draw_prompts(first, texts) if stored is None else stored.prompts()
     load = Load()
     measured = measure(engines, reference, prompts, texts.num_tokens)
+    steps = shapes_timed(texts.num_prompts, texts.prompt_tokens, lengths["max_model_len"], config.block_size)
+    operators = measure_operators(first.runner, steps, sample, exact_calls)
     num_tokens = texts.num_tokens * texts.num_prompts
-    return Verdict(conditions_of(model_config, config), name, reference_name, num_tokens, load.read(), tuple(measured))
+    return Verdict(
+        conditions_of(model_config, config),
+        name,
+        reference_name,
+        num_tokens,
+        load.read(),
+        tuple(measured),
+        operators,
+        f"decode: {texts.num_prompts} rows of {lengths['max_model_len']} tokens; chunk: {texts.prompt_tokens} tokens",
+    )
+
+
+def open_exact(config: ModelConfig, params: Params) -> LLM:
+    """Opens an engine of a model in float32 whose operators are XLA's, for one text at a time."""
+    operators = {"attention": "xla", "linear": "xla", "norm": "xla"}
+    return LLM.from_params(
+        config, params, dtype="f32", operators=operators, max_num_seqs=1, max_model_len=OPERATOR_TOKENS
+    )
 
 
 def _texts_of(stored: Scores) -> Texts:

@@ -51,17 +51,10 @@ def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[Compared]:
     Raises:
       ValueError: the engines do not have the same operators.
     """
-    recorded = _run(a, tokens, None)
-    alone = _run(b, tokens, None)
+    recorded, alone = run_operators(a.runner, tokens), run_operators(b.runner, tokens)
     if list(recorded.outputs) != list(alone.outputs):
         raise ValueError("the two engines do not have the same operators: they run different models")
-    forced = _run(b, tokens, recorded)
-
-    def apart(x: np.ndarray, y: np.ndarray) -> float:
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        scale = float(np.sqrt(np.mean(x * x))) or 1.0
-        return float(np.sqrt(np.mean((x - y) ** 2))) / scale
-
+    forced = run_operators(b.runner, tokens, recorded)
     return [
         Compared(
             name,
@@ -73,27 +66,45 @@ def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[Compared]:
     ]
 
 
-def _run(llm: LLM, tokens: Sequence[int], recorded: Calls | None) -> Calls:
-    """Runs an engine's network on one text; the pool of the engine stays as it is."""
-    runner = llm.engine.executor
-    assert isinstance(runner, Runner)
+def apart(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the root mean square of the differences between two arrays, relative to that of the first."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    scale = float(np.sqrt(np.mean(x * x))) or 1.0
+    return float(np.sqrt(np.mean((x - y) ** 2))) / scale
+
+
+def run_operators(
+    runner: Runner,
+    tokens: Sequence[int],
+    recorded: Calls | None = None,
+    *,
+    params: Any = None,
+    operators: Operators | None = None,
+    implementation: Implementation | None = None,
+) -> Calls:
+    """Runs an engine's network on one text; the pool of the engine stays as it is.
+
+    Args:
+      recorded: calls of another engine, whose inputs and outputs take the place of its own.
+      params, operators, implementation: in place of the engine's weights, products and norms, and attention.
+    """
     count, size = len(tokens), runner.layout.block_size
     shape = StepShape((Part(1, count),), -(-count // size), max_sampled=1)
-    params, cache, arrays, patterns = step_function(runner, shape, context=count).arguments
+    given, cache, arrays, patterns = step_function(runner, shape, context=count).arguments
     ids = np.asarray(tokens, np.int32)
     arrays = arrays._replace(tokens=runner.params.embed[ids] if runner.embeds_on_host else ids)
     names: list[str] = []
 
     def run(params, cache, arrays, patterns, recorded):
         probe = _Probe(params, recorded)
-        operators = probe.operators(runner.operators)
-        step = runner.pure_step(shape, operators=operators, implementation=probe.attention(runner.implementation))
+        probed, attention = probe.operators(operators or runner.operators), implementation or runner.implementation
+        step = runner.pure_step(shape, operators=probed, implementation=probe.attention(attention))
         _, hidden, _ = step(params, cache, arrays, patterns)
-        logits(params, hidden, config=runner.config, linear=operators.linear)
+        logits(params, hidden, config=runner.config, linear=probed.linear)
         names.extend(probe.inputs)  # a dict that jit returns is sorted by its keys
         return list(probe.inputs.values()), list(probe.outputs.values())
 
-    inputs, outputs = jax.tree.map(np.asarray, jax.jit(run)(params, cache, arrays, patterns, recorded))
+    inputs, outputs = jax.tree.map(np.asarray, jax.jit(run)(params or given, cache, arrays, patterns, recorded))
     return Calls(dict(zip(names, inputs, strict=True)), dict(zip(names, outputs, strict=True)))
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from ksana_jax.engine.verdict import Verdict
+    from ksana_jax.ops.table import OperatorRow
 
 from ksana_jax.cli.options import AsJson, KVEviction, read_setting
 
@@ -76,8 +85,9 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows devices, versions, implementations of attention, which one is used and why, the numerics there are, and the
-    verdicts for engines with operators.prefer: agreement."""
+    """Shows devices, versions, the implementations of each operator with what they need, which one is used, what
+    `ksana align --choose` has measured of them, the numerics there are, and what operators.prefer: agreement chooses.
+    """
     import json
 
     if device is not None:
@@ -85,17 +95,17 @@ def doctor(
 
         raise typer.Exit(show(read_setting("device", device), as_json))
 
-    import jax
     from rich.console import Console
     from rich.markup import escape
 
     from ksana_jax.engine.verdict import verdicts_here
     from ksana_jax.experiments.environment import environment
-    from ksana_jax.ops.implementations import EXAMPLE, example_needs, explain
+    from ksana_jax.ops.implementations import EXAMPLE, example_needs
     from ksana_jax.ops.invariant import why_not_invariant
-    from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
+    from ksana_jax.ops.table import operator_table
 
-    console, found, attention = Console(highlight=False), environment(), explain()
+    console, found, needs, known = Console(highlight=False), environment(), example_needs(), verdicts_here()
+    operators = operator_table(EXAMPLE, needs, "bfloat16")
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
     console.print(
         f"device     {found['num_devices']} x {escape(found['device'])} ({found['backend']}), {found['cores']} cores"
@@ -104,16 +114,12 @@ def doctor(
     console.print(f"python     {found['python']}")
     console.print(f"packages   {packages}")
     console.print(f"XLA_FLAGS  {escape(found['xla_flags']) or '(none)'}")
-    console.print("ragged paged attention:")
-    for name, chosen, reason in attention:
-        console.print(f"  {'[green]used[/green]    ' if chosen else 'not used'}  {escape(name)}: {escape(reason)}")
-    products = choose_linear(jax.default_backend(), "float32").name
-    reason = LINEAR_IMPLEMENTATIONS[0].unsupported(jax.default_backend(), "float32")
-    console.print(f"products with weights: {products}{f' ({escape(reason)})' if reason else ''}")
-    lacks = why_not_invariant(EXAMPLE, example_needs(), "bfloat16")
+    measured = next((verdict for verdict in known if verdict.operators), None)
+    _print_operators(console, operators, measured)
+    lacks = why_not_invariant(EXAMPLE, needs, "bfloat16")
     console.print(f"numerics: fast{f'; invariant {escape(lacks)}' if lacks else ', invariant'}")
     verdicts = []
-    for verdict in verdicts_here():
+    for verdict in known:
         chosen, reason = verdict.choose([m.pair for m in verdict.measured])
         verdicts.append({"model": verdict.model, **verdict.conditions, "chosen": chosen._asdict(), "reason": reason})
         stored = f"{verdict.conditions['dtype']}, KV in {verdict.conditions['KV']}"
@@ -121,9 +127,39 @@ def doctor(
     if not verdicts:
         console.print("operators.prefer: agreement needs a verdict of `ksana align --choose`; there is none here")
     if as_json:
-        implementations = [{"name": name, "used": chosen, "reason": reason} for name, chosen, reason in attention]
-        more = {"linear": products, "invariant": lacks is None, "verdicts": verdicts}
-        print(json.dumps({**found, "attention": implementations, **more}))
+        times = [] if measured is None else [dataclasses.asdict(found) for found in measured.operators]
+        more = {"measured": times, "invariant": lacks is None, "verdicts": verdicts}
+        print(json.dumps({**found, "operators": [row._asdict() for row in operators], **more}))
+
+
+def _print_operators(console: Console, rows: Sequence[OperatorRow], verdict: Verdict | None) -> None:
+    """Prints the table of operators, with what a verdict has measured of them."""
+    from rich.markup import escape
+
+    from ksana_jax.experiments.tables import terminal_grid
+
+    measured = {} if verdict is None else {(found.operator, found.name): found for found in verdict.operators}
+    steps = list(next(iter(measured.values())).seconds) if measured else []
+    cells = []
+    for row in rows:
+        found = measured.get((row.operator, row.name))
+        why = row.unsupported or (row.needs and f"runs on {row.needs}") or "runs everywhere"
+        times = [f"{found.seconds[step] * 1e6:,.0f} µs" if found else "—" for step in steps]
+        error = "—" if found is None or found.error is None else f"{found.error:.1e}"
+        cells.append([row.operator, row.name, "yes" if row.used else "", why, *times, *[error] * bool(measured)])
+    heads = ["operator", "implementation", "used", "needs", *steps, *["error"] * bool(measured)]
+    console.print("operators (for a Llama-8B in bfloat16; the setting `operators` has other choices):")
+    console.print(terminal_grid(heads, cells, [[False] * len(heads)] * len(cells), len(heads) - 4))
+    if verdict is None:
+        console.print("`ksana align dtype=bf16 --choose` measures how long they take and how exact they are")
+        return
+    dtype, kv = (verdict.conditions[name] for name in ("dtype", "KV"))
+    console.print(
+        escape(
+            f"measured with {verdict.model}, {dtype}, KV {kv}; {verdict.steps}; linear: all "
+            "matrices of a layer; error: root mean square relative to float32, attention's with its kv_write"
+        )
+    )
 
 
 def kernels_check(

@@ -63,9 +63,25 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeasuredOperator:
+    """What one implementation of one operator has shown by itself; see `ops.table` for their names.
+
+    seconds: of one call, by step: "decode", "chunk".
+    error: root mean square of the differences from the float32 model's results for the same inputs, relative to them;
+      None where it is not known.
+    """
+
+    operator: str
+    name: str
+    seconds: dict[str, float]
+    error: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Verdict:
     """What was measured for one model, type of numbers, device and version.
 
+    operators: each by itself. steps: what the steps of their times are, for readers.
     conditions: see `conditions_of`; an engine uses a verdict only if they are its own. model, reference: for readers.
     num_tokens: generated in all texts. others_busy: share of the processors' time that other programs took.
     """
@@ -76,6 +92,8 @@ class Verdict:
     num_tokens: int
     others_busy: float | None
     measured: tuple[Measured, ...]
+    operators: tuple[MeasuredOperator, ...] = ()
+    steps: str = ""
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +143,8 @@ def read_verdict(path: Path) -> Verdict:
     try:
         content = json.loads(read_bytes(path))
         measured = tuple(Measured(**{**m, "agreed": tuple(m["agreed"])}) for m in content.pop("measured"))
-        return Verdict(**content, measured=measured)
+        operators = tuple(MeasuredOperator(**found) for found in content.pop("operators", ()))
+        return Verdict(**content, measured=measured, operators=operators)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not a verdict of `ksana align --choose`: {error}") from error
 
@@ -140,9 +159,10 @@ def verdict_folder() -> Path:
 
 
 def verdicts_here() -> list[Verdict]:
-    """Returns the verdicts in the user's cache directory that hold for this device and these versions."""
+    """Returns the verdicts in the user's cache directory that hold for this device and these versions, the newest
+    first."""
     here, found = device_and_versions(), []
-    for path in sorted(verdict_folder().glob("*.json")):
+    for path in sorted(verdict_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         with contextlib.suppress(ConfigError):
             verdict = read_verdict(path)
             found += [verdict] * (here.items() <= verdict.conditions.items())

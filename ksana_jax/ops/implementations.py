@@ -25,6 +25,7 @@ class Implementation(NamedTuple):
     schedule: (context, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None where there
       is nothing to share.
     unsupported: why it cannot serve some needs, or None.
+    needs: hardware and software that it runs on, for readers; empty where there are no special needs.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Implementation(NamedTuple):
     attend: Callable[..., Attended]
     schedule: Callable[..., Any] | None
     unsupported: Callable[[Requirements], str | None]
+    needs: str = ""
 
 
 def _not_hopper(needs: Requirements) -> str | None:
@@ -77,11 +79,18 @@ def _of(module: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any],
     return method("write"), method("attend"), method("schedule")
 
 
+_GPU = "an NVIDIA GPU of compute capability"
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", *_of("gpu_kernels", "HOPPER"), _not_hopper),
-    Implementation("triton", *_of("gpu_kernels", "TRITON")[:2], None, _not_triton),
-    Implementation("native", *_of("native_kernels", "NATIVE")[:2], None, _not_native),
+    Implementation("hopper", *_of("gpu_kernels", "HOPPER"), _not_hopper, f"{_GPU} 9.0"),
+    Implementation(
+        "triton",
+        *_of("gpu_kernels", "TRITON")[:2],
+        None,
+        _not_triton,
+        f"{_GPU} 8.0 or later",
+    ),
+    Implementation("native", *_of("native_kernels", "NATIVE")[:2], None, _not_native, "a CPU and a C++ compiler"),
     Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
 )
 

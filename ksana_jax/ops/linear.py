@@ -30,6 +30,7 @@ class LinearImplementation(NamedTuple):
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
     packs: takes weights as `models.packed_matrix.packed` gives them.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
+    needs: hardware and software that it runs on, for readers.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LinearImplementation(NamedTuple):
     unsupported: Callable[[str, str], str | None]
     packs: bool = False
     row_by_row: bool = False
+    needs: str = ""
 
     def operators(self, normaliser: Callable[[NormSpec], Normalise]) -> Operators:
         """Returns the operators of a network with these products and some norms."""
@@ -103,12 +105,13 @@ def _not_native(platform: str, dtype: str) -> str | None:
     return why_missing()
 
 
+_NEEDS = "a CPU with AVX-512 and a C++ compiler"
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
 # are given, and XLA's for more.
 LINEAR_IMPLEMENTATIONS = (
-    LinearImplementation("packed", _packed, _not_packed, packs=True, row_by_row=True),
-    LinearImplementation("mixed", _mixed, _not_native),
-    LinearImplementation("native", _native, _not_native, row_by_row=True),
+    LinearImplementation("packed", _packed, _not_packed, packs=True, row_by_row=True, needs=f"{_NEEDS}; bf16: no AMX"),
+    LinearImplementation("mixed", _mixed, _not_native, needs=_NEEDS),
+    LinearImplementation("native", _native, _not_native, row_by_row=True, needs=_NEEDS),
     LinearImplementation("xla", layers.linear, lambda platform, dtype: None),
 )
 

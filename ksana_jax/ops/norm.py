@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -34,28 +35,39 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     return why_missing()
 
 
-def choose_normaliser(
-    platform: str, dtype: str, kinds: tuple[str, ...], name: str = "auto"
-) -> Callable[[NormSpec], Normalise]:
-    """Returns native norms where they serve and otherwise XLA's, or those of the given name.
+class NormImplementation(NamedTuple):
+    """An implementation of norms.
+
+    normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
+    unsupported: (platform, NumPy's name of the type of activations, kinds of norms) -> why it cannot serve, or None.
+    needs: hardware and software that it runs on, for readers.
+    """
+
+    name: str
+    normaliser: Callable[[NormSpec], Normalise]
+    unsupported: Callable[[str, str, tuple[str, ...]], str | None]
+    needs: str = ""
+
+
+def choose_norm(platform: str, dtype: str, kinds: tuple[str, ...], name: str = "auto") -> NormImplementation:
+    """Returns the first implementation that serves some kinds of norms, or the one with the given name.
 
     Raises:
-      ValueError: native norms are asked for, and do not serve.
+      ValueError: there is none of that name, or it does not serve.
     """
-    reason = not_native(platform, dtype, kinds)
-    if name == "native" and reason:
-        raise ValueError(f"operators.norm 'native': {reason}")
-    return native_normaliser if name != "xla" and reason is None else layers.normaliser
+    for i in NORM_IMPLEMENTATIONS:
+        reason = i.unsupported(platform, dtype, kinds)
+        if reason is None and name in ("auto", i.name):
+            return i
+        if name == i.name:
+            raise ValueError(f"operators.norm {name!r}: {reason}")
+    names = ", ".join(i.name for i in NORM_IMPLEMENTATIONS)
+    raise ValueError(f"operators.norm is {name!r}, must be auto or one of {names}")
 
 
 def kinds_of(config: ModelConfig) -> tuple[str, ...]:
     """Returns the kinds of norms that a model's layers have."""
     return tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
-
-
-def norms_of(config: ModelConfig, platform: str, dtype: str, name: str = "auto") -> Callable[[NormSpec], Normalise]:
-    """Returns the norms that serve a model's layers, see `choose_normaliser`."""
-    return choose_normaliser(platform, dtype, kinds_of(config), name)
 
 
 def native_normaliser(spec: NormSpec) -> Normalise:
@@ -64,3 +76,10 @@ def native_normaliser(spec: NormSpec) -> Normalise:
 
     apply = functools.partial(rms_norm, eps=spec.eps, plus_one=NATIVE_KINDS[spec.kind])
     return jax.named_scope("norm")(apply)
+
+
+# In order of preference; the last one runs everywhere.
+NORM_IMPLEMENTATIONS = (
+    NormImplementation("native", native_normaliser, not_native, "a CPU and a C++ compiler"),
+    NormImplementation("xla", layers.normaliser, lambda platform, dtype, kinds: None),
+)

@@ -24,7 +24,7 @@ from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, why_not_invariant
 from ksana_jax.ops.linear import choose_linear
-from ksana_jax.ops.norm import norms_of
+from ksana_jax.ops.norm import choose_norm, kinds_of
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
@@ -102,7 +102,7 @@ class Runner:
         self._tuning = tuning(self.platform)
         dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
         self._local, local_layout = placement.local_model(config), placement.local_layout(layout)
-        needs = Requirements.of(
+        self.requirements = needs = Requirements.of(
             self._local, local_layout, num_repositioned_sinks=sinks, query_dtype=dtype, device=placement.device
         )
         if numerics == "invariant":
@@ -113,9 +113,8 @@ class Runner:
         row_by_row, num_devices = numerics == "invariant", placement.num_devices
         products = choose_linear(self.platform, dtype, settings.linear, row_by_row=row_by_row, num_devices=num_devices)
         self.linear_implementation = products.name
-        self.operators: Operators = placement.operators(
-            products.operators(norms_of(config, self.platform, dtype, settings.norm))
-        )
+        norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
+        self.operators: Operators = placement.operators(products.operators(norms.normaliser))
         if products.packs:
             self.params = packed(params, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks

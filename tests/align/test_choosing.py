@@ -81,7 +81,7 @@ def test_the_float32_model_without_a_cache_is_that_of_the_checkpoint():
     config, read_params = open_model(model_path("ksana-tiny"), "f32")
     params = read_params()
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, 24).tolist()
-    greedy, logprobs = dense_reference(config, lambda: params, 64)(0, tokens)
+    greedy, logprobs = dense_reference(config, params, 64)(0, tokens)
     exact = reference_logprobs(params, config, np.array(tokens))[:-1]
     np.testing.assert_allclose(logprobs, exact[np.arange(23), tokens[1:]], atol=1e-4)
     assert greedy.tolist() == exact.argmax(-1).tolist()
@@ -102,13 +102,18 @@ def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, m
     assert f"{RIGHT}: agrees with the float32 model without a cache for 6 of 6 tokens" in printed
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--json"])
-    [shown] = json.loads(capsys.readouterr().out.splitlines()[-1])["verdicts"]
+    *lines, last = capsys.readouterr().out.splitlines()
+    [shown] = json.loads(last)["verdicts"]
+    measured = json.loads(last)["measured"]
+    assert {found["operator"] for found in measured} == {"attention", "kv_write", "linear", "norm", "sampling"}
+    assert max(found["error"] or 0 for found in measured) < 1e-5 and "measured with ksana-tiny, f32" in "\n".join(lines)
     assert shown["model"] == "ksana-tiny" and shown["chosen"] == {"attention": "xla", "linear": "xla"}
 
 
 def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch):
     seen: dict[Pair, Any] = {}
     monkeypatch.setattr(choosing, "measure", lambda engines, *_: seen.update(engines) or [])
+    monkeypatch.setattr(choosing, "measure_operators", lambda *_: ())
     found = choosing.choose("dtype=bf16 operators.attention=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
     linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(jax.default_backend(), "bfloat16") is None]
     assert list(seen) == [Pair("xla", name) for name in linear]

@@ -11,7 +11,7 @@ from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.engine import verdict
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, command, conditions_of, is_longer, read_verdict
-from ksana_jax.ops.norm import choose_normaliser
+from ksana_jax.ops.norm import choose_norm
 from tests.engine.small import SMALL, make_llm, model
 
 XLA, MIXED = Pair("xla", "xla"), Pair("native", "mixed")
@@ -156,4 +156,4 @@ def test_settings_that_leave_nothing_to_choose_or_mean_nothing_are_refused():
     with pytest.raises(ConfigError, match="operators is 'xla', must be a mapping"):
         EngineConfig(operators="xla")
     with pytest.raises(ValueError, match=r"operators\.norm 'native': norms are layer; native norms are rms or"):
-        choose_normaliser("cpu", "float32", ("layer",), "native")
+        choose_norm("cpu", "float32", ("layer",), "native")

@@ -13,7 +13,7 @@ from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.packed_matrix import PackedMatrix, can_pack, pack, packed, unpack, unpacked
 from ksana_jax.models.params import init_params, quantised
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
-from ksana_jax.ops.norm import choose_normaliser
+from ksana_jax.ops.norm import choose_norm
 
 unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
 native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
@@ -83,7 +83,7 @@ class Definition:
 
 
 def operators(dtype):
-    return choose_linear("cpu", dtype, "packed").operators(choose_normaliser("cpu", dtype, ("rms",)))
+    return choose_linear("cpu", dtype, "packed").operators(choose_norm("cpu", dtype, ("rms",)).normaliser)
 
 
 @native

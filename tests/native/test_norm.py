@@ -7,7 +7,7 @@ import pytest
 
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
-from ksana_jax.ops.norm import NATIVE_KINDS, choose_normaliser, native_normaliser, not_native
+from ksana_jax.ops.norm import NATIVE_KINDS, choose_norm, native_normaliser, not_native
 
 unsupported = not_native("cpu", "float32", ("rms",))
 native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
@@ -44,10 +44,10 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
 
 def test_other_platforms_types_and_kinds_get_norms_of_xla():
     for needs in (("gpu", "float32", ("rms",)), ("cpu", "float16", ("rms",)), ("cpu", "float32", ("mine",))):
-        assert choose_normaliser(*needs) is layers.normaliser
+        assert choose_norm(*needs).normaliser is layers.normaliser
     assert not_native("gpu", "float32", ("rms",)) == "needs a CPU, this is gpu"
     assert not_native("cpu", "float32", ("rms", "mine")) == "norms are mine; native norms are rms or rms_plus_one"
-    assert unsupported or choose_normaliser("cpu", "bfloat16", ("rms",)) is native_normaliser
+    assert unsupported or choose_norm("cpu", "bfloat16", ("rms",)).normaliser is native_normaliser
 
 
 @native
