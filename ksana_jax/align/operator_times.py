@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.devices.tuning import tuning
 from ksana_jax.models.packed_matrix import can_pack, pack, unpacked
 from ksana_jax.ops.implementations import Implementation, implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
@@ -27,6 +28,8 @@ SECONDS_OF_TURN = 0.01
 
 # Computes one call, and returns when the device has ended.
 Call = Callable[[], Any]
+# Of XLA, as steps have them.
+Options = dict[str, Any] | None
 
 
 class Timed(NamedTuple):
@@ -64,10 +67,10 @@ def _seconds(call: Call, count: int) -> float:
 
 
 def _calls(runner: Runner, shape: StepShape, context: int) -> Iterator[tuple[tuple[str, str], Call]]:
-    given = _attention_arguments(runner, shape, context)
+    given, options = _attention_arguments(runner, shape, context), tuning(runner.platform).compiler_options
     for i in implementations():
         if i.unsupported(runner.requirements) is None:
-            yield from _attention_calls(i, given, runner.config.num_heads)
+            yield from _attention_calls(i, options, given, runner.config.num_heads)
     params, dtype = unpacked(runner.params), runner.params.final_norm.dtype
     layer, platform, rng = params.layers[0], runner.platform, np.random.default_rng(0)
 
@@ -83,17 +86,20 @@ def _calls(runner: Runner, shape: StepShape, context: int) -> Iterator[tuple[tup
             def products(inputs, weights, apply=i.apply):
                 return [apply(inputs[w.shape[1]], w) for w in weights]
 
-            yield ("linear", i.name), _waiting(products, inputs, weights)
+            yield ("linear", i.name), _waiting(options, products, inputs, weights)
     for i in NORM_IMPLEMENTATIONS:
         if i.unsupported(platform, dtype.name, kinds_of(runner.config)) is None:
             apply = i.normaliser(runner.config.layers[0].norms)
-            yield ("norm", i.name), _waiting(apply, drawn(shape.num_tokens, runner.config.d_model), params.final_norm)
+            yield (
+                ("norm", i.name),
+                _waiting(options, apply, drawn(shape.num_tokens, runner.config.d_model), params.final_norm),
+            )
     scores = drawn(shape.max_sampled, runner.config.vocab_size).astype(jnp.float32)
-    yield ("sampling", "xla"), _waiting(lambda scores: sample(scores, None), scores)
+    yield ("sampling", "xla"), _waiting(options, lambda scores: sample(scores, None), scores)
 
 
-def _waiting(function: Callable[..., Any], *arguments: Any) -> Call:
-    compiled = jax.jit(function)
+def _waiting(options: Options, function: Callable[..., Any], *arguments: Any) -> Call:
+    compiled = jax.jit(function, compiler_options=options)
     return lambda: jax.block_until_ready(compiled(*arguments))
 
 
@@ -125,7 +131,7 @@ def _attention_arguments(runner: Runner, shape: StepShape, context: int) -> tupl
 
 
 def _attention_calls(
-    implementation: Implementation, given: tuple[Any, ...], num_heads: int
+    implementation: Implementation, options: Options, given: tuple[Any, ...], num_heads: int
 ) -> Iterator[tuple[tuple[str, str], Call]]:
     q, k, v, cache, context, turns, scale = given
     arrays = context.batch, context.pattern, turns
@@ -141,7 +147,7 @@ def _attention_calls(
         plan = schedule(of(arrays), cache, num_heads) if schedule else None
         return implementation.attend(queries, cache, of(arrays), plan).out
 
-    compiled = jax.jit(write, donate_argnums=3)
+    compiled = jax.jit(write, donate_argnums=3, compiler_options=options)
     state = compiled(q, k, v, jax.tree.map(jnp.copy, cache), arrays)
 
     def written() -> None:
@@ -149,7 +155,7 @@ def _attention_calls(
         state = jax.block_until_ready(compiled(q, k, v, state[1], arrays))
 
     yield ("kv_write", implementation.name), written
-    attended = jax.jit(attend)
+    attended = jax.jit(attend, compiler_options=options)
     yield ("attention", implementation.name), lambda: jax.block_until_ready(attended(*state, arrays))
 
 
