@@ -90,6 +90,7 @@ def invariant_llm(dtype: str = "f32", pattern: AttentionPattern = FULL, **settin
 
 SINKS = AttentionPattern(window=70, num_sinks=3, sink_position="cache")
 CACHED: dict[str, Any] = {"enable_prefix_caching": True, "host_cache_bytes": 2**20, "async_scheduling": True}
+ONE_BY_ONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32}
 # A host so small that swapped rows and new prefixes push cached blocks to the disk.
 TIERS: dict[str, Any] = CACHED | {"host_cache_bytes": 160 * 2**10, "preempt": "swap"}
 
@@ -170,16 +171,23 @@ def test_many_completions_from_every_tier_have_one_result(tmp_path, write, patte
 )
 def test_many_completions_under_random_load_have_one_result(pattern, dtype, kv, sampled, count):
     given: dict[str, Any] = {"pattern": pattern, "dtype": dtype, "kv_cache_dtype": kv}
-    one_by_one: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32, "num_blocks": 8}
-    engines = [invariant_llm(**given), invariant_llm(**given, **CACHED), invariant_llm(**given, **one_by_one)]
+    one_by_one = invariant_llm(**given, **ONE_BY_ONE, num_blocks=8)
+    engines = [invariant_llm(**given), invariant_llm(**given, **CACHED), one_by_one]
     counts = [count // 2 - 5, count // 2 - 5, 10]
     expect_one_result(engines, counts, asked=ASKED if sampled else dataclasses.replace(ASKED, temperature=0.0))
 
 
 @served
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "variants"),
+    [
+        ("f32", [{}, ONE_BY_ONE, {"max_num_seqs": 9, "max_num_batched_tokens": 120, "query_tile": 64}]),
+        ("bf16", [CACHED, {"max_num_seqs": 3, "max_num_batched_tokens": 21, "query_tile": 4}]),
+    ],
+    ids=["f32", "bf16"],
+)
+def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype, variants):
     """Sizes that no vector has, and whatever else a family may have: biases, caps, norms of heads, sink logits."""
     shape = {"d_model": 56, "num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "d_ff": 91, "vocab_size": 97}
     kinds = {"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "embed_scale": 5.6, "soft_cap": 20.0}
@@ -191,13 +199,6 @@ def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype):
     params = jax.tree.map(
         lambda x: x + (0.1 * rng.standard_normal(x.shape)).astype(x.dtype) if x.ndim == 1 else x, params
     )
-    variants: list[dict[str, Any]] = [
-        {},
-        CACHED,
-        {"max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32},
-        {"max_num_seqs": 9, "max_num_batched_tokens": 120, "query_tile": 64},
-        {"max_num_seqs": 3, "max_num_batched_tokens": 21, "query_tile": 4},
-    ]
     engines, programs = [], collections.defaultdict(dict)
     for variant in variants:
         found = engine_config(SETTINGS | {"dtype": dtype, "num_blocks": 40} | variant)
