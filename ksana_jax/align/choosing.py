@@ -130,6 +130,10 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
     settings |= FOR_MEASURING | lengths
     opened = {key: settings.pop(key, default) for key, default in OF_THE_MODEL.items()}
     config, folder = engine_config(settings), model_path(name)
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, must be 1: verdicts are those of one device"
+        )
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=auto_dtype(folder))
     settings |= {"dtype": config.dtype}

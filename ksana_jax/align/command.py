@@ -79,7 +79,7 @@ def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
     Returns:
       tokens: of each text whose greedy tokens differ the first that does. logprobs: see `scores.differences`.
       operators: see `operators.compare_operators`, and starts_at, the first with a difference of its own; both empty
-      where a side is a file.
+      where a side is a file, or where a side's operators are divided among devices, of which `divided` has the number.
     """
     given = a if isinstance(a, Scores) else b if isinstance(b, Scores) else None
     if given is None:
@@ -89,7 +89,9 @@ def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
         given = Scores(whole, [len(p) for p in prompts], scores.scored(a, whole))
     left, right = (_of(side, given) for side in (a, b))
     operators: list[Compared] = []
-    if not isinstance(a, Scores) and not isinstance(b, Scores):
+    engines = [side for side in (a, b) if not isinstance(side, Scores)]
+    divided = max((llm.config.tensor_parallel_size for llm in engines), default=1)
+    if not isinstance(a, Scores) and not isinstance(b, Scores) and divided == 1:
         from ksana_jax.align.operators import compare_operators
 
         operators = compare_operators(a, b, given.token_ids[0][:OPERATOR_TOKENS])
@@ -98,6 +100,7 @@ def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
         "tokens": scores.first_other_tokens(dataclasses.replace(given, token_ids=left[0]), right[0]),
         "logprobs": scores.differences(left[1], right[1]),
         "operators": [operator._asdict() for operator in operators],
+        "divided": divided if divided > 1 else None,
         "starts_at": next((o.name for o in operators if o.own or o.before), None),
     }
 
@@ -134,6 +137,8 @@ def report(found: dict[str, Any]) -> list[str]:
         start = next((o for o in found["operators"] if o["own"] or o["before"]), None)
         what = "" if start is None else f"what comes before {start['name']}" if start["before"] else start["name"]
         lines.append(f"the first operator that differs is {what}" if what else "no operator differs")
+    if found["divided"]:
+        lines.append(f"operators are not compared one by one: {found['divided']} devices have a part of each")
     return lines
 
 

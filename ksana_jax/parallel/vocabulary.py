@@ -70,6 +70,8 @@ class DividedVocabulary(Vocabulary):
 
     def top(self, x_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         values, ids = jax.lax.top_k(x_SV, min(count, self._local))
+        if not count:  # XLA gathers nothing that is empty
+            return values, ids
         values, ids = (jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (values, ids + self._first))
         values, at = jax.lax.top_k(values, count)
         return values, jnp.take_along_axis(ids, at, axis=1)

@@ -134,3 +134,8 @@ def test_what_does_not_go_with_choose_is_refused(capsys, words, message):
     with pytest.raises(SystemExit) as raised:
         cli.main(["align", "-", *words, "--choose"])
     assert raised.value.code and message in " ".join(capsys.readouterr().err.split())
+
+
+def test_verdicts_are_not_measured_on_several_devices():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, must be 1: verdicts are those of one device"):
+        choosing.choose("tensor_parallel_size=2", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")

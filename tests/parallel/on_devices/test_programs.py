@@ -2,30 +2,27 @@
 
 import dataclasses
 import functools
-import math
-import re
+import json
 
 import jax
 import pytest
 
+from ksana_jax import SamplingParams
 from ksana_jax.loading import abstract_params
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.runner.token_programs import OutputHead
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
 from ksana_jax.step.contract import Part, StepShape
+from ksana_jax.trace import tracing
+from pallas_kernels.aot.report import find_collectives
 from tests.parallel.on_devices.engines import MODELS, make_llm
 
 SHAPE = StepShape((Part(4, 1),), 4, 4)
-COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[\w-]+)\(")
 
 
 def collectives(program) -> list[tuple[str, int]]:
-    """Operations of a compiled program that cross between devices, and the numbers in their largest result."""
-    found = []
-    for shapes, name in COLLECTIVE.findall(program.as_text()):
-        sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", shapes)]
-        found.append((name, max(sizes)))
-    return found
+    """Operations of a compiled program that cross between devices, with the bytes that each gets."""
+    return [tuple(kind) for kind in find_collectives(program.as_text()).elements()]
 
 
 @functools.cache
@@ -35,7 +32,7 @@ def engine(num_devices: int):
 
 def test_a_step_has_two_sums_in_each_layer_and_one_for_the_embedding():
     model, runner = MODELS["GQA"], engine(4).runner
-    hidden = 4 * model.d_model
+    hidden = 4 * model.d_model * 4
     [whole] = compiled_programs(runner.lower_step(SHAPE).compile())
     assert collectives(whole) == [("all-reduce", hidden)] * (2 * model.num_layers + 1)
     found = [collectives(program) for program in compiled_programs(runner.compile_step(SHAPE))]
@@ -71,5 +68,16 @@ def test_sampling_gathers_candidates_and_not_scores(dense, num_top):
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), "float32")
     found = collectives(head.lower_choice(params, hidden, rows, True, dense, num_top).compile())
     assert {name for name, _ in found} == {"all-gather", "all-reduce"}
-    assert max(size for name, size in found if name == "all-gather") == rows * n * NUM_CANDIDATES < rows * 8192 // 4
-    assert max(size for name, size in found if name == "all-reduce") == rows
+    assert max(size for name, size in found if name == "all-gather") == 4 * rows * n * NUM_CANDIDATES < rows * 8192
+    assert max(size for name, size in found if name == "all-reduce") == 4 * rows
+
+
+def test_a_trace_counts_what_crosses(tmp_path):
+    with tracing(tmp_path / "out", profile_steps=0):
+        llm = make_llm("GQA", 4, max_num_batched_tokens=4, query_tile=1)
+        llm.generate([{"prompt_token_ids": [5, 7]}], SamplingParams(max_tokens=2, temperature=0, detokenize=False))
+    trace = json.loads((tmp_path / "out/trace.json").read_text())
+    step = next(f for f in trace["functions"] if f["name"].startswith("step "))
+    sums = sum(c["number"] * p["calls"] for p in step["programs"] for c in p["collectives"])
+    assert sums == 2 * MODELS["GQA"].num_layers + 1
+    assert {c["bytes"] for p in step["programs"] for c in p["collectives"]} == {4 * MODELS["GQA"].d_model * 4}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern
+from ksana_jax.align.command import Texts, align, report
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.kernels import Kernels
@@ -135,3 +136,12 @@ def test_a_few_tokens():
     one, several = (make_llm("GQA", n, **ONE_SHAPE) for n in (1, 4))
     assert len(several.runner.cache.kv.sharding.device_set) == 4
     assert tokens_of(several, params, prompts) == tokens_of(one, params, prompts)
+
+
+@pytest.mark.soak
+def test_two_engines_are_aligned_by_tokens_and_log_probabilities():
+    """With scores of prompts alone, of which no most probable tokens are asked for."""
+    found = align(alone("GQA"), alone("GQA", 4), Texts(num_prompts=2, prompt_tokens=5, num_tokens=6, seed=0))
+    assert found["tokens"] == {} and found["operators"] == [] and found["divided"] == 4
+    assert found["logprobs"]["quantiles"]["1"] < 2e-5  # as in test_log_probabilities
+    assert report(found)[-1] == "operators are not compared one by one: 4 devices have a part of each"
