@@ -1,6 +1,7 @@
 """Files of log-probabilities, and how those of two sides differ. No engine."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def test_a_report_names_token_and_operator():
         {"name": "layers.0.w_o", "own": 0.25, "before": 0.0, "total": 0.25},
         {"name": "layers.1.w_o", "own": 0.5, "before": 0.0, "total": 1.0},
     ]
-    found = {"num_texts": 1, "tokens": {0: 3}, "logprobs": scores.differences(a, b), "operators": operators}
+    found: dict[str, Any] = {"num_texts": 1, "tokens": {0: 3}, "logprobs": scores.differences(a, b)}
+    found |= {"operators": operators, "divided": None}
     lines = report(found)
     assert lines[0] == "1 of 1 texts have other greedy tokens; the first, of text 0, is output token 3"
     assert "the first that differs is that of token 2 of text 0: -2 and -2.5" in lines

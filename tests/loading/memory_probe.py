@@ -1,6 +1,7 @@
-"""Prints how many bytes of resident memory loading a checkpoint took at its highest; run in a process of its own.
+"""Prints how many bytes of resident memory loading a checkpoint took at its highest, how many bytes the weights have on
+all devices, and how many were read of the files; run in a process of its own.
 
-python memory_probe.py MODEL_DIR DTYPE
+python memory_probe.py MODEL_DIR DTYPE NUM_DEVICES
 """
 
 import sys
@@ -16,12 +17,23 @@ if __name__ == "__main__":
     import jax
     import jax.numpy as jnp
 
-    from ksana_jax.loading import load_model
+    from ksana_jax.loading import load, load_model
+    from ksana_jax.parallel.placement import place_on
+
+    taken, num_read = load.chunks, 0
+
+    def counted(*arguments):
+        global num_read
+        for rows, piece in taken(*arguments):
+            num_read += piece.nbytes
+            yield rows, piece
+
+    load.chunks = counted
 
     jax.block_until_ready(jnp.zeros(8) + 1)  # the backend is up: what follows is the checkpoint's
     before = memory("VmRSS")
-    config, params = load_model(sys.argv[1], dtype=sys.argv[2])
+    config, params = load_model(sys.argv[1], dtype=sys.argv[2], placement=place_on(int(sys.argv[3])))
     peak = memory("VmHWM")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert weights > 100 * 2**20, "too small: the peak could be that of the imports"
-    print(peak - before, weights)
+    print(peak - before, weights, num_read)
