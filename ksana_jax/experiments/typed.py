@@ -45,7 +45,7 @@ def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], pre
             raise ConfigError(
                 f"{name} is a list whose items cannot be set separately: set the whole list, {name}=[...]"
             )
-        if isinstance(default, Mapping) and isinstance(value, list):
+        if isinstance(default, Mapping) and value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{name} is {value!r:.60}, must be a mapping of keys to values")
         if isinstance(default, Mapping) and isinstance(value, Mapping):
             _check_containers(value, default, f"{name}.")

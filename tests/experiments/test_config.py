@@ -61,6 +61,7 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"grid": [1]}, "grid is [1], must be a mapping"),
         ({"engine": {"policy": "zzz"}}, "policy is 'zzz', must be one of fcfs"),
         ({"engine": {"prefix_replacement": "zzz"}}, "prefix_replacement is 'zzz', must be one of lru"),
+        ({"engine": {"operators": "xla"}}, "engine.operators is 'xla', must be a mapping of keys to values"),
         ({"engine": {"operators": {"attention": "zzz"}}}, "operators.attention is 'zzz', must be one of auto"),
         ({"engine": {"disk_cache_dir": ""}}, "disk_cache_dir is '', must be the path of a folder or None"),
         ({"model": "ksana-tiny", "layer_patterns": [{}]}, "layer_patterns has 1 patterns, ksana-tiny has 4 layers"),
