@@ -34,6 +34,7 @@ from ksana_jax.planner.engine import Compared, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.example import StepFunction, step_function
+from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
 from ksana_jax.step.contract import StepShape
@@ -282,9 +283,11 @@ class LLM:
         workers = (os.cpu_count() or 1) if at_once else 1
         buckets = self.engine.builder.buckets
         num_steps = 1 if self.runner.embeds_on_host else self.config.num_scheduler_steps
-        self.runner.warm_up(buckets.all_shapes(width), buckets.decodes, asked, workers, num_steps)
-        if self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked):
-            self.runner.mover.warm_up()
+        shapes = buckets.all_shapes(width)
+        keys = keys_for(shapes, buckets.decodes, asked, num_steps, self.model_config.vocab_size)
+        widest = max(shape.table_width for shape in shapes)
+        moves = self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
+        self.runner.compile(keys, workers, table_width=widest, moves=moves)
         for name, compared in self.memory_usage().items():
             logger.info("memory of %s: %s", name, compared)
         return self.num_compilations - before

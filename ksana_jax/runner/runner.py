@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +28,12 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.patterns import AttentionPattern, stack
-from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.array_shapes import array_shapes
 from ksana_jax.runner.compiling import compile_all, compiled
-from ksana_jax.runner.decode_loop import LoopKey, lower_loop, only_decodes
+from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
+from ksana_jax.runner.packed_step import PackedLoop, PackedStep
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
 from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
@@ -204,40 +203,65 @@ class Runner:
 
     def submit(self, step: StepInput) -> Submitted:
         """Starts one step; see `step.Executor`. New shapes are compiled first."""
-        saved, move_s = self._start_moves(step.moves)
-        run = self.compile_step(step.shape)
-        given = self._given(step.shape, step.arrays)
-        vector = self.packed(step.shape, step.arrays, step.sampling)
-        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._seen.arrays)
-        tokens = prompt_scores = None
-        if step.targets is not None:
-            count, top = step.shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
-            score_prompt = self._program(*self._score_program(count, top))
-            prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
-        if step.num_sampled:
-            count, dense = step.num_sampled, None
-            top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-            if step.sampling is None:
-                settings = None
-            elif step.sampling.counts is not None:
-                dense = step.sampling[-3:]
-            choose = self.compile_sampler(sampled, count, settings is not None, dense is not None, top)
-            self._sampled, report = choose(self.params, sampled, settings, dense)
-            tokens = Fetched(report, report_packing(count, top))
-        return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores)
+        return self.run(self.pack(step))
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
         """Starts several steps in one call; see `step.Executor`."""
+        return self.run_loop(self.pack_loop(steps))
+
+    def pack(self, step: StepInput) -> PackedStep:
+        """Returns all that `run` takes of a step."""
+        sampling, dense, vocab_size = step.sampling, None, self.config.vocab_size
+        if sampling is not None and sampling.counts is not None:
+            dense = tuple(sampling[-3:])
+        return PackedStep(
+            step.shape,
+            self.packed(step.shape, step.arrays, sampling),
+            step.num_sampled,
+            sampling is not None,
+            dense,
+            None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, vocab_size),
+            step.targets,
+            bucket_of_top(step.num_prompt_logprobs, vocab_size),
+            step.moves,
+            self.params.embed[step.arrays.tokens] if self.embeds_on_host else None,
+        )
+
+    def pack_loop(self, steps: Sequence[StepInput]) -> PackedLoop:
+        """Returns all that `run_loop` takes of several steps."""
         step = steps[0]
-        saved, move_s = self._start_moves(step.moves)
         top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        run = self._program(*self._loop_program(LoopKey(step.shape, len(steps), step.sampling is not None, top)))
+        key = LoopKey(step.shape, len(steps), step.sampling is not None, top)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
-        given = self._given(step.shape, step.arrays)
-        self.cache, self._sampled, reports = run(self.params, self.cache, vectors, given, self._seen.arrays)
-        fetched = Fetched(reports, report_packing(step.num_sampled, top))
+        return PackedLoop(key, vectors, step.num_sampled, step.moves)
+
+    def run(self, step: PackedStep) -> Submitted:
+        """Starts one step."""
+        saved, move_s = self._start_moves(step.moves)
+        run = self.compile_step(step.shape)
+        given = self._fed(step.shape) if step.rows is None else step.rows
+        self.cache, hidden, sampled, settings = run(self.params, self.cache, step.vector, given, self._seen.arrays)
+        tokens = prompt_scores = None
+        if step.targets is not None:
+            count, top = step.shape.num_tokens, step.num_prompt_top
+            score_prompt = self._program(("score", count, top))
+            prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
+        if step.num_sampled:
+            count, dense, top = step.num_sampled, step.dense, step.num_top
+            choose = self.compile_sampler(sampled, count, step.samples, dense is not None, top)
+            self._sampled, report = choose(self.params, sampled, settings if step.samples else None, dense)
+            tokens = Fetched(report, report_packing(count, top))
+        return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores)
+
+    def run_loop(self, loop: PackedLoop) -> list[Submitted]:
+        """Starts several steps in one call."""
+        saved, move_s = self._start_moves(loop.moves)
+        run, given = self._program(loop.key), self._fed(loop.key.shape)
+        self.cache, self._sampled, reports = run(self.params, self.cache, loop.vectors, given, self._seen.arrays)
+        fetched = Fetched(reports, report_packing(loop.num_sampled, loop.key.num_top))
         first = Submitted(functools.partial(self.mover.finish, saved), move_s, FetchedStep(fetched, 0), None)
-        return [first, *(Submitted(lambda: None, 0.0, FetchedStep(fetched, at), None) for at in range(1, len(steps)))]
+        others = range(1, len(loop.vectors))
+        return [first, *(Submitted(lambda: None, 0.0, FetchedStep(fetched, at), None) for at in others)]
 
     def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
         """Returns a step's arrays and sampling settings as the vector that its program takes."""
@@ -248,10 +272,8 @@ class Runner:
             settings = settings_packing(shape.max_sampled).pack(sampling[:-3])
         return self._packing(shape).pack((arrays, settings))
 
-    def _given(self, shape: StepShape, arrays: StepArrays) -> Any:
-        """Returns what a step takes besides its vector, see `lower_whole`."""
-        if self.embeds_on_host:
-            return self.params.embed[arrays.tokens]
+    def _fed(self, shape: StepShape) -> Any:
+        """Returns the tokens that a step takes from the one before it."""
         if self._sampled is None or len(self._sampled) != shape.max_sampled:
             self._sampled = self.placement.everywhere(np.zeros(shape.max_sampled, np.int32))
         return self._sampled
@@ -270,50 +292,40 @@ class Runner:
         self.cache, saved, move_s = self.mover.start(self.cache, moves)
         return saved, move_s
 
-    def warm_up(
-        self,
-        shapes: Sequence[StepShape],
-        num_sampled: Sequence[int],
-        asked: Sequence[SamplingParams] = (),
-        workers: int = 1,
-        num_steps: int = 1,
-    ) -> None:
-        """Compiles the steps of some shapes; already compiled ones cost nothing.
+    def compile(self, keys: Sequence[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
+        """Compiles programs ahead of time; those already compiled cost nothing.
 
         Args:
-          num_sampled: buckets of the tokens that are sampled in a step.
-          asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
-          workers: programs compiled at once.
-          num_steps: of decodes that share a call.
+          keys: of programs, such as those of `keys.keys_for`. workers: programs compiled at once.
+          table_width: largest block table whose rows are evicted from. moves: whether blocks will move.
         """
-        vocab = self.config.vocab_size
-        counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
-        tops = {None} | {bucket_of_top(count, vocab) for count in counts if count is not None}
-        prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab) for p in asked if p.prompt_logprobs is not None}
-        kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy}
-        kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
-        programs: dict[Any, Callable] = {shape: functools.partial(self._lower_step, shape) for shape in shapes}
-        for tokens in {shape.num_tokens for shape in shapes}:
-            programs |= [self._score_program(tokens, top) for top in prompt_tops]
-        for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
-            hidden = jax.ShapeDtypeStruct((most, self.config.d_model), self.params.embed.dtype)
-            programs |= [self._sample_program(hidden, count, *kind, top) for kind in kinds for top in tops]
-        if num_steps > 1:
-            loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
-            programs |= [self._loop_program(LoopKey(shape, num_steps, some, top)) for shape, some, top in loops]
-        new = {key: lower for key, lower in programs.items() if key not in self._compiled}
+        new = {key: self._lowering(key) for key in keys if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
         if self.evictor is not None:
-            self.evictor.warm_up(min(max(shape.table_width for shape in shapes), self.evictor.table_width))
+            self.evictor.warm_up(min(table_width, self.evictor.table_width))
+        if moves:
+            self.mover.warm_up()
 
-    def _program(self, key: Any, lower: Callable[[], Any]) -> Callable:
+    def _lowering(self, key: Any) -> Callable[[], Any]:
+        """Returns a function that lowers the program of a key."""
+        if isinstance(key, StepShape):
+            return functools.partial(self._lower_step, key)
+        if isinstance(key, LoopKey):
+            return functools.partial(self._lower_loop, key)
+        kind, size, *rest = key
+        if kind == "score":
+            return functools.partial(self._head.lower_scores, self.params, size, *rest)
+        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.embed.dtype)
+        return functools.partial(self._head.lower_choice, self.params, hidden, *rest)
+
+    def _program(self, key: Any) -> Callable:
         if key not in self._compiled:
-            self._compiled[key] = compiled(key, lower)
+            self._compiled[key] = compiled(key, self._lowering(key))
         return self._compiled[key]
 
     def compile_step(self, shape: StepShape) -> Callable:
         """The network on a step of one shape; see `step_program.lower_whole`."""
-        return self._program(shape, functools.partial(self._lower_step, shape))
+        return self._program(shape)
 
     def compile_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None) -> Callable:
         """Logits and the choice of tokens: (params, hidden, settings, dense) as `choose_tokens` takes and returns them.
@@ -323,7 +335,7 @@ class Runner:
           samples: whether there are settings. dense: whether there are penalties or biases.
           num_top: most probable tokens to score; None scores nothing.
         """
-        return self._program(*self._sample_program(hidden, count, samples, dense, num_top))
+        return self._program(("sample", hidden.shape[0], count, samples, dense, num_top))
 
     def lower_step(self, shape: StepShape):
         """Lowers a step as one program without compiling it, for inspection."""
@@ -347,16 +359,10 @@ class Runner:
             return lower_in_runs(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
         return self.lower_step(shape)
 
-    def _loop_program(self, key: LoopKey):
-        """Returns the key of the program of several decode steps, and a function that lowers it."""
-        return key, lambda: lower_loop(
-            self._network,
-            key,
-            self._seen.alike,
-            self._packing(key.shape),
-            self._head,
-            *self._packed_arguments(key.shape),
-        )
+    def _lower_loop(self, key: LoopKey):
+        """Lowers several decode steps as one program."""
+        arguments = self._packed_arguments(key.shape)
+        return lower_loop(self._network, key, self._seen.alike, self._packing(key.shape), self._head, *arguments)
 
     def step_arguments(self, shape: StepShape):
         """Returns the arguments of `pure_step`, or their shapes."""
@@ -385,13 +391,3 @@ class Runner:
     @property
     def _head(self) -> OutputHead:
         return OutputHead(self.config, self.operators, self.placement)
-
-    def _sample_program(self, hidden, count: int, *kind: Any):
-        """Returns the key of the program that samples tokens, and a function that lowers it."""
-        lowered = functools.partial(self._head.lower_choice, self.params, hidden, count, *kind)
-        return ("sample", hidden.shape[0], count, *kind), lowered
-
-    def _score_program(self, num_tokens: int, num_top: int):
-        """Returns the key of the program that scores prompt tokens, and a function that lowers it."""
-        lowered = functools.partial(self._head.lower_scores, self.params, num_tokens, num_top)
-        return ("score", num_tokens, num_top), lowered

@@ -1,0 +1,42 @@
+"""Which programs the requests of an engine can need, by the keys that the runner keeps them under."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from ksana_jax.request import MAX_LOGPROBS, SamplingParams
+from ksana_jax.runner.decode_loop import LoopKey, only_decodes
+from ksana_jax.runner.token_programs import bucket_of_top
+from ksana_jax.step.contract import StepShape
+
+
+def keys_for(
+    shapes: Sequence[StepShape],
+    num_sampled: Sequence[int],
+    asked: Sequence[SamplingParams],
+    num_steps: int,
+    vocab_size: int,
+) -> list[Any]:
+    """Returns the keys of all programs that steps of some shapes can need; see `Runner.programs`.
+
+    Args:
+      num_sampled: buckets of the tokens that are sampled in a step.
+      asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
+      num_steps: of decodes that share a call.
+    """
+    counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
+    tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count is not None}
+    prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab_size) for p in asked if p.prompt_logprobs is not None}
+    kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy}
+    kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
+    keys: dict[Any, None] = dict.fromkeys(shapes)
+    for tokens in {shape.num_tokens for shape in shapes}:
+        keys |= dict.fromkeys(("score", tokens, top) for top in prompt_tops)
+    for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
+        keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
+    if num_steps > 1:
+        loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
+        keys |= dict.fromkeys(LoopKey(shape, num_steps, some, top) for shape, some, top in loops)
+    return list(keys)
