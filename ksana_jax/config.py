@@ -12,6 +12,7 @@ from ksana_jax import checks
 from ksana_jax.devices.target import canonical_device
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.errors import ConfigError
+from ksana_jax.hosts.setting import canonical_distributed
 from ksana_jax.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
 from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.patterns import FAR, FULL, AttentionPattern, per_layer
@@ -222,6 +223,12 @@ class EngineConfig:
         installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
         "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `devices.target.DeviceTarget`. None
         takes jax's default. jax must not have started before.
+      distributed: processes, usually one on each host, that divide the model among all of their devices:
+        {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`hosts.setting.HostsSetting`), or
+        "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;
+        host_cache_bytes are those of each. Process 0 has the requests. The others compute for it (`ksana follow`): an
+        `LLM` that one of them makes serves until process 0 ends, and then ends its process. It stands for the whole
+        process and comes before jax's first use.
     """
 
     dtype: str = "f32"
@@ -255,8 +262,10 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     seed: int = 0
     device: Any = None
+    distributed: Any = dataclasses.field(default=None, metadata={"place": True})
 
     def __post_init__(self):
+        object.__setattr__(self, "distributed", canonical_distributed(self.distributed))
         object.__setattr__(self, "device", canonical_device(self.device))
         object.__setattr__(self, "operators", OperatorSettings.of(self.operators))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
@@ -291,6 +300,10 @@ class EngineConfig:
         if self.tensor_parallel_size > 1 and (problems := self._not_divided()):
             raise ConfigError(
                 f"tensor_parallel_size {self.tensor_parallel_size} does not go with {', '.join(problems)}"
+            )
+        if self.distributed is not None and self.disk_cache_dir is not None:
+            raise ConfigError(
+                "disk_cache_dir does not go with distributed: each host has the keys and values of its own heads only"
             )
         if self.kv_eviction is not None and (self.enable_prefix_caching or self.shared_prefix_attention):
             raise ConfigError(
@@ -346,6 +359,14 @@ class EngineConfig:
     def kv_dtype(self) -> str | dict[str, Any]:
         """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that divide the model."""
+        if self.distributed is None:
+            return 1
+        assert isinstance(self.distributed, dict), "the engine asks the launcher first"
+        return self.distributed["num_processes"]
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
         """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class ConfigError(ValueError):
     """A configuration is invalid; the message lists every problem found."""
+
+
+class JobError(RuntimeError):
+    """A job of several processes has ended because one of them failed; the message says which and why."""

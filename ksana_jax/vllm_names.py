@@ -70,6 +70,11 @@ one process drives all devices; tensor_parallel_size= divides heads and matrices
     data_parallel_size = 1 | 1
     distributed_executor_backend = None | "ray"
     disable_custom_all_reduce = True, False | True
+distributed= names the processes that divide a model, and which one this is; `ksana follow` runs the others
+    nnodes = 1 | 1; 2
+    node_rank = 0 | 0; 1
+    master_addr = any | "10.0.0.1"
+    master_port = any | 29501
 steps are always compiled, once per bucket of shapes; `llm.warm_up()` compiles them ahead of time
     enforce_eager = True, False | True
     compilation_config = any | 3

@@ -15,6 +15,7 @@ from ksana_jax.cli import (
     chat,
     evaluation,
     groups,
+    hosts,
     logs,
     machine,
     studies,
@@ -24,6 +25,7 @@ from ksana_jax.cli import (
     training,
 )
 from ksana_jax.compilation_cache import keep_compiled_steps
+from ksana_jax.errors import JobError
 
 app = groups.group(
     "Quality, memory and speed of KV-cache techniques, measured on one engine.",
@@ -63,6 +65,7 @@ COMMANDS = (
     tasks.tasks,
     text.generate,
     chat.chat,
+    hosts.follow,
     machine.plan,
     training.train,
     machine.doctor,
@@ -105,7 +108,7 @@ def _run(argv: list[str]) -> None:
     keep_compiled_steps()
     try:
         app(moved + argv, prog_name="ksana")
-    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
+    except (ValueError, OSError, NotImplementedError, FloatingPointError, JobError) as error:
         if debug:
             raise
         print(f"ksana: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -35,6 +35,16 @@ Device = Annotated[
     ),
 ]
 
+Distributed = Annotated[
+    str | None,
+    typer.Option(
+        help="processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address: "
+        "10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana follow",
+        show_default=False,
+        metavar="YAML",
+    ),
+]
+
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, ksana-tiny or ksana-recall")]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
@@ -67,6 +77,7 @@ class TextOptions:
     ] = None
     tensor_parallel_size: Annotated[int, typer.Option(help="devices that divide the model")] = 1
     device: Device = None
+    distributed: Distributed = None
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """Returns these options as SamplingParams."""
@@ -90,6 +101,7 @@ class TextOptions:
             tensor_parallel_size=self.tensor_parallel_size,
             pattern=windowed,
             device=read_setting("device", self.device),
+            distributed=read_setting("distributed", self.distributed),
             **settings,
         )
 

@@ -44,8 +44,8 @@ class Capabilities:
 
 
 def capabilities(device: Any = None) -> Capabilities:
-    """Returns what a device can do, by default jax's first one. The answer is kept."""
-    return _found(jax.devices()[0] if device is None else device)
+    """Returns what a device can do, by default the first one of this process. The answer is kept."""
+    return _found(jax.local_devices()[0] if device is None else device)
 
 
 def staging_memory(kinds: Collection[str], shares_host_memory: bool) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.engine.device_half import DeviceHalf, prepare
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_policies, with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.engine_layout import make_layout
-from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.loading.config_json import check_tokenizer
@@ -28,7 +27,7 @@ from ksana_jax.step.contract import Executor
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from ksana_jax.planner.engine import PoolPlan
+    from ksana_jax.engine.leading import Followers
 
 # Called with each new engine; empty unless somebody traces, see `ksana_jax.trace`.
 observers: list[Callable[[Engine], None]] = []
@@ -46,6 +45,7 @@ def build_engine(
     clock: Callable[[], float] = time.perf_counter,
     buckets: Buckets | None = None,
     programs: dict[Any, Any] | None = None,
+    followers: Followers | None = None,
     **memory: Any,
 ) -> Engine:
     """Builds an engine from scheduler, KV memory, batch builder and executor.
@@ -63,6 +63,7 @@ def build_engine(
       clock: seconds, rising.
       buckets: shapes of the steps; None takes `Buckets.of`.
       programs: compiled functions that runners of equal settings share; see `Runner`.
+      followers: the other processes that divide the model, with config.distributed; see `engine.leading`.
       memory: arguments of `KVMemory` that replace those which follow from model and config.
 
     Raises:
@@ -72,10 +73,10 @@ def build_engine(
     seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
     if executor is None:
-        half = _on_device(model, params, config, seen, programs)
+        half = _on_device(model, params, config, seen, programs, followers)
     else:
         layout = make_layout(model, seen, config)
-        half = _DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
+        half = DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     engine = Engine(
         _scheduler(half, clock, memory),
         _builder(half, model.vocab_size, buckets),
@@ -100,99 +101,27 @@ def _check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     check_tokenizer(model, tokenizer)
 
 
-class _DeviceHalf(NamedTuple):
-    """The executor of an engine, and what the host half must know about it.
-
-    config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
-    """
-
-    config: EngineConfig
-    layout: KVLayout
-    platform: str
-    executor: Executor
-    index: PrefixIndex
-    plan: PoolPlan | None = None
-
-
 def _on_device(
     model: ModelConfig,
     params: Any,
     config: EngineConfig,
     patterns: Seq[AttentionPattern],
     programs: dict[Any, Any] | None,
-) -> _DeviceHalf:
+    followers: Followers | None,
+) -> DeviceHalf:
     """Creates a runner on jax's first devices."""
     # Imported here: an engine around another executor needs no jax.
-    from ksana_jax.devices.capabilities import features, stored_as_bits
-    from ksana_jax.devices.starting import use_device
-    from ksana_jax.engine.fingerprint import fingerprint
-    from ksana_jax.engine.verdict import preferred
-    from ksana_jax.loading.load import abstract_params, check_embedding_on_host, embedding_on_host
-    from ksana_jax.models.params import num_params, quantised
-    from ksana_jax.parallel.placement import place_on
-    from ksana_jax.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
 
-    use_device(config.device)
-    if config.embedding_device == "host":
-        check_embedding_on_host(model)
-    placement = place_on(config.tensor_parallel_size)
-    platform = str(placement.device.platform)
-    placement.local_model(model)  # says whether the model can be divided
-    layout = make_layout(model, patterns, config, stored_as_bits(placement.device))
-    features(placement.device)  # says now what is missing
-    config, reason = preferred(model, config, layout)
-    if reason is not None:
-        logger.info("operators.prefer %s: %s", config.operators.prefer, reason)
-    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
-    longest = config.max_model_len
-    make_runner = functools.partial(
-        Runner,
-        model,
-        patterns=patterns,
-        layout=layout,
-        max_model_len=longest,
-        max_repositioned_sinks=config.max_repositioned_sinks,
-        embedding_device=config.embedding_device,
-        settings=config.operators,
-        numerics=config.numerics,
-        placement=placement,
-    )
-    # Without weights and pool it refuses at once what the other one would.
-    trial = make_runner(params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
-    operators = dataclasses.replace(config.operators, linear=trial.linear_implementation)
-    config = dataclasses.replace(config, operators=operators)
-    plan = pool_size(model, config, layout)
-    if loads := callable(params):
-        params = params()
-    params = quantised(placement.params(model, params), config.quantization)
-    if config.embedding_device == "host":
-        params = embedding_on_host(params)
-    digest = ""
-    if config.enable_prefix_caching:
-        digest = fingerprint(
-            model,
-            params,
-            dtype=config.dtype,
-            kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
-            max_model_len=longest,
-            numerics=config.numerics,
-            placement=placement,
-        )
-    runner = make_runner(
-        params=params,
-        num_blocks=plan.num_blocks,
-        num_host_blocks=config.host_cache_bytes // layout.block_bytes,
-        consume_params=loads,
-        programs=programs,
-    )
-    cost = recompute_cost(model, num_params(model), config.block_size)
-    index = PrefixIndex(config.block_size, Scope(digest).seen_through(patterns), cost=cost)
-    config = dataclasses.replace(config, num_blocks=plan.num_blocks)
-    return _DeviceHalf(config, layout, platform, runner, index, plan)
+    if config.distributed is not None and followers is None:
+        raise ConfigError("distributed: weights in memory are those of one process; give LLM a model's directory")
+    if followers is None:
+        prepared = prepare(model, config, patterns)
+        return prepared.load(params, prepared.plan.num_blocks, Runner, programs)
+    return followers.load(functools.partial(prepare, model, config, patterns), config, patterns, params, programs)
 
 
-def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any]) -> Scheduler:
+def _scheduler(half: DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any]) -> Scheduler:
     """Creates the scheduler with its KV memory. replaced: arguments of KVMemory that override the defaults."""
     config, disk = half.config, None
     if config.disk_cache_dir is not None:
@@ -220,7 +149,7 @@ def _scheduler(half: _DeviceHalf, clock: Callable[[], float], replaced: dict[str
     )
 
 
-def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
+def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
     config = half.config
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     method = None if half.layout.eviction is None else half.layout.eviction.method
@@ -234,14 +163,3 @@ def _builder(half: _DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Bat
         eviction=method if method is not None and method.tells_queries_apart else None,
         residual_groups=residual if half.layout.sealed is not None else None,
     )
-
-
-def recompute_cost(model: ModelConfig, num_params: int, block_size: int) -> Callable[[int], float]:
-    """Returns the operations to compute a block at a text position, relative to the first block."""
-    per_token = 2 * num_params
-    per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
-
-    def operations(position: int) -> float:
-        return per_token + per_seen_token * (position + block_size / 2)
-
-    return lambda position: operations(position) / operations(0)

@@ -20,6 +20,8 @@ from ksana_jax.devices.starting import use_device
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine, Request
+from ksana_jax.engine.following import start
+from ksana_jax.engine.leading import Followers, LeadingRunner
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
 from ksana_jax.engine.settings import engine_config
@@ -27,7 +29,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.params import Params, num_params
-from ksana_jax.parallel.placement import place_on
+from ksana_jax.parallel.placing import place_on
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.engine import Compared, usage
@@ -73,6 +75,11 @@ class LLM:
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be the path of a directory or a name")
         config = engine_config(settings)
+        followers = None
+        if config.distributed is not None:
+            job = start(config.distributed, config.device, (str(model), config))
+            config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
+            followers = Followers(job, str(model), load_format)
         use_device(config.device)
         before = resident_bytes()
         self.name, model_dir = str(model), model_path(model)
@@ -84,13 +91,13 @@ class LLM:
             load_format,
             config.seed,
             embedding_device=config.embedding_device,
-            placement=place_on(config.tensor_parallel_size),
+            placement=place_on(config.tensor_parallel_size, config.num_processes),
         )
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
         elif tokenizer is None:
             tokenizer = find_tokenizer(model_dir)
-        self._build(model_config, config, read_params, pattern, tokenizer, before)
+        self._build(model_config, config, read_params, pattern, tokenizer, before, followers)
         self.engine.source = (self.name, load_format)
 
     @classmethod
@@ -120,9 +127,11 @@ class LLM:
         pattern: PatternLike | Seq[PatternLike] | None,
         tokenizer: Tokenizer | None,
         resident_before: int | None,
+        followers: Followers | None = None,
     ) -> None:
         keep_compiled_steps()
-        self._take(build_engine(model, params, config, patterns=pattern, tokenizer=tokenizer), resident_before)
+        engine = build_engine(model, params, config, patterns=pattern, tokenizer=tokenizer, followers=followers)
+        self._take(engine, resident_before)
         # The last token of a sequence is sampled and never computed.
         if self.engine.max_model_len - 1 > model.max_position:
             warnings.warn(
@@ -147,7 +156,8 @@ class LLM:
         self._resident_before = resident_before
 
     def close(self) -> None:
-        """Writes cached prefixes to disk, if there is a disk tier, and unlocks its folder.
+        """Writes cached prefixes to disk, if there is a disk tier, and unlocks its folder; other processes free their
+        part of the engine.
 
         Raises:
           RuntimeError: requests are running.
@@ -155,6 +165,8 @@ class LLM:
         if self.engine.memory.disk is not None:
             self.engine.flush()
             self.engine.memory.disk.close()
+        if isinstance(self.runner, LeadingRunner):
+            self.runner.followers.close()
 
     def __enter__(self) -> LLM:
         return self

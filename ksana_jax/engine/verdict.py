@@ -188,7 +188,7 @@ def device_and_versions() -> dict[str, str]:
     """Returns those conditions of a verdict that all engines of a process share."""
     from jaxlib.version import __version__ as jaxlib_version
 
-    device, native = jax.devices()[0], "none"
+    device, native = jax.local_devices()[0], "none"
     kind = machine() if device.platform == "cpu" else device.device_kind
     if device.platform == "cpu":
         from ksana_jax.native.build import library, why_missing

@@ -77,8 +77,9 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
             default = field.default_factory()
         elif default is dataclasses.MISSING:
             continue
-        if field.metadata.get("files"):
-            # Their location does not matter: the config's inputs have a digest of their contents.
+        if field.metadata.get("files") or field.metadata.get("place"):
+            # Where files are does not matter: the config's inputs have a digest of their contents. Nor does the place
+            # of the devices.
             del found[field.name]
             continue
         if field.metadata.get("engine"):

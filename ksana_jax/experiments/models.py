@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError
-from ksana_jax.files import open_to_read
 from ksana_jax.loading.config_json import read_json
+from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.shipped import model_names, model_path
-
-_SAMPLE_BYTES = 2**20
 
 
 def model_dir(model: str) -> Path:
@@ -65,18 +62,4 @@ def fingerprint(model: str, load_format: str = "auto") -> dict[str, str]:
 
     After further training, the digest differs, so the model's trials run again.
     """
-    digest = hashlib.sha256()
-    weights = (".safetensors",)
-    for path in sorted(model_dir(model).iterdir()):
-        if path.suffix not in (".json", ".model", ".jinja", *weights):
-            continue
-        if path.suffix in weights and load_format == "dummy":
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with open_to_read(path) as file:
-            if path.suffix in weights and size > 2 * _SAMPLE_BYTES:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(-_SAMPLE_BYTES, 2)
-            digest.update(file.read())
-    return {"model": digest.hexdigest()[:16]}
+    return {"model": digest_of_files(model_dir(model), load_format)}

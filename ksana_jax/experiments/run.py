@@ -16,6 +16,7 @@ import numpy as np
 from ksana_jax import interrupts
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.devices.starting import use_device
+from ksana_jax.errors import JobError
 from ksana_jax.experiments.config import Plan, Trial, patterns_of
 from ksana_jax.experiments.environment import environment
 from ksana_jax.experiments.records import WHOLE, RecordFile, Shard, locked, read
@@ -142,7 +143,13 @@ def run(
     Raises:
       ConfigError: another run uses the folder, or it has a link or FIFO in place of a file.
     """
-    use_device(_device_of(plan))
+    device, distributed = _of_all(plan, "device"), _of_all(plan, "distributed")
+    if distributed is not None:
+        # Imported here: it imports jax.
+        from ksana_jax.engine.following import start
+
+        start(distributed, device)
+    use_device(device)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, shard):
         path = folder / f"records{shard.suffix}.jsonl"
@@ -160,7 +167,7 @@ def run(
                 try:
                     _run_trial(trial, Context(trial, pool, progress, folder), file, measurements)
                 except Exception as error:
-                    if debug:
+                    if debug or isinstance(error, JobError):  # which has ended for all trials
                         raise
                     pool.drop()
                     message = " ".join(f"{type(error).__name__}: {error}".split())
@@ -172,19 +179,19 @@ def run(
     return Outcome(len(todo) - len(failed), len(mine) - len(todo), failed)
 
 
-def _device_of(plan: Plan) -> dict[str, Any] | None:
-    """Returns the setting `device` of all trials.
+def _of_all(plan: Plan, name: str) -> Any:
+    """Returns a setting of the engine that stands for the whole process, and thus for all trials.
 
     Raises:
       ConfigError: they differ in it.
     """
-    devices = [trial.config["engine"].get("device") for trial in plan.trials]
-    if others := [device for device in devices if device != devices[0]]:
+    values = [trial.config["engine"].get(name) for trial in plan.trials]
+    if others := [value for value in values if value != values[0]]:
         raise ConfigError(
-            f"engine.device is {devices[0]} in one row and {others[0]} in another: a process has one device: run the "
+            f"engine.{name} is {values[0]} in one row and {others[0]} in another: a process has one {name}: run the "
             "experiment once for each"
         )
-    return devices[0] if devices else None
+    return values[0] if values else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,7 +143,7 @@ EXAMPLE = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
 
 def example_needs() -> Requirements:
     """Returns the requirements of `EXAMPLE` in bfloat16 with blocks of 64, on this process's device."""
-    layout = KVLayout.of(EXAMPLE, dtype="bf16", block_size=64, as_bits=stored_as_bits(jax.devices()[0]))
+    layout = KVLayout.of(EXAMPLE, dtype="bf16", block_size=64, as_bits=stored_as_bits(jax.local_devices()[0]))
     return Requirements.of(EXAMPLE, layout, query_dtype="bfloat16")
 
 

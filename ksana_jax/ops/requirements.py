@@ -51,7 +51,7 @@ class Requirements(NamedTuple):
         device: Any = None,
     ) -> Requirements:
         """Returns the requirements of a model and its pool on a device, by default jax's first one."""
-        device = device or jax.devices()[0]
+        device = device or jax.local_devices()[0]
         found = getattr(device, "compute_capability", None)
         mixed = any(leaf.name == EXACT for leaf in layout.leaves)
         return cls(

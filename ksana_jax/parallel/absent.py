@@ -27,6 +27,10 @@ class AbsentDevice(Placement):
 class AbsentDevices(TensorParallel):
     """Several devices that are not there."""
 
+    @staticmethod
+    def of_this_process(devices: Sequence[Any]) -> Sequence[Any]:
+        return devices
+
     def everywhere(self, tree: Any) -> Any:
         return _shapes(tree, self.shardings(EVERYWHERE))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.config import ModelConfig
 from ksana_jax.devices.capabilities import features
 from ksana_jax.devices.features import Features
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import KV_HEADS, KVLayout
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.ops.new_pool import make_cache
@@ -38,8 +39,16 @@ class Placement:
 
     @property
     def device(self) -> Any:
-        """The first device."""
-        return self._device or jax.devices()[0]
+        """The first device of this process."""
+        return self._device or jax.local_devices()[0]
+
+    @property
+    def num_local(self) -> int:
+        """Number of devices of this process; the others are those of other processes."""
+        return self.num_devices
+
+    def connect(self) -> None:
+        """Connects the devices with those of other processes, if there are any."""
 
     @property
     def features(self) -> Features:
@@ -56,6 +65,10 @@ class Placement:
 
     def local_layout(self, layout: KVLayout) -> KVLayout:
         """Returns the layout of one device's pool."""
+        return layout
+
+    def host_layout(self, layout: KVLayout) -> KVLayout:
+        """Returns the layout of blocks in this host's memory, which have each kv head of its devices once."""
         return layout
 
     def operators(self, operators: Operators) -> Operators:
@@ -103,6 +116,14 @@ class Placement:
         """Returns the sharding of blocks [n, *leaf.shape] of the pool, in a kind of memory of the devices."""
         return jax.sharding.SingleDeviceSharding(self.device, memory_kind=memory_kind)
 
+    def to_host(self, leaf: jax.Array) -> np.ndarray:
+        """Returns blocks [n, *leaf.shape] of the pool, with each kv head of this host's devices once."""
+        return np.asarray(leaf)
+
+    def from_host(self, leaf: np.ndarray, memory_kind: str | None = None) -> jax.Array:
+        """Places what `to_host` returns, in a kind of memory of the devices."""
+        return jax.device_put(leaf, self.by_head(memory_kind))
+
     def mapped(self, function: Callable, returns: Any = EVERYWHERE) -> Callable:
         """Returns a function of whole arrays that computes one of each device's parts of them on each device.
 
@@ -131,9 +152,38 @@ class TensorParallel(Placement):
     """Several devices, each with a part of the heads, of the hidden units of MLPs and of the vocabulary."""
 
     def __init__(self, devices: Sequence[Any]):
-        super().__init__(devices[0])
+        self._here = self.of_this_process(devices)
+        super().__init__(self._here[0])
         self.num_devices = len(devices)
         self.mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+
+    @staticmethod
+    def of_this_process(devices: Sequence[Any]) -> Sequence[Any]:
+        """Returns those of the devices that this process has."""
+        return [device for device in devices if device.process_index == jax.process_index()]
+
+    @property
+    def num_local(self) -> int:
+        return len(self._here)
+
+    def connect(self) -> None:
+        """Adds up something over all devices, for which those of other processes are connected.
+
+        On a CPU gloo says so on standard output, which is for what a program prints.
+        """
+        if self.num_local == self.num_devices:
+            return
+        sum_up = self.jit(lambda x: jax.lax.psum(x, AXIS))
+        run = sum_up.trace(jax.ShapeDtypeStruct((), np.int32)).lower().compile()
+        sys.stdout.flush()
+        saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 1)
+            assert int(run(np.int32(1))) == self.num_devices
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+            os.close(nowhere)
 
     def local_model(self, config: ModelConfig) -> ModelConfig:
         return local_model(config, self.num_devices)
@@ -143,6 +193,13 @@ class TensorParallel(Placement):
 
     def local_layout(self, layout: KVLayout) -> KVLayout:
         return local_layout(layout, self.num_devices)
+
+    def host_layout(self, layout: KVLayout) -> KVLayout:
+        pool = self.pool_layout(layout).num_kv_heads
+        here, of_head = pool * self.num_local // self.num_devices, pool // layout.num_kv_heads
+        if here % of_head and of_head % here:
+            return layout.with_heads(here)  # some heads are here more often than others
+        return layout.with_heads(max(here // of_head, 1))
 
     def operators(self, operators: Operators) -> Operators:
         return DividedOperators(operators.linear, operators.normaliser)
@@ -155,7 +212,9 @@ class TensorParallel(Placement):
 
     def drawn(self, config: ModelConfig, path: Any, weight: Any) -> Any:
         if isinstance(weight, jax.Array) and getattr(weight.sharding, "mesh", None) == self.mesh:
-            return jax.device_put(weight, NamedSharding(self.mesh, spec_of_weight(path)))
+            wanted = NamedSharding(self.mesh, spec_of_weight(path))
+            # Between processes, a copy to where the array is would be a collective.
+            return weight if weight.sharding == wanted else jax.device_put(weight, wanted)
         return self.weight(config, path, weight.shape, functools.partial(_taken, weight))
 
     def sampled(
@@ -168,6 +227,9 @@ class TensorParallel(Placement):
             repeats = max(self.num_devices // config.num_kv_heads, 1)
             rows //= repeats
         shape = (rows, *weight.shape[1:])
+        if self.num_local < self.num_devices:  # of what this process has
+            part = weight.addressable_shards[0].data.reshape(-1)
+            return shape, np.asarray(part[:: _step(part.size, most)])
         size = math.prod(shape)
         row, *column = np.unravel_index(np.arange(0, size, _step(size, most)), shape)
         of_head = rows // config.num_kv_heads
@@ -180,6 +242,8 @@ class TensorParallel(Placement):
         sharding, divided = NamedSharding(self.mesh, spec), spec != EVERYWHERE
         parts = []
         for index, device in enumerate(self.mesh.devices.flat):
+            if device not in self._here:
+                continue
             mine = WHOLE_WEIGHT
             if divided:
                 mine = share(field_of(path), shape, index, self.num_devices, config.num_kv_heads)
@@ -198,10 +262,39 @@ class TensorParallel(Placement):
         return jax.jit(make, out_shardings=self.by_head())()
 
     def everywhere(self, tree: Any) -> Any:
-        return jax.device_put(tree, NamedSharding(self.mesh, EVERYWHERE))
+        sharding = NamedSharding(self.mesh, EVERYWHERE)
+        if self.num_local == self.num_devices:
+            return jax.device_put(tree, sharding)
+
+        def put(x: Any) -> jax.Array:
+            parts = [jax.device_put(x, device) for device in self._here]
+            return jax.make_array_from_single_device_arrays(np.shape(x), sharding, parts)
+
+        return jax.tree.map(put, tree)
 
     def by_head(self, memory_kind: str | None = None) -> jax.sharding.Sharding:
         return NamedSharding(self.mesh, BY_HEAD, memory_kind=memory_kind)
+
+    def to_host(self, leaf: jax.Array) -> np.ndarray:
+        if self.num_local == self.num_devices:
+            heads = np.asarray(leaf)
+        else:
+            shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[_HEADS].start)
+            heads = np.concatenate([np.asarray(shard.data) for shard in shards], _HEADS)
+        return heads
+
+    def from_host(self, leaf: np.ndarray, memory_kind: str | None = None) -> jax.Array:
+        sharding = self.by_head(memory_kind)
+        if self.num_local == self.num_devices:
+            return jax.device_put(leaf, sharding)
+        of_device = leaf.shape[_HEADS] // self.num_local
+        parts = [
+            jax.device_put(part, jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind))
+            for part, device in zip(np.split(leaf, self.num_local, _HEADS), self._here, strict=True)
+        ]
+        whole = list(leaf.shape)
+        whole[_HEADS] = of_device * self.num_devices
+        return jax.make_array_from_single_device_arrays(tuple(whole), sharding, parts)
 
     def mapped(self, function: Callable, returns: Any = EVERYWHERE) -> Callable:
         def call(*arguments: Any) -> Any:
@@ -272,43 +365,7 @@ def _taken(x: Any, share: Share) -> Any:
     return jnp.pad(found, ((0, share.padding), *((0, 0),) * (x.ndim - 1)))
 
 
+# The axis of kv heads in a leaf of the pool.
+_HEADS = 1 + KV_HEADS
 # The placement of an engine that is told nothing.
 ONE_DEVICE = Placement()
-
-
-def place_on(num_devices: int) -> Placement:
-    """Returns the placement on jax's first devices.
-
-    Raises:
-      ConfigError: there are fewer devices, or on a CPU too few threads for their sums.
-    """
-    if num_devices == 1:
-        return ONE_DEVICE
-    devices = jax.devices()
-    if len(devices) < num_devices:
-        hint = ""
-        if devices[0].platform == "cpu":
-            hint = (
-                f"; the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={num_devices} makes more"
-            )
-        raise ConfigError(
-            f"tensor_parallel_size is {num_devices}, there are {len(devices)} devices ({devices[0].platform}){hint}"
-        )
-    if devices[0].platform == "cpu" and (threads := _threads(len(devices))) < THREADS_OF_DEVICE * num_devices:
-        raise ConfigError(
-            f"tensor_parallel_size is {num_devices}, and XLA has {threads} threads on this CPU: its devices wait for "
-            f"each other in threads, and would do so for ever; set the environment variable NPROC="
-            f"{THREADS_OF_DEVICE * num_devices}"
-        )
-    return TensorParallel(devices[:num_devices])
-
-
-# XLA's threads on a CPU for each device: one waits in a sum, others compute what it waits for. With 8 and 9 threads for
-# 8 devices sums never ended, with 10 they did (jaxlib 0.10.2, two cores).
-THREADS_OF_DEVICE = 2
-
-
-def _threads(num_devices: int) -> int:
-    """Returns the threads of XLA's pool on a CPU (xla/pjrt/utils.cc, DefaultThreadPoolSize)."""
-    given = next((int(n) for name in ("PJRT_NPROC", "NPROC") if (n := os.environ.get(name, "")).isdecimal()), None)
-    return max(given or os.cpu_count() or 1, num_devices)

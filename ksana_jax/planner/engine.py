@@ -57,8 +57,9 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     packs = config.operators.linear == "packed"
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
     _check_host_memory(config.host_cache_bytes)
+    of_host = num_devices // config.num_processes
     if config.num_blocks:
-        _check_pool(config.num_blocks, block_bytes, weights, copies, num_devices)
+        _check_pool(config.num_blocks, block_bytes, weights, copies, of_host)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes, None, copies)
     wanted, step = config.max_num_seqs * layout.blocks_of(config.max_model_len, config.max_num_batched_tokens), None
     if config.memory_fraction is None:
@@ -66,7 +67,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
         if affordable < 1:
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
-        largest = Buckets.of(config, jax.devices()[0].platform).largest()
+        largest = Buckets.of(config, jax.local_devices()[0].platform).largest()
         measured = step_bytes(
             model,
             largest,
@@ -81,7 +82,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             embedding_device=config.embedding_device,
             settings=config.operators,
         )
-        device, step = this_device(num_devices), max(found.peak for found in measured)
+        device, step = this_device(of_host), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
         affordable = (budget - weights - step) // (block_bytes * copies)
         if affordable < 1:
@@ -93,7 +94,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
         if config.enable_prefix_caching:
             wanted = affordable
     num_blocks = min(wanted, affordable)
-    _check_pool(num_blocks, block_bytes, weights, copies, num_devices)
+    _check_pool(num_blocks, block_bytes, weights, copies, of_host)
     return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step, copies)
 
 
@@ -153,7 +154,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
             # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
             compiled = compiled_bytes(runner.programs)
             host += runner.mover.host_blocks.nbytes
-            peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_devices
+            peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_local
     return {
         "weights": Compared(plan.weights_bytes, weights),
         "pool": Compared(plan.pool_bytes, sum(map(_on_first, runner.cache.leaves.values()))),

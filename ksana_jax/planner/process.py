@@ -46,7 +46,7 @@ def return_free_memory() -> None:
 def device_peak_bytes() -> int | None:
     """Returns the peak bytes of the first device's allocator; on the CPU, those of the process; None if
     the device does not report them."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if capabilities(device).shares_host_memory:
         return resident_bytes(highest=True)
     if capabilities(device).memory_bytes is None:

@@ -105,7 +105,7 @@ NO_STEP = StepCost((Line(0, 0, 0, 0),), "nothing")
 
 def described(target: aot.Target | None = None) -> str:
     """Names the device that steps are compiled for: an absent GPU, or this process's device."""
-    device = aot.device(target) if target else jax.devices()[0]
+    device = aot.device(target) if target else jax.local_devices()[0]
     return f"{device.platform} ({device.device_kind}), jax {jax.__version__}"
 
 
@@ -183,7 +183,7 @@ def step_bytes(
         exact=kv_full_precision_layers,
         kv_eviction=kv_eviction,
     )
-    platform = (aot.device(target) if target else jax.devices()[0]).platform
+    platform = (aot.device(target) if target else jax.local_devices()[0]).platform
     if config.num_layers <= ONE_MORE or tuning(platform).layers_of_program:
         return compiled(config)
     # One layer stands for those in full precision.
@@ -214,7 +214,7 @@ def _compiled(
     **settings: Any,
 ) -> list[StepBytes]:
     params = abstract_params(config, dtype, quantization)
-    device = aot.device(target) if target else jax.devices()[0]
+    device = aot.device(target) if target else jax.local_devices()[0]
     patterns = (FULL,) * config.num_layers
     stored = EngineConfig(
         dtype=dtype,
@@ -254,7 +254,7 @@ def _known_bytes(compiled: Any) -> int:
     """
     found = program_bytes(compiled)
     if found is None:
-        platform = jax.devices()[0].platform
+        platform = jax.local_devices()[0].platform
         raise ConfigError(
             f"the compiler of {platform} does not say how much memory a step takes: give num_blocks or memory_bytes in "
             "place of memory_fraction"

@@ -36,7 +36,7 @@ class BlockMover:
       num_slots: blocks of the host, preallocated.
       staging: memory that blocks cross on their way between device and host: "pinned_host", from where a device copies
         without the processor, "none", or "auto" (`devices.capabilities`).
-      placement: of the pool. Blocks on the host have each kv head once, however many devices have it.
+      placement: of the pool. Blocks on the host have each kv head of its devices once, however many have it.
 
     Attributes:
       host_blocks: [num_slots, block_bytes] uint8; in each the leaves one after the other, see `KVLayout.split`.
@@ -54,16 +54,17 @@ class BlockMover:
         placement: Placement = ONE_DEVICE,
     ):
         self._placement, self._pool_layout = placement, placement.pool_layout(layout)
-        self._repeats = self._pool_layout.num_kv_heads // layout.num_kv_heads
-        self._layout, self._num_blocks, self._num_slots = layout, num_blocks, num_slots
+        self._layout, self._num_blocks, self._num_slots = placement.host_layout(layout), num_blocks, num_slots
+        here = self._pool_layout.num_kv_heads * placement.num_local // placement.num_devices
+        self._repeats = here // self._layout.num_kv_heads
         self.reset()
         self._pool = jax.eval_shape(functools.partial(make_cache, self._pool_layout, num_blocks))
         self._compiled: dict[Any, Callable] = {}
         self._num_timed = 0
         self._on_device = placement.by_head()
-        self._staged = None
+        self._staged = self._staging = None
         if (kind := capabilities().staging if staging == "auto" else staging) != "none":
-            self._staged = placement.by_head(kind)
+            self._staging, self._staged = kind, placement.by_head(kind)
 
     def reset(self) -> None:
         """Reallocates the host's blocks; late writes to the old ones do no harm."""
@@ -107,10 +108,6 @@ class BlockMover:
             saved = []
         for slots, ids in _pieces(moves.loads):
             data = self._blocks({name: leaf[slots] for name, leaf in self._host.items()})
-            if self._staged is not None:
-                data = jax.device_put(data, self._staged)
-            # Without a target device_put leaves an array where it is, and the compiled scatter refuses pinned memory.
-            data = jax.device_put(data, self._on_device)
             cache = self._scatter(len(slots))(cache, self._targets(ids, len(slots)), data)
         if timed:
             jax.block_until_ready([cache, saved])
@@ -122,13 +119,17 @@ class BlockMover:
         """Copies finished saves to the host's blocks."""
         for slots, data in saved:
             for name, leaf in data.leaves.items():
-                self._host[name][slots] = np.asarray(leaf)[: len(slots), :, :, :: self._repeats]
+                heads = self._placement.to_host(leaf)
+                self._host[name][slots] = heads[: len(slots), :, :, :: self._repeats]
 
     def _blocks(self, leaves: dict[str, np.ndarray]) -> KVCache:
-        """Returns blocks of the host as those of the pool."""
+        """Starts copies of the host's blocks to the devices; returns them as blocks of the pool."""
         if self._repeats > 1:
             leaves = {name: leaf.repeat(self._repeats, axis=1 + KV_HEADS) for name, leaf in leaves.items()}
-        return self._pool.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
+        put = functools.partial(self._placement.from_host, memory_kind=self._staging)
+        data = self._pool.replace(leaves={name: put(leaf) for name, leaf in leaves.items()})  # pyright: ignore[reportAttributeAccessIssue]
+        # The compiled scatter refuses pinned memory.
+        return data if self._staged is None else jax.device_put(data, self._on_device)
 
     def _needed(self, moves: Moves) -> list[tuple[str, int]]:
         kinds = (("gather", moves.saves), ("copy", moves.copies), ("scatter", moves.loads))

@@ -133,7 +133,7 @@ class Runner:
         self._packings: dict[StepShape, Packing] = {}
         # Tokens [J] that the last step samples, on the device.
         self._sampled: Any = None
-        self.set_patterns(patterns)
+        Runner.set_patterns(self, patterns)  # that of a subclass may need more than there is yet
 
     @property
     def _network(self) -> Network:

@@ -12,7 +12,7 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading import load as loading
 from ksana_jax.loading import load_model, tensor_files
-from ksana_jax.parallel.placement import place_on
+from ksana_jax.parallel.placing import place_on
 from ksana_jax.parallel.shares import local_model
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.step.contract import Part, StepShape

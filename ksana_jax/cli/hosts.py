@@ -1,0 +1,21 @@
+"""`ksana follow`: a process that computes for another one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ksana_jax.cli.options import Distributed, read_setting
+
+
+def follow(
+    distributed: Distributed = "auto",
+    model: Annotated[
+        str | None, typer.Option(help="the model's directory on this host, where it is another one", show_default=False)
+    ] = None,
+) -> None:
+    """Computes for process 0 of several that divide a model, until that ends."""
+    from ksana_jax.engine.following import serve
+
+    serve(read_setting("distributed", distributed), model)

@@ -1,0 +1,171 @@
+"""The device half of an engine: its runner, and what the host half must know about it.
+
+It is prepared without weights, which takes little time, and then loaded. Between the two, processes that divide a model
+agree on its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.kv.engine_layout import make_layout
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.prefix_index import PrefixIndex, Scope
+from ksana_jax.patterns import AttentionPattern
+from ksana_jax.step.contract import Executor
+
+if TYPE_CHECKING:
+    from ksana_jax.parallel.placement import Placement
+    from ksana_jax.planner.engine import PoolPlan
+
+logger = logging.getLogger("ksana_jax")
+
+
+class DeviceHalf(NamedTuple):
+    """The executor of an engine, and what the host half must know about it.
+
+    config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
+    """
+
+    config: EngineConfig
+    layout: KVLayout
+    platform: str
+    executor: Executor
+    index: PrefixIndex
+    plan: PoolPlan | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A device half without weights and pool.
+
+    Args:
+      make_runner: what is left of `Runner`'s arguments. attention: name of the implementation that it has chosen.
+      plan: of the memory of this process's devices.
+    """
+
+    model: ModelConfig
+    config: EngineConfig
+    patterns: Seq[AttentionPattern]
+    layout: KVLayout
+    placement: Placement
+    make_runner: Callable[..., Any]
+    attention: str
+    plan: PoolPlan
+
+    def load(
+        self, params: Any, num_blocks: int, kind: Callable[..., Any], programs: dict[Any, Any] | None = None
+    ) -> DeviceHalf:
+        """Reads the weights, and creates the runner with its pool.
+
+        Args:
+          params: weights, or a function that reads them. num_blocks: of the pool; at most as many as are planned.
+          kind: the class `Runner`, or one that has its arguments.
+        """
+        from ksana_jax.engine.fingerprint import fingerprint
+        from ksana_jax.loading.load import embedding_on_host
+        from ksana_jax.models.params import num_params, quantised
+
+        model, config, layout, placement, plan = self.model, self.config, self.layout, self.placement, self.plan
+        if num_blocks < plan.num_blocks:
+            pool_bytes = plan.pool_bytes // plan.num_blocks * num_blocks
+            plan = dataclasses.replace(plan, num_blocks=num_blocks, pool_bytes=pool_bytes)
+        placement.connect()
+        if loads := callable(params):
+            params = params()
+        params = quantised(placement.params(model, params), config.quantization)
+        if config.embedding_device == "host":
+            params = embedding_on_host(params)
+        digest = ""
+        if config.enable_prefix_caching:
+            assert config.max_model_len is not None
+            digest = fingerprint(
+                model,
+                params,
+                dtype=config.dtype,
+                kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
+                max_model_len=config.max_model_len,
+                numerics=config.numerics,
+                placement=placement,
+            )
+        runner = self.make_runner(
+            kind,
+            params=params,
+            num_blocks=num_blocks,
+            num_host_blocks=config.host_cache_bytes // placement.host_layout(layout).block_bytes,
+            consume_params=loads,
+            programs=programs,
+        )
+        cost = recompute_cost(model, num_params(model), config.block_size)
+        index = PrefixIndex(config.block_size, Scope(digest).seen_through(self.patterns), cost=cost)
+        config = dataclasses.replace(config, num_blocks=num_blocks)
+        return DeviceHalf(config, layout, str(placement.device.platform), runner, index, plan)
+
+
+def prepare(model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern]) -> Prepared:
+    """Checks what an engine asks of jax's first devices, chooses implementations, and plans the memory.
+
+    Args:
+      config: of which `EngineConfig.for_model` has filled in what the model decides.
+
+    Raises:
+      ConfigError: settings do not fit the devices or the model; the message says which and why.
+    """
+    # Imported here: an engine around another executor needs no jax.
+    from ksana_jax.devices.capabilities import features, stored_as_bits
+    from ksana_jax.devices.starting import use_device
+    from ksana_jax.engine.verdict import preferred
+    from ksana_jax.loading.load import abstract_params, check_embedding_on_host
+    from ksana_jax.parallel.placing import place_on
+    from ksana_jax.planner.engine import pool_size
+    from ksana_jax.runner.runner import Runner
+
+    use_device(config.device)
+    if config.embedding_device == "host":
+        check_embedding_on_host(model)
+    placement = place_on(config.tensor_parallel_size, config.num_processes)
+    placement.local_model(model)  # says whether the model can be divided
+    layout = make_layout(model, patterns, config, stored_as_bits(placement.device))
+    features(placement.device)  # says now what is missing
+    config, reason = preferred(model, config, layout)
+    if reason is not None:
+        logger.info("operators.prefer %s: %s", config.operators.prefer, reason)
+    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
+    settings = {
+        "patterns": patterns,
+        "layout": layout,
+        "max_model_len": config.max_model_len,
+        "max_repositioned_sinks": config.max_repositioned_sinks,
+        "embedding_device": config.embedding_device,
+        "settings": config.operators,
+        "numerics": config.numerics,
+        "placement": placement,
+    }
+    make_runner = functools.partial(_made, model, settings)
+    # Without weights and pool it refuses at once what the other one would.
+    trial = make_runner(Runner, params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
+    operators = dataclasses.replace(config.operators, linear=trial.linear_implementation)
+    config = dataclasses.replace(config, operators=operators)
+    plan = pool_size(model, config, layout)
+    return Prepared(model, config, patterns, layout, placement, make_runner, trial.implementation.name, plan)
+
+
+def _made(model: ModelConfig, settings: dict[str, Any], kind: Callable[..., Any], **rest: Any) -> Any:
+    return kind(model, **settings, **rest)
+
+
+def recompute_cost(model: ModelConfig, num_params: int, block_size: int) -> Callable[[int], float]:
+    """Returns the operations to compute a block at a text position, relative to the first block."""
+    per_token = 2 * num_params
+    per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
+
+    def operations(position: int) -> float:
+        return per_token + per_seen_token * (position + block_size / 2)
+
+    return lambda position: operations(position) / operations(0)

@@ -1,0 +1,63 @@
+"""Chooses the devices of an engine, and checks that there are enough of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ksana_jax.config import ConfigError
+from ksana_jax.parallel.placement import ONE_DEVICE, Placement, TensorParallel
+
+
+def place_on(num_devices: int, num_processes: int = 1) -> Placement:
+    """Returns the placement on jax's first devices, as many of each process.
+
+    Raises:
+      ConfigError: there are fewer devices, or on a CPU too few threads for their sums.
+    """
+    if num_processes == 1 and num_devices == 1:
+        return ONE_DEVICE
+    if num_devices % num_processes:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_devices}, must be a multiple of num_processes {num_processes}: each process "
+            "has as many of the devices"
+        )
+    local, found = num_devices // num_processes, []
+    for process in range(num_processes):
+        devices = jax.local_devices(process_index=process if num_processes > 1 else None)
+        if len(devices) < local:
+            raise ConfigError(_too_few(num_devices, local, devices, process if num_processes > 1 else None))
+        found += devices[:local]
+    if found[0].platform == "cpu" and local > 1:
+        _check_threads(num_devices, local)
+    return TensorParallel(found)
+
+
+def _too_few(num_devices: int, needed: int, devices: Sequence[Any], process: int | None) -> str:
+    hint, where = "", "there are" if process is None else f"and process {process} has"
+    if devices[0].platform == "cpu":
+        hint = f"; the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={needed} makes more"
+    return f"tensor_parallel_size is {num_devices}, {where} {len(devices)} devices ({devices[0].platform}){hint}"
+
+
+def _check_threads(num_devices: int, local: int) -> None:
+    if (threads := _threads(len(jax.local_devices()))) < THREADS_OF_DEVICE * local:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_devices}, and XLA has {threads} threads on this CPU: its devices wait for "
+            f"each other in threads, and would do so for ever; set the environment variable NPROC="
+            f"{THREADS_OF_DEVICE * local}"
+        )
+
+
+# XLA's threads on a CPU for each device: one waits in a sum, others compute what it waits for. With 8 and 9 threads for
+# 8 devices sums never ended, with 10 they did (jaxlib 0.10.2, two cores).
+THREADS_OF_DEVICE = 2
+
+
+def _threads(num_devices: int) -> int:
+    """Returns the threads of XLA's pool on a CPU (xla/pjrt/utils.cc, DefaultThreadPoolSize)."""
+    given = next((int(n) for name in ("PJRT_NPROC", "NPROC") if (n := os.environ.get(name, "")).isdecimal()), None)
+    return max(given or os.cpu_count() or 1, num_devices)
