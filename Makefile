@@ -46,7 +46,7 @@ ready: $(READY)
 
 # The second environment, of `make kernels` and `make soak`.
 ready-aot:
-	@$(MAKE) --no-print-directory ready VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+	@$(MAKE) --no-print-directory ready VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
@@ -80,7 +80,7 @@ docs: $(READY)
 TOGETHER := $(MAKE) --no-print-directory -j $(WORKERS) --output-sync=target
 
 kernels:
-	@$(MAKE) --no-print-directory run-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+	@$(MAKE) --no-print-directory run-kernels VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-kernels: $(READY)
 ifeq ($(strip $(ARGS)),)
@@ -98,7 +98,7 @@ emulate-kernels:
 	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot
 
 soak:
-	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu
+	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-soak: $(READY)
 	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about 12 minutes; each part prints"

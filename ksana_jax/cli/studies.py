@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides
+
+if TYPE_CHECKING:
+    from ksana_jax.experiments.on_ray import OnRay
 
 
 def run(
@@ -16,15 +20,53 @@ def run(
     overrides: Overrides = None,
     out: Out = None,
     shard: Annotated[str, typer.Option(help="k/n: run the k-th of n parts, for job arrays")] = "1/1",
+    on: Annotated[str, typer.Option(help="where trials run: local (this process), or ray (a Ray cluster)")] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="with --on ray: HOST:PORT of a cluster, auto (RAY_ADDRESS, or the cluster of this machine), "
+            "or local (a cluster of this machine alone, which ends with the command)",
+            show_default="auto",
+        ),
+    ] = None,
+    num_cpus: Annotated[
+        float | None,
+        typer.Option(help="with --on ray: CPUs of one trial", show_default="the node's, shared by its GPUs"),
+    ] = None,
+    num_gpus: Annotated[
+        float | None,
+        typer.Option(help="with --on ray: GPUs of one trial", show_default="1 if the cluster has any"),
+    ] = None,
 ) -> None:
     """Runs or resumes an experiment; prints its table and writes its figure."""
     from ksana_jax.native import build
 
-    build.begin()
+    elsewhere = _elsewhere(on, {"--ray-address": ray_address, "--num-cpus": num_cpus, "--num-gpus": num_gpus})
+    if elsewhere is None:
+        build.begin()
     from ksana_jax.experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]
-    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug))
+    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere))
+
+
+def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
+    """Returns the cluster that options name; None is this process."""
+    from ksana_jax.errors import ConfigError
+
+    if on not in ("local", "ray"):
+        raise ConfigError(f"--on is {on!r}, must be local or ray")
+    given = {name: value for name, value in options.items() if value is not None}
+    if on == "local" and given:
+        raise ConfigError(f"{', '.join(given)}: only with --on ray")
+    if on == "local":
+        return None
+    from ksana_jax.cluster.connection import AUTO
+    from ksana_jax.cluster.places import Resources
+    from ksana_jax.experiments.on_ray import OnRay
+
+    resources = Resources(given.get("--num-cpus"), given.get("--num-gpus"))
+    return OnRay(given.get("--ray-address", AUTO), resources)
 
 
 def report(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,16 +22,25 @@ from ksana_jax.experiments.report import Report, draw, read_report, write_tables
 from ksana_jax.experiments.run import run
 from ksana_jax.files import write_atomic
 
+if TYPE_CHECKING:
+    from ksana_jax.experiments.on_ray import OnRay
+
 _WIDEST = 1000  # characters
 
 
 def run_and_report(
-    file: Path, overrides: Sequence[str], out: Path | None, shard: str = "1/1", debug: bool = False
+    file: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    shard: str = "1/1",
+    debug: bool = False,
+    on_ray: OnRay | None = None,
 ) -> int:
     """Runs the remaining trials of an experiment and shows the report of all finished trials.
 
     Args:
       out: output folder; None takes runs/NAME.
+      on_ray: the cluster that runs the trials; None is this process.
 
     Returns:
       Exit code: 0, or 1 if trials failed.
@@ -38,8 +49,9 @@ def run_and_report(
     plan = load(file, overrides)
     folder = out or Path("runs") / plan.name
     errors = Console(stderr=True, highlight=False)
-    with cache_use() as use, progress.shown(errors) as callbacks:
-        outcome = run(plan, folder, part, debug=debug, **callbacks)
+    elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
+    with elsewhere as executor, cache_use() as use, progress.shown(errors) as callbacks:
+        outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
     if use.asked:
         errors.print(f"{use.compiled} of {use.asked} functions were compiled, the others were kept from earlier runs")
     report_and_show([folder])

@@ -26,24 +26,32 @@ _PACKAGES = (
 
 @functools.cache
 def environment() -> dict[str, Any]:
-    """Returns commit and dirty flag (None outside a git checkout), versions, device, cores and XLA flags."""
+    """Returns the environment of the host and its device. Starts jax."""
     import jax
 
     device = jax.devices()[0]
+    return {
+        **host_environment(),
+        "backend": device.platform,
+        "device": device.device_kind,
+        "num_devices": jax.device_count(),
+        "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+    }
+
+
+@functools.cache
+def host_environment() -> dict[str, Any]:
+    """Returns commit and dirty flag (None outside a git checkout), versions, processor, cores and XLA flags. No jax."""
     return {
         **_git(Path(__file__).parent),
         "python": platform.python_version(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "platform": platform.platform(),
-        "backend": device.platform,
-        "device": device.device_kind,
         "cpu": cpu_model(),
-        "num_devices": jax.device_count(),
-        # Identifies shards that run on the same machine, without revealing its name.
+        # Identifies trials that run on the same machine, without revealing its name.
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
     }
 
 

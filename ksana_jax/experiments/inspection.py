@@ -16,8 +16,8 @@ from ksana_jax.config import ConfigError
 from ksana_jax.experiments import figures, pool_figure
 from ksana_jax.experiments.config import Plan, Trial, load
 from ksana_jax.experiments.environment import environment
-from ksana_jax.experiments.run import Context, EnginePool
 from ksana_jax.experiments.tasks import task_named
+from ksana_jax.experiments.trials import Context, EnginePool
 from ksana_jax.files import write_atomic
 from ksana_jax.inspect.pool_trace import PoolTrace
 from ksana_jax.inspect.snapshot import Snapshot, take_snapshot
@@ -81,7 +81,7 @@ def inspect(
         raise ConfigError(f"row is {row}, {plan.name} has rows 1 to {len(plan.rows)}")
     checks.require(checks.integer("step", step, optional=True), error=ConfigError)
     trial = plan.rows[row - 1].trials[0]
-    pool = EnginePool(plan, make_llm)
+    pool = EnginePool(plan.max_repositioned_sinks, make_llm)
     llm = pool.get(trial)
     trace = PoolTrace(llm.engine)
     moment = Moment(trace, step)

@@ -69,7 +69,7 @@ class Records:
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
     record of those measurements}. failed: {trial id: error} of trials whose last attempt failed.
-    num_at_once: maximum number of shards that measured on one machine at the same time, according to the records.
+    num_at_once: maximum number of trials that ran on one machine at the same time, according to the records.
     """
 
     plan: dict[str, Any] | None = None

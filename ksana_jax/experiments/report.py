@@ -52,7 +52,7 @@ def read_report(folder: Path) -> Report:
     records, plan = read_planned(folder)
     task = results_named(plan["task"])
     rows = result_rows(records, task)
-    notes = [*_progress_note(rows), *_shared_note(records, rows)]
+    notes = [*_progress_note(rows), *_machine_notes(records, rows)]
     return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed)
 
 
@@ -149,8 +149,21 @@ def _progress_note(rows: list[ResultRow]) -> list[str]:
     return [f"{done} of {planned} trials are done."] if done < planned else []
 
 
-def _shared_note(records: Records, rows: list[ResultRow]) -> list[str]:
-    is_time = any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values)
-    if records.num_at_once < 2 or not is_time:
+def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:
+    """Returns what times and speeds suffer from: trials beside each other, or on different kinds of machines."""
+    if not any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values):
         return []
-    return [f"Up to {records.num_at_once} shards shared one machine at the same time, which affects times and speeds."]
+    notes = []
+    if records.num_at_once > 1:
+        notes.append(
+            f"Up to {records.num_at_once} trials shared one machine at the same time, which affects times and speeds."
+        )
+    planned = {trial for row in (records.plan or {"rows": []})["rows"] for trial in row["trials"]}
+    starts = [start.get("environment") for trial, start in records.starts.items() if trial in planned]
+    kinds = dict.fromkeys(
+        (e.get("device"), e.get("cpu"), e.get("cores")) for e in starts if isinstance(e, dict) and "cpu" in e
+    )
+    if len(kinds) > 1:
+        named = "; ".join(f"{device}, {cpu}, {cores} cores" for device, cpu, cores in kinds)
+        notes.append(f"The trials ran on {len(kinds)} kinds of machines, whose times and speeds differ: {named}.")
+    return notes

@@ -1,27 +1,23 @@
-"""Runs the trials of a plan one after another, skipping finished ones. Safe to kill at any time."""
+"""Runs the trials of a plan, skipping finished ones, and writes their records. Safe to kill at any time."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ksana_jax import interrupts
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.config import ConfigError
 from ksana_jax.devices.starting import use_device
-from ksana_jax.errors import JobError
-from ksana_jax.experiments.config import Plan, Trial, patterns_of
+from ksana_jax.experiments.config import Plan, Trial
 from ksana_jax.experiments.environment import environment
 from ksana_jax.experiments.records import WHOLE, RecordFile, Shard, locked, read
-from ksana_jax.experiments.tasks import task_named
-from ksana_jax.files import replacing, write_atomic
+from ksana_jax.experiments.trials import Context, EnginePool, Record, attempt
+from ksana_jax.files import write_atomic
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -48,78 +44,61 @@ class Ended:
     num_trials: int
 
 
-class EnginePool:
-    """Keeps the last engine, for reuse by trials that differ only in the attention pattern."""
+class Executor(Protocol):
+    """Where trials run: `LocalTrials` in this process, `on_ray.RayTrials` on a cluster."""
 
-    def __init__(self, plan: Plan, make_llm: Callable[..., LLM] | None = None):
-        self._plan = plan
-        self._make_llm = make_llm
-        self._key: str | None = None
-        self._llm: LLM | None = None
+    def environment(self) -> dict[str, Any]:
+        """Describes the run for run.json; called first. The records have the environment of each trial."""
+        ...
 
-    def drop(self) -> None:
-        """Drops the engine after a trial failed on it, so that the next trial gets a clean one."""
-        self._llm, self._key = None, None
-        gc.collect()  # frees the old pool before a new one is allocated
+    def attempts(
+        self, trials: Sequence[Trial], folder: Path, on_progress: Callable[[str, float], None]
+    ) -> Generator[tuple[Trial, Record]]:
+        """Runs trials and yields their records; those of one trial in their order, from start to done or failed.
 
-    def get(self, trial: Trial) -> LLM:
-        """Returns the trial's engine, idle, with its pattern set and its step records cleared."""
-        patterns = patterns_of(trial.config)
-        if self._llm is None or self._key != trial.engine_key:
-            self.drop()
-            self._llm, self._key = self._build(trial), trial.engine_key
-        llm = self._llm
-        assert llm is not None
-        # None is the model's own.
-        llm.set_pattern(patterns if trial.config["layer_patterns"] else next(iter(patterns), None))
-        if (eviction := trial.config["engine"]["kv_eviction"]) is not None:
-            llm.set_kv_eviction(eviction)
-        llm.clear_records()
-        return llm
-
-    def _build(self, trial: Trial) -> LLM:
-        if self._make_llm is None:
-            from ksana_jax import LLM
-
-            self._make_llm = LLM
-        default = dataclasses.asdict(EngineConfig())
-        given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
-        given.setdefault("max_repositioned_sinks", self._plan.max_repositioned_sinks(trial))
-        if trial.layer_groups:
-            given["pattern"] = patterns_of(trial.config)
-        return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
+        Args:
+          trials: in the order in which they should begin.
+          folder: for arrays that trials save.
+          on_progress: called with what runs now and how many trials' worth of it is done.
+        """
+        ...
 
 
-@dataclasses.dataclass
-class Context:
-    """Implements `tasks.base.TrialContext` for a trial of a run."""
+class LocalTrials:
+    """Runs trials one after another in this process. make_llm and debug: see `run`."""
 
-    trial: Trial
-    pool: EnginePool
-    report_progress: Callable[[float], None]
-    folder: Path | None = None  # the records' folder; None saves no arrays
+    def __init__(self, plan: Plan, make_llm: Callable[..., LLM] | None = None, debug: bool = False):
+        self._plan, self._debug = plan, debug
+        self._pool = EnginePool(plan.max_repositioned_sinks, make_llm)
 
-    def progress(self, fraction: float) -> None:
-        self.report_progress(fraction)
+    def environment(self) -> dict[str, Any]:
+        device, distributed = of_all(self._plan, "device"), of_all(self._plan, "distributed")
+        if distributed is not None:
+            # Imported here: it imports jax.
+            from ksana_jax.engine.following import start
 
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.trial.config
+            start(distributed, device)
+        use_device(device)
+        return environment()
 
-    @property
-    def seed(self) -> int:
-        return self.trial.seed
+    def attempts(
+        self, trials: Sequence[Trial], folder: Path, on_progress: Callable[[str, float], None]
+    ) -> Generator[tuple[Trial, Record]]:
+        for trial in trials:
+            progress = _Progress(trial.label, on_progress)
+            progress(0.0)
+            for record in attempt(Context(trial, self._pool, progress, folder), self._debug):
+                yield trial, record
 
-    @property
-    def llm(self) -> LLM:
-        return self.pool.get(self.trial)
 
-    def save(self, name: str, **arrays: np.ndarray) -> str:
-        file_name = f"{self.trial.id}.{name}.npz"
-        if self.folder is not None:
-            with replacing(self.folder / file_name) as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-        return file_name
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    label: str
+    on_progress: Callable[[str, float], None]
+
+    def __call__(self, fraction: float) -> None:
+        interrupts.check()
+        self.on_progress(self.label, fraction)
 
 
 def run(
@@ -130,56 +109,59 @@ def run(
     on_progress: Callable[[int, int, str, float], None] = lambda done, total, label, fraction: None,
     on_end: Callable[[Ended], None] = lambda ended: None,
     debug: bool = False,
+    executor: Executor | None = None,
 ) -> Outcome:
     """Runs this shard's trials of a plan into a folder and returns what happened.
 
     Args:
       folder: created if necessary; trials finished in it are skipped, whichever shard ran them.
       make_llm: called like `LLM`; tests pass a fake.
-      on_progress: called with (trials done, trials in total, current label, fraction of the current trial done).
+      on_progress: called with (trials done, trials in total, what runs now, how many trials' worth of it is done).
       on_end: called after each trial that ran.
       debug: re-raise a trial's error; otherwise the error is recorded, and the other trials continue.
+      executor: where trials run; None is this process.
 
     Raises:
       ConfigError: another run uses the folder, or it has a link or FIFO in place of a file.
     """
-    device, distributed = _of_all(plan, "device"), _of_all(plan, "distributed")
-    if distributed is not None:
-        # Imported here: it imports jax.
-        from ksana_jax.engine.following import start
-
-        start(distributed, device)
-    use_device(device)
+    executor = executor or LocalTrials(plan, make_llm, debug)
+    about = executor.environment()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, shard):
         path = folder / f"records{shard.suffix}.jsonl"
         with contextlib.closing(RecordFile(path)) as file:
             before = read(folder)
             _write_plan(plan, before.plan, file)
-            _write_run(plan, folder, shard)
+            _write_run(plan, about, folder, shard)
             mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
             todo = [t for t in mine if t.id not in before.done]
-            failed, pool = {}, EnginePool(plan, make_llm)
-            for num_done, trial in enumerate(_ordered(plan, todo), start=len(mine) - len(todo)):
-                progress = _Progress(on_progress, num_done, len(mine), trial.label)
-                progress(0.0)
-                began, measurements, message = time.perf_counter(), [], None
-                try:
-                    _run_trial(trial, Context(trial, pool, progress, folder), file, measurements)
-                except Exception as error:
-                    if debug or isinstance(error, JobError):  # which has ended for all trials
-                        raise
-                    pool.drop()
-                    message = " ".join(f"{type(error).__name__}: {error}".split())
-                    failed[f"{trial.label}, seed {trial.seed}"] = message
-                    file.append("failed", trial=trial.id, error=message, time=time.time())
-                seconds = time.perf_counter() - began
-                on_end(Ended(trial, seconds, measurements, message, num_done + 1, len(mine)))
+            failed, num_ended = {}, len(mine) - len(todo)
+            running: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+
+            def progress(label: str, fraction: float) -> None:
+                on_progress(num_ended, len(mine), label, fraction)
+
+            attempts = executor.attempts(_ordered(plan, todo), folder, progress)
+            with contextlib.closing(attempts):
+                for trial, (kind, fields) in attempts:
+                    file.append(kind, trial=trial.id, **fields)
+                    if kind == "start":
+                        running[trial.id] = fields, []
+                    elif kind == "measurement":
+                        running[trial.id][1].append(fields)
+                    else:
+                        start, measurements = running.pop(trial.id, (fields, []))  # a lost worker tells of no start
+                        error = fields["error"] if kind == "failed" else None
+                        if error is not None:
+                            failed[f"{trial.label}, seed {trial.seed}"] = error
+                        num_ended += 1
+                        seconds = fields["time"] - start["time"]
+                        on_end(Ended(trial, seconds, measurements, error, num_ended, len(mine)))
             on_progress(len(mine), len(mine), "", 0.0)
     return Outcome(len(todo) - len(failed), len(mine) - len(todo), failed)
 
 
-def _of_all(plan: Plan, name: str) -> Any:
+def of_all(plan: Plan, name: str) -> Any:
     """Returns a setting of the engine that stands for the whole process, and thus for all trials.
 
     Raises:
@@ -192,37 +174,6 @@ def _of_all(plan: Plan, name: str) -> Any:
             "experiment once for each"
         )
     return values[0] if values else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Progress:
-    on_progress: Callable[[int, int, str, float], None]
-    num_done: int
-    total: int
-    label: str
-
-    def __call__(self, fraction: float) -> None:
-        interrupts.check()
-        self.on_progress(self.num_done, self.total, self.label, fraction)
-
-
-def _run_trial(trial: Trial, context: Context, file: RecordFile, measurements: list[dict[str, Any]]) -> None:
-    """Runs a trial, writes its records, and adds its measurements to the list."""
-    file.append(
-        "start",
-        trial=trial.id,
-        label=trial.label,
-        seed=trial.seed,
-        config=trial.config,
-        time=time.time(),
-        environment=environment(),
-    )
-    began = time.perf_counter()
-    for measurement in task_named(trial.config["task"]).run(context):
-        file.append("measurement", trial=trial.id, **measurement)
-        measurements.append(measurement)
-    seconds = time.perf_counter() - began
-    file.append("done", trial=trial.id, num_measurements=len(measurements), seconds=seconds, time=time.time())
 
 
 def _ordered(plan: Plan, trials: list[Trial]) -> list[Trial]:
@@ -239,12 +190,12 @@ def _write_plan(plan: Plan, last: dict[str, Any] | None, file: RecordFile) -> No
         file.append("plan", **fields, time=time.time())
 
 
-def _write_run(plan: Plan, folder: Path, shard: Shard) -> None:
+def _write_run(plan: Plan, about: dict[str, Any], folder: Path, shard: Shard) -> None:
     content = {
         "name": plan.name,
         "experiment": plan.source,
         "trials": [{"id": t.id, "label": t.label, "seed": t.seed, "config": t.config} for t in plan.trials],
-        "environment": environment(),
+        "environment": about,
         "shard": f"{shard.index}/{shard.count}",
     }
     write_atomic(folder / f"run{shard.suffix}.json", json.dumps(content, indent=2) + "\n")

@@ -13,6 +13,7 @@ import fake_llm
 import fake_task
 
 from ksana_jax.experiments import run as run_module
+from ksana_jax.experiments import trials
 from ksana_jax.experiments.config import plan
 from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks import TASKS
@@ -50,7 +51,8 @@ def text(tmp_path):
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch):
     """Trials of fakes need not ask jax what the device is."""
-    monkeypatch.setattr(run_module, "environment", lambda: {"device": "none"})
+    for module in (run_module, trials):
+        monkeypatch.setattr(module, "environment", lambda: {"device": "none"})
 
 
 @pytest.fixture

@@ -50,8 +50,9 @@ if __name__ == "__main__":
     register()
     # What a device is asked takes seconds; a fake task has none.
     from ksana_jax.experiments import run as run_module
+    from ksana_jax.experiments import trials
 
-    run_module.environment = lambda: {"pid": os.getpid()}
+    run_module.environment = trials.environment = lambda: {"pid": os.getpid()}
     from ksana_jax.experiments.config import load
     from ksana_jax.experiments.report import report
 

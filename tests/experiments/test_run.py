@@ -160,13 +160,13 @@ def test_shards_partition_the_trials_and_together_make_the_same_table(model, tmp
     assert sorted(started) == sorted(t.id for t in experiment.trials)
 
 
-def test_shards_that_shared_a_machine_are_noted_where_speed_was_measured(model, tmp_path, monkeypatch):
+def test_trials_that_shared_a_machine_are_noted_where_speed_was_measured(model, tmp_path, monkeypatch):
     import fake_task
 
-    from ksana_jax.experiments import run as run_module
+    from ksana_jax.experiments import trials
 
     machine = {"machine": "a"}
-    monkeypatch.setattr(run_module, "environment", lambda: machine)
+    monkeypatch.setattr(trials, "environment", lambda: machine)
     monkeypatch.setattr(fake_task.Fake, "summarise", lambda self, measurements: {"mean": 1.0, "tokens_per_s": 2.0})
     experiment = plan(small(model))
     run(experiment, tmp_path, Shard(1, 2))
@@ -184,8 +184,32 @@ def test_shards_that_shared_a_machine_are_noted_where_speed_was_measured(model, 
         if "time" in line:
             line["time"] += begins[0] - begins[1]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert notes() == ["Up to 2 shards shared one machine at the same time, which affects times and speeds."]
+    assert notes() == ["Up to 2 trials shared one machine at the same time, which affects times and speeds."]
     path.write_text(path.read_text().replace('"machine": "a"', '"machine": "b"'))
+    assert notes() == []
+
+
+def test_trials_on_several_kinds_of_machines_are_noted_where_speed_was_measured(model, tmp_path, monkeypatch):
+    import fake_task
+
+    from ksana_jax.experiments import trials
+
+    def notes():
+        return [note for note in report(tmp_path).notes if "kinds of machines" in note]
+
+    monkeypatch.setattr(fake_task.Fake, "summarise", lambda self, measurements: {"tokens_per_s": 2.0})
+    monkeypatch.setattr(fake_task.Fake, "columns", lambda self, rows: [])
+    machine = {"machine": "a", "device": "cpu", "cpu": "Epyc", "cores": 8}
+    monkeypatch.setattr(trials, "environment", lambda: machine)
+    run(plan(small(model)), tmp_path, Shard(1, 2))
+    machine = {**machine, "machine": "b"}
+    run(plan(small(model)), tmp_path, Shard(2, 2))
+    assert notes() == []
+    machine["cores"] = 4
+    run(plan(small(model, grid={"settings.x": [1, 5]})), tmp_path)
+    said = "The trials ran on 2 kinds of machines, whose times and speeds differ: "
+    assert notes() == [f"{said}cpu, Epyc, 8 cores; cpu, Epyc, 4 cores."]
+    monkeypatch.setattr(fake_task.Fake, "summarise", lambda self, measurements: {"mean": 2.0})
     assert notes() == []
 
 
