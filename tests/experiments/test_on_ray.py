@@ -10,9 +10,10 @@ import pytest
 
 from ksana_jax import cli
 from ksana_jax.cluster.connection import connected
+from ksana_jax.cluster.places import Resources
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.on_ray import _Queue
+from ksana_jax.experiments.on_ray import RayTrials, _Queue
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -78,3 +79,12 @@ def test_workers_take_trials_for_the_engine_that_they_have(model):
     assert len(queue) == 1
     strict = _Queue(trials, in_order=True)
     assert [strict.take(None, {None}) for _ in trials] == trials
+
+
+@pytest.mark.usefixtures("fake")
+def test_engines_in_several_processes_are_refused(model):
+    experiment = plan({"task": "fake", "model": model, "engine": {"distributed": "auto"}})
+    with pytest.raises(
+        ConfigError, match=r"^engine\.distributed: a trial on a Ray cluster has an engine in one process"
+    ):
+        RayTrials(experiment, None, Resources()).environment()
