@@ -25,16 +25,37 @@ hypothesis.settings.load_profile("repeatable")
 DEVICE = "KSANA_TEST_DEVICE"
 
 
-def pytest_configure(config):
-    if setting := os.environ.get(DEVICE):
-        from ksana_jax.devices.starting import use_device
+def pytest_addoption(parser):
+    parser.addoption("--device", help='runs the tests on another device: "loopback", or the setting `device` as JSON')
 
-        use_device(json.loads(setting))
+
+def pytest_configure(config):
+    if given := config.getoption("--device"):
+        loopback = {"platform": "npu", "plugin": "loopback", "options": {"pinned_host": True}}
+        os.environ[DEVICE] = json.dumps(loopback) if given == "loopback" else given
+    if setting := os.environ.get(DEVICE):
+        _start(json.loads(setting))
     # Environment variables rather than jax.config: they reach the commands that tests start, and jax stays unimported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if getattr(config, "cache", None) is not None:  # pytest -p no:cacheprovider
         keep_compiled_steps(Path(config.cache.mkdir("jax")))
     gc.disable()  # while tests are collected, of whose objects none is garbage: a quarter of the time it takes
+
+
+def _start(setting):
+    from ksana_jax.devices.loopback.plugin import registered
+    from ksana_jax.devices.starting import use_device
+
+    use_device(setting)
+    for plugin in registered.values():
+        plugin.programs = {}  # engines of different tests compile the same programs
+
+
+def pytest_collection_modifyitems(items):
+    if DEVICE in os.environ:
+        for item in items:
+            if mark := item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip(reason=f"about CPUs: {mark.args[0]}"))
 
 
 def pytest_collection_finish():

@@ -41,8 +41,14 @@ def test_the_engine_computes_with_numbers_of_8_bits_that_are_stored_as_such():
     assert re.search(r"^2 passed", output, re.M), output
 
 
-# All of tests/engine and tests/kv take 20 minutes there, and fail only in what is about CPUs: their native operators,
-# their name and their memory.
+@pytest.mark.soak
+def test_a_part_of_the_tests_of_blocks_sampling_and_the_engine():
+    """All of them: `pytest --device=loopback tests/kv tests/sampling tests/engine`."""
+    engine = [f"tests/engine/test_{name}.py" for name in ("bad_requests", "beam_search", "build")]
+    output = run_tests("tests/kv", "tests/sampling/test_sampler.py", *engine, pinned_host=True, timeout=600)
+    assert re.search(r"^7[0-9][0-9] passed", output, re.M), output
+
+
 @pytest.mark.soak
 def test_blocks_move_through_pinned_memory():
     output = run_tests("tests/runner/test_movers.py", "-k", "not does_not_have", pinned_host=True)

@@ -88,8 +88,12 @@ class ProgramFunctions(DeviceFunctions):
             for name, types in found.items() if self.records else ():
                 self.operations.setdefault(name, set()).update(types)
             check(found, self.options.lacks_operations)
-        inner = self.cpu.compile_and_load(code, self._assigned(parsed), parsed)
-        args.executable = self._loaded(Executable(inner, code, options))
+        executable = None if self.programs is None else self.programs.get((code, options))
+        if executable is None:
+            executable = Executable(self.cpu.compile_and_load(code, self._assigned(parsed), parsed), code, options)
+        if self.programs is not None:
+            self.programs[code, options] = executable
+        args.executable = self._loaded(executable)
 
     def _assigned(self, parsed: Any) -> list[Any]:
         """Returns the CPU client's devices that options assign a program to, the first ones where they assign none."""

@@ -18,6 +18,7 @@ class State(Kept):
     Attributes:
       cpu: jaxlib's CPU client, which does the work; None before the client is created.
       operations: {StableHLO operation: element types} of all programs so far, if `records` is set.
+      programs: {code and options: program}; None compiles a program again each time.
     """
 
     def __init__(self, platform: str, options: LoopbackOptions):
@@ -29,6 +30,7 @@ class State(Kept):
         self.topology: Topology | None = None
         self.records = False
         self.operations: dict[str, set[str]] = {}
+        self.programs: dict[tuple[bytes, bytes], Any] | None = None
 
     @property
     def version(self) -> str:
