@@ -34,6 +34,7 @@ class Place:
 
     cores: (number of the first, count) of the node's cores that the process pins itself to, where several processes
       share the node; None leaves it all cores.
+    hides_gpus: the node has GPUs that the process must not use: Ray does not hide them from it.
     """
 
     node_id: str
@@ -42,6 +43,7 @@ class Place:
     num_cpus: float
     num_gpus: float
     cores: tuple[int, int] | None
+    hides_gpus: bool = False
 
 
 def places_of(nodes: Sequence[Mapping[str, Any]], resources: Resources, num_devices: int = 1) -> list[Place]:
@@ -90,6 +92,7 @@ def _places(node: Mapping[str, Any], num_cpus: float | None, num_gpus: float) ->
             num_cpus,
             num_gpus,
             (index * size, size) if count > 1 and size else None,
+            hides_gpus=bool(gpus) and not num_gpus,
         )
         for index in range(count)
     ]

@@ -162,7 +162,7 @@ class RayTrials:
         made = self._ray.remote(concurrency_groups={"asking": 1})(TrialRunner)
         options = {"num_cpus": place.num_cpus, "num_gpus": place.num_gpus, "max_restarts": 0}
         here = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-        actor = made.options(**options, scheduling_strategy=here).remote(Sender.here(), place.cores)
+        actor = made.options(**options, scheduling_strategy=here).remote(Sender.here(), place.cores, place.hides_gpus)
         return _Worker(place, actor, answer=actor.begin.remote())
 
     def _assign(self, worker: _Worker, queue: _Queue) -> None:

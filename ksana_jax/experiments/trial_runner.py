@@ -55,10 +55,11 @@ class TrialRunner:
 
     Args:
       cores: (number of the first, count) of this process's cores to which it pins itself; None leaves it all.
+      hides_gpus: leave this machine's GPUs to others, unless JAX_PLATFORMS is set here.
     """
 
-    def __init__(self, sender: Sender, cores: tuple[int, int] | None = None):
-        self._sender, self._cores = sender, cores
+    def __init__(self, sender: Sender, cores: tuple[int, int] | None = None, hides_gpus: bool = False):
+        self._sender, self._cores, self._hides_gpus = sender, cores, hides_gpus
         self._num_sinks, self._fraction = 0, 0.0
         self._pool = EnginePool(lambda trial: self._num_sinks)
 
@@ -74,6 +75,8 @@ class TrialRunner:
             )
         if self._cores is not None:
             _pin(*self._cores)
+        if self._hides_gpus:
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
         if os.path.isdir(self._sender.folder):
             os.chdir(self._sender.folder)
         keep_compiled_steps()

@@ -30,6 +30,12 @@ def test_a_node_without_gpus_is_used_where_none_are_asked_for():
     assert [p[0] for p in found([node(8, 1, name="a"), node(8, name="b")], num_gpus=0)] == ["a", "b"]
 
 
+def test_gpus_are_hidden_from_processes_that_do_not_ask_for_any():
+    both = [node(8, 1, name="a"), node(8, name="b")]
+    assert [p.hides_gpus for p in places_of(both, Resources(num_gpus=0))] == [True, False]
+    assert [p.hides_gpus for p in places_of(both, Resources())] == [False]
+
+
 def test_as_many_places_as_the_scarcer_resource_allows():
     assert found([node(8, name="a")], num_cpus=3) == [("a", i, 3, 0, (3 * i, 3)) for i in range(2)]
     assert len(found([node(8, 4)], num_cpus=4)) == 2

@@ -78,6 +78,23 @@ def test_another_version_is_refused():
         TrialRunner(Sender("0.0.0", "/")).begin()
 
 
+@pytest.mark.parametrize("hides, given, platforms", [(True, None, "cpu"), (True, "cuda", "cuda"), (False, None, None)])
+def test_a_worker_leaves_gpus_to_others(monkeypatch, hides, given, platforms):
+    monkeypatch.setattr(trial_runner.build, "begin", lambda: None)
+    monkeypatch.setattr(trial_runner, "keep_compiled_steps", lambda: None)
+    if given is None:
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    else:
+        monkeypatch.setenv("JAX_PLATFORMS", given)
+    before = os.environ.get("JAX_PLATFORMS")
+    try:
+        TrialRunner(Sender.here(), hides_gpus=hides).begin()
+        assert os.environ.get("JAX_PLATFORMS") == platforms
+    finally:
+        if before is None:
+            os.environ.pop("JAX_PLATFORMS", None)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin processes to cores")
 def test_a_worker_is_pinned_to_its_cores_where_there_are_as_many():
     before = os.sched_getaffinity(0)
