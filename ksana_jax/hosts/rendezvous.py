@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import platform
@@ -72,6 +73,8 @@ def gather(setting: HostsSetting, kinds: Iterable[type]) -> list[Peer]:
         listening = socket.create_server(setting.address, family=family, backlog=setting.num_processes)
     except OSError as error:
         raise ConfigError(f"process 0 cannot listen at {setting.coordinator_address}: {error}") from error
+    if not _token() and not ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback:
+        logger.warning("KSANA_JOB_TOKEN is not set: whoever reaches %s may join the job", setting.coordinator_address)
     found: dict[int, Peer] = {}
     deadline = time.monotonic() + setting.initialization_timeout
     try:

@@ -177,3 +177,13 @@ def test_a_disk_tier_is_refused():
     tiers = {"enable_prefix_caching": True, "host_cache_bytes": 2**20, "disk_cache_dir": "x"}
     with pytest.raises(ConfigError, match="disk_cache_dir does not go with distributed"):
         EngineConfig(distributed=given, **tiers)
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warns"), [("0.0.0.0", "", True), ("0.0.0.0", "a", False), ("127.0.0.1", "", False)]
+)
+def test_a_job_that_others_can_join_is_warned_of(host, token, warns, monkeypatch, caplog):
+    monkeypatch.setenv("KSANA_JOB_TOKEN", token)
+    with pytest.raises(ConfigError, match="process 1 of 2 have not connected"):
+        gather(HostsSetting(f"{host}:{free_port()}", 2, 0, 0.1), ())
+    assert ("KSANA_JOB_TOKEN is not set: whoever reaches 0.0.0.0:" in caplog.text) == warns
