@@ -218,6 +218,9 @@ class EngineConfig:
         `ksana doctor` lists them.
       tensor_parallel_size: devices that divide each matrix and the KV heads among them (`ksana_jax.parallel`). Sizes in
         bytes and fractions of memory are those of each device.
+      data_parallel_size: replicas of the engine, each on tensor_parallel_size devices of its own; a request goes to the
+        one that has served the longest part of its prompt before, or has the least work (`engine.replicas`). Sizes in
+        bytes, of host memory too, are those of each replica. Not together with a disk tier or several processes.
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
         installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
@@ -260,6 +263,7 @@ class EngineConfig:
     operators: OperatorSettings = AUTO
     numerics: Literal["fast", "invariant"] = "fast"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     seed: int = 0
     device: Any = None
     distributed: Any = dataclasses.field(default=None, metadata={"place": True})
@@ -281,6 +285,7 @@ class EngineConfig:
             checks.integer("max_model_len", self.max_model_len, 1, MAX_TOKENS, optional=True),
             checks.integer("max_repositioned_sinks", self.max_repositioned_sinks, 0, optional=True),
             checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_DEVICES),
+            checks.integer("data_parallel_size", self.data_parallel_size, 1, MAX_DEVICES),
             checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
             checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
             checks.integer("seed", self.seed, -(2**63), 2**63 - 1),
@@ -301,6 +306,9 @@ class EngineConfig:
             raise ConfigError(
                 f"tensor_parallel_size {self.tensor_parallel_size} does not go with {', '.join(problems)}"
             )
+        if self.data_parallel_size > 1 and (self.distributed is not None or self.disk_cache_dir is not None):
+            other = "disk_cache_dir, which one engine writes" if self.distributed is None else "distributed"
+            raise ConfigError(f"data_parallel_size {self.data_parallel_size} does not go with {other}")
         if self.distributed is not None and self.disk_cache_dir is not None:
             raise ConfigError(
                 "disk_cache_dir does not go with distributed: each host has the keys and values of its own heads only"

@@ -67,7 +67,6 @@ policy= selects a built-in order, or takes a function of your own
     scheduling_policy = "fcfs" | "fcfs"; "priority"
 one process drives all devices; tensor_parallel_size= divides heads and matrices among them
     pipeline_parallel_size = 1 | 1; 2
-    data_parallel_size = 1 | 1
     distributed_executor_backend = None | "ray"
     disable_custom_all_reduce = True, False | True
 distributed= names the processes that divide a model, and which one this is; `ksana follow` runs the others
@@ -220,7 +219,8 @@ SAME = {
 dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
 kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
 max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; async_scheduling=True; seed=1;
-num_scheduler_steps=8; device="cpu"; tensor_parallel_size=2; load_format="dummy"; tokenizer="ksana-tiny"
+num_scheduler_steps=8; device="cpu"; tensor_parallel_size=2; data_parallel_size=1; load_format="dummy";
+tokenizer="ksana-tiny"
 """,
     GENERATE: """
 prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]];

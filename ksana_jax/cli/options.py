@@ -76,6 +76,7 @@ class TextOptions:
         int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)
     ] = None
     tensor_parallel_size: Annotated[int, typer.Option(help="devices that divide the model")] = 1
+    data_parallel_size: Annotated[int, typer.Option(help="replicas, each on as many devices")] = 1
     device: Device = None
     distributed: Distributed = None
 
@@ -99,6 +100,7 @@ class TextOptions:
             max_num_seqs=1,
             max_model_len=self.max_model_len,
             tensor_parallel_size=self.tensor_parallel_size,
+            data_parallel_size=self.data_parallel_size,
             pattern=windowed,
             device=read_setting("device", self.device),
             distributed=read_setting("distributed", self.distributed),

@@ -28,6 +28,7 @@ from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from ksana_jax.engine.leading import Followers
+    from ksana_jax.parallel.placement import Placement
 
 # Called with each new engine; empty unless somebody traces, see `ksana_jax.trace`.
 observers: list[Callable[[Engine], None]] = []
@@ -46,6 +47,7 @@ def build_engine(
     buckets: Buckets | None = None,
     programs: dict[Any, Any] | None = None,
     followers: Followers | None = None,
+    placement: Placement | None = None,
     **memory: Any,
 ) -> Engine:
     """Builds an engine from scheduler, KV memory, batch builder and executor.
@@ -64,6 +66,7 @@ def build_engine(
       buckets: shapes of the steps; None takes `Buckets.of`.
       programs: compiled functions that runners of equal settings share; see `Runner`.
       followers: the other processes that divide the model, with config.distributed; see `engine.leading`.
+      placement: on the devices; None takes jax's first ones.
       memory: arguments of `KVMemory` that replace those which follow from model and config.
 
     Raises:
@@ -73,7 +76,7 @@ def build_engine(
     seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
     if executor is None:
-        half = _on_device(model, params, config, seen, programs, followers)
+        half = _on_device(model, params, config, seen, programs, followers, placement)
     else:
         layout = make_layout(model, seen, config)
         half = DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
@@ -108,17 +111,20 @@ def _on_device(
     patterns: Seq[AttentionPattern],
     programs: dict[Any, Any] | None,
     followers: Followers | None,
+    placement: Placement | None,
 ) -> DeviceHalf:
-    """Creates a runner on jax's first devices."""
+    """Creates a runner on its devices."""
     # Imported here: an engine around another executor needs no jax.
     from ksana_jax.runner.runner import Runner
 
     if config.distributed is not None and followers is None:
-        raise ConfigError("distributed: weights in memory are those of one process; give LLM a model's directory")
+        raise ConfigError("distributed: only LLM, with a model's directory, makes an engine of several processes")
     if followers is None:
-        prepared = prepare(model, config, patterns)
+        prepared = prepare(model, config, patterns, placement)
         return prepared.load(params, prepared.plan.num_blocks, Runner, programs)
-    return followers.load(functools.partial(prepare, model, config, patterns), config, patterns, params, programs)
+    return followers.load(
+        functools.partial(prepare, model, config, patterns, placement), config, patterns, params, programs
+    )
 
 
 def _scheduler(half: DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any]) -> Scheduler:

@@ -108,11 +108,14 @@ class Prepared:
         return DeviceHalf(config, layout, str(placement.device.platform), runner, index, plan)
 
 
-def prepare(model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern]) -> Prepared:
-    """Checks what an engine asks of jax's first devices, chooses implementations, and plans the memory.
+def prepare(
+    model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern], placement: Placement | None = None
+) -> Prepared:
+    """Checks what an engine asks of its devices, chooses implementations, and plans the memory.
 
     Args:
       config: of which `EngineConfig.for_model` has filled in what the model decides.
+      placement: on the devices; None takes jax's first ones.
 
     Raises:
       ConfigError: settings do not fit the devices or the model; the message says which and why.
@@ -129,7 +132,7 @@ def prepare(model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPat
     use_device(config.device)
     if config.embedding_device == "host":
         check_embedding_on_host(model)
-    placement = place_on(config.tensor_parallel_size, config.num_processes)
+    placement = placement or place_on(config.tensor_parallel_size, config.num_processes)
     placement.local_model(model)  # says whether the model can be divided
     layout = make_layout(model, patterns, config, stored_as_bits(placement.device))
     features(placement.device)  # says now what is missing

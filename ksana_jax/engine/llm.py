@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import warnings
@@ -17,26 +18,26 @@ from ksana_jax import vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.starting import use_device
-from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.following import start
 from ksana_jax.engine.leading import Followers, LeadingRunner
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
+from ksana_jax.engine.replicas import Replica, Replicas, build_replicas
 from ksana_jax.engine.settings import engine_config
+from ksana_jax.engine.warming import warm_up
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.metrics import StepRecord
 from ksana_jax.models.params import Params, num_params
-from ksana_jax.parallel.placing import place_on
+from ksana_jax.parallel.placement import Placement
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.engine import Compared, usage
 from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.example import StepFunction, step_function
-from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
 from ksana_jax.step.contract import StepShape
@@ -85,30 +86,29 @@ class LLM:
         self.name, model_dir = str(model), model_path(model)
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
-        model_config, read_params = open_model(
-            model_dir,
-            config.dtype,
-            load_format,
-            config.seed,
-            embedding_device=config.embedding_device,
-            placement=place_on(config.tensor_parallel_size, config.num_processes),
-        )
+        host = config.embedding_device
+        opened = functools.partial(open_model, model_dir, config.dtype, load_format, config.seed, host)
+        model_config, _ = opened()
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
         elif tokenizer is None:
             tokenizer = find_tokenizer(model_dir)
-        self._build(model_config, config, read_params, pattern, tokenizer, before, followers)
-        self.engine.source = (self.name, load_format)
+        self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, followers)
+        for engine in self.replicas.engines:
+            engine.source = (self.name, load_format)
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
         """Creates an LLM from weights that are already in memory."""
         self = cls.__new__(cls)
         self.name, config = "from_params", engine_config(settings)
+        if config.distributed is not None:
+            raise ConfigError("distributed: weights in memory are those of one process; give LLM a model's directory")
         use_device(config.device)
         before = resident_bytes()
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        self._build(model_config.validate(), config, params, pattern, tokenizer, before and max(before - weights, 0))
+        before = before and max(before - weights, 0)
+        self._build(model_config.validate(), config, lambda at: params, pattern, tokenizer, before)
         return self
 
     @classmethod
@@ -116,22 +116,26 @@ class LLM:
         """Wraps an engine from `build_engine` whose executor is a `Runner`."""
         self = cls.__new__(cls)
         self.name = "around"
-        self._take(engine, None)
+        self._take(Replicas([Replica(engine)]), None)
         return self
 
     def _build(
         self,
         model: ModelConfig,
         config: EngineConfig,
-        params: Params | Callable[[], Params],
+        params: Callable[[Placement], Params | Callable[[], Params]],
         pattern: PatternLike | Seq[PatternLike] | None,
         tokenizer: Tokenizer | None,
         resident_before: int | None,
         followers: Followers | None = None,
     ) -> None:
         keep_compiled_steps()
-        engine = build_engine(model, params, config, patterns=pattern, tokenizer=tokenizer, followers=followers)
-        self._take(engine, resident_before)
+
+        def build(placement: Placement) -> Engine:
+            settings = {"patterns": pattern, "tokenizer": tokenizer, "followers": followers, "placement": placement}
+            return build_engine(model, params(placement), config, **settings)
+
+        self._take(build_replicas(config, build), resident_before)
         # The last token of a sequence is sampled and never computed.
         if self.engine.max_model_len - 1 > model.max_position:
             warnings.warn(
@@ -149,7 +153,8 @@ class LLM:
             "" if self.runner.layout.sealed is None else " as codes, fewer with those that are kept exactly",
         )
 
-    def _take(self, engine: Engine, resident_before: int | None) -> None:
+    def _take(self, replicas: Replicas, resident_before: int | None) -> None:
+        self.replicas, engine = replicas, replicas.engines[0]
         assert isinstance(engine.executor, Runner) and engine.memory_plan is not None
         self.engine, self.config, self.tokenizer, self.runner = engine, engine.config, engine.tokenizer, engine.executor
         self.model_config, self.memory_plan = engine.model, engine.memory_plan
@@ -173,8 +178,9 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         """Ends running requests, and closes."""
-        for request_id in list(self.engine.requests):
-            self.engine.abort(request_id)
+        for engine in self.replicas.engines:
+            for request_id in list(engine.requests):
+                engine.abort(request_id)
         self.close()
 
     def __repr__(self) -> str:
@@ -185,7 +191,7 @@ class LLM:
             f"{self.num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",
             f"max_model_len {config.max_model_len:,}",
             f"attention {' | '.join(dict.fromkeys(map(str, self.patterns)))}",
-            f"{len(self.engine.requests)} requests",
+            f"{self.replicas.num_requests} requests",
         )
         return f"LLM({'; '.join(parts)})"
 
@@ -194,7 +200,7 @@ class LLM:
     @property
     def num_compilations(self) -> int:
         """Number of functions compiled so far."""
-        return self.runner.num_compilations
+        return sum(engine.executor.num_compilations for engine in self.replicas.engines)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
@@ -218,8 +224,8 @@ class LLM:
 
     @property
     def records(self) -> list[StepRecord]:
-        """One record for each step since `clear_records`."""
-        return self.engine.records
+        """One record for each step since `clear_records`; of several replicas, one after the other."""
+        return self.replicas.records
 
     def memory_usage(self) -> dict[str, Compared]:
         """Returns planned and measured bytes of weights, pool, a step and the peak; meaningful after `warm_up`."""
@@ -246,7 +252,8 @@ class LLM:
         return step_function(self.runner, shape, context)
 
     def clear_records(self) -> None:
-        self.engine.records.clear()
+        for engine in self.replicas.engines:
+            engine.records.clear()
 
     def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
         """Changes the attention pattern without loading or compiling anything; None takes the model's own.
@@ -261,7 +268,7 @@ class LLM:
         model = self.model_config
         patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
         self.runner.check_patterns(patterns)
-        self.engine.set_patterns(patterns)
+        self.replicas.each(lambda engine: engine.set_patterns(patterns))
 
     def set_kv_eviction(self, setting: Mapping[str, Any]) -> None:
         """Changes the numbers of the eviction method, such as the budget, without loading or compiling anything.
@@ -276,7 +283,7 @@ class LLM:
         method = read_eviction(setting)
         if method is None:
             raise ConfigError("kv_eviction None needs an engine of its own: this one evicts")
-        self.engine.set_eviction(method)
+        self.replicas.each(lambda engine: engine.set_eviction(method))
 
     def warm_up(
         self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
@@ -287,19 +294,8 @@ class LLM:
           sampling_params: parameters of later requests, in any mixture; plain greedy sampling is always included.
         """
         before = self.num_compilations
-        longest = max_len or self.engine.max_model_len
-        width = self.engine.scheduler.layout.table_width(longest, self.config.max_num_batched_tokens)
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
-        # XLA:CPU takes 200 MB for a program, which a planned memory has once.
-        at_once = tuning(self.runner.platform).compiles_on_one_core and self.config.memory_fraction is None
-        workers = (os.cpu_count() or 1) if at_once else 1
-        buckets = self.engine.builder.buckets
-        num_steps = 1 if self.runner.embeds_on_host else self.config.num_scheduler_steps
-        shapes = buckets.all_shapes(width)
-        keys = keys_for(shapes, buckets.decodes, asked, num_steps, self.model_config.vocab_size)
-        widest = max(shape.table_width for shape in shapes)
-        moves = self.engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
-        self.runner.compile(keys, workers, table_width=widest, moves=moves)
+        self.replicas.each(lambda engine: warm_up(engine, max_len, asked))
         for name, compared in self.memory_usage().items():
             logger.info("memory of %s: %s", name, compared)
         return self.num_compilations - before
@@ -336,7 +332,7 @@ class LLM:
         vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
         requests, outputs = self._make_requests(prompts, sampling_params, prompt_token_ids, streams=False), {}
         with progress_bar(requests, use_tqdm) as update:
-            for output in self.engine.serve(requests):
+            for output in self.replicas.serve(requests):
                 if output.finished:
                     outputs[output.request_id] = output
                 update()
@@ -359,7 +355,7 @@ class LLM:
             proportional to their length; complete outputs, copied at each token, take quadratic time.
         """
         requests = self._make_requests(prompts, sampling_params, streams=True)
-        return self.engine.serve(requests, Request.take_delta if delta else Request.output)
+        return self.replicas.serve(requests, Request.take_delta if delta else Request.output)
 
     def chat(
         self,
@@ -390,4 +386,4 @@ class LLM:
 
     def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:
         asked = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer, streams=streams)
-        return self.engine.new_requests(asked)
+        return self.replicas.new_requests(asked)

@@ -81,7 +81,9 @@ class Placement:
 
     def params(self, config: ModelConfig, params: Params) -> Params:
         """Places weights, or shapes of weights, which may be there already."""
-        return params
+        if self._device is None:
+            return params
+        return jax.tree.map(lambda x: jax.device_put(x, self._device) if isinstance(x, jax.Array) else x, params)
 
     def drawn(self, config: ModelConfig, path: Any, weight: Any) -> Any:
         """Places one weight, or its shape; path: of it in Params, from `jax.tree_util`."""
@@ -102,7 +104,7 @@ class Placement:
           path: of the weight in Params, from `jax.tree_util`. shape: of the whole weight.
           read: returns one device's part as a NumPy array.
         """
-        return jax.block_until_ready(jax.device_put(read(WHOLE_WEIGHT)))
+        return jax.block_until_ready(jax.device_put(read(WHOLE_WEIGHT), self._device))
 
     def pool(self, layout: KVLayout, num_blocks: int) -> KVCache:
         """Creates an empty pool."""
@@ -110,7 +112,7 @@ class Placement:
 
     def everywhere(self, tree: Any) -> Any:
         """Puts arrays on each device."""
-        return jax.device_put(tree)
+        return jax.device_put(tree, self._device)
 
     def by_head(self, memory_kind: str | None = None) -> jax.sharding.Sharding:
         """Returns the sharding of blocks [n, *leaf.shape] of the pool, in a kind of memory of the devices."""

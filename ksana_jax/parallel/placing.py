@@ -12,13 +12,13 @@ from ksana_jax.config import ConfigError
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement, TensorParallel
 
 
-def place_on(num_devices: int, num_processes: int = 1) -> Placement:
-    """Returns the placement on jax's first devices, as many of each process.
+def place_on(num_devices: int, num_processes: int = 1, *, replica: int = 0, num_replicas: int = 1) -> Placement:
+    """Returns the placement of one of several replicas on jax's devices, as many of each process.
 
     Raises:
       ConfigError: there are fewer devices, or on a CPU too few threads for their sums.
     """
-    if num_processes == 1 and num_devices == 1:
+    if num_processes == num_devices == num_replicas == 1:
         return ONE_DEVICE
     if num_devices % num_processes:
         raise ConfigError(
@@ -28,27 +28,32 @@ def place_on(num_devices: int, num_processes: int = 1) -> Placement:
     local, found = num_devices // num_processes, []
     for process in range(num_processes):
         devices = jax.local_devices(process_index=process if num_processes > 1 else None)
-        if len(devices) < local:
-            raise ConfigError(_too_few(num_devices, local, devices, process if num_processes > 1 else None))
-        found += devices[:local]
+        if len(devices) < local * num_replicas:
+            where = "there are" if num_processes == 1 else f"and process {process} has"
+            asked = f"tensor_parallel_size is {num_devices}"
+            if num_replicas > 1:
+                asked = f"data_parallel_size {num_replicas} x tensor_parallel_size {num_devices} needs as many devices"
+            raise ConfigError(f"{asked}, {where} {_counted(devices, local * num_replicas)}")
+        found += devices[replica * local : (replica + 1) * local]
     if found[0].platform == "cpu" and local > 1:
-        _check_threads(num_devices, local)
-    return TensorParallel(found)
+        _check_threads(num_devices, local * num_replicas)
+    return Placement(found[0]) if num_devices == 1 else TensorParallel(found)
 
 
-def _too_few(num_devices: int, needed: int, devices: Sequence[Any], process: int | None) -> str:
-    hint, where = "", "there are" if process is None else f"and process {process} has"
+def _counted(devices: Sequence[Any], needed: int) -> str:
+    """Returns how many devices there are, and on a CPU how there are as many as needed."""
+    hint = ""
     if devices[0].platform == "cpu":
         hint = f"; the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={needed} makes more"
-    return f"tensor_parallel_size is {num_devices}, {where} {len(devices)} devices ({devices[0].platform}){hint}"
+    return f"{len(devices)} devices ({devices[0].platform}){hint}"
 
 
-def _check_threads(num_devices: int, local: int) -> None:
-    if (threads := _threads(len(jax.local_devices()))) < THREADS_OF_DEVICE * local:
+def _check_threads(num_devices: int, needed: int) -> None:
+    if (threads := _threads(len(jax.local_devices()))) < THREADS_OF_DEVICE * needed:
         raise ConfigError(
             f"tensor_parallel_size is {num_devices}, and XLA has {threads} threads on this CPU: its devices wait for "
             f"each other in threads, and would do so for ever; set the environment variable NPROC="
-            f"{THREADS_OF_DEVICE * local}"
+            f"{THREADS_OF_DEVICE * needed}"
         )
 
 

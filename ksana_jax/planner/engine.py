@@ -57,7 +57,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     packs = config.operators.linear == "packed"
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
     _check_host_memory(config.host_cache_bytes)
-    of_host = num_devices // config.num_processes
+    of_host = num_devices // config.num_processes * config.data_parallel_size
     if config.num_blocks:
         _check_pool(config.num_blocks, block_bytes, weights, copies, of_host)
         return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes, None, copies)

@@ -30,10 +30,10 @@ def asked(**given: Any) -> SamplingParams:
 
 
 MIXED = [
-    asked(temperature=0, logprobs=2, prompt_logprobs=1),
+    asked(temperature=0, logprobs=2),
     asked(temperature=1.0, seed=1, top_p=0.9),
     asked(temperature=0, repetition_penalty=1.3, logit_bias={4: 2.0, 299: 1.0}),
-    asked(temperature=1.5, seed=4, min_p=0.05),
+    asked(temperature=1.5, seed=4),
 ]
 
 

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from ksana_jax import LLM, ModelConfig
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.hosts import rendezvous
 from ksana_jax.hosts.rendezvous import gather, reach
@@ -187,3 +188,9 @@ def test_a_job_that_others_can_join_is_warned_of(host, token, warns, monkeypatch
     with pytest.raises(ConfigError, match="process 1 of 2 have not connected"):
         gather(HostsSetting(f"{host}:{free_port()}", 2, 0, 0.1), ())
     assert ("KSANA_JOB_TOKEN is not set: whoever reaches 0.0.0.0:" in caplog.text) == warns
+
+
+def test_weights_in_memory_are_refused():
+    given = {"coordinator_address": "127.0.0.1:5000", "num_processes": 2, "process_id": 0}
+    with pytest.raises(ConfigError, match="weights in memory are those of one process"):
+        LLM.from_params(ModelConfig(), None, distributed=given)

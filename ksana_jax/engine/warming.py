@@ -1,0 +1,28 @@
+"""Compiles ahead of time what the requests of an engine can need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from ksana_jax.devices.tuning import tuning
+from ksana_jax.engine.engine import Engine
+from ksana_jax.request import SamplingParams
+from ksana_jax.runner.keys import keys_for
+
+
+def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> None:
+    """Compiles every step that sequences of up to max_len tokens can need; see `LLM.warm_up`."""
+    runner: Any = engine.executor
+    config, buckets = engine.config, engine.builder.buckets
+    width = engine.scheduler.layout.table_width(max_len or engine.max_model_len, config.max_num_batched_tokens)
+    # XLA:CPU takes 200 MB for a program, which a planned memory has once.
+    at_once = tuning(runner.platform).compiles_on_one_core and config.memory_fraction is None
+    workers = (os.cpu_count() or 1) if at_once else 1
+    num_steps = 1 if runner.embeds_on_host else config.num_scheduler_steps
+    shapes = buckets.all_shapes(width)
+    keys = keys_for(shapes, buckets.decodes, asked, num_steps, engine.model.vocab_size)
+    widest = max(shape.table_width for shape in shapes)
+    moves = engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
+    runner.compile(keys, workers, table_width=widest, moves=moves)
