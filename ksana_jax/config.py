@@ -331,12 +331,10 @@ class EngineConfig:
         found = []
         if self.kv_eviction is not None:
             found.append("kv_eviction, some of whose methods compare the heads of a layer")
-        if self.quantization == "w8a8":
-            found.append('quantization "w8a8", which rounds vectors that are divided among devices as wholes')
         if self.numerics == "invariant":
             found.append('numerics "invariant", for which no order of the sums over devices is known')
-        if self.embedding_device == "host":
-            found.append('embedding_device "host": devices divide the embedding instead')
+        if self.embedding_device == "host" and self.distributed is not None:
+            found.append('embedding_device "host" with distributed: each process would send the others its rows')
         if self.operators.prefer != "speed":
             found.append(f"operators.prefer {self.operators.prefer!r}: verdicts are those of one device")
         return found

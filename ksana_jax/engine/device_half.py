@@ -79,9 +79,9 @@ class Prepared:
         placement.connect()
         if loads := callable(params):
             params = params()
-        params = quantised(placement.params(model, params), config.quantization)
         if config.embedding_device == "host":
             params = embedding_on_host(params)
+        params = quantised(placement.params(model, params, config.embedding_device), config.quantization)
         digest = ""
         if config.enable_prefix_caching:
             assert config.max_model_len is not None

@@ -30,6 +30,7 @@ from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, init_params, is_shape, num_params, param_shapes, quantised
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share
+from ksana_jax.parallel.specs import field_of
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
@@ -107,13 +108,15 @@ def open_model(
         check_embedding_on_host(config)
     if load_format == "dummy":
 
+        def place(path: Any, weight: jax.Array) -> Any:
+            if embedding_device == "host" and field_of(path) == "embed":
+                return np.asarray(weight)
+            return placement.drawn(config, path, weight)
+
         def draw() -> Params:
-            began, params = (
-                time.perf_counter(),
-                init_params(config, seed, kind, place=functools.partial(placement.drawn, config)),
-            )
+            began, params = time.perf_counter(), init_params(config, seed, kind, place=place)
             _log("drew random weights", config, params, began)
-            return embedding_on_host(params) if embedding_device == "host" else params
+            return params
 
         return config, draw
     if isinstance(source, ModelConfig):

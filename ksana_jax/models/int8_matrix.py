@@ -16,11 +16,13 @@ class Int8Matrix:
     """A matrix [out, in] whose rows are codes times a scale.
 
     rounds_inputs: what it is multiplied with is rounded to codes as well, each row by itself.
+    axis: of devices that have columns of the matrix each, inside a program of theirs; None if they are all here.
     """
 
     codes: jax.Array  # int8 [out, in]
     scales: jax.Array  # float32 [out]
     rounds_inputs: bool = flax.struct.field(pytree_node=False, default=False)
+    axis: str | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,9 +35,14 @@ def quantise(w: jax.Array, *, rounds_inputs: bool = False) -> Int8Matrix:
     return Int8Matrix(*rounded_rows(w), rounds_inputs)
 
 
-def rounded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows [..., D] to the nearest codes; returns these in int8, and a scale [...] for each row."""
+def rounded_rows(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Rounds rows [..., D] to the nearest codes; returns these in int8, and a scale [...] for each row.
+
+    axis: of devices that have a part of each row; the scale is that of the whole row.
+    """
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)
+    if axis is not None:
+        largest = jax.lax.pmax(largest, axis)
     codes = jnp.round(x * jnp.where(largest > 0, MOST / largest, 0.0)[..., None])
     return codes.astype(jnp.int8), largest / MOST

@@ -33,7 +33,7 @@ def linear(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, 
 def _times_codes(x: jax.Array, w: Int8Matrix) -> jax.Array:
     if not w.rounds_inputs:
         return _dot(x, w.codes.astype(x.dtype), jnp.float32) * w.scales
-    codes, scales = rounded_rows(x)
+    codes, scales = rounded_rows(x, w.axis)
     return _dot(codes, w.codes, jnp.int32).astype(jnp.float32) * scales[..., None] * w.scales
 
 

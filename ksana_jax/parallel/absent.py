@@ -17,7 +17,7 @@ from ksana_jax.parallel.specs import EVERYWHERE
 class AbsentDevice(Placement):
     """One device that is not there."""
 
-    def params(self, config: ModelConfig, params: Params) -> Params:
+    def params(self, config: ModelConfig, params: Params, embedding_device: str = "device") -> Params:
         return self.everywhere(params)
 
     def everywhere(self, tree: Any) -> Any:

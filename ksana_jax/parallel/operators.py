@@ -1,12 +1,16 @@
-"""The operators of a layer whose heads and hidden units are divided among devices: two sums over them, and nothing else
-that crosses between them."""
+"""The operators of a layer whose heads and hidden units are divided among devices: two sums over them cross between
+them, and with "w8a8" the largest magnitudes of the rows that are multiplied."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.layer_spec import LayerSpec
+from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams
 from ksana_jax.parallel.specs import AXIS
@@ -29,8 +33,14 @@ class DividedOperators(Operators):
 
     def after_attention(self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
         # One device adds the biases of products that are summed.
-        p = p.replace(b_o=_once(p.b_o), b_down=_once(p.b_down))  # pyright: ignore[reportAttributeAccessIssue]
+        p = p.replace(  # pyright: ignore[reportAttributeAccessIssue]
+            w_o=_divided(p.w_o), w_down=_divided(p.w_down), b_o=_once(p.b_o), b_down=_once(p.b_down)
+        )
         return super().after_attention(x, attended, p, spec)
+
+
+def _divided(w: Any) -> Any:
+    return dataclasses.replace(w, axis=AXIS) if isinstance(w, Int8Matrix) else w
 
 
 def _once(bias: jax.Array | None) -> jax.Array | None:

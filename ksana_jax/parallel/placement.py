@@ -79,8 +79,8 @@ class Placement:
         """Returns what the sampling in a program of the devices knows of the vocabulary."""
         return Vocabulary(features=self.features)
 
-    def params(self, config: ModelConfig, params: Params) -> Params:
-        """Places weights, or shapes of weights, which may be there already."""
+    def params(self, config: ModelConfig, params: Params, embedding_device: str = "device") -> Params:
+        """Places weights, or shapes of weights, which may be there already; "host" leaves the embedding where it is."""
         if self._device is None:
             return params
         return jax.tree.map(lambda x: jax.device_put(x, self._device) if isinstance(x, jax.Array) else x, params)
@@ -209,8 +209,16 @@ class TensorParallel(Placement):
     def vocabulary(self, config: ModelConfig) -> Vocabulary:
         return DividedVocabulary(config.vocab_size, self.num_devices, features=self.features)
 
-    def params(self, config: ModelConfig, params: Params) -> Params:
-        return jax.tree_util.tree_map_with_path(functools.partial(self.drawn, config), params)
+    def params(self, config: ModelConfig, params: Params, embedding_device: str = "device") -> Params:
+        embed = params.embed
+        if embedding_device == "host":
+            params = params.replace(embed=None)  # pyright: ignore[reportAttributeAccessIssue]
+        placed = jax.tree_util.tree_map_with_path(functools.partial(self.drawn, config), params)
+        if embedding_device != "host":
+            return placed
+        if isinstance(embed, jax.ShapeDtypeStruct):  # an array of no memory, which is told from a weight of devices
+            embed = np.broadcast_to(np.zeros((), embed.dtype), embed.shape)
+        return placed.replace(embed=embed)
 
     def drawn(self, config: ModelConfig, path: Any, weight: Any) -> Any:
         if isinstance(weight, jax.Array) and getattr(weight.sharding, "mesh", None) == self.mesh:

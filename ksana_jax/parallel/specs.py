@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from ksana_jax.config import ModelConfig
@@ -45,11 +46,15 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def specs_of(argument: Any) -> Any:
-    """Returns the specs of one argument of a program, a tree like it: of weights, of pools, or of what is whole."""
+    """Returns the specs of one argument of a program, a tree like it: of weights, of pools, or of what is whole, as an
+    embedding in the host's memory is, which no program reads."""
+
+    def of_weight(path: Any, weight: Any) -> PartitionSpec:
+        return EVERYWHERE if isinstance(weight, np.ndarray) else spec_of_weight(path)
 
     def of(part: Any) -> Any:
         if isinstance(part, (Params, LayerParams)):
-            return jax.tree_util.tree_map_with_path(lambda path, _: spec_of_weight(path), part)
+            return jax.tree_util.tree_map_with_path(of_weight, part)
         spec = BY_HEAD if isinstance(part, KVCache) else EVERYWHERE
         return jax.tree.map(lambda _: spec, part)
 

@@ -222,5 +222,5 @@ def _variants(config: ModelConfig, asked: PlanRequest, context: int) -> Iterator
         window = max(context // 4, 1)
         yield f"window {window:,} + 4 sinks", config, {"window": window, "num_sinks": 4}
         yield "80 % shared prefix", config, {"prefix_share": 0.8}
-    if asked.embedding_device == "device" and not config.tie_embeddings and asked.tensor_parallel_size == 1:
+    if asked.embedding_device == "device" and not config.tie_embeddings:
         yield "embedding on the host", config, {"embedding_device": "host"}

@@ -95,7 +95,7 @@ class Runner:
         programs: dict[Any, Any] | None = None,
     ):
         self.config, self.layout, self.placement = config, layout, placement
-        self.params = placement.params(config, params)
+        self.params = placement.params(config, params, embedding_device)
         self.embeds_on_host = embedding_device == "host"
         self.platform = placement.device.platform
         self._tuning = tuning(self.platform)

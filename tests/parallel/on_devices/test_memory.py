@@ -156,8 +156,6 @@ def test_a_folder_of_blocks_serves_any_number_of_devices(tmp_path):
         (MHA, {"operators": {"linear": "packed"}}, "'packed': computes all of a layer after attention at once, and 4"),
         (MHA, {"kv_eviction": {"method": "h2o", "budget": 0.5}}, "tensor_parallel_size 4 does not go with kv_eviction"),
         (MHA, {"numerics": "invariant", "operators": {}}, "does not go with numerics"),
-        (MHA, {"quantization": "w8a8"}, 'does not go with quantization "w8a8"'),
-        (MHA, {"embedding_device": "host"}, "does not go with embedding_device"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_numbers(model, settings, said):
@@ -170,3 +168,32 @@ def test_too_few_threads_are_refused_because_sums_would_wait_for_ever(monkeypatc
     monkeypatch.setenv("NPROC", "9")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 8, and XLA has 9 threads .* NPROC=16"):
         place_on(8)
+
+
+@pytest.mark.soak
+def test_an_embedding_on_the_host_is_whole_there_and_on_no_device():
+    few = {"max_num_batched_tokens": 2, "query_tile": 1, "max_num_seqs": 2, "num_blocks": 16}
+    one, on_device, several = (
+        make_llm("MHA", n, embedding_device=where, **few) for n, where in ((1, "host"), (4, "device"), (4, "host"))
+    )
+    texts = [tokens_of(llm, dataclasses.replace(GREEDY, max_tokens=4), PROMPTS[3:5]) for llm in (one, several)]
+    assert texts[0] == texts[1]
+    embed = several.runner.params.embed
+    assert isinstance(embed, np.ndarray) and embed.shape == (MHA.vocab_size, MHA.d_model)
+    for llm in (one, on_device, several):
+        weights = llm.memory_usage()["weights"]
+        assert weights.predicted == weights.measured > 0
+    a_quarter = local_model(MHA, 4).vocab_size * MHA.d_model * 4
+    assert on_device.memory_usage()["weights"].measured - weights.measured == a_quarter
+
+
+@pytest.mark.soak
+def test_an_embedding_on_the_host_is_read_and_drawn_as_for_one_device(tmp_path):
+    path = write_model(tmp_path, random_tensors(ON_DISK), ON_DISK)
+    for load_format in ("auto", "dummy"):
+        found = []
+        for n in (1, 4):
+            _, params = load_model(path, load_format=load_format, embedding_device="host", placement=place_on(n))
+            assert isinstance(params.embed, np.ndarray)
+            found.append(params.embed)
+        np.testing.assert_array_equal(*found)

@@ -5,10 +5,14 @@ import functools
 import json
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from ksana_jax import SamplingParams
 from ksana_jax.loading import abstract_params
+from ksana_jax.models.int8_matrix import rounded_rows
+from ksana_jax.parallel.specs import AXIS
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.runner.token_programs import OutputHead
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
@@ -81,3 +85,17 @@ def test_a_trace_counts_what_crosses(tmp_path):
     sums = sum(c["number"] * p["calls"] for p in step["programs"] for c in p["collectives"])
     assert sums == 2 * MODELS["GQA"].num_layers + 1
     assert {c["bytes"] for p in step["programs"] for c in p["collectives"]} == {4 * MODELS["GQA"].d_model * 4}
+
+
+def test_rows_that_devices_divide_are_rounded_as_wholes():
+    x = np.random.default_rng(0).standard_normal((5, 64), np.float32) * np.logspace(-2, 2, 64, dtype=np.float32)
+    columns = PartitionSpec(None, AXIS)
+    rounded = jax.shard_map(
+        functools.partial(rounded_rows, axis=AXIS),
+        mesh=engine(4).runner.placement.mesh,
+        in_specs=columns,
+        out_specs=(columns, PartitionSpec()),
+        check_vma=False,
+    )
+    for part, whole in zip(jax.jit(rounded)(x), rounded_rows(x), strict=True):
+        np.testing.assert_array_equal(part, whole)

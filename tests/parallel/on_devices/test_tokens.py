@@ -108,6 +108,7 @@ def test_codecs(kv):
     "settings",
     [
         {"quantization": "int8"},
+        {"quantization": "w8a8"},
         {"kv_cache_dtype": "int8", "kv_full_precision_layers": (1,)},
         {"num_scheduler_steps": 4},
         {"async_scheduling": False, "block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 7},
