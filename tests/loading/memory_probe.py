@@ -18,7 +18,7 @@ if __name__ == "__main__":
     import jax.numpy as jnp
 
     from ksana_jax.loading import load, load_model
-    from ksana_jax.parallel.placement import place_on
+    from ksana_jax.parallel.placing import place_on
 
     taken, num_read = load.chunks, 0
 
