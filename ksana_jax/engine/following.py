@@ -88,6 +88,7 @@ def follow(job: Job, given: tuple[str, EngineConfig] | None = None, model: str |
 def _fail(job: Job, error: Exception) -> NoReturn:
     line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     logger.debug("a step failed", exc_info=error)
+    job.wait_for_failure()
     job.peers[0].channel.send({"failed": line}) if job.failure is None else None
     end_process(job.failure or f"process {job.setting.process_id} failed: {line}")
     raise AssertionError

@@ -126,6 +126,10 @@ class Job:
         self._failed.set()
         threading.Thread(target=self._end_if_stuck, daemon=True, name="ksana-end").start()
 
+    def wait_for_failure(self) -> None:
+        """Gives a broken connection time to be noticed, after a collective has failed, perhaps because of it."""
+        self._failed.wait(GRACE_S / 2)
+
     def _end_if_stuck(self) -> None:
         failed = time.monotonic()
         while True:
@@ -169,7 +173,8 @@ class Job:
                 raise
             except BaseException as error:
                 # A collective often fails before the connection is known to be broken.
-                self._failed.wait(GRACE_S / 2 if isinstance(error, Exception) else 0)
+                if isinstance(error, Exception):
+                    self.wait_for_failure()
                 line = " ".join(str(error).split())[:300]
                 self.fail(f"process {self.setting.process_id} failed in a step: {type(error).__name__}: {line}")
                 if isinstance(error, Exception):

@@ -12,6 +12,7 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading import load as loading
 from ksana_jax.loading import load_model, tensor_files
+from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.parallel.placing import place_on
 from ksana_jax.parallel.shares import local_model
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
@@ -81,7 +82,11 @@ def test_memory_of_each_device_is_planned(name, num_devices):
     model, llm = MODELS[name], make_llm(name, num_devices)
     shape = StepShape((Part(16, 1), Part(2, 16)), 8, 16)
     measured = program_bytes(llm.runner.compile_step(shape))
-    settings = {"block_size": llm.config.block_size, "max_model_len": 128, "attention": "xla", "linear": "xla"}
+    settings = {
+        "block_size": llm.config.block_size,
+        "max_model_len": 128,
+        "settings": OperatorSettings(attention="xla", linear="xla"),
+    }
     [planned] = step_bytes(local_model(model, num_devices), [shape], dtype="f32", **settings)
     # A step is planned as one of a smaller model: sums over devices are in what is measured alone.
     assert planned.network <= 1.02 * measured and measured <= 1.3 * planned.network
