@@ -101,7 +101,7 @@ soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-soak: $(READY)
-	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about 12 minutes; each part prints"
+	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about 25 minutes; each part prints"
 	@echo "   when it has ended"
 	@$(TOGETHER) soak-tests soak-warpgroups-lives
 

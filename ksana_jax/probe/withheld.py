@@ -191,7 +191,7 @@ def _forked(function: Callable[..., Any], *arguments: Any) -> Any:
 def main(operations: list[str], functions: list[str]) -> None:
     """Prints what becomes of requests without each of some operations and functions, as one line of JSON."""
     logging.disable(logging.WARNING)
-    import ksana_jax.engine.llm  # noqa: F401
+    import ksana_jax.engine.llm  # noqa: F401  as above
 
     # Each in a process that is forked before jax starts.
     print(json.dumps([without_operations_in_a_process(operations), without_functions(functions)]))

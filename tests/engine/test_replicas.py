@@ -16,7 +16,7 @@ def request(token_ids, salt: str = ""):
 
 
 def three(*loads: int) -> list[Replica]:
-    return [Replica(None, load=load) for load in (*loads, 0, 0, 0)[:3]]  # type: ignore[arg-type]
+    return [Replica(None, load=load) for load in (*loads, 0, 0, 0)[:3]]  # type: ignore[arg-type]  a choice asks no engine
 
 
 def test_the_replica_with_the_least_work_gets_an_unknown_prompt():
