@@ -13,12 +13,13 @@ LEAVES = "errors units lazy checks plugins files folder_lock interrupts compilat
 # The setting is read without jax; starting it is not.
 DEVICES = "devices hosts"
 ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec operator_settings config request tokenizers recall"
+TRAFFIC = "workload router"
 HOST_HALF = "kv sequence step scheduler"
 DEVICE_HALF = "native models ops sampling parallel runner loading"
 ENGINE = "planner engine"
-AROUND_IT = "probe inspect compile_check training"
-FRONT = "ksana_jax evaluation experiments bench trace align cli __main__"
-ROOMS = " ".join((LEAVES, DEVICES, ASKED_FOR, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
+AROUND_IT = "simulator probe inspect compile_check training"
+FRONT = "ksana_jax evaluation server proxy experiments bench trace align cli __main__"
+ROOMS = " ".join((LEAVES, DEVICES, ASKED_FOR, TRAFFIC, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -93,7 +94,9 @@ def test_a_room_imports_only_rooms_below_it():
     assert not wrong, "; ".join(wrong)
 
 
-@pytest.mark.parametrize("room", [*LEAVES.split(), *ASKED_FOR.split(), *HOST_HALF.split()])
+@pytest.mark.parametrize(
+    "room", [*LEAVES.split(), *ASKED_FOR.split(), *TRAFFIC.split(), *HOST_HALF.split(), "simulator"]
+)
 def test_nothing_below_the_device_half_imports_jax(room):
     # compilation_cache sets jax's options, and does so only when it is called.
     users = [m for m in OURS if room_of(m) == room and any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]

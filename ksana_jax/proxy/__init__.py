@@ -1,0 +1,1 @@
+"""An HTTP proxy in front of several servers, which `router` chooses among; extra `server`."""
