@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +55,19 @@ class Node:
         return self.at[DEVICE] >= 0 or self.at[HOST] >= 0
 
 
+class CacheListener(Protocol):
+    """Hears what the tiers start and stop to cache, at the moment of bookkeeping; it may look, not change anything."""
+
+    def stored(self, node: Node, level: int) -> None:
+        """A tier has a block of this content from now on."""
+
+    def dropped(self, node: Node, level: int) -> None:
+        """A tier no longer has it."""
+
+    def cleared(self) -> None:
+        """No tier has anything any more."""
+
+
 class Tier:
     """A pool that can keep blocks for their content after their owners leave.
 
@@ -63,12 +77,14 @@ class Tier:
     Attributes:
       leaves_first: for each group of layers, whether a block must stay while a cached block continues it. If a pattern
         sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
+      listener: hears what is cached and dropped; None for nobody.
     """
 
     def __init__(self, level: int, num_blocks: int, block_size: int, policy: ReplacementPolicy):
         self.level, self.policy = level, policy
         self.pool = BlockManager(num_blocks, block_size)
         self.leaves_first = [True]
+        self.listener: CacheListener | None = None
         self.node_of: dict[int, Node] = {}
         self.age = 0.0
         self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
@@ -87,6 +103,8 @@ class Tier:
         self.pool.keep(block)
         if node.parent is not None:
             node.parent.num_children_at[self.level] += 1
+        if self.listener is not None:
+            self.listener.stored(node, self.level)
 
     def drop(self, node: Node) -> None:
         """Forgets a node's content on this tier; its block is free once it has no owner."""
@@ -97,6 +115,8 @@ class Tier:
         if parent is not None:
             parent.num_children_at[self.level] -= 1
             self._consider(parent)
+        if self.listener is not None:
+            self.listener.dropped(node, self.level)
 
     def release(self, ids: np.ndarray) -> None:
         """Removes one owner from each of some blocks."""

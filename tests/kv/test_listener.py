@@ -1,0 +1,80 @@
+"""What a listener of the tiers hears adds up to what the tiers have."""
+
+import random
+
+import pytest
+
+from ksana_jax.kv.tier import DEVICE, HOST
+from tests.fakes import asking, make_engine, prompt_of, run
+from tests.lives import live_a_life
+from tests.simulation import Simulation
+
+
+class Mirror:
+    """The blocks of each tier, from what is heard alone."""
+
+    def __init__(self):
+        self.blocks, self.num_heard = {DEVICE: set(), HOST: set()}, 0
+
+    def stored(self, node, level):
+        assert node not in self.blocks[level], "stored twice"
+        self.blocks[level].add(node)
+        self.num_heard += 1
+
+    def dropped(self, node, level):
+        self.blocks[level].remove(node)
+        self.num_heard += 1
+
+    def cleared(self):
+        for blocks in self.blocks.values():
+            blocks.clear()
+        self.num_heard += 1
+
+    def check(self, memory):
+        assert self.blocks[DEVICE] == set(memory.device.node_of.values())
+        assert self.blocks[HOST] == (set() if memory.host is None else set(memory.host.node_of.values()))
+
+
+class Listening(Simulation):
+    """A life in which somebody listens."""
+
+    num_heard = 0
+
+    def start(self):
+        super().start()
+        self.mirror = Mirror()
+        self.engine.memory.listen(self.mirror)
+
+    def check_step(self):
+        super().check_step()
+        self.mirror.check(self.engine.memory)
+        self.num_heard += self.mirror.num_heard > 0
+
+    def failing_step(self):
+        super().failing_step()
+        self.mirror.check(self.engine.memory)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_heard_in_a_life_is_what_the_tiers_have(seed):
+    live_a_life(random.Random(seed), num_steps=40, kind=Listening)
+
+
+def test_these_lives_store_drop_and_clear():
+    lives = [live_a_life(random.Random(seed), num_steps=40, kind=Listening) for seed in range(12)]
+    assert sum(life.num_heard for life in lives) > 100
+    seen = sum((life.seen for life in lives[1:]), start=lives[0].seen)
+    assert seen["failed steps"] and seen["replaced"] and seen["replaced_host"]
+
+
+def test_nobody_has_to_listen_and_a_listener_can_leave():
+    engine, mirror = make_engine(caching=True), Mirror()
+    engine.memory.listen(mirror)
+    engine.add_request(prompt_of(20), asking(max_tokens=4))
+    run(engine)
+    heard = mirror.num_heard
+    assert heard
+    engine.memory.listen(None)
+    engine.add_request(prompt_of(20, 1), asking(max_tokens=4))
+    run(engine)
+    assert mirror.num_heard == heard
