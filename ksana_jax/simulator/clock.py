@@ -1,0 +1,56 @@
+"""The simulated time, and what happens at which time. Knows no engine."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+
+class VirtualClock:
+    """A clock that moves only when it is told to, with a queue of events.
+
+    Called, it returns the time in seconds, so that it can stand in for `time.perf_counter`.
+
+    Args:
+      now: the time at which it begins.
+    """
+
+    def __init__(self, now: float = 0.0):
+        self._now = now
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Moves the clock by some seconds, at least 0; events in between do not happen."""
+        assert seconds >= 0, f"a clock cannot go back {-seconds} s"
+        self._now += seconds
+
+    def advance_to(self, time: float) -> None:
+        """Moves the clock to a time; a time that is past leaves it where it is."""
+        self._now = max(self._now, time)
+
+    def at(self, time: float, happen: Callable[[], None]) -> None:
+        """Schedules an event; those at equal times happen in the order in which they were scheduled.
+
+        Raises:
+          ValueError: the time is past, or not a number.
+        """
+        if not time >= self._now:
+            raise ValueError(f"an event at {time} s was scheduled at {self._now} s")
+        heapq.heappush(self._events, (time, next(self._numbers), happen))
+
+    @property
+    def num_events(self) -> int:
+        """Number of events to come."""
+        return len(self._events)
+
+    def run(self, until: float = math.inf) -> None:
+        """Lets all events up to a time happen, in order, those included that they schedule."""
+        while self._events and self._events[0][0] <= until:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen()

@@ -1,0 +1,84 @@
+"""An executor that computes nothing and takes the time that a model of costs says. No jax.
+
+The device works through its steps in the order of their submission, each from when it is submitted or the one before it
+has ended, whichever is later. The host's time for a step (its schedule and arrays, and the report of the one before it)
+passes before the step is submitted. With async_scheduling the engine submits a step while the one before it runs, so
+that the host's time is hidden as far as that one lasts; without, every step waits for the host. Only the order of the
+engine's calls makes this difference, as it does on a real device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ksana_jax.kv.moves import Moves
+from ksana_jax.patterns import AttentionPattern
+from ksana_jax.simulator.clock import VirtualClock
+from ksana_jax.simulator.cost import Cost
+from ksana_jax.simulator.step_size import SizedStep
+from ksana_jax.step.contract import StepInput, StepOutput
+
+
+class Timed(NamedTuple):
+    """A submitted step; see `step.Pending`. ends_s: when the device will have computed it."""
+
+    clock: VirtualClock
+    ends_s: float
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        self.clock.advance_to(self.ends_s)
+        return self.output
+
+
+class SimExecutor:
+    """A `step.Executor` that takes time only; an engine with it needs a `SizeBuilder`.
+
+    Args:
+      clock: of the engine.
+      cost: of steps and of the host's part in them.
+      patterns: one for each layer.
+      num_host_blocks: blocks of host memory, of which nothing is kept.
+
+    Attributes:
+      busy_s, host_s: seconds in which the device and the host worked, summed up.
+    """
+
+    def __init__(self, clock: VirtualClock, cost: Cost, patterns: Sequence[AttentionPattern], num_host_blocks: int = 0):
+        self.clock, self.cost, self.patterns = clock, cost, list(patterns)
+        self.host_blocks = np.zeros((num_host_blocks, 1), np.uint8)
+        self.busy_s = self.host_s = 0.0
+        self._free_at = 0.0
+
+    def submit(self, step: StepInput) -> Timed:
+        return self.submit_together([step])[0]
+
+    def submit_together(self, steps: Sequence[StepInput]) -> list[Timed]:
+        """Submits steps that share a call: their results arrive together."""
+        together: list[tuple[SizedStep, float]] = []
+        host_s = seconds = 0.0
+        for step in steps:
+            assert isinstance(step, SizedStep), "an engine with a SimExecutor builds its steps with a SizeBuilder"
+            size = step.size.with_moves(step.moves)
+            host_s += self.cost.host_seconds(size)
+            move_s = self.cost.move_seconds(size)
+            seconds += self.cost.seconds(size) + move_s
+            together.append((step, move_s))
+        self.clock.advance(host_s)
+        self._free_at = max(self.clock(), self._free_at) + seconds
+        self.busy_s, self.host_s = self.busy_s + seconds, self.host_s + host_s
+        return [Timed(self.clock, self._free_at, StepOutput(step.tokens, move_s=s)) for step, s in together]
+
+    def move(self, moves: Moves) -> None:
+        seconds = self.cost.moving_seconds(len(moves.saves), len(moves.copies), len(moves.loads))
+        self._free_at = max(self.clock(), self._free_at) + seconds
+        self.busy_s += seconds
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        self.patterns = list(patterns)
+
+    def reset(self) -> None:
+        self.host_blocks = np.zeros_like(self.host_blocks)

@@ -1,0 +1,184 @@
+"""Serves a workload on one simulated engine, and checks that nothing was lost and no time was gained. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.metrics import StepRecord
+from ksana_jax.simulator.clock import VirtualClock
+from ksana_jax.simulator.cost import Cost
+from ksana_jax.simulator.one_engine import Served, SimEngine
+
+if TYPE_CHECKING:
+    from ksana_jax.workload.items import WorkItem
+
+
+class Arrivals:
+    """Sends the requests of a workload at their times; later turns of a session when the one before has ended.
+
+    Args:
+      events: the simulation's time, at 0 when the workload begins.
+      send: called with each request when it arrives.
+    """
+
+    def __init__(self, items: Sequence[WorkItem], events: VirtualClock, send: Callable[[WorkItem], None]):
+        self._events, self._send = events, send
+        self._next: dict[int, list[WorkItem]] = {}
+        self.num_sent = 0
+        for item in items:
+            if item.after is None:
+                self._at(item.arrival_s, item)
+            else:
+                self._next.setdefault(item.after, []).append(item)
+
+    def ended(self, item: WorkItem) -> None:
+        """Notes that a request has ended, whereupon the turns after it are sent."""
+        for turn in self._next.pop(item.index, ()):
+            self._at(self._events() + turn.think_s, turn)
+
+    def _at(self, time: float, item: WorkItem) -> None:
+        def happen() -> None:
+            self.num_sent += 1
+            self._send(item)
+
+        self._events.at(time, happen)
+
+
+class InSystem:
+    """Counts requests over time: the mean number L, and the time in which there is at least one."""
+
+    def __init__(self) -> None:
+        self.num, self.area, self.occupied_s, self._since = 0, 0.0, 0.0, 0.0
+
+    def change(self, by: int, now: float) -> None:
+        """Notes arrivals (1) and ends (-1)."""
+        self.area += self.num * (now - self._since)
+        self.occupied_s += (now - self._since) * (self.num > 0)
+        self.num, self._since = self.num + by, now
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished simulation of one engine.
+
+    served: what became of the requests, in the order of the workload. records: of the engine's steps. seconds: of the
+    simulation. busy_s, host_s: in which device and host worked.
+    """
+
+    served: list[Served]
+    records: list[StepRecord]
+    seconds: float
+    busy_s: float
+    host_s: float
+
+    def report(self) -> dict[str, Any]:
+        """Returns the summary as plain values; times in seconds."""
+        done = [s for s in self.served if s.finish_reason in ("stop", "length")]
+        found: dict[str, Any] = {
+            "num_requests": len(self.served),
+            "num_finished": len(done),
+            "num_refused": sum(s.finish_reason == "refused" for s in self.served),
+            "num_steps": len(self.records),
+            "seconds": self.seconds,
+            "utilisation": self.busy_s / self.seconds if self.seconds else 0.0,
+        }
+        if not done:
+            return found
+        outputs = np.array([s.num_output for s in done])
+        first, end = np.array([s.first_token_s for s in done]), np.array([s.finished_s for s in done])
+        arrival = np.array([s.arrival_s for s in done])
+        found |= {
+            "requests_per_s": len(done) / self.seconds,
+            "output_tokens_per_s": float(outputs.sum()) / self.seconds,
+            "hit_rate": sum(s.num_cached_tokens for s in done) / sum(s.item.num_prompt for s in done),
+            "num_preemptions": sum(s.num_preemptions for s in done),
+            "wait_s": spread(np.array([s.scheduled_s for s in done]) - arrival),
+            "ttft_s": spread(first - arrival),
+            "tpot_s": spread(((end - first) / np.maximum(outputs - 1, 1))[outputs > 1]),
+            "e2e_s": spread(end - arrival),
+        }
+        return found
+
+    def text(self) -> str:
+        """Returns the report as JSON; equal runs give equal bytes."""
+        return json.dumps(self.report(), indent=1, sort_keys=True) + "\n"
+
+
+def spread(values: np.ndarray) -> dict[str, float] | None:
+    """Returns mean and percentiles; None of no values."""
+    if not len(values):
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+
+
+def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig, cost: Cost, **settings: Any) -> Run:
+    """Serves a workload on an engine of its own, to the end.
+
+    Args:
+      settings: further ones of `SimEngine`.
+
+    Raises:
+      ConfigError: see `SimEngine`.
+      AssertionError: a law that every run must obey does not hold, see `check`.
+    """
+    events, counted = VirtualClock(), InSystem()
+    served: dict[int, Served] = {}
+
+    def send(item: WorkItem) -> None:
+        counted.change(1, events())
+        served[item.index] = engine.submit(item)
+
+    def ended(one: Served) -> None:
+        counted.change(-1, events())
+        arrivals.ended(one.item)
+
+    engine = SimEngine(model, config, events, cost, ended=ended, **settings)
+    arrivals = Arrivals(items, events, send)
+    events.run()
+    found = Run(
+        [served[item.index] for item in items if item.index in served],
+        engine.engine.records,
+        events(),
+        engine.executor.busy_s,
+        engine.executor.host_s,
+    )
+    check(found, counted, arrivals.num_sent)
+    if len(served) < len(items):
+        raise AssertionError(f"{len(items) - len(served)} of {len(items)} requests were never sent")
+    return found
+
+
+def check(run: Run, counted: InSystem, num_sent: int) -> None:
+    """Checks the laws that hold for every run that has ended.
+
+    Requests sent = finished + refused. Nothing happens before its cause. Little's law, L = lambda W within 1 %, with L
+    counted by events and W from the times of requests. Host or device work whenever there is a request.
+
+    Raises:
+      AssertionError: one of them does not hold, with the numbers.
+    """
+    assert num_sent == len(run.served), f"{num_sent} requests were sent, {len(run.served)} are known"
+    sojourn_s = 0.0
+    for s in run.served:
+        if s.finish_reason == "refused":
+            continue
+        times = (s.arrival_s, s.scheduled_s, s.first_token_s, s.finished_s)
+        assert not any(map(math.isnan, times)), f"request {s.item.index} has not ended: {s}"
+        assert list(times) == sorted(times), f"request {s.item.index} has times out of order: {times}"
+        sojourn_s += s.finished_s - s.arrival_s
+    assert counted.num == 0, f"{counted.num} requests are left"
+    assert abs(counted.area - sojourn_s) <= 0.01 * sojourn_s + 1e-9, (
+        f"Little's law: the number in the system adds up to {counted.area} s, the times in it to {sojourn_s} s"
+    )
+    worked_s = run.busy_s + run.host_s
+    assert counted.occupied_s <= worked_s * (1 + 1e-6) + 1e-9, (
+        f"requests were there for {counted.occupied_s} s, in which host and device worked {worked_s} s"
+    )
