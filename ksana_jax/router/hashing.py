@@ -1,0 +1,37 @@
+"""The hash chain of a prompt: the keys under which engines cache its blocks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+
+
+def hashes_of(token_ids: np.ndarray, block_size: int, salt: str = "", model: str = "") -> list[bytes]:
+    """Returns a hash for each full block of a prompt, which stands for all tokens up to the block's end.
+
+    Args:
+      token_ids: [T] of the rendered prompt, template included.
+      block_size: tokens in a block.
+      salt: requests with other salts share nothing with this one.
+      model: fingerprint of the model.
+
+    Returns:
+      Keys of 32 bytes. They equal those of `kv.prefix_index.PrefixIndex` in an engine whose layers form one group and
+      whose attention pattern is full, so that the events of its cache name the same blocks.
+    """
+    text = np.ascontiguousarray(token_ids, np.int32).tobytes()
+    length, chain, found = 4 * block_size, _root(model, salt), []
+    sha256, add = hashlib.sha256, found.append
+    for at in range(0, len(text) - length + 1, length):
+        chain = sha256(chain + text[at : at + length]).digest()
+        add(chain)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _root(model: str, salt: str) -> bytes:
+    # Lengths distinguish ("a", "bc") from ("ab", "c").
+    parts = b"".join(b"%d:" % len(part) + part for part in (model.encode(), salt.encode()))
+    return hashlib.sha256(b"root" + parts).digest()

@@ -1,0 +1,226 @@
+"""What each server caches: block hash -> set of servers, as the bits of an int.
+
+Servers report their caches in events, or they are guessed from what was sent to them: the blocks of a prompt are
+expected to stay for a time, the most recent ones up to a capacity.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ksana_jax.router.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+
+# Seconds between searches for expected blocks whose time is over.
+SWEEP_S = 1.0
+# Up to this number of matching servers, each is looked at; more are unpacked from bits together.
+FEW = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a prompt each server caches.
+
+    levels: (num_blocks, servers): bits of the servers that have the first num_blocks blocks and not the next one, in
+    ascending order of num_blocks. Servers in none of them have nothing.
+    """
+
+    levels: Sequence[tuple[int, int]] = ()
+
+    @property
+    def longest(self) -> int:
+        """Blocks that the best server has."""
+        return self.levels[-1][0] if self.levels else 0
+
+    def of(self, server: int) -> int:
+        """Blocks that one server has."""
+        return next((blocks for blocks, servers in self.levels if servers >> server & 1), 0)
+
+    def blocks(self, num_servers: int) -> np.ndarray:
+        """Blocks that each server has, [S] int64."""
+        if sum(servers.bit_count() for _, servers in self.levels) > FEW:
+            num_bytes = (num_servers + 7) // 8
+            packed = b"".join(servers.to_bytes(num_bytes, "little") for _, servers in self.levels)
+            rows = np.frombuffer(packed, np.uint8).reshape(-1, num_bytes)
+            bits = np.unpackbits(rows, axis=1, count=num_servers, bitorder="little")
+            lengths = np.array([blocks for blocks, _ in self.levels], np.float32)
+            return (lengths @ bits.astype(np.float32)).astype(np.int64)
+        found = np.zeros(num_servers, np.int64)
+        for blocks, servers in self.levels:
+            for server in members(servers):
+                found[server] = blocks
+        return found
+
+
+def members(servers: int) -> Iterable[int]:
+    """Yields the numbers of the servers in a set of bits."""
+    while servers:
+        lowest = servers & -servers
+        yield lowest.bit_length() - 1
+        servers ^= lowest
+
+
+@dataclasses.dataclass(slots=True)
+class _Cache:
+    """One server's blocks. expected: hash -> when it is given up, least recently sent first. stored: hash -> media."""
+
+    capacity: float
+    expected: collections.OrderedDict[bytes, float] = dataclasses.field(default_factory=collections.OrderedDict)
+    stored: dict[bytes, set[str]] = dataclasses.field(default_factory=dict)
+    next_batch: int | None = None
+
+
+class CacheIndex:
+    """Finds the servers that cache a prompt's leading blocks, in at most one look-up for each block.
+
+    Args:
+      ttl_s: seconds for which a block that was sent is expected to be cached, unless it is sent again.
+    """
+
+    def __init__(self, ttl_s: float = 120.0):
+        self.ttl_s = ttl_s
+        self._holders: dict[bytes, int] = {}
+        self._caches: list[_Cache] = []
+        self._swept_s = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def grow(self) -> None:
+        """Adds a server."""
+        self._caches.append(_Cache(math.inf))
+
+    def set_capacity(self, server: int, num_blocks: float) -> None:
+        """Sets how many blocks a server's cache can hold."""
+        self._caches[server].capacity = num_blocks
+
+    def num_blocks(self, server: int) -> int:
+        """Blocks that a server is known or expected to cache."""
+        cache = self._caches[server]
+        return len(cache.expected) + len(cache.stored)
+
+    def is_full(self, server: int) -> bool:
+        """Whether new blocks of a server replace others."""
+        return self.num_blocks(server) >= self._caches[server].capacity
+
+    def match(self, hashes: Sequence[bytes]) -> Match:
+        """Finds how many leading blocks of a prompt each server caches."""
+        get, current, levels, depth = self._holders.get, -1, [], 0
+        for found in hashes:
+            here = get(found, 0) & current
+            if here != current:
+                if depth:
+                    levels.append((depth, current ^ here))
+                current = here
+                if not here:
+                    break
+            depth += 1
+        if depth and current:
+            levels.append((depth, current))
+        return Match(levels)
+
+    def expect(self, server: int, hashes: Sequence[bytes], now: float) -> None:
+        """Notes that a prompt is sent to a server, which will cache its blocks unless its events say otherwise."""
+        cache, bit, until, holders = self._caches[server], 1 << server, now + self.ttl_s, self._holders
+        expected, stored = cache.expected, cache.stored
+        # The start of a text counts as most recent, so that its end is given up first, and what is left is a prefix.
+        for found in reversed(hashes):
+            if found in expected:
+                expected.move_to_end(found)
+                expected[found] = until
+            elif found not in stored:
+                expected[found] = until
+                holders[found] = holders.get(found, 0) | bit
+        while len(expected) + len(stored) > cache.capacity and expected:
+            self._drop(expected.popitem(last=False)[0], bit)
+
+    def sweep(self, now: float) -> None:
+        """Gives up blocks whose time is over; looks for them once a second at most."""
+        if now - self._swept_s < SWEEP_S:
+            return
+        self._swept_s = now
+        for server, cache in enumerate(self._caches):
+            expected = cache.expected
+            while expected and next(iter(expected.values())) <= now:
+                self._drop(expected.popitem(last=False)[0], 1 << server)
+
+    def clear(self, server: int) -> None:
+        """Forgets all blocks of a server, and its place in the sequence of batches."""
+        cache, bit = self._caches[server], 1 << server
+        for found in (*cache.expected, *cache.stored):
+            self._drop(found, bit)
+        cache.expected.clear()
+        cache.stored.clear()
+        cache.next_batch = None
+
+    def apply(self, server: int, batch: EventBatch) -> range:
+        """Applies a batch of events.
+
+        Returns:
+          The numbers of the batches that are missing, empty if there are none. If some are, or if the server counts
+          from the start again, its blocks were forgotten first: ask it for a replay of all it still has.
+        """
+        cache, number = self._caches[server], batch.sequence
+        due = cache.next_batch or 0
+        if number != due:
+            self.clear(server)
+        missing = range(due if number > due else 0, number if number != due else 0)
+        cache.next_batch = batch.sequence + 1
+        for event in batch.events:
+            self._apply(server, event)
+        return missing
+
+    def replay(self, server: int, batches: Sequence[EventBatch]) -> None:
+        """Rebuilds a server's blocks from the batches that it still has, up to the newest, in order."""
+        self.clear(server)
+        for batch in batches:
+            self._caches[server].next_batch = batch.sequence
+            self.apply(server, batch)
+
+    def _apply(self, server: int, event: Event) -> None:
+        cache, bit, holders = self._caches[server], 1 << server, self._holders
+        if isinstance(event, BlockStored):
+            for found in event.block_hashes:
+                cache.expected.pop(found, None)
+                cache.stored.setdefault(found, set()).add(event.medium)
+                holders[found] = holders.get(found, 0) | bit
+        elif isinstance(event, BlockRemoved):
+            for found in event.block_hashes:
+                media = cache.stored.get(found)
+                if media is None:
+                    continue
+                media.discard(event.medium)
+                if not media:
+                    del cache.stored[found]
+                    self._drop(found, bit)
+        elif isinstance(event, AllBlocksCleared):
+            next_batch = cache.next_batch
+            self.clear(server)
+            cache.next_batch = next_batch
+
+    def _drop(self, found: bytes, bit: int) -> None:
+        left = self._holders[found] & ~bit
+        if left:
+            self._holders[found] = left
+        else:
+            del self._holders[found]
+
+    def check(self) -> None:
+        """Checks that the bits are those of the servers' blocks.
+
+        Raises:
+          AssertionError: they are not, or a server has more expected blocks than fit.
+        """
+        bits: dict[bytes, int] = {}
+        for server, cache in enumerate(self._caches):
+            assert not cache.expected.keys() & cache.stored.keys(), "a block is both expected and stored"
+            assert all(cache.stored.values()), "a stored block is on no medium"
+            assert not cache.expected or self.num_blocks(server) <= cache.capacity
+            assert list(cache.expected.values()) == sorted(cache.expected.values()), "not in order of time"
+            for found in (*cache.expected, *cache.stored):
+                bits[found] = bits.get(found, 0) | 1 << server
+        assert bits == self._holders

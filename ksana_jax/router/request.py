@@ -1,0 +1,25 @@
+"""What the router knows of a request. It never knows how long the answer will be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request that needs a server.
+
+    Args:
+      request_id: unique among unfinished requests.
+      num_prompt: tokens of the rendered prompt.
+      hashes: one for each full block of the prompt, of all tokens up to its end; see `hashes_of`.
+      max_tokens: what the client asks for.
+      client: whose request it is, for fairness.
+    """
+
+    request_id: str
+    num_prompt: int
+    hashes: Sequence[bytes] = ()
+    max_tokens: int = 16
+    client: str = ""
