@@ -3,7 +3,8 @@
 Reading order: `request` (requests and outputs), `config` (settings), `patterns` (which positions a query sees),
 `models/transformer` (the network), `ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each
 block is), `sequence` and `scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays),
-`runner/runner` (compiled steps), `engine/engine` (the engine loop), `engine/llm` (the public class `LLM`).
+`runner/runner` (compiled steps), `engine/engine` (the engine loop), `engine/llm` (the public class `LLM`),
+`engine/async_llm` (the same for an event loop).
 
 Array names end in their dimensions if code handles more than one shape:
 
@@ -22,6 +23,7 @@ from ksana_jax.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.config import EngineConfig, ModelConfig
+    from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.llm import LLM
     from ksana_jax.loading.load import load_model
     from ksana_jax.patterns import AttentionPattern
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 # Names resolve on first use, so that `import ksana_jax` (and `ksana --help`) does not wait for jax.
 _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
+    "ksana_jax.engine.async_llm": "AsyncLLM",
     "ksana_jax.request": "SamplingParams RequestOutput CompletionOutput Logprob",
     "ksana_jax.patterns": "AttentionPattern",
     "ksana_jax.config": "ModelConfig EngineConfig",
@@ -41,6 +44,6 @@ _PUBLIC = {
     "ksana_jax.runner.example": "StepFunction",
     "ksana_jax.step.contract": "StepShape Part",
 }
-__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
 __all__ += ["ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -69,6 +69,8 @@ class Engine:
         self.intake = Intake(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
+        # Requests whose first token the last step has sampled.
+        self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
         # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
@@ -174,8 +176,9 @@ class Engine:
         try:
             try:
                 self.add(requests)
+                report_or_raise = functools.partial(_unless_failed, report)
                 while unfinished:
-                    outputs = interrupts.defer(self._changes.run, self._advance, news, report)
+                    outputs = interrupts.defer(self._changes.run, self._advance, news, report_or_raise)
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self._changes.give_way()
@@ -184,15 +187,21 @@ class Engine:
         finally:  # again: an interrupt may come before the first word of the line above
             self._abort_all(requests)
 
+    def advance(
+        self, news: dict[Request, None], report: Callable[[Request], RequestOutput] = Request.output
+    ) -> list[RequestOutput]:
+        """Computes a step unless one of the caller's requests already has something new; returns what is new.
+
+        Args:
+          news: the requests with something new, `Request.news` of each of the caller's; empty afterwards.
+        """
+        outputs = self._changes.run(self._advance, news, report)
+        self._changes.give_way()
+        return outputs
+
     def _advance(self, news: dict[Request, None], report: Callable[[Request], RequestOutput]) -> list[RequestOutput]:
-        """Computes a step unless a request already has something new."""
         if not news:
             self._step()
-        for request in news:
-            if request.failure is not None:
-                raise RuntimeError(
-                    f"the request was ended by a failure in another request's step: {request.completions[0].error}"
-                ) from request.failure
         outputs = [report(request) for request in news]
         news.clear()
         return outputs
@@ -252,7 +261,7 @@ class Engine:
         """Records first tokens and prompt scores; returns the rows of watched completions, which may leave them in this
         step."""
         rows = self.scheduler.rows
-        report.note_first_tokens(rows, step.batch, now)
+        self.first_tokens = report.note_first_tokens(rows, step.batch, now)
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.input.targets is not None:
             report.add_prompt_scores(rows, step, output, watched)
@@ -365,3 +374,12 @@ class Engine:
         for completion in request.completions:
             self._watched.pop(completion, None)
         self.requests.pop(request.request_id, None)
+
+
+def _unless_failed(report: Callable[[Request], RequestOutput], request: Request) -> RequestOutput:
+    """Reports a request that goes on, and raises the failure that has ended another."""
+    if request.failure is None:
+        return report(request)
+    raise RuntimeError(
+        f"the request was ended by a failure in another request's step: {request.completions[0].error}"
+    ) from request.failure

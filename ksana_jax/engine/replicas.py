@@ -53,6 +53,11 @@ class Replica:
             yield self.engine
 
 
+def load_of(request: Request) -> int:
+    """Returns the tokens of prompts and outputs that a new request may compute."""
+    return sum(sequence.max_len for sequence in request.sequences)
+
+
 class Choose(Protocol):
     """Chooses the replica of a request."""
 
@@ -137,6 +142,18 @@ class Replicas:
         taken = {name for engine in self.engines for name in list(engine.requests)}
         return first.intake.new_requests(asked, clock=first.clock, taken=taken)
 
+    def assign(self, request: Request) -> int:
+        """Chooses a request's replica and adds the request to its load; returns the replica's index."""
+        with self._lock:
+            index = self.choose(self.replicas, request)
+            self.replicas[index].load += load_of(request)
+            return index
+
+    def release(self, index: int, load: int) -> None:
+        """Subtracts ended requests from the load of their replica. load: the sum of their `load_of`."""
+        with self._lock:
+            self.replicas[index].load -= load
+
     def serve(
         self, requests: Seq[Request], report: Callable[[Request], RequestOutput] = Request.output
     ) -> Iterator[RequestOutput]:
@@ -154,13 +171,10 @@ class Replicas:
     ) -> Iterator[RequestOutput]:
         shares: dict[int, list[Request]] = {}
         loads: collections.Counter[int] = collections.Counter()
-        with self._lock:
-            for request in requests:
-                index = self.choose(self.replicas, request)
-                shares.setdefault(index, []).append(request)
-                tokens = sum(sequence.max_len for sequence in request.sequences)
-                self.replicas[index].load += tokens
-                loads[index] += tokens
+        for request in requests:
+            index = self.assign(request)
+            shares.setdefault(index, []).append(request)
+            loads[index] += load_of(request)
         news: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         stop = threading.Event()
         threads = [
@@ -199,8 +213,7 @@ class Replicas:
         except BaseException as error:
             ended = error
         finally:
-            with self._lock:
-                replica.load -= load
+            self.release(index, load)
             news.put((index, ended))
 
 

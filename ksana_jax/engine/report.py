@@ -17,16 +17,18 @@ from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.contract import ScheduledBatch, StepOutput
 
 
-def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
-    """Records the times of requests' first tokens; called between `Scheduler.advance` and `settle`."""
+def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> list[Request]:
+    """Records the times of requests' first tokens, and returns these requests; called between `Scheduler.advance` and
+    `settle`."""
+    found: list[Request] = []
     if not np.count_nonzero(rows.num_known == rows.num_prompt):  # of all rows: cheaper than of some
-        return
+        return found
     sampled = batch.sampled
     fresh = rows.num_known[sampled] == rows.num_prompt[sampled]
     if batch.gone:
         fresh &= batch.stay(sampled)
     if not np.count_nonzero(fresh):
-        return
+        return found
     for row in sampled[fresh]:
         seq = rows.seqs[row]
         assert seq is not None
@@ -34,6 +36,8 @@ def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> None:
         if metrics.first_token_s is None:
             metrics.first_token_s = now
             metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
+            found.append(seq.owner)
+    return found
 
 
 def add_prompt_scores(
