@@ -27,6 +27,8 @@ class WorkloadSettings(abc.ABC):
       name: for tables; empty takes that of the preset, the kind or the file.
       num_requests: number of requests; for a trace, those of its first rows, None for all.
       seed: for all that is drawn. Prompts of different seeds have no common prefix.
+      text_seed: for the tokens alone; None takes the seed. The same requests with other texts can be sent to a server
+        again, which would otherwise find their prompts in its cache.
       max_tokens: what every client asks for, which cuts longer answers off; None asks for the least of 64, 256, 1,024,
         4,096, ... that has room for the answer, as a client would that knows roughly what it wants.
       oracle: clients ask for exactly the length of the answer. Schedulers then know it, which gives bounds only.
@@ -37,6 +39,7 @@ class WorkloadSettings(abc.ABC):
     name: str = ""
     num_requests: int | None = 1000
     seed: int = 0
+    text_seed: int | None = None
     max_tokens: int | None = None
     oracle: bool = False
     max_prompt: int | None = None
@@ -49,6 +52,7 @@ class WorkloadSettings(abc.ABC):
             None if isinstance(self.name, str) else f"{name}: name is {self.name!r:.60}, must be a text",
             checks.integer(f"{name}: num_requests", self.num_requests, optional=True),
             checks.integer(f"{name}: seed", self.seed, 0, 2**63 - 1),
+            checks.integer(f"{name}: text_seed", self.text_seed, 0, 2**63 - 1, optional=True),
             checks.integer(f"{name}: max_tokens", self.max_tokens, optional=True),
             checks.boolean(f"{name}: oracle", self.oracle),
             checks.integer(f"{name}: max_prompt", self.max_prompt, optional=True),
@@ -87,6 +91,10 @@ class WorkloadSettings(abc.ABC):
 
     # ------------------------------------------------------------------ for subclasses
 
+    @property
+    def seed_of_texts(self) -> int:
+        return self.seed if self.text_seed is None else self.text_seed
+
     def cut(self, prompts: np.ndarray, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Returns lengths cut to max_prompt and max_output, and what a reader of results must know about it."""
         notes = []
@@ -121,7 +129,7 @@ class WorkloadSettings(abc.ABC):
             zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
         ):
             output, max_tokens = asked_for(output, self.max_tokens, self.oracle)
-            text = functools.partial(own_text, self.seed, index, vocab_size)
+            text = functools.partial(own_text, self.seed_of_texts, index, vocab_size)
             items.append(
                 WorkItem(
                     index,

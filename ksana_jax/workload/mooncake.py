@@ -22,8 +22,8 @@ BLOCK_TOKENS = 512
 class Mooncake(Trace):
     """A Mooncake trace. A hash id names a block of 512 tokens; requests whose chains of ids begin alike share a prefix.
 
-    The tokens of a block are a function of its id and the seed. The last block of a prompt, if it is not full, is the
-    request's own.
+    The tokens of a block are a function of its id and the seed of texts. The last block of a prompt, if it is not full,
+    is the request's own.
 
     Args:
       length_scale: also scales the blocks, which must remain a whole number of tokens (1/4: 128).
@@ -53,7 +53,7 @@ class Mooncake(Trace):
         self, row: TraceRow, index: int, num_prompt: int, vocab_size: int
     ) -> Callable[[], np.ndarray] | None:
         full = row.hash_ids[: min(row.num_prompt // BLOCK_TOKENS, num_prompt // self.block_tokens)]
-        return functools.partial(_prompt, self.seed, full, self.block_tokens, index, num_prompt, vocab_size)
+        return functools.partial(_prompt, self.seed_of_texts, full, self.block_tokens, index, num_prompt, vocab_size)
 
 
 def _row(where: str, line: str) -> TraceRow:

@@ -128,8 +128,10 @@ class Sessions(WorkloadSettings):
                     prompt,
                     output,
                     max_tokens,
-                    functools.partial(_prompt, self.seed, system, head, session, prompt - head, vocab_size),
-                    functools.partial(stream, _session_key(self.seed, session), prompt - head, output, vocab_size),
+                    functools.partial(_prompt, self.seed_of_texts, system, head, session, prompt - head, vocab_size),
+                    functools.partial(
+                        stream, _session_key(self.seed_of_texts, session), prompt - head, output, vocab_size
+                    ),
                     clients[session],
                     session,
                     after,

@@ -26,7 +26,7 @@ _USERS, _MODELS = ("human", "user"), ("gpt", "chatgpt", "bing", "bard", "assista
 class ShareGPT(WorkloadSettings):
     """First questions and answers of ShareGPT's conversations; texts, not only lengths.
 
-    The file has no times: they are drawn. Every run sends the same texts, whatever the seed.
+    The file has no times: they are drawn. Every run sends the same texts, whatever the seeds.
 
     Args:
       path: the file.

@@ -73,6 +73,15 @@ def test_a_workload_is_a_function_of_its_settings(kind):
     assert first.isdisjoint(item.tokens()[:16].tobytes() for item in other.items)
 
 
+@pytest.mark.parametrize("kind", ["synthetic", "sessions"])
+def test_the_same_requests_can_have_other_texts(kind):
+    settings = read_workload(kind, num_requests=40)
+    one, other = settings.make(VOCAB), dataclasses.replace(settings, text_seed=7).make(VOCAB)
+    assert [row[:-2] for row in plain(one)] == [row[:-2] for row in plain(other)]
+    first = {item.tokens()[:16].tobytes() for item in one.items}
+    assert first.isdisjoint(item.tokens()[:16].tobytes() for item in other.items)
+
+
 def test_more_requests_begin_with_those_of_fewer():
     few, many = (read_workload("azure_conv", num_requests=n).make(VOCAB) for n in (10, 40))
     assert plain(few) == plain(many)[:10]
