@@ -20,11 +20,12 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench peers docs ready ready-aot lint format clean kernels run-kernels check-kernels emulate-kernels soak run-soak \
+.PHONY: help demo serve run-serve test bench peers docs ready ready-aot lint format clean kernels run-kernels check-kernels emulate-kernels soak run-soak \
   soak-tests soak-warpgroups-lives
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
+	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=$(TARGET), ARGS=\"--only regex\": only the report)"
@@ -41,6 +42,12 @@ help:
 demo: $(READY)
 	@echo "== ksana run configs/quickstart.yaml"
 	@$(VENV)/bin/ksana run configs/quickstart.yaml
+
+serve:
+	@$(MAKE) --no-print-directory run-serve EXTRAS=$(EXTRAS),server
+
+run-serve: $(READY)
+	@$(VENV)/bin/ksana serve ksana-tiny $(ARGS)
 
 ready: $(READY)
 

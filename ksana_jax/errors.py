@@ -7,5 +7,9 @@ class ConfigError(ValueError):
     """A configuration is invalid; the message lists every problem found."""
 
 
+class ContextLengthError(ValueError):
+    """A prompt and its output are longer than a sequence may be, or need more KV blocks than the pool has."""
+
+
 class JobError(RuntimeError):
     """A job of several processes has ended because one of them failed; the message says which and why."""

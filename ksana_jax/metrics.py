@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class StepRecord(NamedTuple):
@@ -15,6 +15,16 @@ class StepRecord(NamedTuple):
     step was scheduled.
     num_preemptions: since the engine started. unshared_blocks: blocks that running sequences would hold at the peak
     without sharing. cached_blocks: blocks kept for their content, without an owner.
+
+    What the step's time depends on, for models of costs (`ksana_jax.simulator`):
+
+    began_s: when it was submitted. The device computes it from then, or from the end of the step before it, until
+    ended_s. schedule_s: the host's time before that, from the last record of a busy engine, or from the call of `step`.
+    report_s: the host's time after ended_s, up to this record. compiled: whether a program was compiled for it.
+    shape: its `step.contract.StepShape`. num_chunks: rows that computed more than one token. num_sampled: padded number
+    of tokens whose logits were computed. num_attended: sum over its tokens of the cached tokens up to each, itself
+    included, as a mean over groups of layers; patterns that see fewer are not considered. num_saved, num_copied,
+    num_loaded: blocks moved to the host, on the device and from the host.
     """
 
     ended_s: float
@@ -27,3 +37,18 @@ class StepRecord(NamedTuple):
     num_preemptions: int
     unshared_blocks: int = 0
     cached_blocks: int = 0
+    began_s: float = 0.0
+    schedule_s: float = 0.0
+    report_s: float = 0.0
+    compiled: bool = False
+    shape: Any = None
+    num_chunks: int = 0
+    num_sampled: int = 0
+    num_attended: int = 0
+    num_saved: int = 0
+    num_copied: int = 0
+    num_loaded: int = 0
+
+    def without_times(self) -> StepRecord:
+        """Returns what the step did, without what the clock said: equal for equal decisions."""
+        return self._replace(ended_s=0.0, began_s=0.0, schedule_s=0.0, report_s=0.0, compiled=False)

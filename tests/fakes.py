@@ -257,7 +257,8 @@ class CheckedBuilder(BatchBuilder):
         self._tables = step.arrays.block_tables
         expected, expected_ends = BatchBuilder(**_settings(self)).build(batch, rows)
         assert step.shape == expected.shape and np.array_equal(ends, expected_ends)
-        assert (step.num_sampled, step.num_logprobs) == (expected.num_sampled, expected.num_logprobs)
+        counts = [(s.num_sampled, s.num_attended, s.num_logprobs) for s in (step, expected)]
+        assert counts[0] == counts[1]
         for made, other in ((step.arrays, expected.arrays), (step.sampling or (), expected.sampling or ())):
             for one, two in itertools.zip_longest(made, other):
                 assert np.array_equal(one, two) and getattr(one, "dtype", None) == getattr(two, "dtype", None)

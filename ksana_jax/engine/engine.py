@@ -78,6 +78,8 @@ class Engine:
         # Steps of the call that is being reported, and those of the call after it.
         self._running: Steps = collections.deque()
         self._ahead: Steps = collections.deque()
+        # When the last step was reported; None if the engine has been idle since.
+        self._reported_s: float | None = None
         # On the host an embedding is looked up before the step, for which its tokens must be known.
         feeds = config.embedding_device == "device"
         self.runs_ahead = config.async_scheduling and feeds
@@ -128,6 +130,8 @@ class Engine:
         for leader in leaders:
             self.scheduler.rank(leader)
         self._changes.begin()
+        if not self.scheduler.has_work:
+            self._reported_s = None
         for request, leader in zip(requests, leaders, strict=True):
             self.requests[request.request_id] = request
             for completion in request.completions:
@@ -219,19 +223,23 @@ class Engine:
     def _step(self) -> list[Request]:
         self._changes.begin()
         if not self._running:
-            self._running, self._ahead = self._ahead or self._submit(self.scheduler.schedule()), collections.deque()
-            if not self._running:
-                return self._wait()
+            since = self.clock() if self._reported_s is None else self._reported_s
+            if not self._ahead:
+                self._ahead = self._submit(self.scheduler.schedule(), since)
+                if not self._ahead:
+                    return self._wait()
+                since = self._ahead[-1].began
+            self._running, self._ahead = self._ahead, collections.deque()
             self.scheduler.advance(self._running[-1].batch)
             if self.runs_ahead:
-                self._ahead = self._submit(schedule_after(self._running[-1], self.scheduler))
+                self._ahead = self._submit(schedule_after(self._running[-1], self.scheduler), since)
         step = self._running.popleft()
         output, now = self._collect(step)
         watched = self._report_prompts(step, output, now)
         result = self.scheduler.settle(step.batch, output.tokens[: len(step.batch.sampled)])
         reported = self._report(step, output, result, watched)
         self._close_ended(reported, now)
-        self._observe(step, now)
+        self._observe(step, output, now)
         return list(reported)
 
     def _wait(self) -> list[Request]:
@@ -243,8 +251,8 @@ class Engine:
         self._make_moves()
         return []
 
-    def _submit(self, batch: ScheduledBatch | None) -> Steps:
-        return submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock)
+    def _submit(self, batch: ScheduledBatch | None, since: float) -> Steps:
+        return submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
 
     def _collect(self, step: Step) -> tuple[StepOutput, float]:
         """Waits for a step; returns its output and the time."""
@@ -286,8 +294,10 @@ class Engine:
                 self._close(request, now)
             request.notify()
 
-    def _observe(self, step: Step, now: float) -> None:
-        self.records.append(report.record(self.scheduler, step, now, self._most_steps))
+    def _observe(self, step: Step, output: StepOutput, ended_s: float) -> None:
+        now = self.clock()
+        self.records.append(report.record(self.scheduler, step, output.compiled, ended_s, now, self._most_steps))
+        self._reported_s = now
         for observe in self.observers:
             observe(self)
         if not self.scheduler.has_work:
@@ -338,6 +348,7 @@ class Engine:
         self._watched.clear()
         self._running.clear()
         self._ahead.clear()
+        self._reported_s = None
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
         self.executor.reset()

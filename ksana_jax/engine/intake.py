@@ -13,6 +13,7 @@ import numpy as np
 from ksana_jax.config import ModelConfig
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
+from ksana_jax.errors import ContextLengthError
 from ksana_jax.kv.state import KVState
 from ksana_jax.request import RequestInput, RequestMetrics, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -76,7 +77,7 @@ class Intake:
         if not count:
             raise ValueError("prompt is empty: at least one token is needed")
         if count >= max_model_len:
-            raise ValueError(
+            raise ContextLengthError(
                 f"prompt has {count:,} tokens, max_model_len is {max_model_len:,} and leaves no token of output"
             )
         low, high = int(ids.min()), int(ids.max())
@@ -119,7 +120,7 @@ class Intake:
         # Beams wait for each other: all of them must fit, even unshared.
         needed = scheduler.layout.blocks_to_finish(max_len, count) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:
-            raise ValueError(
+            raise ContextLengthError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
                 f"{blocks.block_size} tokens, the pool has {blocks.num_blocks:,}"
             )

@@ -136,13 +136,17 @@ def advance_beams(
     return reported
 
 
-def record(scheduler: Scheduler, step: Step, now: float, most_steps: int) -> StepRecord:
+def record(
+    scheduler: Scheduler, step: Step, compiled: bool, ended_s: float, reported_s: float, most_steps: int
+) -> StepRecord:
     """Returns the record of a step after `Scheduler.settle`. most_steps: that are scheduled at once."""
-    blocks, batch, in_use = scheduler.blocks, step.batch, step.blocks_after
+    blocks, batch, given, in_use = scheduler.blocks, step.batch, step.input, step.blocks_after
+    moves = given.moves
+    moved = (0, 0, 0) if moves is None else (len(moves.saves), len(moves.copies), len(moves.loads))
     if in_use is None or most_steps == 1:
         in_use = blocks.num_used - scheduler.row_blocks.num_ahead
     return StepRecord(
-        now,
+        ended_s,
         batch.num_tokens,
         len(batch.decodes),
         len(scheduler.order),
@@ -152,6 +156,15 @@ def record(scheduler: Scheduler, step: Step, now: float, most_steps: int) -> Ste
         scheduler.num_preemptions,
         step.unshared_blocks,
         blocks.num_idle,
+        step.began,
+        step.schedule_s,
+        reported_s - ended_s,
+        compiled,
+        given.shape,
+        len(batch.chunks),
+        given.num_sampled,
+        given.num_attended,
+        *moved,
     )
 
 

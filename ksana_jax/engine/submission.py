@@ -18,6 +18,7 @@ class Step:
     """A step that is built, and the state of the pool when it was.
 
     ends: for each of `batch.rows` the index of its last token among the step's.
+    began, schedule_s: see `StepRecord`.
     blocks_after: blocks in use when the step after it was scheduled; None if that waits for this one's tokens.
     pending: once it is submitted.
     """
@@ -26,6 +27,7 @@ class Step:
     input: StepInput
     ends: np.ndarray
     began: float
+    schedule_s: float
     peak_blocks: int
     unshared_blocks: int
     blocks_after: int | None = None
@@ -43,15 +45,18 @@ def submit(
     executor: Executor,
     most_steps: int,
     clock: Callable[[], float],
+    since: float,
 ) -> Steps:
     """Submits a step, if there is one, and those that follow in the same call: decodes, while no request waits.
 
     Args:
       most_steps: of a call. Fewer, or steps that differ, are submitted one by one.
+      since: when the host began to schedule the step.
     """
     steps: Steps = collections.deque()
     while batch is not None:
-        steps.append(_build(batch, scheduler, builder, clock))
+        steps.append(_build(batch, scheduler, builder, clock, since))
+        since = steps[-1].began
         if len(steps) == most_steps or len(batch.chunks) or scheduler.waiting:
             break
         batch = schedule_after(steps[-1], scheduler)
@@ -75,9 +80,11 @@ def schedule_after(step: Step, scheduler: Scheduler) -> ScheduledBatch | None:
     return batch
 
 
-def _build(batch: ScheduledBatch, scheduler: Scheduler, builder: BatchBuilder, clock: Callable[[], float]) -> Step:
+def _build(
+    batch: ScheduledBatch, scheduler: Scheduler, builder: BatchBuilder, clock: Callable[[], float], since: float
+) -> Step:
     given, ends = builder.build(batch, scheduler.rows)
     given.moves = scheduler.memory.take_moves()
     peak_blocks = scheduler.blocks.num_used
-    began = clock() if scheduler.memory.swap.weighs_costs else 0.0
-    return Step(batch, given, ends, began, peak_blocks, scheduler.row_blocks.num_held)
+    began = clock()
+    return Step(batch, given, ends, began, began - since, peak_blocks, scheduler.row_blocks.num_held)

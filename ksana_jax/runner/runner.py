@@ -237,6 +237,7 @@ class Runner:
 
     def run(self, step: PackedStep) -> Submitted:
         """Starts one step."""
+        before = self.num_compilations
         saved, move_s = self._start_moves(step.moves)
         run = self.compile_step(step.shape)
         given = self._fed(step.shape) if step.rows is None else step.rows
@@ -251,15 +252,19 @@ class Runner:
             choose = self.compile_sampler(sampled, count, step.samples, dense is not None, top)
             self._sampled, report = choose(self.params, sampled, settings if step.samples else None, dense)
             tokens = Fetched(report, report_packing(count, top))
-        return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores)
+        compiled = self.num_compilations > before
+        return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores, compiled)
 
     def run_loop(self, loop: PackedLoop) -> list[Submitted]:
         """Starts several steps in one call."""
+        before = self.num_compilations
         saved, move_s = self._start_moves(loop.moves)
         run, given = self._program(loop.key), self._fed(loop.key.shape)
         self.cache, self._sampled, reports = run(self.params, self.cache, loop.vectors, given, self._seen.arrays)
         fetched = Fetched(reports, report_packing(loop.num_sampled, loop.key.num_top))
-        first = Submitted(functools.partial(self.mover.finish, saved), move_s, FetchedStep(fetched, 0), None)
+        compiled = self.num_compilations > before
+        finish = functools.partial(self.mover.finish, saved)
+        first = Submitted(finish, move_s, FetchedStep(fetched, 0), None, compiled)
         others = range(1, len(loop.vectors))
         return [first, *(Submitted(lambda: None, 0.0, FetchedStep(fetched, at), None) for at in others)]
 

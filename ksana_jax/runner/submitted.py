@@ -41,15 +41,17 @@ class Submitted(NamedTuple):
     """A step that the device is computing; see `step.Pending`.
 
     tokens: (tokens, their `TokenScores` or None); None if none are sampled. prompt_scores: `TokenScores`, or None.
+    compiled: whether a program was compiled for the step.
     """
 
     finish_moves: Callable[[], None]
     move_s: float
     tokens: Fetched | FetchedStep | None
     prompt_scores: Fetched | None
+    compiled: bool = False
 
     def result(self) -> StepOutput:
         self.finish_moves()  # while the device computes
         tokens, scores = (_NO_TOKENS, None) if self.tokens is None else self.tokens.result()
         prompt_scores = None if self.prompt_scores is None else self.prompt_scores.result()
-        return StepOutput(tokens, scores, prompt_scores, self.move_s)
+        return StepOutput(tokens, scores, prompt_scores, self.move_s, self.compiled)

@@ -19,7 +19,7 @@ class StepSize(NamedTuple):
 
     shape: the padded sizes for which it is compiled. num_sampled: padded number of tokens whose logits are computed.
     num_tokens: tokens computed, without padding; num_chunked: those of them in chunks. num_attended: sum over these
-    tokens of the tokens that each sees under full attention, itself included. num_rows: sequences.
+    tokens of the cached tokens up to each, see `StepInput`. num_rows: sequences.
     num_saved, num_copied, num_loaded: blocks that move to the host, on the device and from the host.
     """
 
@@ -75,8 +75,9 @@ class SizeBuilder(BatchBuilder):
         return cls(**settings, tokens=tokens)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
-        computed = rows.num_computed[batch.rows]
-        lengths = computed + (batch.num_per_row if len(batch.chunks) else ONE)
+        running = batch.rows
+        computed, counts = rows.num_computed[running], batch.num_per_row if len(batch.chunks) else ONE
+        lengths = computed + counts
         shape = self._shape(batch, rows)
         num_sampled = self.buckets.num_sampled(len(computed) if batch.samples is None else int(batch.samples.sum()))
         size = StepSize(
@@ -84,11 +85,11 @@ class SizeBuilder(BatchBuilder):
             num_sampled,
             num_tokens=batch.num_tokens,
             num_chunked=int(batch.counts.sum()) if len(batch.chunks) else 0,
-            num_attended=_attended(computed, lengths),
+            num_attended=_attended(computed - rows.num_evicted[:, running], counts),
             num_rows=len(computed),
         )
         tokens = self.tokens.of(batch, lengths, rows)
-        return SizedStep(shape, _NO_ARRAYS, num_sampled, size=size, tokens=tokens), lengths
+        return SizedStep(shape, _NO_ARRAYS, num_sampled, size.num_attended, size=size, tokens=tokens), lengths
 
     def _shape(self, batch: ScheduledBatch, rows: Rows) -> StepShape:
         if self.buckets.shared_rows and len(batch.decodes) > 1 and (found := self._with_sharing_decodes(batch, rows)):
@@ -101,7 +102,11 @@ class SizeBuilder(BatchBuilder):
         return functools.lru_cache(4096)(self.buckets.shape)
 
 
-def _attended(computed: np.ndarray, lengths: np.ndarray) -> int:
-    """Returns the sum of 1 + position over the tokens that take each text from `computed` to `lengths` tokens."""
-    first, last = computed.astype(np.int64), lengths.astype(np.int64)
-    return int((last * (last + 1) - first * (first + 1)).sum()) // 2
+def _attended(cached: np.ndarray, counts: np.ndarray) -> int:
+    """Returns the sum over new tokens of the cached tokens up to each, as a mean over groups of layers.
+
+    Args:
+      cached: [Gk, n] tokens before, in each group of layers. counts: new tokens of each of n rows.
+    """
+    first = cached.astype(np.int64)
+    return int((counts * (2 * first + counts + 1)).sum()) // (2 * len(cached))

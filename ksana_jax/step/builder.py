@@ -115,7 +115,9 @@ class BatchBuilder:
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
         sampled = ends if batch.samples is None else ends[batch.samples]
         arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
-        step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)))
+        # Padding is at -1.
+        num_attended = int(np.add.reduce(arrays.cache_positions, axis=None)) // rows.num_groups + shape.num_tokens
+        step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)), num_attended)
         self._ask(step, batch, rows, ends)
         return step, ends
 

@@ -243,6 +243,7 @@ class StepInput:
     """The input of an executor for one step.
 
     num_sampled: number of the J sampled tokens that are used, from a bucket; 0 computes no logits.
+    num_attended: sum over the tokens of the cached tokens up to each, itself included, as a mean over groups of layers.
     sampling: settings of num_sampled tokens; None if all are greedy.
     num_logprobs: number of top tokens to report for sampled tokens; None for no log-probabilities.
     targets: [T] the token that follows each packed token in its prompt, -1 if none; None scores no prompt.
@@ -253,6 +254,7 @@ class StepInput:
     shape: StepShape
     arrays: StepArrays
     num_sampled: int
+    num_attended: int = 0
     sampling: SamplingArrays | None = None
     num_logprobs: int | None = None
     targets: np.ndarray | None = None
@@ -278,12 +280,14 @@ class StepOutput:
     A token is -1 if its scores are not finite, so that none can be chosen.
 
     move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
+    compiled: whether a program was compiled for the step.
     """
 
     tokens: np.ndarray
     scores: TokenScores | None = None
     prompt_scores: TokenScores | None = None
     move_s: float = 0.0
+    compiled: bool = False
 
     def result(self) -> StepOutput:
         """Returns itself, for executors that compute a step at once."""

@@ -51,7 +51,8 @@ class LastDecodes:
         arrays = StepArrays(tokens, numbers[0], cache_positions, slots, a.block_tables, a.block_starts, a.sampled)
         if sampling is not None:
             sampling = sampling._replace(num_outputs=sampling.num_outputs + real[: step.num_sampled])
-        self.step = StepInput(step.shape, arrays, step.num_sampled, sampling, step.num_logprobs)
+        num_attended = step.num_attended + len(self.decodes)
+        self.step = StepInput(step.shape, arrays, step.num_sampled, num_attended, sampling, step.num_logprobs)
         return self.step, self.ends
 
     @functools.cached_property

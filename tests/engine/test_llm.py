@@ -1,6 +1,5 @@
 """The front door: what goes into `LLM.generate` and what comes out."""
 
-import itertools
 import warnings
 
 import numpy as np
@@ -206,13 +205,14 @@ def test_without_a_tokenizer_ids_are_served_and_text_is_refused():
 
 def test_times_are_those_of_the_clock():
     llm = make_llm()
-    llm.engine.clock = itertools.count(100.0, 0.5).__next__  # half a second per step
+    llm.engine.clock = lambda: 100.0 + 0.5 * len(llm.records)  # half a second between the ends of two steps
     asked = [SamplingParams(temperature=0, max_tokens=n, detokenize=False, ignore_eos=True) for n in (5, 1)]
     first, second = llm.generate([{"prompt_token_ids": [BOS] * 40}, {"prompt_token_ids": [BOS]}], asked)
-    # Arrivals at 100 and 100.5; chunks of 16, 16 and 8 fill the only tile until 102; the last leaves room for a token.
-    assert (first.metrics.arrival_s, first.metrics.first_token_s, first.metrics.finished_s) == (100.0, 102.0, 104.0)
-    assert (first.metrics.ttft_s, first.metrics.tpot_s, first.metrics.num_output_tokens) == (2.0, 0.5, 5)
-    assert (second.metrics.ttft_s, second.metrics.tpot_s, second.metrics.num_output_tokens) == (1.5, None, 1)
+    # Arrivals and the first end at 100; chunks of 16, 16 and 8 fill the only tile until 101; the last leaves room for a
+    # token.
+    assert (first.metrics.arrival_s, first.metrics.first_token_s, first.metrics.finished_s) == (100.0, 101.0, 103.0)
+    assert (first.metrics.ttft_s, first.metrics.tpot_s, first.metrics.num_output_tokens) == (1.0, 0.5, 5)
+    assert (second.metrics.ttft_s, second.metrics.tpot_s, second.metrics.num_output_tokens) == (1.0, None, 1)
     assert first.metrics.num_preemptions == 0
 
 

@@ -10,6 +10,8 @@ import pytest
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.simulator.cost import AffineCost, HostCost, read_cost
 from ksana_jax.simulator.run import simulate
+from ksana_jax.simulator.step_size import SizeBuilder, SizedStep
+from ksana_jax.step.builder import BatchBuilder
 
 MODEL = ModelConfig(vocab_size=1000, eos_ids=(2,))
 
@@ -27,6 +29,7 @@ class Item:
     session: int | None = None
     after: int | None = None
     think_s: float = 0.0
+    seed: int | None = None
     tokens: Callable[[], np.ndarray] = dataclasses.field(init=False)
     output_tokens: Callable[[], np.ndarray] = dataclasses.field(init=False)
 
@@ -35,7 +38,9 @@ class Item:
         object.__setattr__(self, "output_tokens", lambda: self._drawn(1, self.num_output))
 
     def _drawn(self, what: int, count: int) -> np.ndarray:
-        return np.random.default_rng((self.index, what)).integers(0, 1000, count, np.int32)
+        return np.random.default_rng((self.index if self.seed is None else self.seed, what)).integers(
+            0, 1000, count, np.int32
+        )
 
 
 def config(**settings) -> EngineConfig:
@@ -136,3 +141,30 @@ def test_an_engine_without_a_size_of_its_pool_is_refused():
 def test_a_cost_that_cannot_be_is_refused_with_the_field(given, words):
     with pytest.raises(ConfigError, match=words):
         read_cost(given)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_blocks": 12},
+        {"enable_prefix_caching": True, "num_blocks": 12, "shared_prefix_attention": True},
+        {"kv_eviction": {"method": "h2o", "budget": 0.3}},
+    ],
+)
+def test_steps_without_arrays_have_the_sizes_of_those_with_them(monkeypatch, settings):
+    build, compared = SizeBuilder.build, []
+
+    def both(self, batch, rows):
+        found, ends = build(self, batch, rows)
+        assert isinstance(found, SizedStep)
+        made, _ = BatchBuilder.build(self, batch, rows)
+        sizes = [(s.shape, s.num_sampled, s.num_attended) for s in (found, made)]
+        assert sizes[0] == sizes[1] and len(found.tokens) == len(batch.sampled)
+        compared.append(np.count_nonzero(made.arrays.positions >= 0) == found.size.num_tokens)
+        return found, ends
+
+    monkeypatch.setattr(SizeBuilder, "build", both)
+    items = [dataclasses.replace(item, seed=item.index % 3) for item in drawn_items(60, 300.0)]
+    run = simulate(items, MODEL, config(**settings), AffineCost(0.004, 1e-5))
+    assert len(compared) >= len(run.records) and all(compared)
+    assert [r.num_attended for r in run.records] != [0] * len(run.records)

@@ -1,0 +1,92 @@
+"""`ksana serve`: serves a model over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ksana_jax.cli.options import Model
+
+if TYPE_CHECKING:
+    from ksana_jax.engine.async_llm import AsyncLLM
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="settings of the engine as in YAML, such as block_size=8 enable_prefix_caching=true pattern.window=112",
+        show_default=False,
+    ),
+]
+
+
+def serve(
+    model: Model,
+    settings: Settings = None,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="name of the model for clients; may be given several times", show_default="its own"),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="a Jinja file that formats conversations", show_default="the model's")
+    ] = None,
+    max_num_queued_reqs: Annotated[
+        int | None,
+        typer.Option(help="completions that may wait or run; more are told 429", show_default="4 x max_num_seqs"),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        int | None,
+        typer.Option(help="prompt tokens that may wait to be computed", show_default="30 seconds of prefill"),
+    ] = None,
+    shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests after SIGTERM")] = 30.0,
+    client_timeout: Annotated[
+        float, typer.Option(help="seconds after which a client that stalls is disconnected")
+    ] = 60.0,
+    warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
+) -> None:
+    """Serves a model over HTTP with OpenAI's API: completions, chat, streams.
+
+    Listens at once; /ready is 200 when the model has been loaded. SIGTERM or Ctrl-C lets accepted requests end first.
+    """
+    from ksana_jax.experiments.dotted import dotlist
+
+    try:
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"ksana serve needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
+    from ksana_jax.server.running import listen
+    from ksana_jax.server.running import serve as run
+    from ksana_jax.server.settings import ServerSettings, read_api_keys
+
+    given = ServerSettings(
+        host=host,
+        port=port,
+        api_keys=() if api_key_file is None else read_api_keys(api_key_file),
+        served_model_names=tuple(served_model_name or ()),
+        max_num_queued_reqs=max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
+        shutdown_timeout_s=shutdown_timeout,
+        client_timeout_s=client_timeout,
+    )
+    template = None if chat_template is None else chat_template.read_text(encoding="utf-8")
+    engine = dotlist(settings or [])
+    listener = listen(given)
+    raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
+
+
+def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:
+    """Loads a model; called in a thread while the server listens."""
+    from ksana_jax.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM(model, **settings)
+    if chat_template is not None and llm.tokenizer is not None:
+        llm.tokenizer.chat_template = chat_template
+    if warm_up and llm.llm is not None:
+        llm.llm.warm_up()
+    return llm

@@ -1,0 +1,51 @@
+"""Keeps requests without an API key from everything but a few paths, as ASGI middleware."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ksana_jax.server.errors import APIError
+from ksana_jax.server.state import salt_of_key
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+class RequireKey:
+    """Answers 401 to requests without one of the keys, whatever they ask for, known to the server or not.
+
+    It reads scope["path"], which is what routes are matched with, and no URL built from headers: the header Host took
+    others past such a check (CVE-2026-48746).
+
+    Args:
+      keys: without any, every request passes.
+      open_paths: served without a key, exactly as written.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str] = OPEN_PATHS):
+        self._app, self._open = app, frozenset(open_paths)
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._open:
+            key = self._key_of(scope)
+            if key is None:
+                error = APIError(401, "no valid API key: send Authorization: Bearer KEY", code="invalid_api_key")
+                response = error.response()
+                response.headers["www-authenticate"] = "Bearer"
+                return await response(scope, receive, send)
+            scope["ksana.salt"] = salt_of_key(key)
+        await self._app(scope, receive, send)
+
+    def _key_of(self, scope: Scope) -> bytes | None:
+        """Returns the key that a request carries, if it is one of ours."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return None
+        scheme, _, token = given[0].partition(b" ")
+        token = token.strip()
+        # All keys are compared, each in constant time.
+        same = [key for key in self._keys if hmac.compare_digest(key, token)]
+        return same[0] if same and scheme.lower() == b"bearer" else None

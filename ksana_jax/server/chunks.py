@@ -1,0 +1,152 @@
+"""Writes the chunks of a stream. Knows deltas of completions and OpenAI's two formats, no HTTP.
+
+What is constant in a stream is formatted once: a chunk of text costs one pass over the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from ksana_jax.request import CompletionOutput, RequestOutput
+from ksana_jax.server.generation import Usage, check_output
+from ksana_jax.server.logprobs import CompletionLogprobs, chat_logprobs
+from ksana_jax.server.model import TokenTexts
+from ksana_jax.server.sse import event
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+class Chunks:
+    """Writes the events of one stream.
+
+    Args:
+      head: the fields of all chunks, such as id and model.
+      choices: one writer for each choice, in their order.
+      usage: of the whole request, so far.
+      include_usage: whether the last chunk has it. in_each: whether every one has.
+    """
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        choices: Sequence[TextChoice | ChatChoice],
+        usage: Usage,
+        include_usage: bool,
+        in_each: bool,
+    ):
+        self._head, self._choices, self._usage = head, choices, usage
+        self._include_usage, self._in_each = include_usage, in_each
+        self._before = f'data: {_json(head)[:-1]},"choices":[{{"index":'
+        self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
+        self._cached: dict[int, int] = {}
+
+    def write(self, number: int, output: RequestOutput) -> str:
+        """Returns the events for what is new of the prompt with this number; empty if no text is complete.
+
+        Raises:
+          APIError: a completion was ended by a failure.
+        """
+        usage, pieces = self._usage, []
+        self._cached[number] = output.num_cached_tokens
+        per_prompt = len(output.outputs)
+        for new in output.outputs:
+            choice = self._choices[number * per_prompt + new.index]
+            if choice.ended or not (new.token_ids or new.finish_reason):
+                continue
+            check_output(new)
+            usage.completion += len(new.token_ids)
+            choice.ended = new.finish_reason is not None
+            pieces += choice.write(new, output)
+        if not pieces:
+            return ""
+        after = self._after
+        if self._in_each:
+            usage.cached = sum(self._cached.values())
+            after = f'}}],"usage":{_json(usage.json())}}}\n\n'
+        return "".join(f"{self._before}{piece}{after}" for piece in pieces)
+
+    def last(self) -> str:
+        """Returns the event with the usage, if it was asked for."""
+        if not self._include_usage:
+            return ""
+        self._usage.cached = sum(self._cached.values())
+        return event({**self._head, "choices": [], "usage": self._usage.json()})
+
+
+class TextChoice:
+    """Writes the chunks of one completion.
+
+    Args:
+      echo: text before the first one, with its log-probabilities if there are any.
+      logprobs: None for none.
+    """
+
+    def __init__(self, index: int, logprobs: CompletionLogprobs | None = None, echo: Echo | None = None):
+        self.ended = False
+        self._index, self._logprobs, self._echo = index, logprobs, echo
+
+    def write(self, new: CompletionOutput, output: RequestOutput) -> list[str]:
+        """Returns what follows `"choices":[{"index":` in each chunk."""
+        text, reason = new.text, new.finish_reason
+        arrays = None if self._logprobs is None else self._logprobs.write(new.token_ids, new.logprobs or ())
+        if (echo := self._echo) is not None:
+            text, arrays, self._echo = echo.text + text, echo.before(arrays, output), None
+        if not text and reason is None and arrays is None:
+            return []
+        scores = "null" if arrays is None else _json(arrays)
+        ends = "null" if reason is None else f'"{reason}"'
+        return [f'{self._index},"text":{quoted(text)},"logprobs":{scores},"finish_reason":{ends}']
+
+
+class Echo:
+    """The prompt as the first part of a completion.
+
+    Args:
+      logprobs: writes those of the prompt; None for none.
+    """
+
+    def __init__(self, text: str, logprobs: CompletionLogprobs | None):
+        self.text, self._logprobs = text, logprobs
+
+    def before(self, arrays: dict[str, list] | None, output: RequestOutput) -> dict[str, list] | None:
+        """Returns the arrays of prompt and completion."""
+        if self._logprobs is None or arrays is None:
+            return arrays
+        own = self._logprobs.write(output.prompt_token_ids, output.prompt_logprobs or ())
+        return {name: own[name] + arrays[name] for name in arrays}
+
+
+class ChatChoice:
+    """Writes the chunks of one answer: the role with the first token, text, and at the end the reason.
+
+    Args:
+      num_top: tokens besides each one, with their log-probabilities; None for no log-probabilities.
+    """
+
+    def __init__(self, index: int, texts: TokenTexts, num_top: int | None):
+        self.ended = False
+        self._index, self._texts, self._num_top = index, texts, num_top
+        self._started = False
+
+    def write(self, new: CompletionOutput, output: RequestOutput) -> list[str]:
+        """Returns what follows `"choices":[{"index":` in each chunk."""
+        pieces = []
+        if not self._started:
+            self._started = True
+            pieces.append(self._piece('{"role":"assistant","content":""}'))
+        scores = "null"
+        if self._num_top is not None and new.token_ids:
+            scores = _json(chat_logprobs(self._texts, new.token_ids, new.logprobs or (), self._num_top))
+        if new.text or scores != "null":
+            pieces.append(self._piece(f'{{"content":{quoted(new.text)}}}', scores))
+        if new.finish_reason is not None:
+            pieces.append(self._piece("{}", "null", f'"{new.finish_reason}"'))
+        return pieces
+
+    def _piece(self, delta: str, scores: str = "null", ends: str = "null") -> str:
+        return f'{self._index},"delta":{delta},"logprobs":{scores},"finish_reason":{ends}'

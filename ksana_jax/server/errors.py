@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients expect them. Knows HTTP, no engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+# Types of errors by status, as OpenAI names them.
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "service_unavailable_error",
+}
+MAX_MESSAGE_CHARS = 2000
+
+
+class APIError(Exception):
+    """An error that a client is told.
+
+    Args:
+      status: of the HTTP response.
+      message: names the field, its value and its limit, where there are any.
+      param: the field that is wrong, if one is.
+      code: a word for programs, such as "context_length_exceeded".
+      retry_after_s: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, one_line(message), param, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON values: {"error": {"message", "type", "param", "code"}}."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(math.ceil(self.retry_after_s), 1))}
+
+    def response(self) -> Response:
+        return json_response(self.body, self.status, self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """Returns the error of a request that can never be served."""
+    return APIError(400, message, param=param, code=code)
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns a response of JSON. Clients of all kinds decode ASCII."""
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return Response(text, status, headers, media_type="application/json")
+
+
+def one_line(message: str) -> str:
+    """Makes a message safe to print and to send: control characters escaped, truncated."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message[:MAX_MESSAGE_CHARS])
+    return text if len(message) <= MAX_MESSAGE_CHARS else text + "..."

@@ -1,0 +1,76 @@
+"""Settings of the HTTP server. Knows no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ksana_jax import checks
+from ksana_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Configures the HTTP server.
+
+    Args:
+      host, port: address to listen on; port 0 takes a free one.
+      api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
+      served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
+        name under which it was loaded.
+      max_num_queued_reqs: completions that may wait or run at once; None takes four times max_num_seqs.
+      max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 30 seconds of prefill.
+      shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
+      client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
+        request, is disconnected.
+      ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
+      max_body_bytes: maximum bytes of a request's body.
+      max_header_bytes: maximum bytes of a request's first line and headers.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    served_model_names: tuple[str, ...] = ()
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    shutdown_timeout_s: float = 30.0
+    client_timeout_s: float = 60.0
+    ping_s: float = 15.0
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 64 * 2**10
+
+    def __post_init__(self):
+        checks.require(
+            checks.integer("port", self.port, 0, 65535),
+            checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, optional=True),
+            checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, optional=True),
+            checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
+            checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
+            checks.number("ping_s", self.ping_s, above=0, high=86400),
+            checks.integer("max_body_bytes", self.max_body_bytes, 1024),
+            checks.integer("max_header_bytes", self.max_header_bytes, 1024),
+            error=ConfigError,
+        )
+        for name in self.served_model_names:
+            if not (name and name.isprintable() and len(name) <= 256):
+                raise ConfigError(f"served_model_name is {name!r:.60}, must be 1 to 256 printable characters")
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Reads a file of API keys, one a line; empty lines and lines that begin with # are skipped.
+
+    Raises:
+      ConfigError: it has no key, or one that cannot be sent in a header.
+      OSError: it cannot be read.
+    """
+    keys = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not (key := line.strip()) or key.startswith("#"):
+            continue
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ConfigError(f"{path}: the key in line {number} must be printable ASCII without spaces")
+        keys.append(key)
+    if not keys:
+        raise ConfigError(f"{path} has no API key: write one a line")
+    return tuple(keys)

@@ -1,0 +1,115 @@
+"""What all requests of a server share: engine, model, and whether it takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from ksana_jax.engine.async_llm import AsyncLLM
+from ksana_jax.server.errors import APIError
+from ksana_jax.server.model import ServedModel, served_model
+from ksana_jax.server.settings import ServerSettings
+
+T = TypeVar("T")
+
+# Calls that may wait for a thread, and seconds that each may take until it is answered.
+MAX_CALLS = 512
+THREAD_TIMEOUT_S = 30.0
+RETRY_LOADING_S = 5.0
+RETRY_DRAINING_S = 30.0
+
+
+class Serving:
+    """Engine and model of a server, once they are loaded, and its state.
+
+    Attributes:
+      draining: whether the server is ending, and refuses new requests.
+    """
+
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self.draining = False
+        self._llm: AsyncLLM | None = None
+        self._model: ServedModel | None = None
+        self._num_calls = 0
+
+    def begin(self, llm: AsyncLLM) -> None:
+        """Begins to serve a model that is loaded; on the event loop."""
+        self._model, self._llm = served_model(llm, self.settings.served_model_names), llm
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The engine.
+
+        Raises:
+          APIError: status 503 while it is not loaded, or draining; 500 once it has failed.
+        """
+        if self.draining:
+            raise APIError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_DRAINING_S)
+        llm = self.any_llm
+        if not llm.is_alive:
+            raise APIError(500, "the engine has failed and serves no more requests", code="engine_dead")
+        return llm
+
+    @property
+    def any_llm(self) -> AsyncLLM:
+        """The engine, draining or dead as it may be.
+
+        Raises:
+          APIError: status 503 while it is not loaded.
+        """
+        if self._llm is None:
+            raise APIError(503, "the model is loading", code="loading", retry_after_s=RETRY_LOADING_S)
+        return self._llm
+
+    @property
+    def model(self) -> ServedModel:
+        """The model; raises APIError, status 503, while it is not loaded."""
+        if self._model is None:
+            raise APIError(503, "the model is loading", code="loading", retry_after_s=RETRY_LOADING_S)
+        return self._model
+
+    @property
+    def status(self) -> str:
+        """One of loading, ready, draining and dead."""
+        if self._llm is not None and not self._llm.is_alive:
+            return "dead"
+        return "draining" if self.draining else "loading" if self._llm is None else "ready"
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function that takes long in another thread, so that streams go on meanwhile.
+
+        Raises:
+          APIError: status 503: too many calls wait, or this one took too long.
+        """
+        if self._num_calls >= MAX_CALLS:
+            raise APIError(503, f"{MAX_CALLS} requests wait to be tokenized", code="overloaded", retry_after_s=1)
+        self._num_calls += 1
+        try:
+            async with asyncio.timeout(THREAD_TIMEOUT_S):
+                return await self.any_llm.text_pool.run(function, *args)
+        except TimeoutError:
+            raise APIError(503, f"tokenizing took more than {THREAD_TIMEOUT_S:g} seconds", retry_after_s=1) from None
+        finally:
+            self._num_calls -= 1
+
+
+def serving_of(request: Request) -> Serving:
+    """Returns the state of the server that a request came to."""
+    return request.app.state.serving
+
+
+def salt_of_key(key: bytes) -> str:
+    """Returns the cache salt of an API key: clients with other keys do not share its cached prefixes, and cannot tell
+    from the time of an answer what is cached (CVE-2025-46570)."""
+    return hashlib.sha256(b"ksana cache salt\0" + key).hexdigest()[:32]
+
+
+def cache_salt(request: Request, given: str | None) -> str:
+    """Returns the cache salt of a request: that of its API key, divided further by the client's own."""
+    of_key = request.scope.get("ksana.salt", "")
+    return of_key if given is None else f"{of_key}/{given}"
