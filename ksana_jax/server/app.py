@@ -52,6 +52,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         routes=routes,
         middleware=[
             Middleware(RequestIds),
+            Middleware(LimitHeaders, most=settings.max_header_bytes),
             Middleware(RequireKey, keys=settings.api_keys, open_paths=OPEN_PATHS),
             Middleware(Errors),
         ],
@@ -82,6 +83,25 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class LimitHeaders:
+    """Answers 431 to requests whose first line and headers are longer than `most` bytes.
+
+    h11 limits only headers that do not arrive at once.
+    """
+
+    def __init__(self, app: ASGIApp, most: int):
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+            size += len(scope.get("raw_path", b"")) + len(scope["query_string"])
+            if size > self._most:
+                error = APIError(431, f"line and headers have {size:,} bytes, at most {self._most:,} are read")
+                return await error.response()(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class Errors:

@@ -18,6 +18,8 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 MAX_MESSAGE_CHARS = 2000
+# Statuses of requests that were not read to their end.
+UNREAD = (408, 413, 431)
 
 
 class APIError(Exception):
@@ -52,9 +54,9 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(math.ceil(self.retry_after_s), 1))}
+        found = {} if self.retry_after_s is None else {"retry-after": str(max(math.ceil(self.retry_after_s), 1))}
+        # The rest of what the client sends is not read.
+        return {**found, "connection": "close"} if self.status in UNREAD else found
 
     def response(self) -> Response:
         return json_response(self.body, self.status, self.headers)
