@@ -22,6 +22,7 @@ CONTENTS = {
         "docs/commands.md",
         "docs/evaluation.md",
         "docs/yaml.md",
+        "docs/workloads.md",
         "docs/coming-from-vllm.md",
         "docs/jax.md",
         "docs/new-accelerator.md",

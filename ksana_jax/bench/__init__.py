@@ -10,4 +10,5 @@ BENCHES: dict[str, str] = {
     "latency": "ksana_jax.bench.latency:Latency",
     "tokens-in-forward": "ksana_jax.bench.tokens_in_forward:TokensInForward",
     "scheduling": "ksana_jax.bench.scheduling:Scheduling",
+    "serving": "ksana_jax.bench.serving:Serving",
 }

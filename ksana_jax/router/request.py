@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-# Bytes of `hashes_of`, or numbers, as a trace has them.
-Hash = bytes | int
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedRequest:
@@ -23,6 +20,6 @@ class RoutedRequest:
 
     request_id: str
     num_prompt: int
-    hashes: Sequence[Hash] = ()
+    hashes: Sequence[bytes] = ()
     max_tokens: int = 16
     client: str = ""

@@ -92,6 +92,11 @@ class WorkloadSettings(abc.ABC):
     # ------------------------------------------------------------------ for subclasses
 
     @property
+    def label(self) -> str:
+        """The name of the workload."""
+        return self.name or type(self).__name__.lower()
+
+    @property
     def seed_of_texts(self) -> int:
         return self.seed if self.text_seed is None else self.text_seed
 

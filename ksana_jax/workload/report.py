@@ -18,6 +18,7 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.plugins import nearest
 
 PERCENTILES = (50, 90, 99)
+_RATES = ("requests", "output_tokens", "prompt_tokens")
 # Growth of the mean TTFT from the first half of the requests to the second from which a run has no steady state, and
 # the share of the median E2E below which a difference is noise.
 GROWTH, LEAST_GROWTH = 1.5, 0.05
@@ -180,25 +181,24 @@ def flat(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(report: Mapping[str, Any]) -> str:
     """Returns a report as aligned text, without a line break at the end."""
+    errors = "".join(f"; {name}: {count:,}" for name, count in report["errors"].items())
+    rates = [f"{_n(report[f'{what}_per_s'])} {what.replace('_', ' ')}/s" for what in _RATES]
+    finished = f"{report['num_finished']:,} of {report['num_requests']:,} finished"
     lines = [
-        f"requests        {report['num_finished']:,} of {report['num_requests']:,} finished in {_s(report['seconds'])} s"
-        + "".join(f"; {name}: {count:,}" for name, count in report["errors"].items()),
-        f"throughput      {_n(report['requests_per_s'])} requests/s, {_n(report['output_tokens_per_s'])} output tokens/s, "
-        f"{_n(report['prompt_tokens_per_s'])} prompt tokens/s",
+        f"requests      {finished} in {_n(report['seconds'])} s{errors}",
+        f"throughput    {', '.join(rates)}",
     ]
     if (good := report.get("goodput")) is not None:
         limits = ", ".join(f"{name.removesuffix('_s').upper()} {value:g} s" for name, value in good["limits"].items())
-        lines.append(
-            f"goodput         {_n(good['requests_per_s'])} requests/s; {good['share']:.1%} of the requests meet {limits}"
-        )
+        share = f"{good['share']:.1%} of the requests meet {limits}"
+        lines.append(f"goodput       {_n(good['requests_per_s'])} requests/s; {share}")
     if report["hit_rate"] is not None:
-        lines.append(f"prefix cache    {report['hit_rate']:.1%} of the prompt tokens")
-    lines.append(
-        f"{'milliseconds':12} {'mean':>10} " + " ".join(f"{f'p{p}':>10}" for p in PERCENTILES) + f" {'max':>10}"
-    )
+        lines.append(f"prefix cache  {report['hit_rate']:.1%} of the prompt tokens")
+    heads = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
+    lines.append(f"{'ms':6}" + "".join(f"{head:>10}" for head in heads))
     for name in ("ttft", "tpot", "itl", "e2e"):
         if (found := report[f"{name}_s"]) is not None:
-            lines.append(f"{name.upper():12} " + " ".join(f"{value * 1000:10,.1f}" for value in found.values()))
+            lines.append(f"{name.upper():6}" + "".join(f"{value * 1000:10,.1f}" for value in found.values()))
     return "\n".join([*lines, *(f"warning: {failure}" for failure in report["failures"])])
 
 
@@ -229,7 +229,3 @@ def _plain(value: float) -> float | None:
 
 def _n(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}"
-
-
-def _s(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"

@@ -80,7 +80,7 @@ class Sessions(WorkloadSettings):
             if count := int((~kept).sum()):
                 notes.append(f"{count:,} of {len(kept):,} turns left out, longer than {self.max_prompt:,} tokens")
             drawn = drawn.keep(kept)
-        return Workload(self.name or "sessions", self.seed, self._items(drawn, vocab_size), tuple(notes))
+        return Workload(self.label, self.seed, self._items(drawn, vocab_size), tuple(notes))
 
     def _draw(self) -> _Turns:
         """Draws sessions until they have num_requests turns; the last is cut off there."""
@@ -113,7 +113,7 @@ class Sessions(WorkloadSettings):
         waits = np.array([starts[s] for s in drawn.session.tolist()]) + _within(drawn, thinks)
         # In the order in which they would arrive if answers took no time.
         order = np.lexsort((drawn.turn, drawn.session, waits))
-        prompts, clients = drawn.prompts(), self.client_names(int(numbers[-1]) + 1)
+        texts, prompts, clients = self.seed_of_texts, drawn.prompts(), self.client_names(int(numbers[-1]) + 1)
         items: list[WorkItem] = []
         last: dict[int, int] = {}
         for index, place in enumerate(order.tolist()):
@@ -128,10 +128,8 @@ class Sessions(WorkloadSettings):
                     prompt,
                     output,
                     max_tokens,
-                    functools.partial(_prompt, self.seed_of_texts, system, head, session, prompt - head, vocab_size),
-                    functools.partial(
-                        stream, _session_key(self.seed_of_texts, session), prompt - head, output, vocab_size
-                    ),
+                    functools.partial(_prompt, texts, system, head, session, prompt - head, vocab_size),
+                    functools.partial(stream, _session_key(texts, session), prompt - head, output, vocab_size),
                     clients[session],
                     session,
                     after,

@@ -46,6 +46,10 @@ class ShareGPT(WorkloadSettings):
             error=ConfigError,
         )
 
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).stem
+
     def _make(self, vocab_size: int, encode: Encode | None) -> Workload:
         pairs = [pair for pair in self._pairs()][: self.num_requests]
         if not pairs:
@@ -64,7 +68,7 @@ class ShareGPT(WorkloadSettings):
                     index, float(times[index]), len(prompts[i]), output, max_tokens, prompt, answer, clients[index]
                 )
             )
-        return Workload(self.name or Path(self.path).stem, self.seed, items)
+        return Workload(self.label, self.seed, items)
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         with opened(self.path) as file:

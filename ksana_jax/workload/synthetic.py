@@ -46,4 +46,4 @@ class Synthetic(WorkloadSettings):
         prompts, outputs, notes = self.cut(prompts, outputs)
         times = arrivals(self.seed, count, self.rate, self.cv)
         items = self.singles(vocab_size, times, prompts, outputs)
-        return Workload(self.name or "synthetic", self.seed, items, tuple(notes))
+        return Workload(self.label, self.seed, items, tuple(notes))

@@ -59,6 +59,10 @@ class Trace(WorkloadSettings):
             error=ConfigError,
         )
 
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).stem
+
     @abc.abstractmethod
     def rows(self, lines: io.TextIOBase) -> Iterator[TraceRow]:
         """Yields the requests of a file in its order, reading no further than it is asked to.
@@ -90,7 +94,7 @@ class Trace(WorkloadSettings):
         own = None if None in texts else texts
         items = self.singles(vocab_size, times, prompts, outputs, own)  # pyright: ignore[reportArgumentType]
         notes += [said] if (said := self.skipped()) else []
-        found = Workload(self.name or Path(self.path).stem, self.seed, items, tuple(notes))
+        found = Workload(self.label, self.seed, items, tuple(notes))
         return found if self.rate is None else found.scaled(self.rate)
 
     def read(self) -> list[TraceRow]:

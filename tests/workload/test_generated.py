@@ -3,9 +3,12 @@
 import dataclasses
 import math
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from yaml import safe_load
 
 from ksana_jax.errors import ConfigError
 from ksana_jax.workload import PRESETS, WORKLOADS, read_workload
@@ -13,6 +16,8 @@ from ksana_jax.workload.arrivals import unit_gaps
 from ksana_jax.workload.items import asked_for, infinite_hit_rate
 
 VOCAB = 1000
+# Settings that a kind needs; others need a path.
+NEEDED = {"synthetic": {}, "sessions": {}}
 # Of the traces of 2023: median and 99th percentile of prompts and answers.
 AZURE = {"azure_code": ((1469, 7436), (13, 252)), "azure_conv": ((1020, 4142), (129, 601))}
 
@@ -200,8 +205,19 @@ def test_a_vocabulary_without_ordinary_tokens_is_refused():
         read_workload("orca").make(3)
 
 
+def test_the_page_on_workloads_lists_every_key_and_its_examples_run(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text(encoding="utf-8")
+    kinds = [type(read_workload({"kind": kind, **NEEDED.get(kind, {"path": "x"})})) for kind in WORKLOADS]
+    keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert {key for key in (*keys, *WORKLOADS, *PRESETS) if f"`{key}`" not in text} - {"log_type"} == set()
+    yaml, code = (re.findall(rf"```{language}\n(.*?)```", text, re.S) for language in ("yaml", "python"))
+    assert read_workload(safe_load(yaml[0])["workload"]).label == "azure_conv"
+    exec(code[0], {})
+    assert "'num_requests': 1000" in capsys.readouterr().out
+
+
 def test_every_kind_and_preset_resolves():
     for kind in WORKLOADS:
-        assert read_workload({"kind": kind, **({} if kind in ("synthetic", "sessions") else {"path": "x"})})
+        assert read_workload({"kind": kind, **NEEDED.get(kind, {"path": "x"})})
     for preset in PRESETS:
         assert read_workload(preset).name == preset

@@ -89,8 +89,10 @@ def test_numbers_have_one_key_each():
 
 def test_the_table_has_the_figures_in_milliseconds():
     text = table(summarise(ALL, Limits(ttft_s=0.6)))
-    assert "2 of 4 finished in 4.0 s; 429 queue_full: 1" in text and "25.0% of the requests meet TTFT 0.6 s" in text
-    assert "TTFT              750.0      750.0      950.0      995.0    1,000.0" in text
+    assert "2 of 4 finished in 4.00 s; 429 queue_full: 1" in text and "25.0% of the requests meet TTFT 0.6 s" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert rows["ms"] == ["mean", "p50", "p90", "p99", "max"]
+    assert rows["TTFT"] == ["750.0", "750.0", "950.0", "995.0", "1,000.0"]
     assert "warning: 1 of 4 requests did not end" in text and all(len(line) < 120 for line in text.splitlines())
 
 
