@@ -25,6 +25,8 @@ class StepRecord(NamedTuple):
     of tokens whose logits were computed. num_attended: sum over its tokens of the cached tokens up to each, itself
     included, as a mean over groups of layers; patterns that see fewer are not considered. num_saved, num_copied,
     num_loaded: blocks moved to the host, on the device and from the host.
+
+    num_new_tokens: tokens that it has added to sequences, without those of beams.
     """
 
     ended_s: float
@@ -48,6 +50,7 @@ class StepRecord(NamedTuple):
     num_saved: int = 0
     num_copied: int = 0
     num_loaded: int = 0
+    num_new_tokens: int = 0
 
     def without_times(self) -> StepRecord:
         """Returns what the step did, without what the clock said: equal for equal decisions."""

@@ -274,7 +274,8 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of a request in seconds on the engine's clock; None for events that have not happened.
 
-    ttft_s: from arrival to the first token. tpot_s: mean time per later token of the longest completion.
+    scheduled_s: the first step that computes some of it begins. queue_s: from arrival to that. ttft_s: from
+    arrival to the first token. tpot_s: mean time per later token of the longest completion.
     num_output_tokens: tokens of all completions. num_preemptions: number of preemptions. num_cached_tokens: prompt
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
     see `kv.state.Origin`; blocks computed by a running row are added when it leaves.
@@ -283,11 +284,16 @@ class RequestMetrics:
     arrival_s: float
     first_token_s: float | None = None
     finished_s: float | None = None
+    scheduled_s: float | None = None
     num_output_tokens: int = 0
     longest_output: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float | None:

@@ -179,6 +179,18 @@ class Request:
             completion.fail(f"{type(failure).__name__}: {failure}")
         self.notify()
 
+    def checked(self) -> Request:
+        """Returns the request itself.
+
+        Raises:
+          RuntimeError: a failure, which was none of its doing, has ended it.
+        """
+        if self.failure is None:
+            return self
+        raise RuntimeError(
+            f"the request was ended by a failure in another request's step: {self.completions[0].error}"
+        ) from self.failure
+
     def close(self, now: float) -> None:
         """Completes texts and metrics once all completions have ended."""
         metrics = self.metrics
@@ -202,25 +214,29 @@ class Request:
 
     def output(self) -> RequestOutput:
         """Returns all that there is so far."""
-        return self._output(self.prompt_token_ids.tolist(), [c.output() for c in self.completions], 0)
+        metrics = dataclasses.replace(self.metrics, num_blocks_by_origin=dict(self.metrics.num_blocks_by_origin))
+        return self._output(self.prompt_token_ids.tolist(), metrics, [c.output() for c in self.completions], 0)
 
     def take_delta(self) -> RequestOutput:
-        """Returns what is new since the last call, in time proportional to that; all deltas share the prompt's ids."""
+        """Returns what is new since the last call, in time proportional to that; all deltas share the prompt's ids and
+        the metrics."""
         first, self._num_scores_taken = self._num_scores_taken, len(self.prompt_logprobs or ())
-        return self._output(self._prompt_ids, [c.take_delta() for c in self.completions], first)
+        return self._output(self._prompt_ids, self.metrics, [c.take_delta() for c in self.completions], first)
 
     @functools.cached_property
     def _prompt_ids(self) -> list[int]:
         return self.prompt_token_ids.tolist()
 
-    def _output(self, prompt_ids: list[int], completions: list[CompletionOutput], first: int) -> RequestOutput:
+    def _output(
+        self, prompt_ids: list[int], metrics: RequestMetrics, completions: list[CompletionOutput], first: int
+    ) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.prompt,
             prompt_ids,
             completions,
             self.finished,
-            dataclasses.replace(self.metrics, num_blocks_by_origin=dict(self.metrics.num_blocks_by_origin)),
+            metrics,
             None if self.prompt_logprobs is None else self.prompt_logprobs[first:],
             self.metrics.num_cached_tokens,
         )

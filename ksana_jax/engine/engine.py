@@ -180,9 +180,8 @@ class Engine:
         try:
             try:
                 self.add(requests)
-                report_or_raise = functools.partial(_unless_failed, report)
                 while unfinished:
-                    outputs = interrupts.defer(self._changes.run, self._advance, news, report_or_raise)
+                    outputs = interrupts.defer(self._changes.run, self._advance, news, lambda r: report(r.checked()))
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self._changes.give_way()
@@ -239,7 +238,7 @@ class Engine:
         result = self.scheduler.settle(step.batch, output.tokens[: len(step.batch.sampled)])
         reported = self._report(step, output, result, watched)
         self._close_ended(reported, now)
-        self._observe(step, output, now)
+        self._observe(step, output, result, now)
         return list(reported)
 
     def _wait(self) -> list[Request]:
@@ -252,7 +251,10 @@ class Engine:
         return []
 
     def _submit(self, batch: ScheduledBatch | None, since: float) -> Steps:
-        return submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
+        steps = submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
+        if batch is not None and batch.admitted:  # those that follow in the same call admit nobody
+            report.note_scheduled(self.scheduler.rows, batch.admitted, steps[0].began)
+        return steps
 
     def _collect(self, step: Step) -> tuple[StepOutput, float]:
         """Waits for a step; returns its output and the time."""
@@ -294,9 +296,9 @@ class Engine:
                 self._close(request, now)
             request.notify()
 
-    def _observe(self, step: Step, output: StepOutput, ended_s: float) -> None:
+    def _observe(self, step: Step, output: StepOutput, result: StepResult, ended_s: float) -> None:
         now = self.clock()
-        self.records.append(report.record(self.scheduler, step, output.compiled, ended_s, now, self._most_steps))
+        self.records.append(report.record(self.scheduler, step, output, result, ended_s, now, self._most_steps))
         self._reported_s = now
         for observe in self.observers:
             observe(self)
@@ -385,12 +387,3 @@ class Engine:
         for completion in request.completions:
             self._watched.pop(completion, None)
         self.requests.pop(request.request_id, None)
-
-
-def _unless_failed(report: Callable[[Request], RequestOutput], request: Request) -> RequestOutput:
-    """Reports a request that goes on, and raises the failure that has ended another."""
-    if request.failure is None:
-        return report(request)
-    raise RuntimeError(
-        f"the request was ended by a failure in another request's step: {request.completions[0].error}"
-    ) from request.failure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,6 +15,15 @@ from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.contract import ScheduledBatch, StepOutput
+
+
+def note_scheduled(rows: Rows, admitted: Iterable[int], now: float) -> None:
+    """Records when requests are scheduled for the first time; now: when the step began."""
+    for row in admitted:
+        seq = rows.seqs[row]
+        assert seq is not None
+        if seq.owner.metrics.scheduled_s is None:
+            seq.owner.metrics.scheduled_s = now
 
 
 def note_first_tokens(rows: Rows, batch: ScheduledBatch, now: float) -> list[Request]:
@@ -137,7 +146,13 @@ def advance_beams(
 
 
 def record(
-    scheduler: Scheduler, step: Step, compiled: bool, ended_s: float, reported_s: float, most_steps: int
+    scheduler: Scheduler,
+    step: Step,
+    output: StepOutput,
+    result: StepResult,
+    ended_s: float,
+    reported_s: float,
+    most_steps: int,
 ) -> StepRecord:
     """Returns the record of a step after `Scheduler.settle`. most_steps: that are scheduled at once."""
     blocks, batch, given, in_use = scheduler.blocks, step.batch, step.input, step.blocks_after
@@ -159,12 +174,13 @@ def record(
         step.began,
         step.schedule_s,
         reported_s - ended_s,
-        compiled,
+        output.compiled,
         given.shape,
         len(batch.chunks),
         given.num_sampled,
         given.num_attended,
         *moved,
+        len(result.tokens),
     )
 
 

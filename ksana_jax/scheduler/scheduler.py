@@ -208,6 +208,7 @@ class Scheduler:
             short = decodes[rows.num_computed[decodes] >= rows.allocated_until[decodes]]
         decodes, new = self.provision.to_decodes(decodes, short)
         chunks: list[tuple[int, int]] = []
+        admitted: list[tuple[int, int]] = []
         budget = StepBudget(most - len(decodes), self.tiles)
         if len(decodes) < len(order):
             for row in order[left[order] > 1].tolist():
@@ -217,12 +218,15 @@ class Scheduler:
             if self.waiting:
                 self.queue.reorder()
                 computing = np.append(decodes, np.array([row for row, _ in chunks], np.intp))
-                chunks += self.admission.admit(budget, computing)
+                admitted = self.admission.admit(budget, computing)
+                chunks += admitted
         else:
             decodes = decodes[rows.alive[decodes]]
         if not chunks and not len(decodes):
             return None
         batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS, None, new)
+        if admitted:
+            batch.admitted = [row for row, _ in admitted]
         self._unsettled.append(batch)
         return batch
 

@@ -50,6 +50,7 @@ class ScheduledBatch:
       gone: rows that their sequences have left since the step was scheduled. What it computes for them counts for
         nothing, and others may have taken these rows.
       advanced: whether the scheduler has recorded how much it computes.
+      admitted: rows that sequences have entered with this step.
     """
 
     decodes: np.ndarray
@@ -59,6 +60,7 @@ class ScheduledBatch:
     new: NewBlocks | None = None
     gone: set[int] = dataclasses.field(default_factory=set)
     advanced: bool = False
+    admitted: Seq[int] = ()
 
     def stay(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each of some rows of the step still holds the sequence that it was scheduled for."""
