@@ -398,11 +398,17 @@ def test_threads_end_with_the_event_loop_or_when_the_llm_is_dropped():
     assert threading.active_count() == before
 
 
-def test_the_arrival_is_that_of_the_call():
+def test_a_request_is_timed_from_the_call_to_its_first_step_and_its_first_token():
     async def main():
-        async with serving() as llm:
-            before = next(iter([llm.engine.clock()]))
-            output = await (await llm.submit(np.arange(5), asking(3))).result()
-            assert output.metrics.arrival_s > before
+        async with serving(max_num_seqs=1) as llm:
+            began = [llm.engine.clock()]
+            streams = await llm.submit_all([np.arange(5), np.arange(9)], asking(3))
+            for stream in streams:
+                metrics = (await stream.result()).metrics
+                times = [metrics.arrival_s, metrics.scheduled_s, metrics.first_token_s, metrics.finished_s]
+                assert None not in times and began[0] < times[0] and times == sorted(times)
+                assert times[1] > began[-1]  # the row is taken until the request before it has ended
+                assert metrics.queue_s == times[1] - times[0]
+                began.append(times[3])
 
     asyncio.run(main())
