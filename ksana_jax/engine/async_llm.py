@@ -239,6 +239,11 @@ class AsyncLLM:
             is_draining=self._refuses == _DRAINING,
         )
 
+    def between_steps(self, function: Callable[[Engine], None]) -> None:
+        """Calls a function with each engine, in its thread and between two of its steps; it must not raise."""
+        for thread in self._threads:
+            thread.call(function)
+
     @property
     def is_alive(self) -> bool:
         """Whether the engines can compute steps: none has been closed, or has failed three times in a row."""

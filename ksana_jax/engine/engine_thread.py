@@ -71,6 +71,10 @@ class EngineThread:
         """Ends a request before the next step; unknown and finished ones are ignored."""
         self._commands.put(functools.partial(self._abort, request_id))
 
+    def call(self, function: Callable[[Engine], None]) -> None:
+        """Calls a function with the engine between two steps; it must not raise."""
+        self._commands.put(functools.partial(function, self._engine))
+
     def stop(self) -> None:
         """Aborts all requests before the next step, and ends the thread."""
         self._commands.put(self._stop)

@@ -19,6 +19,7 @@ from ksana_jax.server import chat, completions, tokens
 from ksana_jax.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.server.errors import APIError, json_response
 from ksana_jax.server.generation import as_api_error
+from ksana_jax.server.kv_events import kv_events
 from ksana_jax.server.model import ServedModel
 from ksana_jax.server.openapi import document
 from ksana_jax.server.prompts import check_model
@@ -47,6 +48,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokens.tokenizer_info),
+        Route("/kv_events", kv_events),
     ]
     app = Starlette(
         routes=routes,

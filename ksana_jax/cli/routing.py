@@ -1,0 +1,108 @@
+"""`ksana route`: one address for several servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ksana_jax.cli.options import read_setting
+
+
+def route(
+    model: Annotated[
+        str | None, typer.Argument(help="with --spawn: the model that servers serve", show_default=False)
+    ] = None,
+    engine_settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SETTINGS", help="with --spawn: settings of ksana serve", show_default=False),
+    ] = None,
+    servers: Annotated[
+        str | None, typer.Option(help="addresses of running servers, separated by commas", show_default=False)
+    ] = None,
+    spawn: Annotated[int, typer.Option(help="servers to start, and to start again when they end")] = 0,
+    policy: Annotated[
+        str, typer.Option(help="name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'", metavar="POLICY")
+    ] = "min_ttft",
+    index: Annotated[
+        str, typer.Option(help="what servers cache: approximate, from what was sent, or exact, from their events")
+    ] = "approximate",
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
+    ] = None,
+    server_api_key_file: Annotated[
+        Path | None, typer.Option(help="the key for running servers", show_default="the client's own is passed on")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="model whose tokenizer reads prompts", show_default="the served model's")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="tokens in a block of the servers' prefix caches")] = 16,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="rate of a server; it is corrected as measured")] = 8000.0,
+    pool_tokens: Annotated[
+        int | None, typer.Option(help="tokens that fit the KV pool of a server", show_default="no limit")
+    ] = None,
+    cache_ttl: Annotated[float, typer.Option(help="seconds for which what was sent is expected to be cached")] = 120.0,
+    router_queue: Annotated[
+        int, typer.Option(help="requests that wait here, fairly among keys, while servers are busy; more get 429")
+    ] = 0,
+    queue_timeout: Annotated[float, typer.Option(help="seconds after which a waiting request gets 408")] = 30.0,
+    max_requests_per_server: Annotated[int, typer.Option(help="with a queue: requests under way per server")] = 64,
+    max_retries: Annotated[int, typer.Option(help="other servers to try before a failure is passed on")] = 2,
+    probe_interval: Annotated[float, typer.Option(help="seconds between two looks at a server's health")] = 2.0,
+    shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests after SIGTERM")] = 30.0,
+    seed: Annotated[int, typer.Option(help="of random choices")] = 0,
+) -> None:
+    """Sends each request to the server that is expected to answer it first.
+
+    Passes requests and streams on unchanged, follows each server's load and prefix cache, tries another server as long
+    as nothing was answered. SIGTERM or Ctrl-C lets requests under way end first.
+    """
+    from ksana_jax.errors import ConfigError
+
+    try:
+        import aiohttp  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
+    from ksana_jax.proxy import running
+    from ksana_jax.proxy.settings import ProxySettings, read_server
+    from ksana_jax.router import RouterSettings
+    from ksana_jax.server.settings import read_api_keys
+
+    addresses = list(dict.fromkeys(read_server(text) for text in (servers or "").split(",") if text.strip()))
+    if bool(addresses) == bool(spawn):
+        raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
+    if spawn < 0 or (spawn and model is None) or (model is not None and not spawn):
+        raise ConfigError("--spawn needs a number of servers and a model, such as --spawn 4 ksana-tiny")
+    server_key = running.new_key() if spawn else None
+    if server_api_key_file is not None:
+        server_key = read_api_keys(server_api_key_file)[0]
+    settings = ProxySettings(
+        host=host,
+        port=port,
+        policy=read_setting("policy", policy),
+        index=index,
+        tokenizer=tokenizer or model,
+        api_keys=() if api_key_file is None else read_api_keys(api_key_file),
+        server_api_key=server_key,
+        num_queued=router_queue,
+        queue_timeout_s=queue_timeout,
+        max_requests_per_server=max_requests_per_server,
+        max_retries=max_retries,
+        probe_s=probe_interval,
+        shutdown_timeout_s=shutdown_timeout,
+        seed=seed,
+    )
+    router = RouterSettings(
+        block_size=block_size, prefill_tokens_per_s=prefill_tokens_per_s, pool_tokens=pool_tokens, ttl_s=cache_ttl
+    )
+    from ksana_jax.proxy.spawning import LocalLauncher
+
+    def make(key_file: Path) -> LocalLauncher:
+        return LocalLauncher(model or "", engine_settings or [], key_file, shutdown_timeout, running.show)
+
+    running.run(running.route(settings, router, addresses, make if spawn else None, spawn))

@@ -1,0 +1,167 @@
+"""Runs the proxy: starts or finds servers, serves until a signal comes, and lets requests under way end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.errors import ConfigError
+from ksana_jax.proxy.app import Proxy, drain, running
+from ksana_jax.proxy.fleet import Fleet
+from ksana_jax.proxy.following import EventFollower
+from ksana_jax.proxy.launching import Keeper, Launcher
+from ksana_jax.proxy.prompts import PromptReader
+from ksana_jax.proxy.settings import EXACT, ProxySettings
+from ksana_jax.router import RouterSettings
+from ksana_jax.tokenizers import find_tokenizer
+
+log = logging.getLogger("ksana_jax.proxy")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Makes what starts servers, from the file with the key that they must ask for.
+MakeLauncher = Callable[[Path], Launcher]
+
+
+async def route(
+    settings: ProxySettings,
+    router_settings: RouterSettings | None = None,
+    servers: Sequence[str] = (),
+    make_launcher: MakeLauncher | None = None,
+    num_spawned: int = 0,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C; the second one ends requests under way.
+
+    Args:
+      servers: addresses of servers that others run. make_launcher, num_spawned: what starts others, and how many.
+
+    Raises:
+      ConfigError: a setting is invalid, or the servers that are started here end at once.
+    """
+    stopping, aborting = asyncio.Event(), asyncio.Event()
+    with _handling(lambda: (aborting if stopping.is_set() else stopping).set()):
+        async with contextlib.AsyncExitStack() as stack:
+            if make_launcher is not None and settings.server_api_key is None:
+                raise ConfigError("servers that are started here need server_api_key")
+            fleet = await stack.enter_async_context(Fleet(settings, router_settings))
+            proxy = Proxy(fleet, _tokenizes(settings.tokenizer))
+            if settings.index == EXACT:
+                EventFollower(fleet, proxy.reader, proxy.server_headers)
+            try:
+                url = await stack.enter_async_context(running(proxy))
+            except OSError as error:
+                raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
+            await asyncio.gather(*map(fleet.add, servers))
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if make_launcher is not None:
+                launcher = make_launcher(stack.enter_context(_key_file(settings.server_api_key or "")))
+                keeper = proxy.keeper = await stack.enter_async_context(Keeper(fleet, launcher, num_spawned))
+                failed = keeper.failed
+            learning = asyncio.create_task(_learn_tokenizer(proxy))
+            stack.callback(learning.cancel)
+            say(f"routing by {settings.policy} on {url} to {len(servers) + num_spawned} servers")
+            await _until(stopping, failed)
+            await _end(proxy, aborting)
+
+
+def say(text: str) -> None:
+    """Shows a line to whoever started the command."""
+    print(f"ksana: {text}", file=sys.stderr, flush=True)
+
+
+def show(line: str) -> None:
+    """Shows a line of a server's output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+async def _until(stopping: asyncio.Event, failed: asyncio.Future[None]) -> None:
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if failed.done():
+        failed.result()
+
+
+async def _end(proxy: Proxy, aborting: asyncio.Event) -> None:
+    """Waits for the requests under way, until their time is up or a second signal comes."""
+    timeout_s = proxy.settings.shutdown_timeout_s
+    if proxy.num_open:
+        say(f"shutting down: {proxy.num_open} requests have {timeout_s:g} seconds to end; another signal ends them")
+    draining, abort = asyncio.create_task(drain(proxy, timeout_s)), asyncio.create_task(aborting.wait())
+    await asyncio.wait((draining, abort), return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    abort.cancel()
+    for server in proxy.fleet.servers.values():  # what is left ends with an error
+        proxy.fleet.died(server, "the proxy shuts down")
+    await asyncio.sleep(0.1)
+
+
+async def _learn_tokenizer(proxy: Proxy) -> None:
+    """Finds the tokenizer of the served model on this machine, if it was not given; servers are asked otherwise."""
+    while not proxy.reader.tokenizes:
+        name = await proxy.served_model()
+        if name is not None:
+            with contextlib.suppress(ValueError, OSError):
+                proxy.reader.use(_tokenizes(name))
+            where = "on this machine" if proxy.reader.tokenizes else "by the servers"
+            log.info("prompts for %s are tokenized %s", name, where)
+            return
+        await asyncio.sleep(0.5)
+
+
+def _tokenizes(model: str | None) -> PromptReader | None:
+    """Returns what reads the prompts of a model; None if none is named, or it has no tokenizer here."""
+    tokenizer = None if model is None else find_tokenizer(model)
+    return None if tokenizer is None else PromptReader(tokenizer)
+
+
+@contextlib.contextmanager
+def _key_file(key: str) -> Any:
+    """Writes a key to a file that only this user can read."""
+    with tempfile.TemporaryDirectory(prefix="ksana-route-") as folder:
+        path = Path(folder) / "key"
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(key + "\n")
+        yield path
+
+
+@contextlib.contextmanager
+def _handling(stop: Callable[[], None]) -> Any:
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def new_key() -> str:
+    """Returns a key for servers that are started here."""
+    return secrets.token_urlsafe(32)
+
+
+def run(serving: Any) -> None:
+    """Runs a coroutine on uvloop, which halves the cost of an event, if it is installed; else on asyncio's loop.
+
+    What happens to servers is shown on stderr.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ksana: %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        import uvloop  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        asyncio.run(serving)
+    else:
+        uvloop.run(serving)
