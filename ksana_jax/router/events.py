@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ksana_jax.router.request import Hash
+
 DEVICE = "GPU"  # vLLM's name for the device's own memory, whatever the device
 
 
@@ -12,8 +14,8 @@ DEVICE = "GPU"  # vLLM's name for the device's own memory, whatever the device
 class BlockStored:
     """Blocks that are cached now. parent_block_hash: of the block before the first; None at the start of a text."""
 
-    block_hashes: Sequence[bytes]
-    parent_block_hash: bytes | None = None
+    block_hashes: Sequence[Hash]
+    parent_block_hash: Hash | None = None
     block_size: int = 16
     medium: str = DEVICE
 
@@ -22,7 +24,7 @@ class BlockStored:
 class BlockRemoved:
     """Blocks that are no longer on a medium."""
 
-    block_hashes: Sequence[bytes]
+    block_hashes: Sequence[Hash]
     medium: str = DEVICE
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ksana_jax.router.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from ksana_jax.router.request import Hash
 
 # Seconds between searches for expected blocks whose time is over.
 SWEEP_S = 1.0
@@ -68,10 +69,13 @@ def members(servers: int) -> Iterable[int]:
 class _Cache:
     """One server's blocks. expected: hash -> when it is given up, least recently sent first. stored: hash -> media."""
 
-    capacity: float
-    expected: collections.OrderedDict[bytes, float] = dataclasses.field(default_factory=collections.OrderedDict)
-    stored: dict[bytes, set[str]] = dataclasses.field(default_factory=dict)
+    expected: collections.OrderedDict[Hash, float] = dataclasses.field(default_factory=collections.OrderedDict)
+    stored: dict[Hash, set[str]] = dataclasses.field(default_factory=dict)
     next_batch: int | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.expected) + len(self.stored)
 
 
 class CacheIndex:
@@ -79,35 +83,27 @@ class CacheIndex:
 
     Args:
       ttl_s: seconds for which a block that was sent is expected to be cached, unless it is sent again.
+
+    Attributes:
+      num_blocks: that each server is known or expected to cache, [S]. capacity: that it can, [S].
     """
 
     def __init__(self, ttl_s: float = 120.0):
         self.ttl_s = ttl_s
-        self._holders: dict[bytes, int] = {}
+        self._holders: dict[Hash, int] = {}
         self._caches: list[_Cache] = []
         self._swept_s = -math.inf
+        self.num_blocks, self.capacity = np.zeros(0), np.zeros(0)
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def grow(self) -> None:
         """Adds a server."""
-        self._caches.append(_Cache(math.inf))
+        self._caches.append(_Cache())
+        self.num_blocks, self.capacity = np.append(self.num_blocks, 0.0), np.append(self.capacity, np.inf)
 
-    def set_capacity(self, server: int, num_blocks: float) -> None:
-        """Sets how many blocks a server's cache can hold."""
-        self._caches[server].capacity = num_blocks
-
-    def num_blocks(self, server: int) -> int:
-        """Blocks that a server is known or expected to cache."""
-        cache = self._caches[server]
-        return len(cache.expected) + len(cache.stored)
-
-    def is_full(self, server: int) -> bool:
-        """Whether new blocks of a server replace others."""
-        return self.num_blocks(server) >= self._caches[server].capacity
-
-    def match(self, hashes: Sequence[bytes]) -> Match:
+    def match(self, hashes: Sequence[Hash]) -> Match:
         """Finds how many leading blocks of a prompt each server caches."""
         get, current, levels, depth = self._holders.get, -1, [], 0
         for found in hashes:
@@ -123,7 +119,7 @@ class CacheIndex:
             levels.append((depth, current))
         return Match(levels)
 
-    def expect(self, server: int, hashes: Sequence[bytes], now: float) -> None:
+    def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:
         """Notes that a prompt is sent to a server, which will cache its blocks unless its events say otherwise."""
         cache, bit, until, holders = self._caches[server], 1 << server, now + self.ttl_s, self._holders
         expected, stored = cache.expected, cache.stored
@@ -135,8 +131,11 @@ class CacheIndex:
             elif found not in stored:
                 expected[found] = until
                 holders[found] = holders.get(found, 0) | bit
-        while len(expected) + len(stored) > cache.capacity and expected:
+        over = cache.num_blocks - self.capacity[server]
+        while over > 0 and expected:
             self._drop(expected.popitem(last=False)[0], bit)
+            over -= 1
+        self.num_blocks[server] = cache.num_blocks
 
     def sweep(self, now: float) -> None:
         """Gives up blocks whose time is over; looks for them once a second at most."""
@@ -147,6 +146,7 @@ class CacheIndex:
             expected = cache.expected
             while expected and next(iter(expected.values())) <= now:
                 self._drop(expected.popitem(last=False)[0], 1 << server)
+            self.num_blocks[server] = cache.num_blocks
 
     def clear(self, server: int) -> None:
         """Forgets all blocks of a server, and its place in the sequence of batches."""
@@ -156,6 +156,7 @@ class CacheIndex:
         cache.expected.clear()
         cache.stored.clear()
         cache.next_batch = None
+        self.num_blocks[server] = 0
 
     def apply(self, server: int, batch: EventBatch) -> range:
         """Applies a batch of events.
@@ -172,6 +173,7 @@ class CacheIndex:
         cache.next_batch = batch.sequence + 1
         for event in batch.events:
             self._apply(server, event)
+        self.num_blocks[server] = cache.num_blocks
         return missing
 
     def replay(self, server: int, batches: Sequence[EventBatch]) -> None:
@@ -202,7 +204,7 @@ class CacheIndex:
             self.clear(server)
             cache.next_batch = next_batch
 
-    def _drop(self, found: bytes, bit: int) -> None:
+    def _drop(self, found: Hash, bit: int) -> None:
         left = self._holders[found] & ~bit
         if left:
             self._holders[found] = left
@@ -215,11 +217,12 @@ class CacheIndex:
         Raises:
           AssertionError: they are not, or a server has more expected blocks than fit.
         """
-        bits: dict[bytes, int] = {}
+        bits: dict[Hash, int] = {}
         for server, cache in enumerate(self._caches):
             assert not cache.expected.keys() & cache.stored.keys(), "a block is both expected and stored"
             assert all(cache.stored.values()), "a stored block is on no medium"
-            assert not cache.expected or self.num_blocks(server) <= cache.capacity
+            assert self.num_blocks[server] == cache.num_blocks
+            assert not cache.expected or cache.num_blocks <= self.capacity[server]
             assert list(cache.expected.values()) == sorted(cache.expected.values()), "not in order of time"
             for found in (*cache.expected, *cache.stored):
                 bits[found] = bits.get(found, 0) | 1 << server

@@ -39,7 +39,7 @@ class Live:
 
 
 class Ledger:
-    """Sums over unfinished requests, [S] for S servers; all are exact integers.
+    """Sums over unfinished requests, [S] for S servers; integers, held exactly by float64, in which costs are.
 
     Attributes:
       work: tokens that wait for prefill or are in it. front: those of the request that came first.
@@ -51,8 +51,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.work, self.front, self.rows, self.requests, self.held = (np.zeros(0, np.int64) for _ in range(5))
-        self.other_work, self.other_rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.work, self.front, self.rows, self.requests, self.held = (np.zeros(0) for _ in range(5))
+        self.other_work, self.other_rows = np.zeros(0), np.zeros(0)
         self.since, self.token_s, self._configured_s = np.zeros(0), np.zeros(0), np.zeros(0)
         self.has_other = False
         self.live: dict[str, Live] = {}
@@ -72,10 +72,9 @@ class Ledger:
 
     def grow(self) -> None:
         """Adds a server."""
-        for name in ("work", "front", "rows", "requests", "held", "other_work", "other_rows"):
-            setattr(self, name, np.append(getattr(self, name), np.int64(0)))
-        self.since, self._configured_s = np.append(self.since, 0.0), np.append(self._configured_s, 0.0)
-        self.token_s = np.append(self.token_s, 0.0)
+        for name in ("work", "front", "rows", "requests", "held", "other_work", "other_rows", "since", "token_s"):
+            setattr(self, name, np.append(getattr(self, name), 0.0))
+        self._configured_s = np.append(self._configured_s, 0.0)
         self._waiting.append({})
 
     def set_rate(self, server: int, tokens_per_s: float) -> None:
@@ -170,7 +169,7 @@ class Ledger:
         Raises:
           AssertionError: one is not.
         """
-        sums = {name: np.zeros(self.num_servers, np.int64) for name in ("work", "rows", "requests", "held")}
+        sums = {name: np.zeros(self.num_servers) for name in ("work", "rows", "requests", "held")}
         for name, live in self.live.items():
             assert name == live.request.request_id
             assert live.decoding == (name not in self._waiting[live.server])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+# Bytes of `hashes_of`, or numbers, as a trace has them.
+Hash = bytes | int
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedRequest:
@@ -20,6 +23,6 @@ class RoutedRequest:
 
     request_id: str
     num_prompt: int
-    hashes: Sequence[bytes] = ()
+    hashes: Sequence[Hash] = ()
     max_tokens: int = 16
     client: str = ""

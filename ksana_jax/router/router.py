@@ -109,7 +109,7 @@ class Router:
         self._ids[number], self._numbers[server] = server, number
         self._pools[number] = np.inf if pool is None else pool
         self.ledger.set_rate(number, rate)
-        self.index.set_capacity(number, np.inf if pool is None else pool // self.settings.block_size)
+        self.index.capacity[number] = np.inf if pool is None else pool // self.settings.block_size
         self.policy.added(number)
         self.set_weight(server, 1.0)
 
@@ -142,6 +142,7 @@ class Router:
         self._closed = np.where(self._weights > 0, 0.0, np.inf)
         self._warming = self._ready[self._weights[self._ready] < 1]
         self._bounded = bool(np.isfinite(self._pools).any())
+        self._full_tokens = self.settings.full_pool * self._pools
 
     def events(self, server: ServerId, batch: EventBatch) -> range:
         """Applies what a server reports of its cache; returns the numbers of missing batches (`CacheIndex.apply`)."""
@@ -172,8 +173,8 @@ class Router:
         ready, closed = self._open(exclude)
         self.index.sweep(now)
         match = self.index.match(request.hashes)
-        pools = self._pools if self._bounded else None
-        view = View(request, now, ready, closed, match, self.ledger, self.index, pools, self.settings, self.random)
+        full = self._full_tokens if self._bounded else None
+        view = View(request, now, ready, closed, match, self.ledger, self.index, full, self.settings, self.random)
         number = self.policy.choose(request, view)
         if not 0 <= number < len(closed) or closed[number]:
             raise ValueError(f"policy {type(self.policy).__name__} chose server {number!r}, which is not ready")
@@ -247,7 +248,7 @@ class Router:
         self.policy.check()
         for number, server in enumerate(self._ids):
             if server is None:
-                assert not self.index.num_blocks(number) and not self.ledger.requests[number]
+                assert not self.index.num_blocks[number] and not self.ledger.requests[number]
             else:
                 assert self._numbers[server] == number
         assert len(self._numbers) == len(self._ids) - self._ids.count(None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,17 @@ from ksana_jax.router.index import CacheIndex, Match
 from ksana_jax.router.ledger import Ledger
 from ksana_jax.router.request import RoutedRequest
 from ksana_jax.router.settings import RouterSettings
+
+
+class _computed_once:
+    """functools.cached_property of Python 3.11 takes a lock, which costs more than the array operations here."""
+
+    def __init__(self, compute: Callable[[Any], np.ndarray]):
+        self._compute, self.__doc__, self._name = compute, compute.__doc__, compute.__name__
+
+    def __get__(self, view: Any, kind: Any) -> np.ndarray:
+        value = view.__dict__[self._name] = self._compute(view)
+        return value
 
 
 class View:
@@ -21,6 +33,7 @@ class View:
       ready: numbers of the servers that may be chosen, ascending; at least one.
       closed: 0.0 for those, inf for all others.
       ledger: work under way on each server. index: what each caches. match: what each caches of this prompt.
+      full_tokens: tokens held from which the pool of each counts as full; None if no pool has a known size.
       random: the router's generator. Use no other, so that equal seeds give equal choices.
     """
 
@@ -33,47 +46,54 @@ class View:
         match: Match,
         ledger: Ledger,
         index: CacheIndex,
-        pool_tokens: np.ndarray | None,
+        full_tokens: np.ndarray | None,
         settings: RouterSettings,
         random: random.Random,
     ):
         self.request, self.now, self.ready, self.closed, self.match = request, now, ready, closed, match
         self.ledger, self.index, self.settings, self.random = ledger, index, settings, random
-        self.pool_tokens = pool_tokens
+        self.full_tokens = full_tokens
 
-    @functools.cached_property
+    @_computed_once
     def matched(self) -> np.ndarray:
         """Prompt tokens that each server caches, at most all but the last: sampling needs that one's logits."""
         tokens = self.match.blocks(self.ledger.num_servers) * self.settings.block_size
         return np.minimum(tokens, self.request.num_prompt - 1)
 
-    @functools.cached_property
+    @_computed_once
     def wait_s(self) -> np.ndarray:
         """Seconds until each server begins with this request, by the prefill that it has before it."""
         return self.ledger.wait_s(self.now)
 
-    @functools.cached_property
+    @_computed_once
     def prefill_s(self) -> np.ndarray:
         """Seconds of this prompt's prefill on each server, without the tokens that it caches."""
         if not self.match.levels:
             return self.ledger.token_s * self.settings.work(self.request.num_prompt, 0)
         return self.settings.work(self.request.num_prompt - self.matched, self.matched) * self.ledger.token_s
 
-    @functools.cached_property
+    @_computed_once
     def crowding_s(self) -> np.ndarray:
         """Seconds added for rows that decode beside the prefill, and for a pool that is nearly full."""
         ledger, settings = self.ledger, self.settings
         rows = ledger.rows + ledger.other_rows if ledger.has_other else ledger.rows
         added = rows * settings.decode_row_s
-        if self.pool_tokens is not None:
-            added = added + settings.full_pool_s * (ledger.held > settings.full_pool * self.pool_tokens)
+        if self.full_tokens is not None:
+            added += (ledger.held > self.full_tokens) * settings.full_pool_s
         return added
 
     def lowest(self, cost: np.ndarray) -> int:
         """Returns the ready server with the lowest cost [S]; ties are broken at random."""
         cost = cost + self.closed
-        ties = (cost == cost.min()).nonzero()[0]
-        return int(ties[0] if len(ties) == 1 else ties[int(self.random.random() * len(ties))])
+        first = cost.argmin()
+        ties = (cost == cost[first]).nonzero()[0]
+        return int(first if len(ties) == 1 else ties[int(self.random.random() * len(ties))])
+
+    def lowest_of(self, servers: np.ndarray, cost: np.ndarray) -> int:
+        """Returns the one of some servers, given by number, with the lowest cost [S]; ties are broken at random."""
+        costs = cost[servers]
+        ties = (costs == costs[costs.argmin()]).nonzero()[0]
+        return int(servers[ties[int(self.random.random() * len(ties))]])
 
     def any_ready(self) -> int:
         """Returns a ready server at random."""

@@ -105,6 +105,11 @@ class SimEngine:
         self.open: dict[str, tuple[Served, Answer, Request]] = {}
         self._stepping = False
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the device computed."""
+        return self.executor.busy_s
+
     def submit(self, item: WorkItem, *, cache_salt: str = "") -> Served:
         """Passes a request on to the engine, at the time of the events.
 

@@ -61,7 +61,7 @@ def test_what_was_sent_is_given_up_after_its_time():
 
 def test_a_full_cache_gives_up_the_ends_of_what_was_sent_least_recently():
     made = index()
-    made.set_capacity(0, 5)
+    made.capacity[0] = 5
     made.expect(0, names("abcd"), 0.0)
     made.expect(0, names("xyz"), 1.0)
     assert blocks(made, "abcd") == [2, 0, 0] and blocks(made, "xyz") == [3, 0, 0]

@@ -18,7 +18,11 @@ POLICIES: dict[str, str] = {
     "round_robin": "ksana_jax.router.policies.load:RoundRobin",
     "least_work": "ksana_jax.router.policies.load:LeastWork",
     "power_of_two": "ksana_jax.router.policies.load:PowerOfTwo",
+    "chwbl": "ksana_jax.router.policies.chwbl:CHWBL",
+    "cache_aware": "ksana_jax.router.policies.cache_aware:CacheAware",
+    "e2": "ksana_jax.router.policies.e2:E2",
     "min_ttft": "ksana_jax.router.policies.min_ttft:MinTTFT",
+    "prefix_table": "ksana_jax.router.policies.prefix_table:PrefixTablePolicy",
 }
 
 

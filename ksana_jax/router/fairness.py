@@ -1,0 +1,118 @@
+"""A queue in the router that is fair to clients: who has been served the least is next."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class QueueFull(RuntimeError):
+    """The queue has no room for another request."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting(Generic[Item]):
+    item: Item
+    since: float
+
+
+class FairQueue(Generic[Item]):
+    """Orders waiting requests by the service that their clients have had: the virtual token counter.
+
+    Each client has a counter of the tokens served, weighted; the next request is the oldest one of the client with the
+    lowest counter. A client that comes back is lifted to the lowest counter of those that wait, so that nobody saves up
+    service. Counters of two clients that both wait all the time differ by at most max(w_p x longest input, w_q x tokens
+    that fit a batch), and the service they get in any interval by at most twice that.
+
+    Input is charged as tokens that are computed: charging for cached ones would punish locality.
+
+    Args:
+      input_weight, output_weight: w_p and w_q.
+      max_queued: maximum number of requests; None for no limit.
+
+    Source: Sheng et al., Fairness in Serving Large Language Models, arXiv:2401.00588, algorithm 2 and theorem 4.4.
+    """
+
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, max_queued: int | None = None):
+        self.input_weight, self.output_weight, self.max_queued = input_weight, output_weight, max_queued
+        self._queues: dict[str, collections.deque[_Waiting[Item]]] = {}
+        self._counters: dict[str, float] = {}
+        self._last = ""  # client that was the last to leave the queue empty
+        self._num_queued = 0
+
+    def __len__(self) -> int:
+        return self._num_queued
+
+    def counter(self, client: str) -> float:
+        """Returns the weighted tokens that a client has been served, and those by which it was lifted."""
+        return self._counters.get(client, 0.0)
+
+    def push(self, client: str, item: Item, now: float) -> None:
+        """Adds a request.
+
+        Raises:
+          QueueFull: there are max_queued requests.
+        """
+        if self.max_queued is not None and self._num_queued >= self.max_queued:
+            raise QueueFull(f"{self._num_queued:,} requests wait, at most {self.max_queued:,} may")
+        if client not in self._queues:
+            self._counters[client] = max(self.counter(client), self._floor())
+            self._queues[client] = collections.deque()
+        self._queues[client].append(_Waiting(item, now))
+        self._num_queued += 1
+
+    def pop(self) -> tuple[str, Item] | None:
+        """Takes out the next request with its client; None if there is none. Charge its input when it is sent."""
+        if not self._queues:
+            return None
+        client = min(self._queues, key=self._counters.__getitem__)
+        waiting = self._queues[client].popleft()
+        self._left(client)
+        return client, waiting.item
+
+    def charge(self, client: str, num_input: float = 0, num_output: float = 0) -> None:
+        """Adds tokens to what a client has been served.
+
+        Args:
+          num_input: prompt tokens that are computed; negative to take back what turned out to be cached.
+          num_output: tokens that were generated.
+        """
+        tokens = self.input_weight * num_input + self.output_weight * num_output
+        self._counters[client] = self.counter(client) + tokens
+
+    def remove(self, client: str, item: Item) -> bool:
+        """Takes out a request whose client has gone; returns whether it was there."""
+        queue = self._queues.get(client, ())
+        at = next((at for at, waiting in enumerate(queue) if waiting.item is item), None)
+        if at is None:
+            return False
+        del queue[at]  # pyright: ignore[reportIndexIssue]  it is a deque, since something was found in it
+        self._left(client)
+        return True
+
+    def expired(self, before: float) -> list[tuple[str, Any]]:
+        """Takes out and returns the requests that came before a time, with their clients."""
+        found = []
+        for client, queue in list(self._queues.items()):
+            while queue and queue[0].since < before:
+                found.append((client, queue.popleft().item))
+                self._left(client)
+        return found
+
+    def _left(self, client: str) -> None:
+        self._num_queued -= 1
+        if not self._queues[client]:
+            del self._queues[client]
+            self._last = self._last if self._queues else client
+            # Who is below the floor would be lifted to it on return, and need not be remembered.
+            if len(self._counters) > 2 * len(self._queues) + 1024:
+                floor = self._floor()
+                kept = {c: n for c, n in self._counters.items() if c in self._queues or n >= floor}
+                self._counters = kept
+
+    def _floor(self) -> float:
+        """Counter to which a client that comes back is lifted."""
+        return min((self._counters[client] for client in self._queues), default=self.counter(self._last))

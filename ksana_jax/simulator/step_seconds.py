@@ -1,0 +1,54 @@
+"""Seconds of a step by counts of rows and tokens, for models that schedule no steps. Knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ksana_jax.config import EngineConfig
+from ksana_jax.simulator.cost import AffineCost, Cost
+from ksana_jax.simulator.step_size import StepSize
+from ksana_jax.step.buckets import Buckets
+from ksana_jax.step.contract import Part, StepShape
+
+_NO_SHAPE = StepShape((Part(1, 1),), 1, 1)
+
+
+class StepSeconds:
+    """Asks a model of costs for the time of steps of an engine, the host's part included.
+
+    Args:
+      config: of the engine, with max_model_len set. cost: a model without state: the light one skips steps.
+      platform: whose buckets the steps are padded to.
+    """
+
+    def __init__(self, config: EngineConfig, cost: Cost, platform: str = "cpu"):
+        self._cost, self._block_size, self._overlaps = cost, config.block_size, config.async_scheduling
+        self._buckets = Buckets.of(config, platform)
+        self._has_shapes = not isinstance(cost, AffineCost)
+
+    def __call__(self, rows: int, context: int, chunks: Sequence[tuple[int, int]], sampled: int) -> float:
+        """Returns the seconds of a step.
+
+        Args:
+          rows: that decode. context: tokens that they have computed, all together.
+          chunks: (tokens computed before, tokens computed now) of each other row.
+          sampled: tokens whose logits are computed.
+        """
+        chunked = sum(count for _, count in chunks)
+        attended = context + rows + sum(count * done + count * (count + 1) // 2 for done, count in chunks)
+        size = StepSize(
+            self._shape(rows, context, chunks) if self._has_shapes else _NO_SHAPE,
+            self._buckets.num_sampled(sampled),
+            num_tokens=rows + chunked,
+            num_chunked=chunked,
+            num_attended=attended,
+            num_rows=rows + len(chunks),
+        )
+        device_s, host_s = self._cost.seconds(size), self._cost.host_seconds(size)
+        return max(device_s, host_s) if self._overlaps else device_s + host_s
+
+    def _shape(self, rows: int, context: int, chunks: Sequence[tuple[int, int]]) -> StepShape:
+        longest = max([context // max(rows, 1) + 1, *(done + count for done, count in chunks)])
+        counts = [count for _, count in chunks if count > 1]
+        width = min(-(-longest // self._block_size), self._buckets.widths[-1])
+        return self._buckets.shape(rows + len(chunks) - len(counts), counts, width)
