@@ -26,7 +26,6 @@ from starlette.responses import Response
 
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.tier import DEVICE, HOST, Node
-from ksana_jax.router.events import AllBlocksCleared, BlockRemoved, BlockStored
 from ksana_jax.server.errors import APIError
 from ksana_jax.server.sse import EventStream
 from ksana_jax.server.state import serving_of
@@ -76,31 +75,35 @@ class KVEventLog:
 
     def add(self, changes: Iterable[Change | None]) -> None:
         """Adds a batch and wakes the readers."""
-        events: list[Any] = []
+        events: list[dict[str, Any]] = []
         for change in changes:
             if change is None:
                 for blocks in self._blocks.values():
                     blocks.clear()
-                events.append(AllBlocksCleared())
-                continue
-            level, key, parent, stored = change
-            medium, last = MEDIA[level], events[-1] if events else None
-            if stored:
-                self._blocks[level][key] = parent
-                if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == parent:
-                    last.block_hashes.append(key)  # pyright: ignore[reportAttributeAccessIssue]  a list, below
-                else:
-                    events.append(BlockStored([key], parent, self._block_size, medium))
+                events.append({"type": "AllBlocksCleared"})
+            elif change.stored:
+                self._blocks[change.level][change.key] = change.parent
+                self._add_stored(events, change.level, change.key, change.parent)
             else:
-                del self._blocks[level][key]
-                if isinstance(last, BlockRemoved) and last.medium == medium:
-                    last.block_hashes.append(key)  # pyright: ignore[reportAttributeAccessIssue]
-                else:
-                    events.append(BlockRemoved([key], medium))
+                del self._blocks[change.level][change.key]
+                medium = MEDIA[change.level]
+                if not (events and events[-1]["type"] == "BlockRemoved" and events[-1]["medium"] == medium):
+                    events.append({"type": "BlockRemoved", "block_hashes": [], "medium": medium})
+                events[-1]["block_hashes"].append(change.key.hex())
         self._batches.append((self._next, self._encode(self._next, events)))
         self._next += 1
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+    def _add_stored(self, events: list[dict[str, Any]], level: int, key: bytes, parent: bytes | None) -> None:
+        """Adds a stored block to the last event, if it continues its chain, or as an event of its own."""
+        medium, before = MEDIA[level], None if parent is None else parent.hex()
+        last = events[-1] if events else {}
+        if last.get("type") == "BlockStored" and last["medium"] == medium and last["block_hashes"][-1] == before:
+            last["block_hashes"].append(key.hex())
+            return
+        place = {"parent_block_hash": before, "block_size": self._block_size, "medium": medium}
+        events.append({"type": "BlockStored", "block_hashes": [key.hex()], **place})
 
     async def stream(self, last_event_id: str, has_ended: Callable[[], bool]) -> AsyncIterator[str]:
         """Yields server-sent events.
@@ -126,18 +129,14 @@ class KVEventLog:
 
     def _everything(self) -> str:
         """Returns all blocks as one batch, which stands for all batches so far."""
-        events: list[Any] = [AllBlocksCleared()]
+        events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
         for level, blocks in self._blocks.items():
             for key, parent in blocks.items():
-                last = events[-1]
-                if isinstance(last, BlockStored) and last.medium == MEDIA[level] and last.block_hashes[-1] == parent:
-                    last.block_hashes.append(key)  # pyright: ignore[reportAttributeAccessIssue]
-                else:
-                    events.append(BlockStored([key], parent, self._block_size, MEDIA[level]))
+                self._add_stored(events, level, key, parent)
         return self._encode(self._next - 1, events)
 
-    def _encode(self, sequence: int, events: Iterable[Any]) -> str:
-        text = json.dumps({"sequence": sequence, "events": list(map(_as_json, events))}, separators=(",", ":"))
+    def _encode(self, sequence: int, events: list[dict[str, Any]]) -> str:
+        text = json.dumps({"sequence": sequence, "events": events}, separators=(",", ":"))
         return f"id: {self.epoch}-{sequence}\ndata: {text}\n\n"
 
 
@@ -183,17 +182,6 @@ class Listener:
             changes, self._changes = self._changes, []
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
                 self._loop.call_soon_threadsafe(self._log.add, changes)
-
-
-def _as_json(event: BlockStored | BlockRemoved | AllBlocksCleared) -> dict[str, Any]:
-    values: dict[str, Any] = {"type": type(event).__name__}
-    if isinstance(event, AllBlocksCleared):
-        return values
-    values |= {"block_hashes": [key.hex() for key in event.block_hashes], "medium": event.medium}
-    if isinstance(event, BlockStored):
-        parent = event.parent_block_hash
-        values |= {"parent_block_hash": None if parent is None else parent.hex(), "block_size": event.block_size}
-    return values
 
 
 def refusal(engine: Engine) -> str:
