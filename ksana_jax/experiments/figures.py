@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLUMN_INCHES = 3.25
@@ -52,6 +53,17 @@ def integer_ticks(axes: Axes, values: Iterable[Any]) -> None:
 
     if all(isinstance(value, int) for value in values):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def log_ticks(*axes: Axis) -> None:
+    """Labels a logarithmic axis with plain numbers at its powers of ten, and at 2 and 5 of each if there are few."""
+    from matplotlib.ticker import LogLocator
+
+    for axis in axes:
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1.0,) if high > 30 * low else (1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
 
 
 def render(draw: Callable[[Figure], None], height_inches: float) -> dict[str, bytes]:

@@ -52,9 +52,10 @@ class Field(NamedTuple):
 
 
 def fields_of(cls: type) -> list[Field]:
-    """Returns the fields of a dataclass with their descriptions from its docstring."""
-    fields = dataclasses.fields(cls)
-    meanings = _meanings(inspect.getdoc(cls) or "", [f.name for f in fields])
+    """Returns the fields of a dataclass with their descriptions from its docstring and those of its bases."""
+    fields, meanings = dataclasses.fields(cls), {}
+    for base in reversed(cls.__mro__):
+        meanings |= _meanings(inspect.cleandoc(base.__doc__ or ""), [f.name for f in fields])
     return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in fields]
 
 

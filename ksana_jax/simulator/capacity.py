@@ -12,11 +12,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from ksana_jax.errors import ConfigError
 from ksana_jax.simulator.slo import SLO, Verdict
 from ksana_jax.workload.report import RequestTimes
 
 # Rates are tried up and down from the first to this multiple of it, or its inverse.
-_WIDEST = 2.0**20
+_WIDEST = 2.0**12
 
 # Serves a workload at a rate in requests/s.
 Run = Callable[[float], Sequence[RequestTimes]]
@@ -71,6 +72,9 @@ class Search:
 
         Rates double or halve until one keeps them and one does not, then the exponent is bisected. A rate whose queue
         grows, or whose requests do not all end, keeps none: see `SLO.judge`.
+
+        Raises:
+          ConfigError: the highest rate that is tried keeps them.
         """
         probes: dict[int, Probe] = {}
 
@@ -85,7 +89,7 @@ class Search:
             while high < self._widest and met(high):
                 low, high = high, high + self._double
             if met(high):
-                raise ValueError(f"every rate up to {probes[high].rate:,.4g} requests/s keeps {slo.text}")
+                raise ConfigError(f"every rate up to {probes[high].rate:,.4g} requests/s keeps {slo.text}")
         else:
             while low > -self._widest and not met(low):
                 low, high = low - self._double, low

@@ -17,6 +17,9 @@ TASKS: dict[str, str] = {
     "recall": "ksana_jax.experiments.tasks.recall:Recall",
     "sink_strength": "ksana_jax.experiments.tasks.sink_strength:SinkStrength",
     "window_latency": "ksana_jax.experiments.tasks.window_latency:WindowLatency",
+    "simulate": "ksana_jax.experiments.tasks.simulate:Simulate",
+    "capacity": "ksana_jax.experiments.tasks.capacity:CapacitySearch",
+    "route": "ksana_jax.experiments.tasks.route:Route",
 }
 
 

@@ -1,0 +1,118 @@
+"""Latency, hit rate and balance of several servers behind a router, simulated.
+
+Policies and ledger are those of `ksana route`; servers run the real engine, or the light model of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ksana_jax.experiments.figures import COLOURS, log_ticks
+from ksana_jax.experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.experiments.tasks.simulate import milliseconds, percent
+from ksana_jax.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation, numbers
+from ksana_jax.simulator.fleet import NETWORK_S
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# One for each of 14 policies.
+_MARKS = [{"color": COLOURS[i % 7], "marker": "os^vDPX<>*hp8d"[i]} for i in range(14)]
+
+
+@dataclasses.dataclass
+class RouteSettings(SimulatedSettings):
+    """Fields of `settings` in a route experiment."""
+
+    servers: int = 4
+    network_s: float = NETWORK_S
+
+
+class Route(SimulatedTask):
+    """The task `route`. See the module's docstring."""
+
+    Settings = RouteSettings
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        yield Simulation(trial.config, RouteSettings(**trial.config["settings"]), trial.seed).measure()
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        return numbers(measurements)
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        return [
+            Column("requests_per_s", "requests/s", number(2)),
+            Column("ttft_p50_s", "TTFT p50, ms", milliseconds, "min"),
+            Column("ttft_p90_s", "TTFT p90, ms", milliseconds),
+            Column("ttft_p99_s", "TTFT p99, ms", milliseconds),
+            Column("tpot_p50_s", "TPOT p50, ms", milliseconds),
+            Column("e2e_p50_s", "E2E p50, ms", milliseconds),
+            Column("hit_rate", "hit rate, %", percent),
+            Column("imbalance", "max / mean load", number(2)),
+            Column("utilisation", "busy, %", percent),
+            Column("preemptions", "preemptions", number(0)),
+        ]
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        return [
+            "Times are those of the client. Load: seconds in which a server computed, that is after hits; largest over "
+            "mean of the servers.",
+            *super().notes(rows),
+        ]
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        """Compares each policy with least work on the same requests."""
+        said = []
+        for label, members in _groups(rows).items():
+            base = next((row for row in members if _policy(row) == "least_work"), None)
+            best = min(members, key=lambda row: row.mean("ttft_p50_s") or float("inf"))
+            if base is None or best is base:
+                continue
+            ttft = (best.mean("ttft_p50_s") or 0) / (base.mean("ttft_p50_s") or 1)
+            hits, base_hits = best.mean("hit_rate") or 0, base.mean("hit_rate") or 0
+            said.append(
+                f"{label or 'all'}: {_policy(best)} with {ttft:.2f} times the TTFT p50"
+                + (f" and {hits / base_hits:.1f} times the hits" if base_hits > 0.001 else "")
+            )
+        return "The best policy against least_work: " + "; ".join(said) + "." if said else ""
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Draws TTFT p50 over hit rate, one marker per policy and one panel per label."""
+        groups = {label: [r for r in members if r.trials] for label, members in _groups(rows).items()}
+        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+        names = list(dict.fromkeys(_policy(row) for members in groups.values() for row in members))
+        for axes, (label, members) in zip(panels, groups.items(), strict=True):
+            for row in members:
+                index = names.index(_policy(row))
+                x, y = 100 * (row.mean("hit_rate") or 0), (row.mean("ttft_p50_s") or 0) * 1000
+                axes.plot(x, y, **_MARKS[index % len(_MARKS)], linestyle="", label=_policy(row))
+            axes.set_yscale("log")
+            axes.set_ylabel("TTFT p50 (ms)")
+            log_ticks(axes.yaxis)
+            axes.set_title(label)
+        panels[-1].set_xlabel("hit rate (%)")
+        shown = {}
+        for axes in panels:
+            shown |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=3)
+
+
+def _policy(row: ResultRow) -> str:
+    """Returns the policy of a row: from the grid, or its label's last part."""
+    found = row.point.get("settings.policy", row.label.rpartition(", ")[2])
+    if not isinstance(found, dict):
+        return str(found)
+    others = [f"{key} {value}" for key, value in found.items() if key != "name"]
+    return " ".join([str(found.get("name", "")).rpartition(":")[2].lower(), *others])
+
+
+def _groups(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
+    """Returns rows by all that differs except their policy."""
+    found: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        label = row.label if "settings.policy" in row.point else row.label.rpartition(", ")[0]
+        others = [f"{k.rpartition('.')[2]} {v}" for k, v in row.point.items() if k != "settings.policy"]
+        found.setdefault(", ".join([label] * bool(label) + others), []).append(row)
+    return found
