@@ -26,6 +26,7 @@ CONTENTS = {
         "docs/coming-from-vllm.md",
         "docs/jax.md",
         "docs/new-accelerator.md",
+        "docs/routing.md",
         "docs/api.md",
         "examples/README.md",
     ],

@@ -11,4 +11,5 @@ BENCHES: dict[str, str] = {
     "tokens-in-forward": "ksana_jax.bench.tokens_in_forward:TokensInForward",
     "scheduling": "ksana_jax.bench.scheduling:Scheduling",
     "serving": "ksana_jax.bench.serving:Serving",
+    "routing": "ksana_jax.bench.routing:Routing",
 }

@@ -18,8 +18,10 @@ from ksana_jax.router.request import Hash
 
 # Seconds between searches for expected blocks whose time is over.
 SWEEP_S = 1.0
+# Blocks by which a search for the end of a match steps ahead.
+STEP = 8
 # Up to this number of matching servers, each is looked at; more are unpacked from bits together.
-FEW = 12
+FEW = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,18 +44,15 @@ class Match:
         return next((blocks for blocks, servers in self.levels if servers >> server & 1), 0)
 
     def blocks(self, num_servers: int) -> np.ndarray:
-        """Blocks that each server has, [S] int64."""
-        if sum(servers.bit_count() for _, servers in self.levels) > FEW:
-            num_bytes = (num_servers + 7) // 8
-            packed = b"".join(servers.to_bytes(num_bytes, "little") for _, servers in self.levels)
-            rows = np.frombuffer(packed, np.uint8).reshape(-1, num_bytes)
-            bits = np.unpackbits(rows, axis=1, count=num_servers, bitorder="little")
-            lengths = np.array([blocks for blocks, _ in self.levels], np.float32)
-            return (lengths @ bits.astype(np.float32)).astype(np.int64)
-        found = np.zeros(num_servers, np.int64)
+        """Blocks that each server has, [S] float64."""
+        found, num_bytes = np.zeros(num_servers), (num_servers + 7) // 8
         for blocks, servers in self.levels:
-            for server in members(servers):
-                found[server] = blocks
+            if servers.bit_count() <= FEW:
+                for server in members(servers):
+                    found[server] = blocks
+            else:
+                bits = np.frombuffer(servers.to_bytes(num_bytes, "little"), np.uint8)
+                found[np.unpackbits(bits, count=num_servers, bitorder="little").view(bool)] = blocks
         return found
 
 
@@ -79,7 +78,7 @@ class _Cache:
 
 
 class CacheIndex:
-    """Finds the servers that cache a prompt's leading blocks, in at most one look-up for each block.
+    """Finds the servers that cache a prompt's leading blocks.
 
     Args:
       ttl_s: seconds for which a block that was sent is expected to be cached, unless it is sent again.
@@ -104,19 +103,24 @@ class CacheIndex:
         self.num_blocks, self.capacity = np.append(self.num_blocks, 0.0), np.append(self.capacity, np.inf)
 
     def match(self, hashes: Sequence[Hash]) -> Match:
-        """Finds how many leading blocks of a prompt each server caches."""
-        get, current, levels, depth = self._holders.get, -1, [], 0
-        for found in hashes:
-            here = get(found, 0) & current
-            if here != current:
-                if depth:
-                    levels.append((depth, current ^ here))
-                current = here
-                if not here:
-                    break
-            depth += 1
-        if depth and current:
-            levels.append((depth, current))
+        """Finds how many leading blocks of a prompt each server caches.
+
+        Who has a block has those before it, so blocks between two with the same servers need no look-up.
+        """
+        get, levels, last = self._holders.get, [], len(hashes) - 1
+        at, here = 0, get(hashes[0], 0) if hashes else 0
+        while here:
+            # Here are the servers of block `at`; same is the last block known to have all of them, other the first not.
+            same, other, step = at, last + 1, STEP
+            while same + 1 < other:
+                probe = same + step if same + step < other else other - 1
+                if get(hashes[probe], 0) & here == here:
+                    same = probe
+                else:
+                    other, step = probe, max(1, (probe - same) // 2)
+            found = get(hashes[other], 0) & here if other <= last else 0
+            levels.append((other, here ^ found))
+            at, here = other, found
         return Match(levels)
 
     def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from ksana_jax.router.request import RoutedRequest
+from ksana_jax.router.settings import RouterSettings
 
 # Weight that the measured pace keeps at each new measurement.
 MEMORY = 0.95
@@ -50,11 +51,14 @@ class Ledger:
       live: unfinished requests by id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
         self.work, self.front, self.rows, self.requests, self.held = (np.zeros(0) for _ in range(5))
         self.other_work, self.other_rows = np.zeros(0), np.zeros(0)
         self.since, self.token_s, self._configured_s = np.zeros(0), np.zeros(0), np.zeros(0)
-        self.has_other = False
+        self._full = np.zeros(0)  # tokens held from which a pool counts as full
+        # Seconds of work, rows and a full pool together, and of front: kept, so that a decision takes few operations.
+        self._load_s, self._front_s = np.zeros(0), np.zeros(0)
         self.live: dict[str, Live] = {}
         self._waiting: list[dict[str, Live]] = []
         # Seconds of prefill measured and expected, over recent first tokens. One pace for all servers: with one for
@@ -74,13 +78,15 @@ class Ledger:
         """Adds a server."""
         for name in ("work", "front", "rows", "requests", "held", "other_work", "other_rows", "since", "token_s"):
             setattr(self, name, np.append(getattr(self, name), 0.0))
-        self._configured_s = np.append(self._configured_s, 0.0)
+        for name in ("_configured_s", "_full", "_load_s", "_front_s"):
+            setattr(self, name, np.append(getattr(self, name), 0.0))
         self._waiting.append({})
 
-    def set_rate(self, server: int, tokens_per_s: float) -> None:
-        """Sets the configured rate of prefill of a server."""
+    def set_speed(self, server: int, tokens_per_s: float, pool_tokens: float) -> None:
+        """Sets a server's configured rate of prefill, and the size of its pool, which may be infinite."""
         self._configured_s[server] = 1 / tokens_per_s
-        self.token_s = self._configured_s * self._pace
+        self._full[server] = self._settings.full_pool * pool_tokens
+        self._set_pace(self._pace)
 
     def add(self, live: Live) -> None:
         """Adds a request that is being sent to live.server at live.sent_s."""
@@ -92,6 +98,7 @@ class Ledger:
         self.work[server] += live.work
         self.requests[server] += 1
         self.held[server] += live.held
+        self._settle(server)
 
     def first_token(self, request_id: str, now: float) -> Live | None:
         """Moves a request from prefill to decode; returns it, or None if it is not in prefill."""
@@ -103,6 +110,7 @@ class Ledger:
         self._leave_queue(live, now)
         live.decoding = True
         self.rows[server] += 1
+        self._settle(server)
         return live
 
     def progress(self, request_id: str, num_tokens: int, now: float) -> None:
@@ -112,6 +120,7 @@ class Ledger:
         if live is not None:
             live.num_output += num_tokens
             self.held[live.server] += num_tokens
+            self._settle(live.server)
 
     def end(self, request_id: str, now: float) -> Live | None:
         """Takes a request out; returns it, or None if it has ended before."""
@@ -124,6 +133,7 @@ class Ledger:
             self._leave_queue(live, now)
         self.requests[live.server] -= 1
         self.held[live.server] -= live.held
+        self._settle(live.server)
         return live
 
     def on(self, server: int) -> list[Live]:
@@ -134,19 +144,24 @@ class Ledger:
         """Takes a server's own figures; what they have beyond the ledger came from elsewhere."""
         self.other_work[server] = max(0, queued_tokens - self.work[server])
         self.other_rows[server] = max(0, num_decoding - self.rows[server])
-        self.has_other = bool(self.other_work.any() or self.other_rows.any())
+        self._settle(server)
 
     def wait_s(self, now: float) -> np.ndarray:
-        """Seconds [S] of prefill before a request that would be sent now.
+        """Seconds [S] until each server would begin with a request that was sent now.
 
-        The request in front is taken to progress at the expected rate, up to its end.
+        The prefill before it, of which the request in front is taken to progress at the expected rate, up to its end;
+        the delay by rows that decode; and the loss of time on a server whose pool is full.
         """
-        token_s = self.token_s
-        wait = self.work * token_s
-        wait -= np.minimum(now - self.since, self.front * token_s)
-        if self.has_other:
-            wait += self.other_work * token_s
-        return wait
+        return self._load_s - np.minimum(now - self.since, self._front_s)
+
+    def _settle(self, at: int | slice) -> None:
+        """Computes the seconds of one or all servers from their sums."""
+        s, token_s = self._settings, self.token_s[at]
+        load_s = (self.work[at] + self.other_work[at]) * token_s + (
+            self.rows[at] + self.other_rows[at]
+        ) * s.decode_row_s
+        self._load_s[at] = load_s + (self.held[at] > self._full[at]) * s.full_pool_s
+        self._front_s[at] = self.front[at] * token_s
 
     def _leave_queue(self, live: Live, now: float) -> None:
         server, waiting = live.server, self._waiting[live.server]
@@ -160,8 +175,11 @@ class Ledger:
         self._expected_s = MEMORY * self._expected_s + expected_s
         pace = self._measured_s / max(self._expected_s, 1e-9)
         if pace > 0 and abs(pace - self._pace) > 0.02 * self._pace:
-            self._pace = pace
-            self.token_s = self._configured_s * pace
+            self._set_pace(pace)
+
+    def _set_pace(self, pace: float) -> None:
+        self._pace, self.token_s = pace, self._configured_s * pace
+        self._settle(slice(None))
 
     def check(self) -> None:
         """Checks that every sum is that of the unfinished requests.

@@ -66,12 +66,11 @@ class Router:
     ):
         self.policy: Policy = read_policy(policy)
         self.settings = settings or RouterSettings()
-        self.index, self.ledger = CacheIndex(self.settings.ttl_s), Ledger()
+        self.index, self.ledger = CacheIndex(self.settings.ttl_s), Ledger(self.settings)
         self.random, self.counts = random.Random(seed), Counts()
         self._ids: list[ServerId | None] = []
         self._numbers: dict[ServerId, int] = {}
         self._weights = np.zeros(0)
-        self._pools = np.zeros(0)
         self._ready, self._closed = np.zeros(0, np.int64), np.zeros(0)
         for server in servers:
             self.add_server(server)
@@ -103,12 +102,11 @@ class Router:
         number = self._ids.index(None) if None in self._ids else len(self._ids)
         if number == len(self._ids):
             self._ids.append(None)
-            self._weights, self._pools = np.append(self._weights, 0.0), np.append(self._pools, np.inf)
+            self._weights = np.append(self._weights, 0.0)
             self.ledger.grow()
             self.index.grow()
         self._ids[number], self._numbers[server] = server, number
-        self._pools[number] = np.inf if pool is None else pool
-        self.ledger.set_rate(number, rate)
+        self.ledger.set_speed(number, rate, np.inf if pool is None else pool)
         self.index.capacity[number] = np.inf if pool is None else pool // self.settings.block_size
         self.policy.added(number)
         self.set_weight(server, 1.0)
@@ -141,8 +139,6 @@ class Router:
         self._ready = np.flatnonzero(self._weights > 0)
         self._closed = np.where(self._weights > 0, 0.0, np.inf)
         self._warming = self._ready[self._weights[self._ready] < 1]
-        self._bounded = bool(np.isfinite(self._pools).any())
-        self._full_tokens = self.settings.full_pool * self._pools
 
     def events(self, server: ServerId, batch: EventBatch) -> range:
         """Applies what a server reports of its cache; returns the numbers of missing batches (`CacheIndex.apply`)."""
@@ -173,8 +169,7 @@ class Router:
         ready, closed = self._open(exclude)
         self.index.sweep(now)
         match = self.index.match(request.hashes)
-        full = self._full_tokens if self._bounded else None
-        view = View(request, now, ready, closed, match, self.ledger, self.index, full, self.settings, self.random)
+        view = View(request, now, ready, closed, match, self.ledger, self.index, self.settings, self.random)
         number = self.policy.choose(request, view)
         if not 0 <= number < len(closed) or closed[number]:
             raise ValueError(f"policy {type(self.policy).__name__} chose server {number!r}, which is not ready")

@@ -22,6 +22,7 @@ class Prefix:
       key: hash of its last block. num_tokens: its length. configured: whether it was given, and stays.
       members: numbers of its servers. arrivals: requests per second. work: seconds of work per second that they bring.
       high_since, low_since: since when its servers have been too few or too many; None if they are not.
+      outside: 0 for its servers and inf for all others, [S].
       added_s: when it was added. changed_s: when a server last joined or left.
     """
 
@@ -32,6 +33,7 @@ class Prefix:
     arrivals: WindowedRate
     work: WindowedRate
     added_s: float
+    outside: np.ndarray
     members: list[int] = dataclasses.field(default_factory=list)
     high_since: float | None = None
     low_since: float | None = None
@@ -99,6 +101,7 @@ class PrefixTable:
         self._frequent = FrequentKeys(self.settings.num_counters, self.settings.window_s)
         self._all = ""  # counted with each arrival; no block has this name
         self._lengths: dict[int, int] = {}  # number of prefixes with as many blocks
+        self._longest_first: list[int] = []
         self._cleaned_s = -math.inf
 
     def grow(self, num_servers: int) -> None:
@@ -106,12 +109,14 @@ class PrefixTable:
         missing = max(0, num_servers - len(self.num_tokens))
         self.num_prefixes = np.append(self.num_prefixes, np.zeros(missing))
         self.num_tokens = np.append(self.num_tokens, np.zeros(missing))
+        for prefix in self.prefixes.values():
+            prefix.outside = np.append(prefix.outside, np.full(missing, np.inf))
 
     def find(self, hashes: Sequence[Hash]) -> Prefix | None:
         """Returns the longest prefix of a prompt that is in the table."""
-        for length in sorted((n for n in self._lengths if n <= len(hashes)), reverse=True):
-            found = self.prefixes.get(hashes[length - 1])
-            if found is not None:
+        get, last = self.prefixes.get, len(hashes)
+        for length in self._longest_first:
+            if length <= last and (found := get(hashes[length - 1])) is not None:
                 return found
         return None
 
@@ -121,9 +126,18 @@ class PrefixTable:
         found = self.prefixes.get(key)
         if found is None:
             arrivals, work = WindowedRate(window_s, now), WindowedRate(window_s, now)
-            found = Prefix(key, len(hashes), len(hashes) * block_size, configured, arrivals, work, now)
+            found = Prefix(
+                key,
+                len(hashes),
+                len(hashes) * block_size,
+                configured,
+                arrivals,
+                work,
+                now,
+                np.full(len(self.num_tokens), np.inf),
+            )
             self.prefixes[key] = found
-            self._lengths[len(hashes)] = self._lengths.get(len(hashes), 0) + 1
+            self._count_length(len(hashes), 1)
         found.configured |= configured
         return found
 
@@ -131,9 +145,7 @@ class PrefixTable:
         for server in list(prefix.members):
             self._leave(prefix, server)
         del self.prefixes[prefix.key]
-        self._lengths[prefix.num_blocks] -= 1
-        if not self._lengths[prefix.num_blocks]:
-            del self._lengths[prefix.num_blocks]
+        self._count_length(prefix.num_blocks, -1)
 
     def arrived(self, hashes: Sequence[Hash], block_size: int, now: float) -> None:
         """Counts the arrival of a prompt; adds the longest of its prefixes that has become frequent.
@@ -179,6 +191,7 @@ class PrefixTable:
     def join(self, prefix: Prefix, server: int, now: float) -> None:
         """Adds a server to a prefix."""
         prefix.members.append(server)
+        prefix.outside[server] = 0
         prefix.changed_s = now
         self.num_prefixes[server] += 1
         self.num_tokens[server] += prefix.num_tokens
@@ -198,8 +211,15 @@ class PrefixTable:
             if server in prefix.members:
                 self._leave(prefix, server)
 
+    def _count_length(self, num_blocks: int, change: int) -> None:
+        count = self._lengths.pop(num_blocks, 0) + change
+        if count:
+            self._lengths[num_blocks] = count
+        self._longest_first = sorted(self._lengths, reverse=True)
+
     def _leave(self, prefix: Prefix, server: int) -> None:
         prefix.members.remove(server)
+        prefix.outside[server] = np.inf
         self.num_prefixes[server] -= 1
         self.num_tokens[server] -= prefix.num_tokens
 
@@ -222,6 +242,7 @@ class PrefixTable:
         lengths: dict[int, int] = {}
         for key, prefix in self.prefixes.items():
             assert prefix.key == key and len(set(prefix.members)) == len(prefix.members)
+            assert np.flatnonzero(prefix.outside == 0).tolist() == sorted(prefix.members)
             lengths[prefix.num_blocks] = lengths.get(prefix.num_blocks, 0) + 1
             counts[prefix.members] += 1
             tokens[prefix.members] += prefix.num_tokens

@@ -33,7 +33,6 @@ class View:
       ready: numbers of the servers that may be chosen, ascending; at least one.
       closed: 0.0 for those, inf for all others.
       ledger: work under way on each server. index: what each caches. match: what each caches of this prompt.
-      full_tokens: tokens held from which the pool of each counts as full; None if no pool has a known size.
       random: the router's generator. Use no other, so that equal seeds give equal choices.
     """
 
@@ -46,23 +45,24 @@ class View:
         match: Match,
         ledger: Ledger,
         index: CacheIndex,
-        full_tokens: np.ndarray | None,
         settings: RouterSettings,
         random: random.Random,
     ):
         self.request, self.now, self.ready, self.closed, self.match = request, now, ready, closed, match
         self.ledger, self.index, self.settings, self.random = ledger, index, settings, random
-        self.full_tokens = full_tokens
 
     @_computed_once
     def matched(self) -> np.ndarray:
-        """Prompt tokens that each server caches, at most all but the last: sampling needs that one's logits."""
-        tokens = self.match.blocks(self.ledger.num_servers) * self.settings.block_size
-        return np.minimum(tokens, self.request.num_prompt - 1)
+        """Prompt tokens that each server caches, [S]; at most all but the last: sampling needs that one's logits."""
+        tokens = self.match.blocks(len(self.closed))
+        tokens *= self.settings.block_size
+        if self.match.longest * self.settings.block_size >= self.request.num_prompt:
+            np.minimum(tokens, self.request.num_prompt - 1, out=tokens)
+        return tokens
 
     @_computed_once
     def wait_s(self) -> np.ndarray:
-        """Seconds until each server begins with this request, by the prefill that it has before it."""
+        """Seconds until each server would begin with this request; see `Ledger.wait_s`."""
         return self.ledger.wait_s(self.now)
 
     @_computed_once
@@ -70,21 +70,19 @@ class View:
         """Seconds of this prompt's prefill on each server, without the tokens that it caches."""
         if not self.match.levels:
             return self.ledger.token_s * self.settings.work(self.request.num_prompt, 0)
-        return self.settings.work(self.request.num_prompt - self.matched, self.matched) * self.ledger.token_s
+        work = self.settings.work(self.request.num_prompt - self.matched, self.matched)
+        work *= self.ledger.token_s
+        return work
 
-    @_computed_once
-    def crowding_s(self) -> np.ndarray:
-        """Seconds added for rows that decode beside the prefill, and for a pool that is nearly full."""
-        ledger, settings = self.ledger, self.settings
-        rows = ledger.rows + ledger.other_rows if ledger.has_other else ledger.rows
-        added = rows * settings.decode_row_s
-        if self.full_tokens is not None:
-            added += (ledger.held > self.full_tokens) * settings.full_pool_s
-        return added
+    @property
+    def all_ready(self) -> bool:
+        """Whether every server may be chosen."""
+        return len(self.ready) == len(self.closed)
 
     def lowest(self, cost: np.ndarray) -> int:
         """Returns the ready server with the lowest cost [S]; ties are broken at random."""
-        cost = cost + self.closed
+        if not self.all_ready:
+            cost = cost + self.closed
         first = cost.argmin()
         ties = (cost == cost[first]).nonzero()[0]
         return int(first if len(ties) == 1 else ties[int(self.random.random() * len(ties))])

@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax.router import POLICIES
 from ksana_jax.workload import read_workload
+from ksana_jax.workload.arrivals import generator
 from tests.router import fluid
 
 # Prompts and answers as in Mooncake's conversation trace: hits are 0.37 of the tokens, one block is in every prompt,
@@ -43,3 +44,23 @@ def test_without_sharing_it_is_the_least_work(policy):
     chains = fluid.prompts(workload)
     least, ours = (fluid.run(p, workload, chains, 4, 10_000) for p in ("least_work", policy))
     assert ours.p50 == pytest.approx(least.p50, rel=0.03) and ours.p99 == pytest.approx(least.p99, rel=0.03)
+
+
+@functools.cache
+def one_prefix(num_requests, num_servers, load, share=0.8):
+    """One prefix of 16 blocks begins 80 % of the prompts; each has 4 blocks of its own. Load counts after hits."""
+    rate = load * num_servers * fluid.RATE / (4 * fluid.BLOCK + (1 - share) * 16 * fluid.BLOCK)
+    setting = {"kind": "synthetic", "prompt": 20 * fluid.BLOCK, "output": 100, "rate": rate}
+    workload = read_workload(setting, num_requests=num_requests).make(30_000)
+    chains = fluid.prompts(workload)
+    hot = chains[0][1][:16]
+    chosen = generator(0, "hot").random(num_requests) < share
+    return workload, [(n, [*hot, *own[16:]] if h else own) for (n, own), h in zip(chains, chosen, strict=True)]
+
+
+@pytest.mark.parametrize("policy", ["min_ttft", "prefix_table"])
+@pytest.mark.parametrize("num_servers", [4, 16])
+def test_one_prefix_in_most_of_the_traffic_does_not_overload_its_servers(policy, num_servers):
+    workload, chains = one_prefix(4000, num_servers, 0.85)
+    ours = fluid.run(policy, workload, chains, num_servers, 2500)
+    assert ours.skew <= 1.3 and ours.load >= 0.8

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
+
+import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
@@ -39,31 +40,41 @@ class CHWBL(Policy):
             checks.integer("points", self.points),
             error=ConfigError,
         )
-        self._points: dict[int, list[tuple[int, int]]] = {}
-        self._ring: list[tuple[int, int]] = []
+        self._of_server: dict[int, np.ndarray] = {}  # its points
+        self._points, self._servers = np.zeros(0, np.uint64), np.zeros(0, np.int64)  # the ring, ascending
 
     def added(self, server: int) -> None:
-        self._points[server] = [(_point(b"%d/%d" % (server, n)), server) for n in range(self.points)]
-        self._ring = []
+        self._of_server[server] = np.array([_point(b"%d/%d" % (server, n)) for n in range(self.points)], np.uint64)
+        self._points = self._points[:0]
 
     def removed(self, server: int, now: float) -> None:
-        del self._points[server]
-        self._ring = []
+        del self._of_server[server]
+        self._points = self._points[:0]
 
     def choose(self, request: RoutedRequest, view: View) -> int:
-        requests, closed = view.ledger.requests, view.closed
+        requests, num_ready = view.ledger.requests, len(view.ready)
         if not request.hashes:
             return view.lowest(requests)
-        if not self._ring:
-            self._ring = sorted(point for points in self._points.values() for point in points)
-        ring = self._ring
-        limit = self.bound * (float(requests[view.ready].sum()) + 1) / len(view.ready)
-        at = bisect.bisect(ring, (_point(request.hashes[: self.num_blocks][-1]), -1))
-        for step in range(len(ring)):
-            server = ring[(at + step) % len(ring)][1]
-            if not closed[server] and requests[server] + 1 <= limit:
-                return server
+        if not len(self._points):
+            self._make_ring()
+        total = float(requests.sum() if num_ready == len(requests) else requests[view.ready].sum())
+        open_ = requests + view.closed <= self.bound * (total + 1) / num_ready - 1
+        ring = self._servers
+        at = int(self._points.searchsorted(np.uint64(_point(request.hashes[: self.num_blocks][-1]))))
+        if at < len(ring) and open_[ring[at]]:
+            return int(ring[at])
+        # The bound is above the mean, so that some server is open: mostly a near one, but in a full fleet a far one.
+        for part in (ring[at : at + 64], ring[at:], ring[:at]):
+            found = open_[part]
+            if found.any():
+                return int(part[found.argmax()])
         return view.lowest(requests)
+
+    def _make_ring(self) -> None:
+        points = np.concatenate(list(self._of_server.values()))
+        servers = np.repeat(list(self._of_server), self.points)
+        order = points.argsort()
+        self._points, self._servers = points[order], servers[order]
 
 
 def _point(key: Hash) -> int:

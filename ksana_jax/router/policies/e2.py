@@ -59,13 +59,14 @@ class E2(Policy):
     def choose(self, request: RoutedRequest, view: View) -> int:
         self._forget(view.now)
         load_s = self._load_s
-        ready = load_s[view.ready]
-        skewed = ready.max() > self.rebalance * ready.min()
+        ready = load_s if view.all_ready else load_s[view.ready]
+        most = ready[ready.argmax()]
+        skewed = most > self.rebalance * ready[ready.argmin()]
         if view.match.longest * view.settings.block_size * 2 > request.num_prompt:
             holders = np.array([n for n in members(view.match.levels[-1][1]) if not view.closed[n]], np.int64)
             if len(holders):
                 server = view.lowest_of(holders, load_s)
-                if not (skewed and load_s[server] == ready.max()) and not self._must_copy(request, view, server):
+                if not (skewed and load_s[server] == most) and not self._must_copy(request, view, server):
                     return server
         # Tokens that would be replaced are worth their prefill times the share of tokens that were hit.
         hit_rate = self._matched / np.maximum(self._prompt, 1)

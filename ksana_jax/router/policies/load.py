@@ -38,7 +38,7 @@ class LeastWork(Policy):
     """
 
     def choose(self, request: RoutedRequest, view: View) -> int:
-        return view.lowest(view.wait_s + view.crowding_s)
+        return view.lowest(view.wait_s)
 
 
 @dataclasses.dataclass
@@ -52,5 +52,5 @@ class PowerOfTwo(Policy):
         if len(view.ready) == 1:
             return int(view.ready[0])
         one, other = (int(view.ready[at]) for at in view.random.sample(range(len(view.ready)), 2))
-        cost = view.wait_s + view.crowding_s
+        cost = view.wait_s
         return one if cost[one] <= cost[other] else other

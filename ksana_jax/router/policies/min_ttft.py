@@ -20,4 +20,4 @@ class MinTTFT(Policy):
     """
 
     def choose(self, request: RoutedRequest, view: View) -> int:
-        return view.lowest(view.wait_s + view.prefill_s + view.crowding_s)
+        return view.lowest(view.wait_s + view.prefill_s)

@@ -47,37 +47,30 @@ class PrefixTablePolicy(TableSettings, Policy):
 
     def choose(self, request: RoutedRequest, view: View) -> int:
         table, now = self.table, view.now
-        cost = view.wait_s + view.prefill_s + view.crowding_s
-        prefix = table.find(request.hashes)
-        self._prefix = prefix
+        wait_s = view.wait_s if view.all_ready else view.wait_s + view.closed
+        cost = wait_s + view.prefill_s
+        prefix = self._prefix = table.find(request.hashes)
         if prefix is None:
             return view.lowest(cost)
-        inside = self._inside(prefix, view)
-        crowded = False
-        if inside.any():
-            wait = view.wait_s + view.crowding_s + view.closed
-            elsewhere_s = (wait + prefix.num_tokens * view.ledger.token_s)[~inside]
-            crowded = len(elsewhere_s) > 0 and bool(wait[inside].min() > elsewhere_s.min())
+        outside = self._outside(prefix, view)
+        # Of all servers, not only those outside: one of the prefix's own would have the shorter wait on the left.
+        crowded = _least(wait_s + outside) > _least(wait_s + prefix.num_tokens * view.ledger.token_s)
         if table.should_grow(prefix, now, crowded):
             room = table.may_join(prefix, view.index.capacity * view.settings.block_size)
-            joins = np.where(room, cost + view.closed, np.inf)
-            if np.isfinite(joins).any():
+            joins = np.where(room, cost, np.inf)
+            if joins.min() < np.inf:
                 table.join(prefix, view.lowest(joins), now)
-                inside, crowded = self._inside(prefix, view), False
+                outside, crowded = self._outside(prefix, view), False
             else:
                 prefix.changed_s = now  # look again after change_every_s
-        if inside.any():
-            cost = np.where(inside != crowded, cost, np.inf)
-        return view.lowest(cost)
+        return view.lowest(np.where(outside > 0, cost, np.inf) if crowded else cost + outside)
 
-    def _inside(self, prefix: Prefix, view: View) -> np.ndarray:
-        """Returns which ready servers, [S] bool, are the prefix's, or cache more of this prompt than the prefix."""
-        inside = np.zeros(len(view.closed), bool)
-        inside[prefix.members] = True
+    def _outside(self, prefix: Prefix, view: View) -> np.ndarray:
+        """Returns 0 for the prefix's servers, and those that cache more of this prompt, and inf for others, [S]."""
+        outside = prefix.outside
         if view.match.longest > prefix.num_blocks:
-            inside |= view.matched > prefix.num_tokens
-        inside &= view.closed == 0
-        return inside
+            outside = np.where(view.matched > prefix.num_tokens, 0.0, outside)
+        return outside
 
     def sent(self, request: RoutedRequest, server: int, view: View) -> None:
         self.table.arrived(request.hashes, view.settings.block_size, view.now)
@@ -99,3 +92,8 @@ class PrefixTablePolicy(TableSettings, Policy):
 
     def check(self) -> None:
         self.table.check()
+
+
+def _least(values: np.ndarray) -> float:
+    """Returns the minimum of few values, in a third of the time of `min`."""
+    return float(values[values.argmin()])
