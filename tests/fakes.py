@@ -370,6 +370,12 @@ def run(engine: Engine, max_steps: int = 2000) -> int:
 def step(engine: Engine) -> list:
     """One step; the books are checked, and what is free is filled with noise, so that no one can live on it."""
     reported = engine.step()
+    check_books(engine)
+    return reported
+
+
+def check_books(engine: Engine) -> None:
+    """Checks the books between two steps, and fills what is free with noise."""
     engine.scheduler.check()
     executor = engine.executor
     assert isinstance(executor, FakeExecutor)
@@ -381,4 +387,3 @@ def step(engine: Engine) -> list:
     if engine.memory.host is not None:
         slots = engine.memory.host.pool
         executor.scramble_host((slots.ref_count == 0) & ~slots.kept)
-    return reported

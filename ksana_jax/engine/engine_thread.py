@@ -58,6 +58,7 @@ class EngineThread:
         self._records: list[StepRecord] = []
         self._num_failures = 0
         self._stopping = False
+        self._has_aborted = False  # since the last step, which makes the moves of blocks that are left
         self._thread = threading.Thread(target=self._run, name=f"ksana-engine-{index}", daemon=True)
 
     def start(self) -> None:
@@ -101,11 +102,11 @@ class EngineThread:
     def _serve(self, engine: Engine) -> None:
         """Alternates commands and steps until it is told to stop, or too many steps have failed."""
         try:
-            while not self._stopping and self._num_failures < MAX_FAILURES:
+            while (not self._stopping or self._busy) and self._num_failures < MAX_FAILURES:
                 outputs, failure = [], None
                 try:
-                    busy = bool(self._news) or engine.has_work or engine.num_steps_under_way > 0
-                    self._obey(wait=not busy)
+                    self._obey(wait=not self._busy)
+                    self._has_aborted &= bool(self._news)  # they come before a step
                     outputs = engine.advance(self._news, Request.take_delta)
                 except Exception as error:
                     failure = error
@@ -113,6 +114,12 @@ class EngineThread:
                 self._report(outputs, failure)
         finally:
             self._leave()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is something to compute or to report."""
+        engine = self._engine
+        return bool(self._news) or engine.has_work or engine.num_steps_under_way > 0 or self._has_aborted
 
     def _obey(self, wait: bool) -> None:
         """Obeys the commands that have come. wait: for at least one."""
@@ -133,12 +140,13 @@ class EngineThread:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._requests:
+            self._has_aborted = True
             self._engine.abort(request_id)
 
     def _stop(self) -> None:
         self._stopping = True
         for request_id in list(self._requests):
-            self._engine.abort(request_id)
+            self._abort(request_id)
 
     def _observe(self, engine: Engine) -> None:
         """Notes a step that has gone well, whichever thread has computed it."""
