@@ -30,7 +30,8 @@ class Polled(Policy):
 
     def __post_init__(self) -> None:
         checks.require(checks.number("every_s", self.every_s, above=0), error=ConfigError)
-        self._policy, self._seen, self._at = read_policy(self.of), Ledger(), -math.inf
+        self._policy, self._at = read_policy(self.of), -math.inf
+        self._seen: Ledger | None = None
 
     def choose(self, request: RoutedRequest, view: View) -> int:
         if view.now - self._at >= self.every_s:
@@ -39,6 +40,7 @@ class Polled(Policy):
                 if isinstance(value, np.ndarray):
                     setattr(self._seen, name, value.copy())
         current = view.ledger, view.now
+        assert self._seen is not None
         view.ledger, view.now = self._seen, self._at
         chosen = self._policy.choose(request, view)
         view.ledger, view.now = current
