@@ -18,6 +18,7 @@ from ksana_jax.bench.core import Bench, Case, option, spread
 from ksana_jax.bench.latency import make_llm, milliseconds
 from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.simulator.request_level import packing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -232,12 +233,6 @@ def _padded(prompt: np.ndarray, width: int) -> np.ndarray:
     import numpy as np
 
     return np.resize(prompt, width)
-
-
-def packing(outputs: Sequence[int], rows: int) -> float:
-    """Returns the share of useful tokens if requests form batches in order, each padded to its longest output."""
-    batches = [outputs[i : i + rows] for i in range(0, len(outputs), rows)]
-    return sum(outputs) / sum(len(batch) * max(batch) for batch in batches)
 
 
 def best_rate(curve: Sequence[tuple[float, float]], floor: float, limit: float) -> float:
