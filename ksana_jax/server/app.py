@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ksana_jax import __version__
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.server import chat, completions, tokens
+from ksana_jax.server import chat, completions, page, tokens
 from ksana_jax.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.server.errors import APIError, json_response
 from ksana_jax.server.generation import as_api_error
@@ -49,13 +49,14 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokens.tokenizer_info),
         Route("/kv_events", kv_events),
+        *page.routes(),
     ]
     app = Starlette(
         routes=routes,
         middleware=[
             Middleware(RequestIds),
             Middleware(LimitHeaders, most=settings.max_header_bytes),
-            Middleware(RequireKey, keys=settings.api_keys, open_paths=OPEN_PATHS),
+            Middleware(RequireKey, keys=settings.api_keys, open_paths=OPEN_PATHS | {page.PAGE_PATH}),
             Middleware(Errors),
         ],
         exception_handlers={HTTPException: _http_error},
