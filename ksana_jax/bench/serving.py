@@ -19,6 +19,7 @@ from ksana_jax.bench.serving_targets import About, EngineTarget, HTTPTarget
 from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.dotted import dotlist
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.server.settings import read_api_keys
 from ksana_jax.workload import read_workload
 from ksana_jax.workload.base import WorkloadSettings
 from ksana_jax.workload.items import Workload
@@ -33,7 +34,7 @@ MAX_LAG_S = 0.005
 # Share of the requests that must meet the limits in the conclusion.
 ENOUGH = 0.9
 MODEL = "ksana-tiny"
-WARM_REQUESTS = 4
+REQUESTS, WARM_REQUESTS = 100, 4
 # Columns of the table; files have all percentiles.
 _PERCENTS = {"ttft": (50, 90, 99), "tpot": (50, 90, 99), "itl": (99,), "e2e": (50, 90, 99)}
 
@@ -53,7 +54,7 @@ class Serving(Bench):
     workload: dict[str, Any] | str = option(
         "{kind: synthetic, prompt: [16, 160], output: [8, 64]}", "workload or preset as in docs/workloads.md"
     )
-    requests: int = option(100, "number of requests")
+    requests: int | None = option(None, "number of requests; the workload's, or else 100, if it is not given")
     rate: str | None = option(None, "requests per second, several separated by commas; inf sends all at once")
     burstiness: float | None = option(None, "shape of the gamma distribution of gaps: 1 is Poisson, less are bursts")
     max_concurrency: int | None = option(None, "most requests that are open at once; others wait with the sender")
@@ -62,7 +63,7 @@ class Serving(Bench):
     timeout_s: float = option(600.0, "seconds after which a request fails")
     dtype: str = option("f32", "f32, bf16 or f16, of an engine of its own")
     engine: dict[str, Any] | None = option(None, "settings of an engine of its own, such as '{max_num_seqs: 32}'")
-    api_key_file: str | None = option(None, "file whose first line is the server's API key")
+    api_key_file: str | None = option(None, "file whose first key is sent, as for ksana serve")
     vocab_size: int | None = option(None, "prompts have ids below it; the server's if it says so")
 
     def title(self) -> str:
@@ -71,7 +72,7 @@ class Serving(Bench):
 
     def cases(self) -> list[Case]:
         checks.require(
-            checks.integer("requests", self.requests),
+            checks.integer("requests", self.requests, optional=True),
             checks.number("burstiness", self.burstiness, above=0, optional=True),
             checks.integer("max_concurrency", self.max_concurrency, optional=True),
             checks.integer("seed", self.seed, 0, 2**62, optional=True),
@@ -92,7 +93,9 @@ class Serving(Bench):
         setting = self.workload
         if isinstance(setting, str):
             setting = dotlist([f"workload={setting}"])["workload"]
-        more: dict[str, Any] = {"num_requests": self.requests}
+        more: dict[str, Any] = {}
+        if self.requests is not None or not (isinstance(setting, Mapping) and "num_requests" in setting):
+            more["num_requests"] = REQUESTS if self.requests is None else self.requests
         if self.burstiness is not None:
             more["cv"] = self.burstiness**-0.5
         return read_workload(setting, **more)
@@ -113,8 +116,7 @@ class Serving(Bench):
 
     async def _open_server(self, url: str) -> About:
         _keep_off_accelerators()
-        key = None if self.api_key_file is None else Path(self.api_key_file).read_text(encoding="utf-8").split("\n")[0]
-        self.http = HTTPTarget(url, key and key.strip())
+        self.http = HTTPTarget(url, self.api_key_file and read_api_keys(Path(self.api_key_file))[0])
         self.target: Target = self.http
         return await self.http.open(self.model)
 

@@ -1,4 +1,4 @@
-"""What the web page shows of the engines, as numbers: GET /live. Looking takes microseconds; no step waits for it."""
+"""What the web page shows of the engines, as numbers: GET /live. Looking takes less than a millisecond."""
 
 from __future__ import annotations
 

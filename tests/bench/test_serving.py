@@ -287,6 +287,12 @@ def test_a_seed_repeats_a_run_and_none_gives_a_new_one():
     assert first(None) != first(None)
 
 
+def test_the_option_goes_before_the_workload_and_100_requests_after_both():
+    own = "{kind: synthetic, num_requests: 7}"
+    assert [Serving(workload=own, requests=n)._settings().num_requests for n in (None, 3)] == [7, 3]
+    assert Serving()._settings().num_requests == Serving(workload="orca")._settings().num_requests == 100
+
+
 def test_burstiness_is_the_shape_of_the_gaps():
     assert Serving(burstiness=0.25)._settings().cv == 2.0
     with pytest.raises(ConfigError, match="'azure' has no setting 'cv'"):
