@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.metrics import StepRecord
 from ksana_jax.simulator.clock import VirtualClock
 from ksana_jax.simulator.cost import Cost
 from ksana_jax.simulator.one_engine import Served, SimEngine
+from ksana_jax.workload.report import Limits, RequestTimes, spread, summarise
 
 if TYPE_CHECKING:
     from ksana_jax.workload.items import WorkItem
@@ -78,45 +77,42 @@ class Run:
     busy_s: float
     host_s: float
 
-    def report(self) -> dict[str, Any]:
-        """Returns the summary as plain values; times in seconds."""
-        done = [s for s in self.served if s.finish_reason in ("stop", "length")]
-        found: dict[str, Any] = {
-            "num_requests": len(self.served),
-            "num_finished": len(done),
+    def times(self) -> list[RequestTimes]:
+        """Returns the requests as `workload.report` takes them, which a benchmark of a server fills too."""
+        return [
+            RequestTimes(
+                s.item.index,
+                s.arrival_s,
+                s.first_token_s,
+                s.finished_s,
+                s.item.num_prompt,
+                s.num_output,
+                s.num_cached_tokens,
+                error=None if s.finish_reason in (None, "stop", "length") else s.finish_reason,
+                client=s.item.client,
+            )
+            for s in self.served
+        ]
+
+    def report(self, limits: Limits | None = None) -> dict[str, Any]:
+        """Returns `workload.report.summarise` of the requests, and what only a simulation knows; times in seconds.
+
+        Args:
+          limits: those of goodput.
+        """
+        started = [s for s in self.served if s.finish_reason in ("stop", "length")]
+        return {
+            **summarise(self.times(), limits),
             "num_refused": sum(s.finish_reason == "refused" for s in self.served),
+            "num_preemptions": sum(s.num_preemptions for s in self.served),
             "num_steps": len(self.records),
-            "seconds": self.seconds,
             "utilisation": self.busy_s / self.seconds if self.seconds else 0.0,
+            "wait_s": spread(s.scheduled_s - s.arrival_s for s in started),
         }
-        if not done:
-            return found
-        outputs = np.array([s.num_output for s in done])
-        first, end = np.array([s.first_token_s for s in done]), np.array([s.finished_s for s in done])
-        arrival = np.array([s.arrival_s for s in done])
-        found |= {
-            "requests_per_s": len(done) / self.seconds,
-            "output_tokens_per_s": float(outputs.sum()) / self.seconds,
-            "hit_rate": sum(s.num_cached_tokens for s in done) / sum(s.item.num_prompt for s in done),
-            "num_preemptions": sum(s.num_preemptions for s in done),
-            "wait_s": spread(np.array([s.scheduled_s for s in done]) - arrival),
-            "ttft_s": spread(first - arrival),
-            "tpot_s": spread(((end - first) / np.maximum(outputs - 1, 1))[outputs > 1]),
-            "e2e_s": spread(end - arrival),
-        }
-        return found
 
     def text(self) -> str:
         """Returns the report as JSON; equal runs give equal bytes."""
         return json.dumps(self.report(), indent=1, sort_keys=True) + "\n"
-
-
-def spread(values: np.ndarray) -> dict[str, float] | None:
-    """Returns mean and percentiles; None of no values."""
-    if not len(values):
-        return None
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
 
 
 def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig, cost: Cost, **settings: Any) -> Run:

@@ -5,7 +5,11 @@ import math
 
 import pytest
 
+from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.errors import ConfigError
+from ksana_jax.simulator.cost import AffineCost
+from ksana_jax.simulator.run import simulate
+from ksana_jax.workload import read_workload
 from ksana_jax.workload.report import Limits, RequestTimes, flat, spread, summarise, table
 
 # Answered in 1 s, then 3 tokens in 2 s; answered at once with one token; never answered; refused.
@@ -98,3 +102,15 @@ def test_the_table_has_the_figures_in_milliseconds():
 
 def test_values_that_do_not_exist_are_left_out():
     assert spread([math.nan, 2.0])["mean"] == 2.0 and spread([math.nan]) is None
+
+
+def test_a_simulation_fills_the_report_of_a_benchmark():
+    workload = read_workload("synthetic", num_requests=30, rate=20.0, prompt=[8, 40], output=[2, 9]).make(1000)
+    config = EngineConfig(num_blocks=64, max_model_len=128, max_num_seqs=4)
+    run = simulate(workload.items, ModelConfig(vocab_size=1000, eos_ids=(2,)), config, AffineCost(0.01, 1e-4))
+    limits = Limits(ttft_s=1.0)
+    found = run.report(limits)
+    assert found.keys() > summarise([], limits).keys() and found["errors"] == {}
+    assert found["num_finished"] == 30 and found["goodput"]["share"] == 1.0
+    assert found["num_output_tokens"] == sum(item.num_output for item in workload.items)
+    assert "30 of 30 finished" in table(found)
