@@ -144,7 +144,7 @@ class Fleet:
         server = self.servers[url]
         if server.probing is not None:
             server.probing.cancel()
-        self.died(server, "removed")
+        self.died(server)
         del self.servers[url]
 
     def named(self, name: str) -> Server | None:
@@ -177,11 +177,16 @@ class Fleet:
         """Number of servers that may be chosen."""
         return sum(server.weight > 0 for server in self.servers.values())
 
-    def died(self, server: Server, why: str) -> None:
-        """Takes note that a server is dead: the router forgets it, and its requests go elsewhere or end."""
+    def died(self, server: Server, why: str = "") -> None:
+        """Takes note that a server is dead: the router forgets it, and its requests go elsewhere or end.
+
+        Args:
+          why: shown with a warning; empty for a server that was removed on purpose.
+        """
         server.health.gone()
         if server.url in self.router.servers:
-            log.warning("server %s is dead: %s", server.name, one_line(why))
+            if why:
+                log.warning("server %s is dead: %s", server.name, one_line(why))
             self.router.remove(server.url, self.clock())
         if server.following is not None:
             server.following.cancel()
