@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,14 @@ def route(
         str | None, typer.Option(help="addresses of running servers, separated by commas", show_default=False)
     ] = None,
     spawn: Annotated[int, typer.Option(help="servers to start, and to start again when they end")] = 0,
+    on: Annotated[
+        str, typer.Option(help="where to start them: this machine (local), or a Ray cluster (ray)")
+    ] = "local",
+    ray_address: Annotated[str, typer.Option(help="with --on ray: HOST:PORT, auto or local")] = "auto",
+    ray_resources: Annotated[
+        str | None,
+        typer.Option(help="of each server: '{num_cpus: 4, num_gpus: 1}'", show_default="1 CPU", metavar="YAML"),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'", metavar="POLICY")
     ] = "min_ttft",
@@ -70,6 +79,7 @@ def route(
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.proxy import running
     from ksana_jax.proxy.settings import ProxySettings, read_server
+    from ksana_jax.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
     from ksana_jax.router import RouterSettings
     from ksana_jax.server.settings import read_api_keys
 
@@ -78,6 +88,8 @@ def route(
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
     if spawn < 0 or (spawn and model is None) or (model is not None and not spawn):
         raise ConfigError("--spawn needs a number of servers and a model, such as --spawn 4 ksana-tiny")
+    if on not in ("local", "ray"):
+        raise ConfigError(f"--on is {on!r}, must be local or ray")
     server_key = running.new_key() if spawn else None
     if server_api_key_file is not None:
         server_key = read_api_keys(server_api_key_file)[0]
@@ -100,9 +112,17 @@ def route(
     router = RouterSettings(
         block_size=block_size, prefill_tokens_per_s=prefill_tokens_per_s, pool_tokens=pool_tokens, ttl_s=cache_ttl
     )
-    from ksana_jax.proxy.spawning import LocalLauncher
+    arguments = (model or "", engine_settings or [])
+    with contextlib.ExitStack() as stack:
+        launcher = None
+        if on == "ray" and spawn:
+            from ksana_jax.proxy.on_ray import ray_launcher
 
-    def make(key_file: Path) -> LocalLauncher:
-        return LocalLauncher(model or "", engine_settings or [], key_file, shutdown_timeout, running.show)
-
-    running.run(running.route(settings, router, addresses, make if spawn else None, spawn))
+            own = (*arguments, server_key, shutdown_timeout, LOCALHOST if ray_address == "local" else None)
+            resources = read_setting("ray_resources", ray_resources) or {}
+            launcher = stack.enter_context(ray_launcher(ray_address, own, resources, running.show))
+        elif spawn:
+            key_file = stack.enter_context(running.key_file(server_key or ""))
+            command = serve_command(*arguments, key_file, shutdown_timeout)
+            launcher = LocalLauncher(command, shutdown_timeout + STOP_S, running.show)
+        running.run(running.route(settings, router, addresses, launcher, spawn))

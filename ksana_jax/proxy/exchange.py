@@ -64,13 +64,13 @@ class Exchange:
 
     async def run(self) -> web.StreamResponse:
         """Sends the request to one server after the other until one answers it."""
-        fleet, tried = self._fleet, []
-        failure = error_response(APIError(503, "no healthy server", code="no_healthy_server", retry_after_s=1))
+        fleet, tried, failure = self._fleet, [], None
         while True:
             try:
                 server = fleet.choose(self._routed, tried)
             except NoServer:
-                return failure
+                no_server = APIError(503, "no healthy server", code="no_healthy_server", retry_after_s=1)
+                return failure or error_response(no_server)
             tried.append(server.url)
             try:
                 return await self._through(server)

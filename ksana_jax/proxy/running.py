@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,19 @@ from ksana_jax.tokenizers import find_tokenizer
 log = logging.getLogger("ksana_jax.proxy")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Makes what starts servers, from the file with the key that they must ask for.
-MakeLauncher = Callable[[Path], Launcher]
 
 
 async def route(
     settings: ProxySettings,
     router_settings: RouterSettings | None = None,
     servers: Sequence[str] = (),
-    make_launcher: MakeLauncher | None = None,
+    launcher: Launcher | None = None,
     num_spawned: int = 0,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C; the second one ends requests under way.
 
     Args:
-      servers: addresses of servers that others run. make_launcher, num_spawned: what starts others, and how many.
+      servers: addresses of servers that others run. launcher, num_spawned: what starts others, and how many.
 
     Raises:
       ConfigError: a setting is invalid, or the servers that are started here end at once.
@@ -49,8 +47,6 @@ async def route(
     stopping, aborting = asyncio.Event(), asyncio.Event()
     with _handling(lambda: (aborting if stopping.is_set() else stopping).set()):
         async with contextlib.AsyncExitStack() as stack:
-            if make_launcher is not None and settings.server_api_key is None:
-                raise ConfigError("servers that are started here need server_api_key")
             fleet = await stack.enter_async_context(Fleet(settings, router_settings))
             proxy = Proxy(fleet, _tokenizes(settings.tokenizer))
             if settings.index == EXACT:
@@ -61,8 +57,7 @@ async def route(
                 raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
             await asyncio.gather(*map(fleet.add, servers))
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if make_launcher is not None:
-                launcher = make_launcher(stack.enter_context(_key_file(settings.server_api_key or "")))
+            if launcher is not None:
                 keeper = proxy.keeper = await stack.enter_async_context(Keeper(fleet, launcher, num_spawned))
                 failed = keeper.failed
             learning = asyncio.create_task(_learn_tokenizer(proxy))
@@ -124,7 +119,7 @@ def _tokenizes(model: str | None) -> PromptReader | None:
 
 
 @contextlib.contextmanager
-def _key_file(key: str) -> Any:
+def key_file(key: str) -> Iterator[Path]:
     """Writes a key to a file that only this user can read."""
     with tempfile.TemporaryDirectory(prefix="ksana-route-") as folder:
         path = Path(folder) / "key"
@@ -134,7 +129,7 @@ def _key_file(key: str) -> Any:
 
 
 @contextlib.contextmanager
-def _handling(stop: Callable[[], None]) -> Any:
+def _handling(stop: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop)
@@ -150,7 +145,7 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def run(serving: Any) -> None:
+def run(serving: Coroutine[Any, Any, None]) -> None:
     """Runs a coroutine on uvloop, which halves the cost of an event, if it is installed; else on asyncio's loop.
 
     What happens to servers is shown on stderr.

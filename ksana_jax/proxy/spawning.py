@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ksana_jax.proxy.launching import Ended
 
-STOP_S = 10.0  # beyond the server's own time for running requests
+STOP_S = 10.0  # beyond a server's own time for running requests
 LINE_BYTES = 2**16
+LOCALHOST = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
 
 
@@ -22,22 +23,16 @@ class LocalLauncher:
     """Runs servers as processes, each on a port of its own that it keeps when it is started again.
 
     Args:
-      model, settings: arguments of `ksana serve`. key_file: their API key.
-      shutdown_timeout_s: seconds for running requests when a server is stopped.
+      command: starts a server; `--port` and a number are added to it.
+      stop_s: seconds after which a server that was told to stop is killed.
       show: takes the lines that a server writes, each after its number.
+
+    Attributes:
+      processes: the last one of each number.
     """
 
-    def __init__(
-        self,
-        model: str,
-        settings: Sequence[str],
-        key_file: Path,
-        shutdown_timeout_s: float,
-        show: Callable[[str], None],
-    ):
-        self._command = [sys.executable, "-m", "ksana_jax", "serve", model, *settings, "--api-key-file", str(key_file)]
-        self._command += ["--host", "127.0.0.1", "--shutdown-timeout", str(shutdown_timeout_s)]
-        self._shutdown_timeout_s, self._show = shutdown_timeout_s, show
+    def __init__(self, command: Sequence[str], stop_s: float, show: Callable[[str], None]):
+        self._command, self._stop_s, self._show = command, stop_s, show
         self._ports: dict[int, int] = {}
         self.processes: dict[int, asyncio.subprocess.Process] = {}
         self._readers: dict[int, asyncio.Task[str]] = {}
@@ -53,7 +48,7 @@ class LocalLauncher:
             stderr=asyncio.subprocess.STDOUT,
             limit=LINE_BYTES,
             start_new_session=True,  # Ctrl-C is for the proxy, which stops the servers when they are drained
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self.processes[index] = process
         self._readers[index] = asyncio.create_task(self._read(index, process))
@@ -76,7 +71,7 @@ class LocalLauncher:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
             try:
-                async with asyncio.timeout(self._shutdown_timeout_s + STOP_S):
+                async with asyncio.timeout(self._stop_s):
                     await process.wait()
             except TimeoutError:
                 process.kill()
@@ -98,13 +93,21 @@ class LocalLauncher:
             self._show(f"[server {index}] {last}")
 
 
-def free_port() -> int:
-    """Returns a port of 127.0.0.1 on which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def serve_command(
+    model: str, settings: Sequence[str], key_file: Path, shutdown_timeout_s: float, host: str = LOCALHOST
+) -> list[str]:
+    """Returns the command of a server without its port; see `ksana serve`."""
+    command = [sys.executable, "-m", "ksana_jax", "serve", model, *settings, "--api-key-file", str(key_file)]
+    return [*command, "--host", host, "--shutdown-timeout", str(shutdown_timeout_s)]
+
+
+def free_port(host: str = LOCALHOST) -> int:
+    """Returns a port of an address of this machine on which nobody listens now."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         return listener.getsockname()[1]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Has Linux end the process when the proxy is killed; elsewhere it would live on."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -122,11 +121,10 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {1})
     short, long = "hi there, how are you?", "word " * 400
-    rates = [measure("short requests", args.seconds, False, 32, 4, 0.0, short)[0]]
-    rates.append(measure("short requests, 2 kB of prompt", args.seconds, False, 32, 4, 0.0, long)[0])
+    measure("short requests", args.seconds, False, 32, 4, 0.0, short)
+    measure("short requests, 2 kB of prompt", args.seconds, False, 32, 4, 0.0, long)
     measure("64 streams", args.seconds, True, 64, 200, 0.002, short)
     added_ttft(args.seconds, args.rate)
-    print(f"mean of the rates: {statistics.mean(rates):,.0f} requests/s")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def events(text: str) -> list:
     """The JSON of the events before [DONE], which must be the last one."""
     parts = text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""], text[-200:]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2] if not part.startswith(":")]
 
 
 async def until(condition, seconds: float = 3.0):
