@@ -248,8 +248,9 @@ Other differences:
 - `enable_prefix_caching` is off by default, because a measurement that repeats its prompts would measure the cache.
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
-- There is no `AsyncLLMEngine` and no server; `llm.stream(...)` yields outputs as they grow, and with `delta=True` only
-  the new part of each.
+- `AsyncLLM(model, ...)` stands for `AsyncLLMEngine`: `async for output in llm.generate(prompt, params, request_id)`,
+  `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only the
+  new part of each with `delta=True`. The server is `ksana serve`.
 """
 
 

