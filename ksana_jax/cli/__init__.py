@@ -20,6 +20,7 @@ from ksana_jax.cli import (
     machine,
     routing,
     serving,
+    simulating,
     studies,
     tasks,
     text,
@@ -82,6 +83,7 @@ app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True
 # All of its arguments are those of another program.
 app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
 
+app.add_typer(simulating.app, name="simulate")
 app.add_typer(groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup), name="bench")
 
 kernels = groups.group("Checks of the GPU kernels that need no GPU.")

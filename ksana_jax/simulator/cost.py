@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
+from ksana_jax.plugins import resolve
 from ksana_jax.simulator.step_size import StepSize
 
 FORMAT = 1
-
-
-class Cost(Protocol):
-    """The time that steps take."""
-
-    def seconds(self, size: StepSize) -> float:
-        """Returns the seconds of the device for a step, without the moves of its blocks. Asked once for each step, in
-        their order."""
-        ...
-
-    def move_seconds(self, size: StepSize) -> float:
-        """Returns the seconds of the moves before a step."""
-        ...
-
-    def moving_seconds(self, num_saved: int, num_copied: int, num_loaded: int) -> float:
-        """Returns the seconds to move blocks."""
-        ...
-
-    def host_seconds(self, size: StepSize) -> float:
-        """Returns the seconds of the host for a step: to schedule, to build and to report it."""
-        ...
+# Share of the time of a run that steps of unseen shapes may take.
+MOST_EXTRAPOLATED = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host for a step, by its rows: what it takes in any case, and for each row and each chunk token."""
+    """Seconds of the host for a step, to schedule, build and report it: of any step, and for each of its rows."""
 
     step_s: float = 0.0
     row_s: float = 0.0
@@ -59,26 +43,92 @@ class MoveCost:
         return self.saved_s * num_saved + self.copied_s * num_copied + self.loaded_s * num_loaded
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """Host and moves, which all models of costs have besides the step itself."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Base of all models of costs: the host's part, moves, and where the numbers are from.
 
-    host: HostCost = dataclasses.field(default_factory=HostCost, kw_only=True)
-    move: MoveCost = dataclasses.field(default_factory=MoveCost, kw_only=True)
-    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
+    provenance: plain values such as the file of records, the device, and errors on steps that were held out;
+    {"measured": False} for a model that was not measured.
+    """
 
-    def move_seconds(self, size: StepSize) -> float:
-        return self.move.seconds(size.num_saved, size.num_copied, size.num_loaded)
+    host: HostCost = HostCost()
+    move: MoveCost = MoveCost()
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def moving_seconds(self, num_saved: int, num_copied: int, num_loaded: int) -> float:
-        return self.move.seconds(num_saved, num_copied, num_loaded)
+    def seconds(self, size: StepSize) -> float:
+        """Returns the device's seconds for a step, without its moves."""
+        raise NotImplementedError
 
     def host_seconds(self, size: StepSize) -> float:
+        """Returns the host's seconds for a step."""
         return self.host.seconds(size)
+
+    def moving_seconds(self, num_saved: int, num_copied: int, num_loaded: int) -> float:
+        """Returns the seconds to move blocks, which pass before a step is computed."""
+        return self.move.seconds(num_saved, num_copied, num_loaded)
+
+    def knows(self, size: StepSize) -> bool:
+        """Whether steps of this shape were measured; a model without shapes knows all."""
+        return True
+
+    def residuals(self, size: StepSize) -> Sequence[float]:
+        """Returns equally probable ratios of measured times to those of the model; empty where none are known."""
+        return ()
+
+    def start(self, seed: int | None = None) -> Timer:
+        """Returns a timer for the steps of one engine in one run.
+
+        Args:
+          seed: of the noise; None takes the model's seconds as they are.
+        """
+        return Timer(self, seed)
+
+
+class Timer:
+    """Times the steps of one engine in one run, one after the other.
+
+    Attributes:
+      total_s, extrapolated_s: device's seconds of all steps, and of those whose shapes the model does not know.
+      unknown: number of steps by unknown shape.
+    """
+
+    def __init__(self, cost: Cost, seed: int | None = None):
+        self.cost = cost
+        self.total_s = self.extrapolated_s = 0.0
+        self.unknown: dict[Any, int] = {}
+        self._random = None if seed is None else np.random.default_rng(seed)
+
+    def seconds(self, size: StepSize) -> float:
+        """Returns the device's seconds for the next step, without its moves."""
+        seconds = self.cost.seconds(size)
+        if self._random is not None and len(factors := self.cost.residuals(size)):
+            seconds *= factors[int(self._random.random() * len(factors))]
+        self.total_s += seconds
+        if not self.cost.knows(size):
+            self.extrapolated_s += seconds
+            self.unknown[size.shape] = self.unknown.get(size.shape, 0) + 1
+        return seconds
+
+    def host_seconds(self, size: StepSize) -> float:
+        """Returns the host's seconds for the next step."""
+        return self.cost.host_seconds(size)
+
+    def check(self) -> None:
+        """Checks that the model knew nearly all steps.
+
+        Raises:
+          ConfigError: steps of unseen shapes took more than MOST_EXTRAPOLATED of the time; says which and how many.
+        """
+        if self.extrapolated_s > MOST_EXTRAPOLATED * self.total_s:
+            shapes = ", ".join(f"{tuple(shape)} ({count:,} steps)" for shape, count in list(self.unknown.items())[:3])
+            raise ConfigError(
+                f"{self.extrapolated_s / self.total_s:.1%} of the time are steps of {len(self.unknown)} shapes that "
+                f"were not measured, at most {MOST_EXTRAPOLATED:.0%} may be; record steps like these too: {shapes}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
-class AffineCost(_Parts):
+class AffineCost(Cost):
     """Seconds that grow with a step's tokens, what they attend to, and the tokens sampled; nothing depends on shapes.
 
     step_s: of any step. token_s: for each token. pair_s: for each pair of a token and one that it sees. sampled_s: for
@@ -95,46 +145,58 @@ class AffineCost(_Parts):
         checks.require(*(checks.number(name, getattr(self, name), 0) for name in names), error=ConfigError)
 
     def seconds(self, size: StepSize) -> float:
-        return (
-            self.step_s
-            + self.token_s * size.num_tokens
-            + self.pair_s * size.num_attended
-            + self.sampled_s * size.num_sampled
-        )
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> AffineCost:
-        """Returns the model of the fields of a JSON object.
-
-        Raises:
-          ConfigError: a field is missing, unknown or out of range.
-        """
-        given = dict(fields)
-        host = _read_part(HostCost, given.pop("host", {}))
-        move = _read_part(MoveCost, given.pop("move", {}))
-        provenance = given.pop("provenance", {})
-        known = {"step_s", "token_s", "pair_s", "sampled_s"}
-        if unknown := sorted(given.keys() - known):
-            raise ConfigError(f"cost has {unknown[0]!r}, fields are {', '.join(sorted(known))}, host, move, provenance")
-        if missing := sorted({"step_s", "token_s"} - given.keys()):
-            raise ConfigError(f"cost has no {missing[0]!r}")
-        return cls(**given, host=host, move=move, provenance=provenance)
+        own = self.step_s + self.token_s * size.num_tokens
+        return own + self.pair_s * size.num_attended + self.sampled_s * size.num_sampled
 
 
-def _read_part(kind: type, fields: Mapping[str, Any]) -> Any:
+def read_fields(kind: type, given: Mapping[str, Any], **read: Callable[[Any], Any]) -> Any:
+    """Returns a model of costs of the fields of a JSON object.
+
+    Args:
+      read: how fields are read that are not plain numbers.
+
+    Raises:
+      ConfigError: a field is missing, unknown or out of range.
+    """
+    fields = [f for f in dataclasses.fields(kind) if f.init]
+    names = [f.name for f in fields]
+    if unknown := sorted(given.keys() - set(names)):
+        raise ConfigError(f"cost has {unknown[0]!r}, its fields are {', '.join(names)}")
+    needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    if missing := sorted(needed - given.keys()):
+        raise ConfigError(f"cost has no {missing[0]!r}")
+    read = {"host": lambda part: _part(HostCost, part), "move": lambda part: _part(MoveCost, part), **read}
+    return kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
+
+
+def _part(kind: type, given: Any) -> Any:
     names = [f.name for f in dataclasses.fields(kind)]
-    if unknown := sorted(fields.keys() - set(names)):
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"cost: {kind.__name__} is {given!r:.60}, must be a mapping of {', '.join(names)}")
+    if unknown := sorted(given.keys() - set(names)):
         raise ConfigError(f"cost has {unknown[0]!r}, its {kind.__name__} has {', '.join(names)}")
-    checks.require(*(checks.number(name, value, 0) for name, value in fields.items()), error=ConfigError)
-    return kind(**fields)
+    checks.require(*(checks.number(name, value, 0) for name, value in given.items()), error=ConfigError)
+    return kind(**given)
 
 
-# Readers of models of costs by their level, from the fields of a JSON object.
-COSTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {"affine": AffineCost.read}
+def read_affine(given: Mapping[str, Any]) -> AffineCost:
+    return read_fields(AffineCost, given)
 
 
-def read_cost(given: Mapping[str, Any] | str | Path) -> Any:
-    """Returns a model of costs: of a mapping with a "level" and its fields, or of a JSON file of `ksana simulate fit`.
+# Readers of models of costs, by level, of the fields of a JSON object.
+COSTS: dict[str, str] = {
+    "affine": "ksana_jax.simulator.cost:read_affine",
+    "fitted": "ksana_jax.simulator.fitted:read_fitted",
+    "replay": "ksana_jax.simulator.replay:read_replay",
+    "roofline": "ksana_jax.simulator.roofline:read_roofline",
+}
+
+
+def read_cost(given: Mapping[str, Any] | str | Path) -> Cost:
+    """Returns a model of costs.
+
+    Args:
+      given: a "level", a key of COSTS, and its fields; or a JSON file with them, as `ksana simulate fit` writes it.
 
     Raises:
       ConfigError: there is no such file or level, or a field is wrong.
@@ -142,7 +204,7 @@ def read_cost(given: Mapping[str, Any] | str | Path) -> Any:
     if not isinstance(given, Mapping):
         try:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"cost {given!s}: {error}") from None
         if not isinstance(given, Mapping):
             raise ConfigError("cost: the file has no JSON object")
@@ -151,4 +213,4 @@ def read_cost(given: Mapping[str, Any] | str | Path) -> Any:
         raise ConfigError(f"cost has format {format}, this version reads {FORMAT}")
     level = fields.pop("level", None)
     checks.require(checks.one_of("cost.level", level, COSTS), error=ConfigError)
-    return COSTS[level](fields)
+    return resolve(level, COSTS, "cost.level")(fields)

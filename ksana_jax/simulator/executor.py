@@ -2,9 +2,9 @@
 
 The device works through its steps in the order of their submission, each from when it is submitted or the one before it
 has ended, whichever is later. The host's time for a step (its schedule and arrays, and the report of the one before it)
-passes before the step is submitted. With async_scheduling the engine submits a step while the one before it runs, so
-that the host's time is hidden as far as that one lasts; without, every step waits for the host. Only the order of the
-engine's calls makes this difference, as it does on a real device.
+passes when its size is known, before it is submitted. With async_scheduling the engine submits a step while the one
+before it runs, so that the host's time is hidden as far as that one lasts; without, every step waits for the host. Only
+the order of the engine's calls makes this difference, as it does on a real device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.simulator.clock import VirtualClock
-from ksana_jax.simulator.cost import Cost
-from ksana_jax.simulator.step_size import SizedStep
+from ksana_jax.simulator.cost import Timer
+from ksana_jax.simulator.step_size import SizedStep, StepSize
 from ksana_jax.step.contract import StepInput, StepOutput
 
 
@@ -39,7 +39,7 @@ class SimExecutor:
 
     Args:
       clock: of the engine.
-      cost: of steps and of the host's part in them.
+      timer: of steps and of the host's part in them.
       patterns: one for each layer.
       num_host_blocks: blocks of host memory, of which nothing is kept.
 
@@ -47,11 +47,19 @@ class SimExecutor:
       busy_s, host_s: seconds in which the device and the host worked, summed up.
     """
 
-    def __init__(self, clock: VirtualClock, cost: Cost, patterns: Sequence[AttentionPattern], num_host_blocks: int = 0):
-        self.clock, self.cost, self.patterns = clock, cost, list(patterns)
+    def __init__(
+        self, clock: VirtualClock, timer: Timer, patterns: Sequence[AttentionPattern], num_host_blocks: int = 0
+    ):
+        self.clock, self.timer, self.patterns = clock, timer, list(patterns)
         self.host_blocks = np.zeros((num_host_blocks, 1), np.uint8)
         self.busy_s = self.host_s = 0.0
         self._free_at = 0.0
+
+    def host_works(self, size: StepSize) -> None:
+        """Lets the host's time for a step pass."""
+        seconds = self.timer.host_seconds(size)
+        self.clock.advance(seconds)
+        self.host_s += seconds
 
     def submit(self, step: StepInput) -> Timed:
         return self.submit_together([step])[0]
@@ -59,23 +67,24 @@ class SimExecutor:
     def submit_together(self, steps: Sequence[StepInput]) -> list[Timed]:
         """Submits steps that share a call: their results arrive together."""
         together: list[tuple[SizedStep, float]] = []
-        host_s = seconds = 0.0
+        seconds = 0.0
         for step in steps:
             assert isinstance(step, SizedStep), "an engine with a SimExecutor builds its steps with a SizeBuilder"
             size = step.size.with_moves(step.moves)
-            host_s += self.cost.host_seconds(size)
-            move_s = self.cost.move_seconds(size)
-            seconds += self.cost.seconds(size) + move_s
+            move_s = self._moving(size.num_saved, size.num_copied, size.num_loaded)
+            seconds += self.timer.seconds(size) + move_s
             together.append((step, move_s))
-        self.clock.advance(host_s)
         self._free_at = max(self.clock(), self._free_at) + seconds
-        self.busy_s, self.host_s = self.busy_s + seconds, self.host_s + host_s
+        self.busy_s += seconds
         return [Timed(self.clock, self._free_at, StepOutput(step.tokens, move_s=s)) for step, s in together]
 
     def move(self, moves: Moves) -> None:
-        seconds = self.cost.moving_seconds(len(moves.saves), len(moves.copies), len(moves.loads))
+        seconds = self._moving(len(moves.saves), len(moves.copies), len(moves.loads))
         self._free_at = max(self.clock(), self._free_at) + seconds
         self.busy_s += seconds
+
+    def _moving(self, *blocks: int) -> float:
+        return self.timer.cost.moving_seconds(*blocks)
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         self.patterns = list(patterns)

@@ -55,7 +55,8 @@ class SimEngine:
 
     Args:
       events: the simulation's time and events; several engines share it.
-      cost: of steps; stateful ones are not shared.
+      cost: of steps; engines may share one.
+      seed: of the noise of steps' times; None for none.
       patterns: None takes the model's own.
       platform: whose buckets the steps are padded to: "cpu", "gpu" or "tpu".
       answered, ended: called with each request when it has its first token, and when it has ended or was refused.
@@ -77,6 +78,7 @@ class SimEngine:
         *,
         patterns: PatternLike | Sequence[PatternLike] | None = None,
         platform: str = "cpu",
+        seed: int | None = None,
         ended: Callable[[Served], None] = lambda served: None,
         answered: Callable[[Served], None] = lambda served: None,
         stepped: Callable[[SimEngine], None] = lambda engine: None,
@@ -87,10 +89,10 @@ class SimEngine:
             raise ConfigError("a simulated engine has no disk_cache_dir: reads of files take real time")
         seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
         config = config.for_model(model, seen)
-        self.events, self.cost, self.clock = events, cost, VirtualClock(events())
+        self.events, self.timer, self.clock = events, cost.start(seed), VirtualClock(events())
         self.ended, self.answered, self.stepped = ended, answered, stepped
         num_host_blocks = config.host_cache_bytes // make_layout(model, seen, config).block_bytes
-        self.executor = SimExecutor(self.clock, cost, seen, num_host_blocks)
+        self.executor = SimExecutor(self.clock, self.timer, seen, num_host_blocks)
         self.engine: Engine = build_engine(
             model,
             None,
@@ -101,7 +103,7 @@ class SimEngine:
             buckets=Buckets.of(config, platform),
         )
         self.answers = Answers(config.max_num_seqs, model.eos_ids, self.clock)
-        self.engine.builder = SizeBuilder.like(self.engine.builder, self.answers)
+        self.engine.builder = SizeBuilder.like(self.engine.builder, self.answers, self.executor.host_works)
         self.open: dict[str, tuple[Served, Answer, Request]] = {}
         self._stepping = False
 

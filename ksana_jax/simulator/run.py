@@ -122,7 +122,7 @@ def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig
       settings: further ones of `SimEngine`.
 
     Raises:
-      ConfigError: see `SimEngine`.
+      ConfigError: see `SimEngine`; or too much of the time is that of steps that the model of costs has not seen.
       AssertionError: a law that every run must obey does not hold, see `check`.
     """
     events, counted = VirtualClock(), InSystem()
@@ -147,6 +147,7 @@ def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig
         engine.executor.host_s,
     )
     check(found, counted, arrivals.num_sent)
+    engine.timer.check()
     if len(served) < len(items):
         raise AssertionError(f"{len(items) - len(served)} of {len(items)} requests were never sent")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -64,15 +65,17 @@ class SizeBuilder(BatchBuilder):
 
     Args:
       tokens: asked for the tokens of each step when it is built: only then is it known who is in which row.
+      sized: called with the size of each step, its moves not included.
     """
 
     tokens: Tokens
+    sized: Callable[[StepSize], None]
 
     @classmethod
-    def like(cls, builder: BatchBuilder, tokens: Tokens) -> SizeBuilder:
+    def like(cls, builder: BatchBuilder, tokens: Tokens, sized: Callable[[StepSize], None]) -> SizeBuilder:
         """Returns a builder with the settings of another one."""
         settings = {f.name: getattr(builder, f.name) for f in dataclasses.fields(builder) if f.init}
-        return cls(**settings, tokens=tokens)
+        return cls(**settings, tokens=tokens, sized=sized)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         running = batch.rows
@@ -89,6 +92,7 @@ class SizeBuilder(BatchBuilder):
             num_rows=len(computed),
         )
         tokens = self.tokens.of(batch, lengths, rows)
+        self.sized(size)
         return SizedStep(shape, _NO_ARRAYS, num_sampled, size.num_attended, size=size, tokens=tokens), lengths
 
     def _shape(self, batch: ScheduledBatch, rows: Rows) -> StepShape:

@@ -23,6 +23,7 @@ from ksana_jax.loading.load import abstract_params
 from ksana_jax.parallel.shares import local_layout, local_model
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.patterns import AttentionPattern
+from ksana_jax.planner.chips import CHIPS
 from ksana_jax.runner import compiling
 from ksana_jax.runner.runner import Runner
 from ksana_jax.shipped import model_path
@@ -31,7 +32,7 @@ from ksana_jax.step.contract import StepShape
 from ksana_jax.trace import page
 from ksana_jax.trace.bundle import about_machine
 from ksana_jax.trace.functions import CompilationLog, Function, name_of
-from ksana_jax.trace.roofline import CHIPS, Roofline, roofline
+from ksana_jax.trace.roofline import Roofline, roofline
 from ksana_jax.trace.summary import compile_summary
 
 

@@ -1,62 +1,21 @@
 """One engine under a virtual clock: times follow from costs, answers end where only the executor knows."""
 
-import dataclasses
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.config import ConfigError
 from ksana_jax.simulator.cost import AffineCost, HostCost, read_cost
 from ksana_jax.simulator.run import simulate
 from ksana_jax.simulator.step_size import SizeBuilder, SizedStep
 from ksana_jax.step.builder import BatchBuilder
-
-MODEL = ModelConfig(vocab_size=1000, eos_ids=(2,))
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A request of a workload; see `workload.WorkItem`."""
-
-    index: int
-    arrival_s: float
-    num_prompt: int
-    num_output: int
-    max_tokens: int = 64
-    client: str = ""
-    session: int | None = None
-    after: int | None = None
-    think_s: float = 0.0
-    seed: int | None = None
-    tokens: Callable[[], np.ndarray] = dataclasses.field(init=False)
-    output_tokens: Callable[[], np.ndarray] = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokens", lambda: self._drawn(0, self.num_prompt))
-        object.__setattr__(self, "output_tokens", lambda: self._drawn(1, self.num_output))
-
-    def _drawn(self, what: int, count: int) -> np.ndarray:
-        return np.random.default_rng((self.index if self.seed is None else self.seed, what)).integers(
-            0, 1000, count, np.int32
-        )
-
-
-def config(**settings) -> EngineConfig:
-    return EngineConfig(**{"num_blocks": 64, "max_model_len": 128, "max_num_seqs": 4, **settings})
-
-
-def drawn_items(count: int, rate: float, seed: int = 0) -> list[Item]:
-    rng = np.random.default_rng(seed)
-    arrivals = np.cumsum(rng.exponential(1 / rate, count))
-    lengths = zip(rng.integers(1, 60, count), rng.integers(1, 40, count), strict=True)
-    return [Item(i, float(at), int(n), int(m)) for i, (at, (n, m)) in enumerate(zip(arrivals, lengths, strict=True))]
+from tests.simulator.items import MODEL, config, drawn_items, item
 
 
 def test_one_request_takes_its_prefill_and_a_step_for_each_further_token():
     cost = AffineCost(0.010, 0.001)
-    run = simulate([Item(0, 5.0, 20, 4)], MODEL, config(async_scheduling=False), cost)
+    run = simulate([item(0, 5.0, 20, 4)], MODEL, config(async_scheduling=False), cost)
     [served] = run.served
     assert served.num_output == 4 and served.finish_reason == "stop"
     assert served.first_token_s == pytest.approx(5.0 + 0.010 + 20 * 0.001)
@@ -64,39 +23,39 @@ def test_one_request_takes_its_prefill_and_a_step_for_each_further_token():
 
 
 def test_an_answer_longer_than_max_tokens_is_cut_off():
-    run = simulate([Item(0, 0.0, 20, 50, max_tokens=8)], MODEL, config(), AffineCost(0.01, 0))
+    run = simulate([item(0, 0.0, 20, 50, max_tokens=8)], MODEL, config(), AffineCost(0.01, 0))
     assert run.served[0].num_output == 8 and run.served[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(False, 4 * (0.010 + 0.003)), (True, 4 * 0.010 + 0.003)])
 def test_the_host_is_hidden_behind_the_device_only_if_it_schedules_ahead(ahead, expected):
     cost = AffineCost(0.010, 0, host=HostCost(0.003))
-    run = simulate([Item(0, 0.0, 1, 4)], MODEL, config(async_scheduling=ahead), cost)
+    run = simulate([item(0, 0.0, 1, 4)], MODEL, config(async_scheduling=ahead), cost)
     assert run.served[0].finished_s == pytest.approx(expected)
 
 
 def test_a_host_that_is_slower_than_the_device_sets_the_pace_when_it_schedules_ahead():
     cost = AffineCost(0.001, 0, host=HostCost(0.005))
-    run = simulate([Item(0, 0.0, 1, 10)], MODEL, config(), cost)
+    run = simulate([item(0, 0.0, 1, 10)], MODEL, config(), cost)
     # Step k is submitted when the host has done its part for k steps; the first token waits for the second submission.
     assert run.served[0].finished_s == pytest.approx(11 * 0.005, rel=0.1)
 
 
 def test_a_request_waits_for_the_end_of_the_step_under_way():
-    items = [Item(0, 0.0, 1, 30), Item(1, 0.015, 1, 2)]
+    items = [item(0, 0.0, 1, 30), item(1, 0.015, 1, 2)]
     run = simulate(items, MODEL, config(async_scheduling=False), AffineCost(0.010, 0))
     assert run.served[1].scheduled_s == pytest.approx(0.020)
     assert run.served[1].first_token_s == pytest.approx(0.030)
 
 
 def test_the_next_turn_comes_when_the_one_before_has_ended_and_its_user_has_thought():
-    items = [Item(0, 1.0, 5, 3), Item(1, math.nan, 9, 2, after=0, think_s=2.5, session=0)]
+    items = [item(0, 1.0, 5, 3), item(1, math.nan, 9, 2, after=0, think_s=2.5, session=0)]
     run = simulate(items, MODEL, config(), AffineCost(0.01, 0))
     assert run.served[1].arrival_s == pytest.approx(run.served[0].finished_s + 2.5)
 
 
 def test_a_request_that_can_never_be_served_is_refused_and_others_go_on():
-    items = [Item(0, 0.0, 200, 3), Item(1, 0.0, 9, 2), Item(2, math.nan, 9, 2, after=0)]
+    items = [item(0, 0.0, 200, 3), item(1, 0.0, 9, 2), item(2, math.nan, 9, 2, after=0)]
     run = simulate(items, MODEL, config(), AffineCost(0.01, 0))
     assert [s.finish_reason for s in run.served] == ["refused", "stop", "stop"]
     assert "max_model_len" in (run.served[0].error or "")
@@ -109,7 +68,7 @@ def test_equal_seeds_give_equal_bytes(settings, steps):
     items, cost = drawn_items(60, 300.0), AffineCost(0.004, 1e-5, 1e-8, 1e-6, host=HostCost(1e-4, 1e-6))
     runs = [simulate(items, MODEL, config(num_scheduler_steps=steps, **settings), cost) for _ in range(2)]
     assert runs[0].text() == runs[1].text() and runs[0].records == runs[1].records
-    assert [s.num_output for s in runs[0].served] == [item.num_output for item in items]
+    assert [s.num_output for s in runs[0].served] == [one.num_output for one in items]
     if settings:
         assert runs[0].report()["num_preemptions"] > 0
 
@@ -119,12 +78,12 @@ def test_a_tight_pool_with_a_host_tier_swaps_instead_of_recomputing():
     one = config(num_blocks=12, host_cache_bytes=2**20, preempt="swap")
     run = simulate(items, MODEL, one, AffineCost(0.004, 1e-5))
     assert run.report()["num_preemptions"] > 0
-    assert [s.num_output for s in run.served] == [item.num_output for item in items]
+    assert [s.num_output for s in run.served] == [one.num_output for one in items]
 
 
 def test_an_engine_without_a_size_of_its_pool_is_refused():
     with pytest.raises(ConfigError, match="num_blocks"):
-        simulate([Item(0, 0.0, 5, 3)], MODEL, config(num_blocks=None), AffineCost(0.01, 0))
+        simulate([item(0, 0.0, 5, 3)], MODEL, config(num_blocks=None), AffineCost(0.01, 0))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +123,7 @@ def test_steps_without_arrays_have_the_sizes_of_those_with_them(monkeypatch, set
         return found, ends
 
     monkeypatch.setattr(SizeBuilder, "build", both)
-    items = [dataclasses.replace(item, seed=item.index % 3) for item in drawn_items(60, 300.0)]
+    items = drawn_items(60, 300.0, texts=3)
     run = simulate(items, MODEL, config(**settings), AffineCost(0.004, 1e-5))
     assert len(compared) >= len(run.records) and all(compared)
     assert [r.num_attended for r in run.records] != [0] * len(run.records)

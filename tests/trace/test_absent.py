@@ -9,10 +9,11 @@ from ksana_jax import AttentionPattern, ModelConfig, cli
 from ksana_jax.compile_check import targets
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.config import load
+from ksana_jax.planner.chips import CHIPS, Chip
 from ksana_jax.step.contract import Part, StepShape
 from ksana_jax.trace import absent, page
 from ksana_jax.trace.bundle import about_machine
-from ksana_jax.trace.roofline import CHIPS, Chip, roofline
+from ksana_jax.trace.roofline import roofline
 from ksana_jax.trace.summary import compile_summary
 
 MODEL = ModelConfig(

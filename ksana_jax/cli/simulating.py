@@ -1,0 +1,138 @@
+"""`ksana simulate`: engines under a virtual clock, what their steps cost, and how well that predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ksana_jax.cli import studies
+from ksana_jax.cli.groups import Command, Group, group
+from ksana_jax.cli.options import Experiment, Out, Overrides
+
+Settings = Annotated[
+    list[str] | None, typer.Argument(help="settings of the engine, such as max_num_seqs=64", show_default=False)
+]
+
+
+class Simulate(Group):
+    """A group whose first argument may be an experiment instead of a command."""
+
+    def resolve_command(self, ctx, args):
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            args = ["run", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = group(
+    "Simulates engines: the real scheduler and KV memory, with modelled times. `ksana simulate FILE.yaml` runs an "
+    "experiment of task simulate, capacity or route.",
+    cls=Simulate,
+)
+
+
+@app.command(cls=Command)
+def run(context: typer.Context, file: Experiment, overrides: Overrides = None, out: Out = None) -> None:
+    """Runs an experiment, as `ksana run` does; the word run may be left out."""
+    studies.run(context, file, overrides, out)
+
+
+@app.command(cls=Command)
+def capacity(
+    context: typer.Context,
+    file: Experiment,
+    overrides: Overrides = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(help="objectives, such as ttft_p99=2,tpot_p99=0.1, in seconds", show_default="those of the file"),
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Searches the largest rate that keeps objectives: an experiment of task capacity."""
+    more = [] if slo is None else [f"settings.slo={{asked: '{slo}'}}"]
+    studies.run(context, file, [*(overrides or []), *more], out)
+
+
+@app.command(cls=Command)
+def record(
+    model: Annotated[str, typer.Argument(help="a Hugging Face directory, or the name of a shipped model")],
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="file for the steps")] = Path("steps.jsonl"),
+    seconds: Annotated[float, typer.Option(help="how long the engine runs, after compiling")] = 60.0,
+    max_prompt: Annotated[int, typer.Option(help="longest prompt, in tokens")] = 512,
+    max_output: Annotated[int, typer.Option(help="longest answer, in tokens")] = 128,
+) -> None:
+    """Runs an engine through steps of many sizes and records what they take."""
+    from ksana_jax import checks
+    from ksana_jax.experiments.dotted import dotlist
+    from ksana_jax.simulator.measuring import about, exercise, make_engine
+    from ksana_jax.simulator.step_file import write_steps
+
+    checks.require(
+        checks.number("--seconds", seconds, above=0, high=24 * 3600),
+        checks.integer("--max-prompt", max_prompt),
+        checks.integer("--max-output", max_output),
+    )
+    engine = make_engine(model, **dotlist(settings or []))
+    if (longest := max_prompt + max_output) > engine.max_model_len:
+        raise ValueError(
+            f"--max-prompt {max_prompt:,} and --max-output {max_output:,} are {longest:,} tokens, max_model_len is "
+            f"{engine.max_model_len:,}"
+        )
+    engine.records.clear()
+    exercise(engine, seconds, max_prompt=max_prompt, max_output=max_output)
+    write_steps(out, about(engine), engine.records)
+    print(f"{out}: {len(engine.records):,} steps")
+
+
+@app.command(cls=Command)
+def fit(
+    steps: Annotated[Path, typer.Argument(help="a file of `ksana simulate record`", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="file for the costs")] = Path("cost.json"),
+    method: Annotated[
+        str, typer.Option(help="affine: by size, corrected for each shape; table: a mean for each shape")
+    ] = "affine",
+) -> None:
+    """Fits costs to recorded steps; prints the errors on a fifth of them that is held out."""
+    import json
+
+    from ksana_jax import checks
+    from ksana_jax.errors import ConfigError
+    from ksana_jax.files import write_atomic
+    from ksana_jax.simulator.fit import fit as fitted
+    from ksana_jax.simulator.step_file import read_steps
+
+    checks.require(checks.one_of("--method", method, ("affine", "table")), error=ConfigError)
+    cost = fitted(read_steps(steps), method=method)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, json.dumps(cost.plain(), indent=1) + "\n")
+    for phase, errors in cost.provenance["held_out"].items():
+        print(
+            f"{phase}: {errors['num_steps']:,} steps held out, mean absolute error {errors['mape']:.1%}, "
+            f"error of their sum {errors['error_of_the_sum']:+.1%}"
+        )
+    print(f"host: {cost.host.step_s * 1e6:,.0f} us a step and {cost.host.row_s * 1e6:,.2f} us a row")
+    print(f"moves: {cost.provenance['moves']}")
+    print(f"{out}: {len(cost.shapes)} shapes")
+
+
+@app.command(cls=Command)
+def validate(
+    model: Annotated[str, typer.Argument(help="model of the real engine")] = "ksana-tiny",
+    queues: Annotated[bool, typer.Option(help="queues with known answers")] = True,
+    decisions: Annotated[bool, typer.Option(help="decisions of a real engine, step by step")] = True,
+    prediction: Annotated[bool, typer.Option(help="costs fitted on one workload predict another")] = True,
+    rounds: Annotated[int, typer.Option(help="rounds of measurements for the prediction")] = 10,
+) -> None:
+    """Validates the simulator; prints each check with its error and limit. Returns 1 if one fails."""
+    from ksana_jax import checks
+    from ksana_jax.simulator.validate import check_decisions, check_known_answers, check_prediction
+
+    checks.require(checks.integer("--rounds", rounds))
+    right = check_known_answers() if queues else True
+    if decisions:
+        right &= check_decisions(model)
+    if prediction:
+        right &= check_prediction(model, rounds=rounds)
+    raise typer.Exit(0 if right else 1)

@@ -1,0 +1,140 @@
+"""Runs a real engine to learn what its steps cost, and how long requests take that a simulation predicts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import importlib.metadata
+import itertools
+import math
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.engine.completion import Request
+from ksana_jax.engine.engine import Engine
+from ksana_jax.request import RequestInput, SamplingParams
+from ksana_jax.shipped import model_path
+from ksana_jax.simulator.one_engine import Served
+from ksana_jax.workload.items import WorkItem
+from ksana_jax.workload.tokens import FIRST_TOKEN
+
+
+def about(engine: Engine) -> dict[str, Any]:
+    """Describes an engine whose steps are measured, as plain values."""
+    source, _ = engine.source or ("in memory", "")
+    platform_name = getattr(engine.executor, "platform", "cpu")
+    return {
+        "model": source,
+        "config": engine.config.plain(),
+        "num_blocks": engine.scheduler.blocks.num_blocks,
+        "block_bytes": engine.scheduler.layout.block_bytes,
+        "device": platform_name if platform_name != "cpu" else f"cpu, {platform.machine()}",
+        "num_cpus": os.cpu_count(),
+        "load_average": list(os.getloadavg()),
+        "ksana_jax": importlib.metadata.version("ksana-jax"),
+        "recorded": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def exercise(engine: Engine, seconds: float, *, max_prompt: int, max_output: int, seed: int = 0) -> None:
+    """Runs an engine through steps of many sizes, for at least some seconds: groups of 1, 2, 4, ... requests.
+
+    The requests of every other group come at once; those of the others at random, a few times as many, so that about as
+    many run as in the group before, with answers most of which are short.
+
+    Args:
+      max_prompt, max_output: most tokens.
+    """
+    rng, until = np.random.default_rng(seed), engine.clock() + seconds
+    sizes = _powers(engine.scheduler.max_num_seqs)
+    for group in itertools.count():
+        if engine.clock() >= until:
+            break
+        size, together = sizes[group // 2 % len(sizes)], group % 2 == 0
+        gap = 0 if together else max_output / (math.log(max_output + 1) * size)
+        left = np.cumsum(rng.poisson(gap, size if together else 4 * size)).tolist()
+        for number in itertools.count():
+            while left and left[0] <= number:
+                left.pop(0)
+                prompt = rng.integers(FIRST_TOKEN, engine.model.vocab_size, _drawn(rng, max_prompt), np.int32)
+                num_output = int(rng.integers(1, max_output + 1)) if together else _drawn(rng, max_output)
+                engine.add_request(prompt, exactly(num_output))
+            if not engine.has_work and not left:
+                break
+            if engine.has_work:
+                engine.step()
+
+
+def _powers(most: int) -> list[int]:
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+
+
+def _drawn(rng: np.random.Generator, most: int) -> int:
+    return int(math.exp(rng.uniform(0, math.log(most + 1))))
+
+
+def exactly(num_output: int) -> SamplingParams:
+    """Returns the parameters of a request whose answer has a given length: real models do not end answers on demand."""
+    return SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
+
+
+def with_known_lengths(items: Sequence[WorkItem]) -> list[WorkItem]:
+    """Returns requests that ask for the length of their answer, as `serve` makes a real engine answer them."""
+    return [dataclasses.replace(item, max_tokens=item.num_output) for item in items]
+
+
+def serve(engine: Engine, items: Sequence[WorkItem]) -> list[Served]:
+    """Serves single requests on a real engine at the times of their arrival, in real time.
+
+    Answers have the true lengths: the client sets max_tokens to it, and ignore_eos. Between requests the processor
+    spins: after a sleep it takes 1.2 to 1.4 times as long for steps of the same shape, measured on two cores.
+
+    Returns:
+      What became of each, times in seconds since the workload began.
+    """
+    assert not any(item.after is not None for item in items), "sessions are not served here"
+    coming = collections.deque(sorted(items, key=lambda item: item.arrival_s))
+    served: dict[str, tuple[Served, Request]] = {}
+    prompts = {item.index: np.asarray(item.tokens(), np.int32) for item in items}
+    began = engine.clock()
+    while coming or engine.has_work:
+        while coming and began + coming[0].arrival_s <= engine.clock():
+            item = coming.popleft()
+            asked = RequestInput(prompts[item.index], exactly(item.num_output))
+            [request] = engine.new_requests([asked])
+            request.metrics.arrival_s = began + item.arrival_s
+            engine.add([request])
+            served[request.request_id] = Served(item, item.arrival_s), request
+        if engine.has_work:
+            engine.step()
+        elif coming:
+            while engine.clock() < began + coming[0].arrival_s:
+                pass
+    for found, request in served.values():
+        metrics = request.metrics
+        assert metrics.first_token_s is not None and metrics.finished_s is not None
+        found.first_token_s, found.finished_s = metrics.first_token_s - began, metrics.finished_s - began
+        found.num_output, found.num_preemptions = metrics.num_output_tokens, metrics.num_preemptions
+        found.finish_reason = str(request.completions[0].seq.finish_reason)
+    return [served_one for served_one, _ in served.values()]
+
+
+def make_engine(model: str, **settings: Any) -> Engine:
+    """Creates the engine of a model, compiled; one without weights gets random ones.
+
+    Args:
+      settings: fields of `EngineConfig`.
+    """
+    from ksana_jax.engine.llm import LLM  # imports jax
+
+    directory = model_path(model)
+    if directory.is_dir() and not any(directory.glob("*.safetensors*")):
+        settings.setdefault("load_format", "dummy")
+    llm = LLM(model, **settings)
+    llm.warm_up()
+    return llm.engine

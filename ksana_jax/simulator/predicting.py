@@ -1,0 +1,171 @@
+"""Whether costs fitted on one workload predict another: a real engine serves both, a simulated one the second."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.engine.engine import Engine
+from ksana_jax.metrics import StepRecord
+from ksana_jax.simulator.cost import Cost
+from ksana_jax.simulator.fit import fit
+from ksana_jax.simulator.fitted import FittedCost
+from ksana_jax.simulator.known_answers import Check
+from ksana_jax.simulator.measuring import about, exercise, make_engine, serve, with_known_lengths
+from ksana_jax.simulator.one_engine import Served
+from ksana_jax.simulator.replay import ReplayCost
+from ksana_jax.simulator.run import simulate
+from ksana_jax.simulator.step_file import Steps, device_seconds, size_of
+from ksana_jax.workload.items import WorkItem
+from ksana_jax.workload.synthetic import Synthetic
+
+# Largest relative errors of the prediction.
+LIMITS = {"E2E p50": 0.09, "E2E p90": 0.09, "TTFT p90": 0.20, "TPOT p50": 0.05, "output tokens/s": 0.05}
+# Share of the rate that the engine reaches when all requests are there at once.
+LOAD = 0.6
+
+
+def together(rounds: Sequence[Sequence[Served]]) -> list[Served]:
+    """Returns the requests of several rounds, one round after the other in time."""
+    found, begin = [], 0.0
+    for served in rounds:
+        names = ("arrival_s", "scheduled_s", "first_token_s", "finished_s")
+        found += [dataclasses.replace(s, **{name: getattr(s, name) + begin for name in names}) for s in served]
+        begin = max(s.finished_s for s in found)
+    return found
+
+
+def figures(served: Sequence[Served]) -> dict[str, float]:
+    """Returns what is predicted of a run."""
+    times = [(s.arrival_s, s.first_token_s, s.finished_s) for s in served]
+    arrival, first, end = np.array(times).T
+    outputs = np.array([s.num_output for s in served])
+    tpot = ((end - first) / np.maximum(outputs - 1, 1))[outputs > 1]
+    return {
+        "E2E p50": float(np.percentile(end - arrival, 50)),
+        "E2E p90": float(np.percentile(end - arrival, 90)),
+        "TTFT p90": float(np.percentile(first - arrival, 90)),
+        "TPOT p50": float(np.percentile(tpot, 50)),
+        "output tokens/s": float(outputs.sum() / (end.max() - arrival.min())),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What was predicted, and what was measured.
+
+    checks: of LIMITS, all rounds together, with noise. without_noise: relative errors where steps take their means.
+    spread: largest over smallest of each figure among the measured rounds. replayed: relative errors of a simulation
+    whose steps take the times of the measured ones: what is left are errors of the simulator, not of costs.
+    per_request: of E2E, against the mean of the rounds: mean absolute relative error, bias, and Pearson's correlation.
+    speeds: time of each round's steps of many sizes over what the costs say.
+    """
+
+    checks: list[Check]
+    without_noise: dict[str, float]
+    replayed: dict[str, float]
+    spread: dict[str, float]
+    per_request: dict[str, float]
+    speeds: list[float]
+    held_out: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Steps of many sizes, and then the workload that is predicted: what became of it, and its steps."""
+
+    exercised: list[StepRecord]
+    served: list[Served]
+    steps: list[StepRecord]
+
+
+def predict(
+    model: str = "ksana-tiny",
+    *,
+    rounds: int = 10,
+    seconds: float = 1.5,
+    num_requests: int = 120,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+    **settings: Any,
+) -> Prediction:
+    """Measures and predicts.
+
+    Rounds alternate between steps of many sizes, from which costs are fitted, and the workload that is predicted:
+    requests with Poisson arrivals and lognormal lengths, at LOAD of the rate that the engine reaches. One fit is made
+    of all rounds. A machine that others use is slower for seconds at a time, so each round's prediction takes the speed
+    of the steps just before it; no time of the predicted workload is used.
+
+    Args:
+      seconds: of each round's steps of many sizes. settings: of the engine.
+    """
+    chosen = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 256, "num_blocks": 512, **settings}
+    engine = make_engine(model, **chosen)
+    longest = engine.max_model_len // 2 - 1
+    asked = Synthetic(
+        rate=1.0,
+        num_requests=num_requests,
+        seed=seed,
+        prompt={"p50": 40, "p99": longest},
+        output={"p50": 24, "p99": longest},
+        max_prompt=longest,
+        max_output=longest,
+    )
+    workload = asked.make(engine.model.vocab_size)
+    at_once = [dataclasses.replace(item, arrival_s=0.0) for item in with_known_lengths(workload.items)]
+    serve(engine, at_once)
+    rate = LOAD * num_requests / max(s.finished_s for s in serve(engine, at_once))
+    items = with_known_lengths(workload.scaled(rate).items)
+    say(f"{model}: {rate:,.1f} requests/s, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    measured = []
+    for number in range(rounds):
+        engine.records.clear()
+        exercise(engine, seconds, max_prompt=longest, max_output=longest, seed=seed + number)
+        exercised = list(engine.records)
+        engine.records.clear()
+        measured.append(Round(exercised, serve(engine, items), list(engine.records)))
+    cost = fit(Steps(about(engine), [record for one in measured for record in one.exercised]))
+    return _compare(engine, items, cost, measured, seed)
+
+
+def speed(cost: FittedCost, records: Sequence[StepRecord]) -> float:
+    """Returns the time of steps over what the costs say."""
+    return sum(device_seconds(records)) / sum(cost.seconds(size_of(record)) for record in records)
+
+
+def _compare(
+    engine: Engine, items: Sequence[WorkItem], cost: FittedCost, measured: Sequence[Round], seed: int
+) -> Prediction:
+    def simulated(cost: Cost, seed: int | None = None) -> list[Served]:
+        return simulate(items, engine.model, engine.config, cost, seed=seed).served
+
+    speeds = [speed(cost, one.exercised) for one in measured]
+    noisy = [simulated(cost.times(s), seed + i) for i, s in enumerate(speeds)]
+    plain = [simulated(cost.times(s)) for s in speeds]
+    replayed = [simulated(ReplayCost.of(one.steps, spare=len(one.steps))) for one in measured]
+    real, found, without, again = map(
+        figures, (together([one.served for one in measured]), together(noisy), together(plain), together(replayed))
+    )
+    each = [figures(one.served) for one in measured]
+    by_request, predicted = (
+        np.mean([[s.finished_s - s.arrival_s for s in served] for served in runs], axis=0)
+        for runs in ([one.served for one in measured], plain)
+    )
+    errors = predicted / by_request - 1
+    return Prediction(
+        [Check(name, real[name], found[name], limit) for name, limit in LIMITS.items()],
+        {name: without[name] / real[name] - 1 for name in LIMITS},
+        {name: again[name] / real[name] - 1 for name in LIMITS},
+        {name: max(f[name] for f in each) / min(f[name] for f in each) for name in LIMITS},
+        {
+            "mape": float(np.abs(errors).mean()),
+            "bias": float(errors.mean()),
+            "pearson": float(np.corrcoef(predicted, by_request)[0, 1]),
+        },
+        speeds,
+        dict(cost.provenance["held_out"]),
+    )

@@ -1,0 +1,115 @@
+"""Files with the records of an engine's steps, from which costs are fitted: lines of JSON, the first about the engine.
+
+No jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.errors import ConfigError
+from ksana_jax.files import write_atomic
+from ksana_jax.metrics import StepRecord
+from ksana_jax.simulator.step_size import StepSize
+from ksana_jax.step.contract import Part, StepShape
+
+FORMAT = 1
+KIND = "steps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of an engine, and what they ran on.
+
+    about: plain values: model, settings, device, versions, blocks of the pool and their bytes, when it was, other load.
+    """
+
+    about: Mapping[str, Any]
+    records: Sequence[StepRecord]
+
+
+def write_steps(path: Path, about: Mapping[str, Any], records: Iterable[StepRecord]) -> None:
+    """Writes the records of an engine's steps; `LLM.records`, for example."""
+    lines = [json.dumps({"kind": KIND, "format": FORMAT, **about})]
+    lines += [json.dumps(record._asdict() | {"shape": plain_shape(record.shape)}) for record in records]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "\n".join(lines) + "\n")
+
+
+def read_steps(path: str | Path) -> Steps:
+    """Reads a file of `write_steps`.
+
+    Raises:
+      ConfigError: there is no such file, or it is another one.
+    """
+    try:
+        header, *lines = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+        known = header.pop("kind", None) == KIND
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, AttributeError):
+        known = False
+    if not known:
+        raise ConfigError(f"{path} has no steps: `ksana simulate record` writes them")
+    if (format := header.pop("format")) != FORMAT:
+        raise ConfigError(f"{path} has steps of format {format}, this version reads {FORMAT}")
+    records = [StepRecord(**line | {"shape": read_shape(line["shape"])}) for line in lines]
+    if not records:
+        raise ConfigError(f"{path} has no steps: nothing was computed")
+    return Steps(header, records)
+
+
+def plain_shape(shape: StepShape) -> list[Any]:
+    """Returns a shape as lists of numbers."""
+    return [[list(part) for part in shape.parts], *shape[1:]]
+
+
+def read_shape(given: Sequence[Any]) -> StepShape:
+    """Returns the shape of `plain_shape`."""
+    parts, *others = given
+    return StepShape(tuple(Part(*part) for part in parts), *others)
+
+
+def size_of(record: StepRecord) -> StepSize:
+    """Returns the size of a recorded step."""
+    return StepSize(
+        record.shape,
+        record.num_sampled,
+        record.num_tokens,
+        record.num_tokens - record.num_decodes,
+        record.num_attended,
+        record.num_decodes + record.num_chunks,
+        record.num_saved,
+        record.num_copied,
+        record.num_loaded,
+    )
+
+
+def device_seconds(records: Sequence[StepRecord]) -> list[float]:
+    """Returns the time of each step on the device: from its submission, or from the end of the one before it if that
+    was later, to its end.
+
+    Where the host takes longer than the device, this is the host's time: a bound, which only matters where the same
+    steps meet a faster host.
+    """
+    before, found = -float("inf"), []
+    for record in records:
+        found.append(record.ended_s - max(record.began_s, before))
+        before = record.ended_s
+    return found
+
+
+def usable(records: Sequence[StepRecord]) -> list[bool]:
+    """Returns whether the time of each step is that of a step alone: neither it nor one beside it was compiled, and it
+    is not the first of its shape."""
+    seen: set[StepShape] = set()
+    found = []
+    for at, record in enumerate(records):
+        compiled = any(near.compiled for near in records[max(at - 1, 0) : at + 2])
+        found.append(not compiled and record.shape in seen)
+        seen.add(record.shape)
+    return found
