@@ -20,6 +20,7 @@ from ksana_jax.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.server.errors import APIError, json_response
 from ksana_jax.server.generation import as_api_error
 from ksana_jax.server.kv_events import kv_events
+from ksana_jax.server.metrics import CONTENT_TYPE
 from ksana_jax.server.model import ServedModel
 from ksana_jax.server.openapi import document
 from ksana_jax.server.prompts import check_model
@@ -40,6 +41,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/health", health),
         Route("/ready", ready),
         Route("/version", version),
+        Route("/metrics", metrics),
         Route("/openapi.json", openapi),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
@@ -147,9 +149,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answers 200 while the engine can serve or will, 503 once it has failed."""
+    """Answers 200 while the engine can serve or will, 503 once it has failed or does not get on."""
     status = serving_of(request).status
-    return json_response({"status": status}, 503 if status == "dead" else 200)
+    return json_response({"status": status}, 503 if status in ("dead", "stalled") else 200)
 
 
 async def ready(request: Request) -> Response:
@@ -158,13 +160,20 @@ async def ready(request: Request) -> Response:
     return json_response({"status": status}, 200 if status == "ready" else 503)
 
 
+async def metrics(request: Request) -> Response:
+    """Answers with the metrics in Prometheus' format."""
+    serving = serving_of(request)
+    _ = serving.any_llm  # there are none while it loads
+    return Response(serving.metrics.render(), media_type=CONTENT_TYPE)
+
+
 async def version(request: Request) -> Response:
     return json_response({"version": __version__})
 
 
 async def openapi(request: Request) -> Response:
     """Answers with the OpenAPI document of this server."""
-    return json_response(document(__version__))
+    return json_response(document(__version__, bool(serving_of(request).settings.api_keys)))
 
 
 async def models(request: Request) -> Response:

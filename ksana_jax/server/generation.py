@@ -15,6 +15,7 @@ from ksana_jax.errors import ContextLengthError
 from ksana_jax.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from ksana_jax.server.errors import APIError, bad_request
 from ksana_jax.server.fields import Fields, sampling_settings
+from ksana_jax.server.limits import QueueFull
 from ksana_jax.server.prompts import TOO_LONG, Prompt
 from ksana_jax.server.state import RETRY_DRAINING_S, Serving
 
@@ -73,6 +74,7 @@ async def submit(
     Raises:
       APIError: 400: one can never be served; 429: the queue is full; 503: the engine takes none.
     """
+    serving.expect(len(prompts) * params.n)
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
     asked = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
     try:
@@ -81,6 +83,9 @@ async def submit(
         raise bad_request(str(error), prompt_field(fields), TOO_LONG) from None
     except ValueError as error:
         raise bad_request(str(error), _field_of(error, fields)) from None
+    except QueueFull as error:
+        serving.metrics.refused("queue_full")
+        raise APIError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s) from None
     except NotServing as error:
         raise APIError(503, str(error), retry_after_s=RETRY_DRAINING_S) from None
 

@@ -31,6 +31,7 @@ _STATUSES = {
     "408": "the body did not arrive in time",
     "413": "the body is too long",
     "415": "the body is not application/json",
+    "431": "line and headers are too long",
     "429": "the queue is full",
     "500": "the request failed",
     "503": "the model is loading, or the server shuts down",
@@ -46,6 +47,7 @@ _READ = {
     "/ready": "Whether requests are taken; needs no key",
     "/v1/models": "Names of the model",
     "/version": "Version of ksana_jax",
+    "/openapi.json": "This document",
     "/tokenizer_info": "Special tokens and chat template",
 }
 _USAGE = {
@@ -100,8 +102,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def document(version: str) -> dict[str, Any]:
-    """Returns the document (OpenAPI 3.1)."""
+def document(version: str, guarded: bool = False) -> dict[str, Any]:
+    """Returns the document (OpenAPI 3.1). guarded: whether requests need a key."""
     paths: dict[str, Any] = {path: {"get": _operation(summary, "any")} for path, summary in _READ.items()}
     for path, (summary, fields, answer) in _POSTED.items():
         body = {"required": True, "content": {"application/json": {"schema": body_schema(fields)}}}
@@ -114,7 +116,7 @@ def document(version: str) -> dict[str, Any]:
         "info": {"title": "ksana_jax", "version": version, "description": "An OpenAI-compatible server."},
         "paths": paths,
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": {"Error": _ERROR}},
-        "security": [{"key": []}],
+        "security": [{"key": []}] if guarded else [],
     }
 
 

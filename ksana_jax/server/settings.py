@@ -43,8 +43,8 @@ class ServerSettings:
     def __post_init__(self):
         checks.require(
             checks.integer("port", self.port, 0, 65535),
-            checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, optional=True),
-            checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, optional=True),
+            checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, 2**31 - 1, optional=True),
+            checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**31 - 1, optional=True),
             checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
             checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
             checks.number("ping_s", self.ping_s, above=0, high=86400),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.server.errors import APIError
+from ksana_jax.engine.engine_thread import StepNews
+from ksana_jax.server.errors import APIError, bad_request
+from ksana_jax.server.limits import QueueLimits
+from ksana_jax.server.metrics import ServingMetrics
 from ksana_jax.server.model import ServedModel, served_model
 from ksana_jax.server.settings import ServerSettings
 
@@ -19,6 +23,10 @@ T = TypeVar("T")
 # Calls that may wait for a thread, and seconds that each may take until it is answered.
 MAX_CALLS = 512
 THREAD_TIMEOUT_S = 30.0
+# Seconds for a step while there are requests, compiling included, after which the engine counts as stalled.
+STALL_S = 120.0
+# Completions of one request that are served when nothing else waits, even if the queue is shorter.
+MAX_SEQUENCES = 1024
 RETRY_LOADING_S = 5.0
 RETRY_DRAINING_S = 30.0
 
@@ -28,7 +36,12 @@ class Serving:
 
     Attributes:
       draining: whether the server is ending, and refuses new requests.
+      metrics, limits: of the engine, once it is loaded.
     """
+
+    metrics: ServingMetrics
+    limits: QueueLimits
+    _stepped_s = 0.0
 
     def __init__(self, settings: ServerSettings):
         self.settings = settings
@@ -39,7 +52,20 @@ class Serving:
 
     def begin(self, llm: AsyncLLM) -> None:
         """Begins to serve a model that is loaded; on the event loop."""
-        self._model, self._llm = served_model(llm, self.settings.served_model_names), llm
+        settings = self.settings
+        self._model = served_model(llm, settings.served_model_names)
+        self.metrics = ServingMetrics(llm, self._model.name)
+        self.limits = QueueLimits(
+            llm,
+            max_num_queued_reqs=settings.max_num_queued_reqs,
+            max_num_queued_tokens=settings.max_num_queued_tokens,
+        )
+        self._stepped_s = time.monotonic()
+        llm.observers.append(self._observe)
+        self._llm = llm
+
+    def _observe(self, news: StepNews) -> None:
+        self._stepped_s = time.monotonic()
 
     @property
     def llm(self) -> AsyncLLM:
@@ -75,10 +101,27 @@ class Serving:
 
     @property
     def status(self) -> str:
-        """One of loading, ready, draining and dead."""
-        if self._llm is not None and not self._llm.is_alive:
+        """One of loading, ready, draining, stalled and dead."""
+        if self._llm is None:
+            return "draining" if self.draining else "loading"
+        if not self._llm.is_alive:
             return "dead"
-        return "draining" if self.draining else "loading" if self._llm is None else "ready"
+        if self._llm.stats().num_requests and time.monotonic() - self._stepped_s > STALL_S:
+            return "stalled"
+        return "draining" if self.draining else "ready"
+
+    def expect(self, num_sequences: int) -> None:
+        """Prepares for a request that is about to be submitted.
+
+        Raises:
+          APIError: status 400: it has more completions than any queue holds.
+        """
+        most = max(self.limits.max_num_queued_reqs, MAX_SEQUENCES)
+        if num_sequences > most:
+            message = f"the request has {num_sequences:,} completions, prompts x n, at most {most:,} are served"
+            raise bad_request(message, "n")
+        if not self.any_llm.stats().num_requests:
+            self._stepped_s = time.monotonic()  # an idle engine does not step
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Calls a function that takes long in another thread, so that streams go on meanwhile.

@@ -1,5 +1,6 @@
 """The server's life: loading, draining, signals, failures of the engine."""
 
+import asyncio
 import os
 import queue
 import signal
@@ -76,7 +77,7 @@ def test_accepted_requests_end_before_the_server(stream):
 @pytest.mark.parametrize("twice", [False, True])
 def test_requests_that_take_too_long_end_with_an_error_event(twice):
     with serving(make_llm(slow_s=0.1), shutdown_timeout_s=60 if twice else 0.3) as server:
-        streams, whole = Asking(server, 3, stream=True), None
+        streams = Asking(server, 3, stream=True)
         signal_to(server)
         if twice:
             wait_for(lambda: server.ask("GET", "/ready").status == 503)
@@ -87,7 +88,7 @@ def test_requests_that_take_too_long_end_with_an_error_event(twice):
             text = "".join(piece["choices"][0]["text"] for piece in pieces)
             assert expected(60).startswith(text) and len(text) < 60
         server.thread.join(30)
-        assert server.exit_codes == [0] and whole is None
+        assert server.exit_codes == [0]
 
 
 def test_whole_answers_that_take_too_long_are_told_503():
@@ -103,8 +104,6 @@ def test_the_server_answers_while_the_model_loads():
     running = Running(loading.get, settings, listener)
 
     def run():
-        import asyncio
-
         codes.append(asyncio.run(running.run()))
 
     thread = threading.Thread(target=run)
@@ -113,8 +112,7 @@ def test_the_server_answers_while_the_model_loads():
     assert server.ask("GET", "/health").json == {"status": "loading"}
     assert server.ask("GET", "/ready").status == 503
     for path in ("/v1/models", "/tokenizer_info", "/metrics"):
-        reply = server.ask("GET", path)
-        assert reply.status in (503, 404)  # TODO
+        assert server.ask("GET", path).error["code"] == "loading"
     reply = server.post("/v1/completions", prompt="a")
     assert (reply.status, reply.error["code"]) == (503, "loading") and int(reply.headers["retry-after"]) > 0
     loading.put(make_llm())
@@ -128,8 +126,6 @@ def test_a_model_that_does_not_load_ends_the_server():
 
     def load():
         raise ConfigError("no such model")
-
-    import asyncio
 
     with pytest.raises(ConfigError, match="no such model"):
         asyncio.run(Running(load, settings, listen(settings)).run())
@@ -164,9 +160,9 @@ def test_an_address_in_use_is_one_clear_error():
     settings = ServerSettings(port=0)
     with listen(settings) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
+        with pytest.raises(ConfigError, match=f"port {port}"):
             listen(ServerSettings(port=port))
-    with pytest.raises(ConfigError, match="cannot listen on no.such.host.invalid"):
+    with pytest.raises(ConfigError, match="cannot listen on no"):
         listen(ServerSettings(host="no.such.host.invalid"))
 
 
@@ -187,6 +183,7 @@ def said(process: subprocess.Popen, what: str) -> str:
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_under_load_loses_nothing_that_was_accepted(number):
     process = command("ksana-tiny", "--port", "0", "--no-warm-up", "block_size=8", "max_num_seqs=4", "num_blocks=256")
@@ -222,6 +219,7 @@ def test_a_signal_under_load_loses_nothing_that_was_accepted(number):
         process.communicate()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -237,3 +235,38 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, error):
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.startswith("ksana: error: ") and errors.count("\n") == 1 and error in errors
+
+
+def test_a_full_queue_is_told_429():
+    with serving(make_llm(slow_s=0.02), max_num_queued_reqs=4) as server:
+        asking = Asking(server, 2, n=2)
+        refused = server.post("/v1/completions", **FIELDS)
+        assert (refused.status, refused.error["type"], refused.error["code"]) == (429, "rate_limit_error", "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1 and "max_num_queued_reqs is 4" in refused.error["message"]
+        assert all(reply.json["choices"][1]["text"] == expected(60) for reply in asking.join())
+        assert server.post("/v1/completions", **FIELDS).status == 200
+        assert server.post("/v1/completions", prompt=["a"] * 1000, n=2).error["param"] == "n"
+        assert b"queue_full" in server.ask("GET", "/metrics").body
+
+
+def test_metrics_have_vllms_names(served):
+    served.post("/v1/completions", **FIELDS)
+    reply = served.ask("GET", "/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b'vllm:generation_tokens_total{engine="0",model_name="ksana"}' in reply.body, reply.body
+
+
+def test_an_engine_that_does_not_get_on_is_not_healthy(monkeypatch):
+    monkeypatch.setattr("ksana_jax.server.state.STALL_S", 0.3)
+    with serving(make_llm()) as server:
+        time.sleep(0.4)
+        assert server.ask("GET", "/health").status == 200, "an idle engine does not step"
+        held = threading.Event()
+        submit = server.llm.engine.executor.submit
+        server.llm.engine.executor.submit = lambda step: (held.wait(20), submit(step))[1]
+        asking = Asking(server, 1)
+        assert server.ask("GET", "/health").status == 200
+        wait_for(lambda: server.ask("GET", "/health").status == 503)
+        assert server.ask("GET", "/health").json == {"status": "stalled"}
+        held.set()
+        assert [reply.status for reply in asking.join()] == [200]

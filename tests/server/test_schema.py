@@ -1,0 +1,63 @@
+"""The OpenAPI document against the server, in process: schemathesis draws requests from it, right and wrong ones."""
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from ksana_jax.server.app import make_app
+from ksana_jax.server.openapi import document
+from tests.server.serving import make_llm
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def app():
+    llm = make_llm()
+    yield make_app(llm)
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def schema(app):
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+OPERATIONS = [(path, method) for path, item in document("1")["paths"].items() for method in item]
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_replies_are_as_documented(schema, path, method, mode):
+    operation = schema[path][method]
+    if mode is schemathesis.GenerationMode.NEGATIVE and method == "get":
+        pytest.skip("there is nothing to be wrong")
+
+    @hypothesis.given(operation.as_strategy(generation_mode=mode))
+    @hypothesis.settings(max_examples=20, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    def check(case):
+        case.call_and_validate(checks=CHECKS)
+
+    check()
+
+
+def test_every_route_is_documented(app):
+    documented = set(document("1")["paths"])
+    routes = {route.path for route in app.routes}
+    assert documented - routes == set()
+    assert routes - documented == {"/kv_events", "/v1/models/{name:path}", "/metrics"}
