@@ -61,7 +61,8 @@ def test_equal_trials_measure_equal_numbers(tmp_path):
 
 
 def test_policies_are_compared_with_least_work_on_the_same_requests(tmp_path):
-    sessions = {"kind": "sessions", "num_requests": 80, "rate": 6.0, "think_s": 1.0, "system": 256, "num_systems": 4}
+    sessions = {"kind": "sessions", "num_requests": 150, "rate": 15.0, "think_s": 0.5, "system": 400, "num_systems": 6}
+    sessions |= {"user": 32, "output": 16, "max_prompt": 900}
     experiment = given(
         "route",
         engine={"enable_prefix_caching": True},
@@ -139,6 +140,11 @@ def test_a_fit_that_changes_makes_another_trial(tmp_path):
     path.write_text('{"level": "affine", "step_s": 0.02, "token_s": 0.001}')
     [second] = plan(given("simulate", settings={"cost": str(path)})).trials
     assert first.id != second.id
+
+
+def test_other_costs_make_another_trial():
+    ids = {plan(given("simulate", settings={"cost": COST | {"step_s": s}})).trials[0].id for s in (0.01, 0.02, 0.03)}
+    assert len(ids) == 3
 
 
 def test_batching_by_request_pads_and_waits():

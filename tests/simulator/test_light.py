@@ -50,29 +50,30 @@ def test_hits_are_those_of_the_engine_where_nothing_is_replaced():
     assert light["hit_rate"] == pytest.approx(full["hit_rate"], abs=0.005)
 
 
-def compared(num_servers, num_requests, policies=POLICIES, loads=(0.9,)):
-    """{(load, policy, seed): (full, light)} reports."""
+def compared(num_servers, num_requests, policies=POLICIES, seeds=(0,)):
+    """{policy: (full, light)}: TTFT and hit rate over the requests of all seeds."""
     found = {}
-    for load, policy in itertools.product(loads, policies):
-        workload = sessions(num_servers, load, num_requests)
-        runs = [serve(kind, workload, num_servers, policy).requests for kind in ("full", "light")]
-        found[load, policy] = [
-            {f"p{q}": percentile(run, "ttft", q) for q in (50, 90)} | {"hit": summarise(run)["hit_rate"]}
-            for run in runs
+    for policy in policies:
+        runs = {"full": [], "light": []}
+        for seed, (kind, served) in itertools.product(seeds, runs.items()):
+            served += serve(kind, sessions(num_servers, 0.9, num_requests, seed=seed), num_servers, policy).requests
+        found[policy] = [
+            {"p50": percentile(r, "ttft", 50), "p90": percentile(r, "ttft", 90), "hit": summarise(r)["hit_rate"]}
+            for r in runs.values()
         ]
     return found
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("num_servers", [4, 16])
-def test_fleets_agree_with_the_full_ones(num_servers):
+@pytest.mark.parametrize(("num_servers", "num_requests", "seeds"), [(4, 1200, (0, 1, 2)), (16, 3200, (0,))])
+def test_fleets_agree_with_the_full_ones(num_servers, num_requests, seeds):
     """TTFT p50 and p90 within 10 %, hits within 2 points, and of policies that differ by more than 5 %, 95 % of the
-    pairs in the same order."""
-    found = compared(num_servers, 300 * num_servers)
-    for key, (full, light) in found.items():
+    pairs in the same order. With 1,200 requests, p90 differs by a fifth from seed to seed."""
+    found = compared(num_servers, num_requests, seeds=seeds)
+    for policy, (full, light) in found.items():
         for name in ("p50", "p90"):
-            assert light[name] == pytest.approx(full[name], rel=0.10), (key, name, full, light)
-        assert light["hit"] == pytest.approx(full["hit"], abs=0.02), (key, full, light)
+            assert light[name] == pytest.approx(full[name], rel=0.10), (policy, name, full, light)
+        assert light["hit"] == pytest.approx(full["hit"], abs=0.02), (policy, full, light)
     same, pairs = same_order(found)
     assert pairs >= 5 and same >= 0.95 * pairs
 
@@ -81,8 +82,6 @@ def same_order(found):
     """Returns how many pairs of policies that differ by more than 5 % are ordered alike, and how many there are."""
     same = pairs = 0
     for (a, b), name in itertools.product(itertools.combinations(found, 2), ("p50", "p90")):
-        if a[0] != b[0]:
-            continue
         (full_a, light_a), (full_b, light_b) = found[a], found[b]
         if abs(full_a[name] / full_b[name] - 1) > 0.05:
             pairs += 1

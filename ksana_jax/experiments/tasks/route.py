@@ -79,20 +79,23 @@ class Route(SimulatedTask):
         return "The best policy against least_work: " + "; ".join(said) + "." if said else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws TTFT p50 over hit rate, one marker per policy and one panel per label."""
+        """Draws TTFT p50 over hit rate, one marker for each policy and one panel for each of the other settings."""
         groups = {label: [r for r in members if r.trials] for label, members in _groups(rows).items()}
-        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+        shape = (len(groups), 1) if len(groups) < 4 else (-(-len(groups) // 2), 2)
+        panels = figure.subplots(*shape, squeeze=False).reshape(-1)
+        for axes in panels[len(groups) :]:
+            axes.set_axis_off()
         names = list(dict.fromkeys(_policy(row) for members in groups.values() for row in members))
-        for axes, (label, members) in zip(panels, groups.items(), strict=True):
+        for axes, (label, members) in zip(panels, groups.items(), strict=False):
             for row in members:
                 index = names.index(_policy(row))
                 x, y = 100 * (row.mean("hit_rate") or 0), (row.mean("ttft_p50_s") or 0) * 1000
                 axes.plot(x, y, **_MARKS[index % len(_MARKS)], linestyle="", label=_policy(row))
             axes.set_yscale("log")
-            axes.set_ylabel("TTFT p50 (ms)")
             log_ticks(axes.yaxis)
-            axes.set_title(label)
-        panels[-1].set_xlabel("hit rate (%)")
+            axes.set_title(label, fontsize=6)
+        figure.supylabel("TTFT p50 (ms)", fontsize=7)
+        figure.supxlabel("hit rate (%)", fontsize=7)
         shown = {}
         for axes in panels:
             shown |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}

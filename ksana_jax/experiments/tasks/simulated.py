@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.experiments.identity import canonical
 from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks.base import INPUT_FILES, BaseTask, Measurement, ResultRow
 from ksana_jax.experiments.text_files import content_digest
@@ -167,9 +168,11 @@ class SimulatedTask(BaseTask):
             raise ConfigError(f"model {config['model']} has no end-of-sequence id, with which simulated answers end")
 
     def inputs(self, settings: SimulatedSettings) -> dict[str, str]:
-        found = {}
+        # A field that may name a file is no part of a trial's id: what it says has to be here in either form.
         if isinstance(settings.cost, str):
-            found["cost"] = content_digest(settings.cost, "settings.cost")
+            found = {"cost": content_digest(settings.cost, "settings.cost")}
+        else:
+            found = {"cost": canonical(settings.cost)}
         if isinstance(settings.workload, Mapping) and isinstance(path := settings.workload.get("path"), str):
             found["workload"] = content_digest(path, "settings.workload.path")
         return found
