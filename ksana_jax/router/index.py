@@ -105,7 +105,8 @@ class CacheIndex:
     def match(self, hashes: Sequence[Hash]) -> Match:
         """Finds how many leading blocks of a prompt each server caches.
 
-        Who has a block has those before it, so blocks between two with the same servers need no look-up.
+        Who has a block is taken to have those before it, as caches give up ends first; so blocks between two with the
+        same servers need no look-up.
         """
         get, levels, last = self._holders.get, [], len(hashes) - 1
         at, here = 0, get(hashes[0], 0) if hashes else 0
@@ -135,11 +136,7 @@ class CacheIndex:
             elif found not in stored:
                 expected[found] = until
                 holders[found] = holders.get(found, 0) | bit
-        over = cache.num_blocks - self.capacity[server]
-        while over > 0 and expected:
-            self._drop(expected.popitem(last=False)[0], bit)
-            over -= 1
-        self.num_blocks[server] = cache.num_blocks
+        self._fit(server)
 
     def sweep(self, now: float) -> None:
         """Gives up blocks whose time is over; looks for them once a second at most."""
@@ -177,7 +174,7 @@ class CacheIndex:
         cache.next_batch = batch.sequence + 1
         for event in batch.events:
             self._apply(server, event)
-        self.num_blocks[server] = cache.num_blocks
+        self._fit(server)
         return missing
 
     def replay(self, server: int, batches: Sequence[EventBatch]) -> None:
@@ -207,6 +204,15 @@ class CacheIndex:
             next_batch = cache.next_batch
             self.clear(server)
             cache.next_batch = next_batch
+
+    def _fit(self, server: int) -> None:
+        """Gives up expected blocks for which a server has no room, least recently sent first; counts its blocks."""
+        cache = self._caches[server]
+        over, expected = cache.num_blocks - self.capacity[server], cache.expected
+        while over > 0 and expected:
+            self._drop(expected.popitem(last=False)[0], 1 << server)
+            over -= 1
+        self.num_blocks[server] = cache.num_blocks
 
     def _drop(self, found: Hash, bit: int) -> None:
         left = self._holders[found] & ~bit

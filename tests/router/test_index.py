@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ksana_jax.router.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from ksana_jax.router.index import CacheIndex, Match
@@ -94,4 +96,25 @@ def test_after_a_gap_or_a_restart_a_server_is_forgotten(number, missing):
     assert blocks(made, "ab") == [0, 2, 0] and blocks(made, "x") == [1, 0, 0]
     made.replay(0, [EventBatch(7, [BlockStored(names("ab"))]), EventBatch(8, [BlockRemoved(names("ab")[1:])])])
     assert blocks(made, "ab") == [1, 2, 0] and not made.apply(0, EventBatch(9, []))
+    made.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sent=st.lists(st.tuples(st.integers(0, 11), st.text("ab", max_size=40), st.floats(0, 30)), max_size=30),
+    capacity=st.integers(1, 60),
+    text=st.text("ab", max_size=40),
+)
+def test_a_match_is_that_of_a_search_block_by_block(sent, capacity, text):
+    made, now = index(12, ttl_s=60), 0.0
+    made.capacity[:] = capacity
+    for server, prompt, passed in sent:
+        now += passed
+        made.sweep(now)
+        made.expect(server, names(prompt), now)
+    for asked in (text, *(prompt + "ab" for _, prompt, _ in sent)):
+        there = [[made._holders.get(name, 0) >> server & 1 for name in names(asked)] for server in range(12)]
+        expected = [(row + [0]).index(0) for row in there]
+        match = made.match(names(asked))
+        assert blocks(made, asked, 12) == expected == [match.of(server) for server in range(12)]
     made.check()

@@ -7,23 +7,8 @@ import pytest
 
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.router import NoServer, Policy, RoutedRequest, Router, RouterSettings, hashes_of, read_policy
-
-SETTINGS = RouterSettings(block_size=100, prefill_tokens_per_s=1000)
-
-
-def request(name, num_prompt=1000, text="", client=""):
-    """A prompt of as many tokens, whose blocks of 100 are named by the letters of `text`, then by its own name."""
-    letters = [*text, *(f"{name}/{n}" for n in range(num_prompt // 100 - len(text)))]
-    hashes, chain = [], ""
-    for letter in letters:
-        chain += letter
-        hashes.append(chain.encode())
-    return RoutedRequest(str(name), num_prompt, hashes, client=client)
-
-
-def router(policy="min_ttft", servers="abc", **settings):
-    return Router(servers, policy, SETTINGS if not settings else RouterSettings(**settings))
+from ksana_jax.router import NoServer, Policy, Router, RouterSettings, hashes_of, read_policy
+from tests.router.prompts import SETTINGS, request, router
 
 
 def test_a_ledger_is_the_sum_of_unfinished_requests():

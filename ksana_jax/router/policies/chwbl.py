@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from ksana_jax.router.view import View
 class CHWBL(Policy):
     """Hashes the first blocks of a prompt onto a ring of servers, and walks on past servers with too many requests.
 
-    A server may have bound x the mean number of requests, this one included. A prompt without a full block goes to the
-    server with the fewest requests.
+    A server may have bound x the mean number of requests, this one included, rounded up. A prompt without a full block
+    goes to the server with the fewest requests.
 
     Args:
       bound: of a server's requests, relative to the mean; above 1.
@@ -58,7 +59,7 @@ class CHWBL(Policy):
         if not len(self._points):
             self._make_ring()
         total = float(requests.sum() if num_ready == len(requests) else requests[view.ready].sum())
-        open_ = requests + view.closed <= self.bound * (total + 1) / num_ready - 1
+        open_ = requests + view.closed < math.ceil(self.bound * (total + 1) / num_ready)
         ring = self._servers
         at = int(self._points.searchsorted(np.uint64(_point(request.hashes[: self.num_blocks][-1]))))
         if at < len(ring) and open_[ring[at]]:
