@@ -58,8 +58,7 @@ class LightCache:
     def take(self, chain: Sequence[Hashable], matched: int, private: int) -> Held:
         """Gives a new row its cached prefix and `private` blocks; its other full blocks are being computed from now."""
         held = Held()
-        for name in chain[:matched]:
-            self._use(name, held)
+        self._use(chain[:matched], held)
         self.grow(held, private)
         if self.caching:
             self._coming.update(chain[matched:])
@@ -75,28 +74,34 @@ class LightCache:
         """Notes that a row has computed all blocks of a chain: others may use them."""
         if not self.caching:
             return
-        for name in chain[len(held.chain) :]:
-            self._coming.discard(name)
-            self._use(name, held)
-            freed = min(1.0, held.private)
-            held.private -= freed
-            self.private -= freed
+        new = chain[len(held.chain) :]
+        self._coming.difference_update(new)
+        self._use(new, held)
+        freed = min(len(new), held.private)
+        held.private -= freed
+        self.private -= freed
         self._make_room()
 
     def give_back(self, held: Held, chain: Sequence[Hashable] = ()) -> None:
         """Takes a row's blocks; the last of a chain are the first to be replaced. chain: that it was computing."""
         self._coming.difference_update(chain)
         self.private -= held.private
+        users, idle = self._users, self._idle
         for name in reversed(held.chain):
-            self._users[name] -= 1
-            if not self._users[name]:
-                self._idle[name] = None
+            users[name] = left = users[name] - 1
+            if not left:
+                idle[name] = None
         held.chain, held.private = [], 0.0
 
-    def _use(self, name: Hashable, held: Held) -> None:
-        self._users[name] = self._users.get(name, 0) + 1
-        self._idle.pop(name, None)
-        held.chain.append(name)
+    def _use(self, names: Sequence[Hashable], held: Held) -> None:
+        users, idle = self._users, self._idle
+        for name in names:
+            if count := users.get(name, 0):
+                users[name] = count + 1
+            else:
+                users[name] = 1
+                idle.pop(name, None)
+        held.chain += names
 
     def _make_room(self) -> None:
         while self._idle and self.private + len(self._users) > self.num_blocks:
