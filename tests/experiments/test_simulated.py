@@ -1,6 +1,7 @@
 """Tasks that simulate: rows, figures and named failures, without a model's weights."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,8 +98,9 @@ def test_capacities_are_in_the_table_and_the_curve_in_the_records(tmp_path):
     ])  # fmt: skip
     made = report(tmp_path, experiment)
     ours, theirs = made.rows
-    assert 0 < ours.mean("rate, fast") <= ours.mean("rate, slow")
-    assert theirs.mean("rate, slow") < ours.mean("rate, slow")
+    fast, slow, by_request = ours.mean("rate, fast"), ours.mean("rate, slow"), theirs.mean("rate, slow")
+    assert fast is not None and slow is not None and by_request is not None
+    assert 0 < fast <= slow and by_request < slow
     assert ours.mean("rate, never") == 0
     assert any("No rate keeps the objectives: engine, never: " in note and "attainment" in note for note in made.notes)
     rates = [m["rate"] for m in ours.trials[0] if m["metric"] == "probe"]
@@ -175,7 +177,8 @@ def test_batching_by_request_takes_the_time_that_the_engine_takes_with_padded_re
     # `ksana bench scheduling` does the same in real time: here both have the simulated one.
     cost, clock = AffineCost(0.5, 0.01, 1e-6), VirtualClock()
     items = read_workload(WORKLOAD | {"num_requests": 20, "rate": 0.3}).make(1000).items
-    config = EngineConfig(**ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 1024, "async_scheduling": False})
+    engine: dict[str, Any] = ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 1024, "async_scheduling": False}
+    config = EngineConfig(**engine)
     sim = SimEngine(ModelConfig(vocab_size=1000, eos_ids=(2,)), config, clock, cost)
     jobs = [Job(item.tokens(), item.num_output, item.arrival_s) for item in items]
     ended = serve(Told(sim), jobs, PADDED, 4, sim.clock)  # pyright: ignore[reportArgumentType]
