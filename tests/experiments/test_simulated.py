@@ -78,7 +78,7 @@ def test_policies_are_compared_with_least_work_on_the_same_requests(tmp_path):
         ],
     )
     made = report(tmp_path, experiment)
-    hits = {row.label: row.mean("hit_rate") for row in made.rows}
+    hits = {row.label: row.mean("hit_rate") or 0.0 for row in made.rows}
     assert hits["sessions, min_ttft"] > hits["sessions, least_work"]
     assert "sessions: min_ttft with" in made.conclusion and (tmp_path / "run/figure.png").exists()
 
