@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.engine.completion import Request
@@ -28,6 +26,7 @@ from ksana_jax.metrics import StepRecord
 from ksana_jax.parallel.placement import Placement
 from ksana_jax.parallel.placing import place_on
 from ksana_jax.request import RequestInput, RequestOutput
+from ksana_jax.router.hashing import hashes_of
 
 # Blocks of prompts whose replica is remembered, and how much more work than the others a replica may have before a
 # request whose prefix it knows goes elsewhere, in steps of max_num_batched_tokens.
@@ -79,7 +78,7 @@ class KnownPrefix:
 
     def __call__(self, replicas: Seq[Replica], request: Request) -> int:
         [first, *_] = request.sequences
-        hashes = self._hashes(request.prompt_token_ids, first.kv.salt)
+        hashes = hashes_of(request.prompt_token_ids, self._block_size, first.kv.salt)
         least = min(range(len(replicas)), key=lambda index: replicas[index].load)
         known = next((self._served_by[found] for found in reversed(hashes) if found in self._served_by), least)
         chosen = known if replicas[known].load - replicas[least].load <= self._most_ahead else least
@@ -89,14 +88,6 @@ class KnownPrefix:
         while len(self._served_by) > MAX_BLOCKS:
             self._served_by.popitem(last=False)
         return chosen
-
-    def _hashes(self, token_ids: np.ndarray, salt: str) -> list[bytes]:
-        """Returns a hash for each whole block of a prompt, which stands for all tokens up to its end."""
-        size, chain, found = self._block_size, salt.encode(), []
-        for end in range(size, len(token_ids) + 1, size):
-            chain = hashlib.sha256(chain + token_ids[end - size : end].tobytes()).digest()
-            found.append(chain)
-        return found
 
 
 class Replicas:
