@@ -249,8 +249,8 @@ Other differences:
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
 - `AsyncLLM(model, ...)` stands for `AsyncLLMEngine`: `async for output in llm.generate(prompt, params, request_id)`,
-  `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only the
-  new part of each with `delta=True`. The server is `ksana serve`.
+  `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only
+  the new part of each with `delta=True`. The server is `ksana serve`.
 """
 
 
