@@ -19,6 +19,9 @@ from ksana_jax.proxy.spawning import LocalLauncher
 from ksana_jax.router.health import HealthSettings
 from tests.proxy.test_proxy import events, until
 
+# jax warns of forks in every process that has imported it; here the child only calls prctl before it executes another program.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 HEALTH = HealthSettings(probe_every_s=0.1, warm_s=0.0)
 
