@@ -1,6 +1,7 @@
 """Imports go one way: no circle, no arrow upward, no jax in the host half. Imports for type checkers count too."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,6 +111,11 @@ def test_the_setting_of_a_device_is_read_without_jax():
     assert (
         not set().union(*(ARROWS[m] for m in modules)) - set(modules) - {f"ksana_jax.{name}" for name in LEAVES.split()}
     )
+
+
+def test_the_proxy_starts_servers_from_a_process_without_jax():
+    code = "import sys, ksana_jax.proxy.running, ksana_jax.proxy.spawning; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_kernels_import_jax_and_nothing_of_ours():

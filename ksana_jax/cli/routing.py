@@ -72,9 +72,9 @@ def route(
     from ksana_jax.errors import ConfigError
 
     try:
-        import aiohttp  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
+        import aiohttp  # noqa: F401  imported to name the extra where one is absent
+        import prometheus_client  # noqa: F401  likewise
+        import starlette  # noqa: F401  likewise
     except ImportError as error:
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.proxy import running

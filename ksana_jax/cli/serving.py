@@ -57,7 +57,7 @@ def serve(
     from ksana_jax.experiments.dotted import dotlist
 
     try:
-        import uvicorn  # noqa: F401
+        import uvicorn  # noqa: F401  imported to name the extra where it is absent
     except ImportError as error:
         raise ImportError(f"ksana serve needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.server.running import listen

@@ -28,8 +28,8 @@ from ksana_jax.proxy.prompts import PromptReader
 from ksana_jax.proxy.queueing import Turns
 from ksana_jax.proxy.reading import RequestReader
 from ksana_jax.router import RoutedRequest
+from ksana_jax.server.auth import salt_of_key
 from ksana_jax.server.errors import APIError
-from ksana_jax.server.state import salt_of_key
 
 log = logging.getLogger("ksana_jax.proxy")
 

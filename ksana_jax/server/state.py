@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -144,12 +143,6 @@ class Serving:
 def serving_of(request: Request) -> Serving:
     """Returns the state of the server that a request came to."""
     return request.app.state.serving
-
-
-def salt_of_key(key: bytes) -> str:
-    """Returns the cache salt of an API key: clients with other keys do not share its cached prefixes, and cannot tell
-    from the time of an answer what is cached (CVE-2025-46570)."""
-    return hashlib.sha256(b"ksana cache salt\0" + key).hexdigest()[:32]
 
 
 def cache_salt(request: Request, given: str | None) -> str:

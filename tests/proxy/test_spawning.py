@@ -19,7 +19,7 @@ from ksana_jax.proxy.spawning import LocalLauncher
 from ksana_jax.router.health import HealthSettings
 from tests.proxy.test_proxy import events, until
 
-# jax warns of forks wherever it was imported; here the child only calls prctl before it executes another program.
+# jax warns of forks; the proxy has not imported it (tests/test_imports.py), a process of tests may have.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
