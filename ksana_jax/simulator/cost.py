@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from ksana_jax.plugins import resolve
 from ksana_jax.simulator.step_size import StepSize
 
 FORMAT = 1
+# Of the noise of steps: what numpy's default_rng takes; None for no noise.
+Seed: TypeAlias = int | Sequence[int] | None
 # Share of the time of a run that steps of unseen shapes may take.
 MOST_EXTRAPOLATED = 0.01
 
@@ -75,7 +78,7 @@ class Cost:
         """Returns equally probable ratios of measured times to those of the model; empty where none are known."""
         return ()
 
-    def start(self, seed: int | None = None) -> Timer:
+    def start(self, seed: Seed = None) -> Timer:
         """Returns a timer for the steps of one engine in one run.
 
         Args:
@@ -84,34 +87,34 @@ class Cost:
         return Timer(self, seed)
 
 
-class Timer:
-    """Times the steps of one engine in one run, one after the other.
+class Coverage:
+    """How much of the time of steps is that of shapes which a model of costs does not know.
 
     Attributes:
-      total_s, extrapolated_s: device's seconds of all steps, and of those whose shapes the model does not know.
+      total_s, extrapolated_s: seconds of all steps, and of those of unknown shapes.
       unknown: number of steps by unknown shape.
     """
 
-    def __init__(self, cost: Cost, seed: int | None = None):
-        self.cost = cost
+    def __init__(self) -> None:
         self.total_s = self.extrapolated_s = 0.0
-        self.unknown: dict[Any, int] = {}
-        self._random = None if seed is None else np.random.default_rng(seed)
+        self.unknown: collections.Counter[Any] = collections.Counter()
 
-    def seconds(self, size: StepSize) -> float:
-        """Returns the device's seconds for the next step, without its moves."""
-        seconds = self.cost.seconds(size)
-        if self._random is not None and len(factors := self.cost.residuals(size)):
-            seconds *= factors[int(self._random.random() * len(factors))]
+    def add(self, shape: Any, known: bool, seconds: float, count: int = 1) -> None:
+        """Counts steps of one shape. seconds: of all of them together."""
         self.total_s += seconds
-        if not self.cost.knows(size):
+        if not known:
             self.extrapolated_s += seconds
-            self.unknown[size.shape] = self.unknown.get(size.shape, 0) + 1
-        return seconds
+            self.unknown[shape] += count
 
-    def host_seconds(self, size: StepSize) -> float:
-        """Returns the host's seconds for the next step."""
-        return self.cost.host_seconds(size)
+    @classmethod
+    def of(cls, parts: Iterable[Coverage]) -> Coverage:
+        """Returns that of several engines together."""
+        found = cls()
+        for part in parts:
+            found.total_s += part.total_s
+            found.extrapolated_s += part.extrapolated_s
+            found.unknown += part.unknown
+        return found
 
     def check(self) -> None:
         """Checks that the model knew nearly all steps.
@@ -120,11 +123,35 @@ class Timer:
           ConfigError: steps of unseen shapes took more than MOST_EXTRAPOLATED of the time; says which and how many.
         """
         if self.extrapolated_s > MOST_EXTRAPOLATED * self.total_s:
-            shapes = ", ".join(f"{tuple(shape)} ({count:,} steps)" for shape, count in list(self.unknown.items())[:3])
+            shapes = ", ".join(f"{tuple(shape)} ({count:,} steps)" for shape, count in self.unknown.most_common(3))
             raise ConfigError(
                 f"{self.extrapolated_s / self.total_s:.1%} of the time are steps of {len(self.unknown)} shapes that "
                 f"were not measured, at most {MOST_EXTRAPOLATED:.0%} may be; record steps like these too: {shapes}"
             )
+
+
+class Timer:
+    """Times the steps of one engine in one run, one after the other.
+
+    Attributes:
+      coverage: whether the model knows the steps that were timed.
+    """
+
+    def __init__(self, cost: Cost, seed: Seed = None):
+        self.cost, self.coverage = cost, Coverage()
+        self._random = None if seed is None else np.random.default_rng(seed)
+
+    def seconds(self, size: StepSize) -> float:
+        """Returns the device's seconds for the next step, without its moves."""
+        seconds = self.cost.seconds(size)
+        if self._random is not None and len(factors := self.cost.residuals(size)):
+            seconds *= factors[int(self._random.random() * len(factors))]
+        self.coverage.add(size.shape, self.cost.knows(size), seconds)
+        return seconds
+
+    def host_seconds(self, size: StepSize) -> float:
+        """Returns the host's seconds for the next step."""
+        return self.cost.host_seconds(size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,15 +15,18 @@ from ksana_jax.router.request import RoutedRequest
 from ksana_jax.router.router import Router
 from ksana_jax.simulator.chains import Chains
 from ksana_jax.simulator.clock import VirtualClock
+from ksana_jax.simulator.cost import Coverage
 from ksana_jax.simulator.one_engine import Served
 from ksana_jax.simulator.run import Arrivals, InSystem
-from ksana_jax.workload.report import RequestTimes
+from ksana_jax.workload.report import RequestTimes, growth
 
 if TYPE_CHECKING:
     from ksana_jax.workload.items import WorkItem
 
 # Seconds from the router to a server, and back.
 NETWORK_S = 0.001
+# Requests of a server from which `growing` judges its queue.
+LEAST_JUDGED = 100
 
 
 class Server(Protocol):
@@ -32,6 +35,11 @@ class Server(Protocol):
     @property
     def busy_s(self) -> float:
         """Seconds in which it computed steps."""
+        ...
+
+    @property
+    def coverage(self) -> Coverage:
+        """How many of its steps the model of costs knows."""
         ...
 
     def submit(self, item: WorkItem) -> Served:
@@ -108,6 +116,7 @@ def serve(
       network_s: from the router to a server, and back.
 
     Raises:
+      ConfigError: too much of the servers' time is that of steps that the model of costs has not seen.
       AssertionError: a law that every run must obey does not hold: a request is lost, time runs backwards, or Little's
         law fails.
     """
@@ -150,10 +159,32 @@ def serve(
     events.run()
     run = FleetRun(sorted(trips.values(), key=lambda trip: trip.sent_s), [s.busy_s for s in servers], events())
     _check(run, counted, len(items))
+    Coverage.of(server.coverage for server in servers).check()
     return run
 
 
+def growing(trips: Sequence[Trip]) -> list[str]:
+    """Names the servers whose queue grows, as the requests of one among many may hardly show in the figures of all.
+
+    Args:
+      trips: that are judged. Servers with fewer than LEAST_JUDGED are not: their means are noise.
+    """
+    of_server: dict[int, list[RequestTimes]] = {}
+    for trip in trips:
+        if (times := trip.times).finished:
+            of_server.setdefault(trip.server, []).append(times)
+    judged = {server: times for server, times in sorted(of_server.items()) if len(times) >= LEAST_JUDGED}
+    found = [f"server {server} ({grown})" for server, times in judged.items() if (grown := growth(times))]
+    return [f"the queue of {len(found)} of {len(judged)} servers grows: {_first(found, 3)}"] if found else []
+
+
+def _first(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + ", ..." * (len(names) > count)
+
+
 def _check(run: FleetRun, counted: InSystem, num_items: int) -> None:
+    left = [f"{t.item.index} (server {t.server})" for t in run.trips if math.isnan(t.finished_s)]
+    assert not left, f"{len(left)} of {num_items} requests did not end: {_first(left, 5)}"
     assert len(run.trips) == num_items, f"{num_items - len(run.trips)} of {num_items} requests were never sent"
     assert counted.num == 0, f"{counted.num} requests are left"
     for trip in run.trips:

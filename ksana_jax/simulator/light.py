@@ -22,7 +22,7 @@ from ksana_jax.scheduler.admission import LOOKAHEAD
 from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.simulator.chains import Chains
 from ksana_jax.simulator.clock import VirtualClock
-from ksana_jax.simulator.cost import Cost
+from ksana_jax.simulator.cost import Cost, Coverage
 from ksana_jax.simulator.light_cache import Held, LightCache
 from ksana_jax.simulator.one_engine import Served
 from ksana_jax.simulator.step_seconds import StepSeconds
@@ -52,7 +52,7 @@ class LightEngine:
     """A server of a fleet, by the same calls as `SimEngine`.
 
     Args:
-      events, cost, answered, ended: see `SimEngine`.
+      events, cost, platform, answered, ended: see `SimEngine`.
       chains: of the workload; its blocks may be larger than the engine's, which makes long prompts cheaper to look up.
 
     Raises:
@@ -67,6 +67,7 @@ class LightEngine:
         cost: Cost,
         *,
         chains: Chains,
+        platform: str = "cpu",
         ended: Callable[[Served], None] = lambda served: None,
         answered: Callable[[Served], None] = lambda served: None,
     ):
@@ -74,7 +75,7 @@ class LightEngine:
         patterns = per_layer(model.pattern, model.num_layers)
         self.config = config = config.for_model(model, patterns)
         self.events, self.ended, self.answered = events, ended, answered
-        self._seconds = StepSeconds(config, cost)
+        self._seconds = StepSeconds(config, cost, platform)
         self._tiles = list(most_tiles(config.max_num_batched_tokens, config.query_tile))
         self._chains, self._block_size = chains, chains.block_size
         assert config.num_blocks is not None and config.max_model_len is not None
@@ -92,6 +93,11 @@ class LightEngine:
         self._chunks: list[tuple[_Row, int]] = []
         self.busy_s = 0.0
         self.num_preemptions = 0
+
+    @property
+    def coverage(self) -> Coverage:
+        """How many of the steps the model of costs knows."""
+        return self._seconds.coverage
 
     @property
     def num_open(self) -> int:
@@ -220,6 +226,7 @@ class LightEngine:
     def _end_run(self, now: float) -> None:
         steps, rows = self._steps, len(self._decoding)
         self.busy_s += steps * self._step_s
+        self._seconds.count(steps, self._step_s)
         self._num_steps += steps
         self._context += steps * rows
         self.cache.private += steps * rows / self._block_size  # each row's share is added to it when it leaves

@@ -18,7 +18,7 @@ from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.request import RequestInput, SamplingParams
 from ksana_jax.simulator.answers import Answer, Answers
 from ksana_jax.simulator.clock import VirtualClock
-from ksana_jax.simulator.cost import Cost
+from ksana_jax.simulator.cost import Cost, Coverage, Seed
 from ksana_jax.simulator.executor import SimExecutor
 from ksana_jax.simulator.step_size import SizeBuilder
 from ksana_jax.step.buckets import Buckets
@@ -78,7 +78,7 @@ class SimEngine:
         *,
         patterns: PatternLike | Sequence[PatternLike] | None = None,
         platform: str = "cpu",
-        seed: int | None = None,
+        seed: Seed = None,
         ended: Callable[[Served], None] = lambda served: None,
         answered: Callable[[Served], None] = lambda served: None,
         stepped: Callable[[SimEngine], None] = lambda engine: None,
@@ -111,6 +111,11 @@ class SimEngine:
     def busy_s(self) -> float:
         """Seconds in which the device computed."""
         return self.executor.busy_s
+
+    @property
+    def coverage(self) -> Coverage:
+        """How many of the steps the model of costs knows."""
+        return self.timer.coverage
 
     def submit(self, item: WorkItem, *, cache_salt: str = "") -> Served:
         """Passes a request on to the engine, at the time of the events.

@@ -10,7 +10,7 @@ from typing import Any
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.metrics import StepRecord
-from ksana_jax.simulator.cost import Cost, Timer, read_fields
+from ksana_jax.simulator.cost import Cost, Seed, Timer, read_fields
 from ksana_jax.simulator.step_file import device_seconds
 from ksana_jax.simulator.step_size import StepSize
 
@@ -47,7 +47,7 @@ class ReplayCost(Cost):
         device_s, host_s = ([*s, *[statistics.median(s)] * spare] for s in (device_s, host_s))
         return cls(device_s=device_s, host_s=host_s, provenance=provenance or {})
 
-    def start(self, seed: int | None = None) -> Timer:
+    def start(self, seed: Seed = None) -> Timer:
         if seed is not None:
             raise ConfigError(f"seed is {seed}: recorded times have no noise to be drawn")
         return ReplayTimer(self)

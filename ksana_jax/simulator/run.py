@@ -147,7 +147,7 @@ def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig
         engine.executor.host_s,
     )
     check(found, counted, arrivals.num_sent)
-    engine.timer.check()
+    engine.coverage.check()
     if len(served) < len(items):
         raise AssertionError(f"{len(items) - len(served)} of {len(items)} requests were never sent")
     return found

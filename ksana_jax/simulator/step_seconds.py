@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ksana_jax.config import EngineConfig
-from ksana_jax.simulator.cost import AffineCost, Cost
+from ksana_jax.simulator.cost import AffineCost, Cost, Coverage
 from ksana_jax.simulator.step_size import StepSize
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part, StepShape
@@ -19,12 +19,17 @@ class StepSeconds:
     Args:
       config: of the engine, with max_model_len set. cost: a model without state: the light one skips steps.
       platform: whose buckets the steps are padded to.
+
+    Attributes:
+      coverage: how many of the steps that were counted the model of costs knows.
     """
 
     def __init__(self, config: EngineConfig, cost: Cost, platform: str = "cpu"):
         self._cost, self._block_size, self._overlaps = cost, config.block_size, config.async_scheduling
         self._buckets = Buckets.of(config, platform)
         self._has_shapes = not isinstance(cost, AffineCost)
+        self._size: StepSize | None = None
+        self.coverage = Coverage()
 
     def __call__(self, rows: int, context: int, chunks: Sequence[tuple[int, int]], sampled: int) -> float:
         """Returns the seconds of a step.
@@ -44,8 +49,14 @@ class StepSeconds:
             num_attended=attended,
             num_rows=rows + len(chunks),
         )
+        self._size = size
         device_s, host_s = self._cost.seconds(size), self._cost.host_seconds(size)
         return max(device_s, host_s) if self._overlaps else device_s + host_s
+
+    def count(self, steps: int, step_s: float) -> None:
+        """Counts steps of the size that was last asked for: not all that are asked for are computed."""
+        if self._has_shapes and (size := self._size) is not None:
+            self.coverage.add(size.shape, self._cost.knows(size), steps * step_s, steps)
 
     def _shape(self, rows: int, context: int, chunks: Sequence[tuple[int, int]]) -> StepShape:
         longest = max([context // max(rows, 1) + 1, *(done + count for done, count in chunks)])

@@ -209,14 +209,23 @@ def _failures(requests: Sequence[RequestTimes], done: Sequence[RequestTimes], er
         found.append(f"{count:,} of {len(requests):,} requests failed: {names}")
     if left := len(requests) - len(done) - errors.total():
         found.append(f"{left:,} of {len(requests):,} requests did not end")
-    half = len(done) // 2
-    if half:
-        waits = np.array([r.ttft_s for r in sorted(done, key=lambda r: (r.sent_s, r.index))])
-        first, second = waits[:half].mean(), waits[half:].mean()
-        typical = float(np.median([r.e2e_s for r in done]))
-        if second > GROWTH * first and second - first > LEAST_GROWTH * typical:
-            found.append(f"the queue grows: mean TTFT {first:,.3g} s in the first half, {second:,.3g} s in the second")
+    if grown := growth(done):
+        found.append(f"the queue grows: {grown}")
     return found
+
+
+def growth(done: Sequence[RequestTimes]) -> str:
+    """Says by how much the TTFT of finished requests grows, in the order in which they were sent; empty if it does
+    not."""
+    half = len(done) // 2
+    if not half:
+        return ""
+    waits = np.array([r.ttft_s for r in sorted(done, key=lambda r: (r.sent_s, r.index))])
+    first, second = waits[:half].mean(), waits[half:].mean()
+    typical = float(np.median([r.e2e_s for r in done]))
+    if second > GROWTH * first and second - first > LEAST_GROWTH * typical:
+        return f"mean TTFT {first:,.3g} s in the first half, {second:,.3g} s in the second"
+    return ""
 
 
 def _rate(count: float, seconds: float) -> float | None:

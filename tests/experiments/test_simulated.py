@@ -11,11 +11,14 @@ from ksana_jax.bench.scheduling import PADDED, Job, serve
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.experiments.config import plan
 from ksana_jax.experiments.report import read_report
+from ksana_jax.experiments.tasks.simulated import SimulatedSettings, Simulation
 from ksana_jax.simulator import request_level
 from ksana_jax.simulator.answers import Answer
 from ksana_jax.simulator.clock import VirtualClock
 from ksana_jax.simulator.cost import AffineCost
+from ksana_jax.simulator.fitted import PHASES, FittedCost, ShapeTimes
 from ksana_jax.simulator.one_engine import SimEngine
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.workload import read_workload
 
 ENGINE = {"block_size": 16, "num_blocks": 512, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 512}
@@ -59,6 +62,27 @@ def test_equal_trials_measure_equal_numbers(tmp_path):
     [row] = first.rows
     assert row.values["ttft_p50_s"][0] != row.values["ttft_p50_s"][1]
     assert row.samples["ttft_p50_s"] == ["synthetic, seed 0", "synthetic, seed 1"]
+
+
+def test_noise_is_drawn_for_each_server_from_the_trials_seed(tmp_path):
+    config = EngineConfig(**ENGINE)  # pyright: ignore[reportArgumentType]
+    shapes = [ShapeTimes(shape, 5, 0.01, 1.0, (0.5, 1.5)) for shape in Buckets.of(config, "cpu").all_shapes()]
+    cost = FittedCost(phases={phase: {"step": 0.01} for phase in PHASES}, shapes=shapes).plain()
+
+    def measured(seed, **settings):
+        config = {"model": "llama-2-7b", "engine": ENGINE, "pattern": None, "layer_patterns": None}
+        fields = {"workload": WORKLOAD, "cost": cost, "servers": 2, "policy": "round_robin", **settings}
+        return Simulation(config, SimulatedSettings(**fields), seed).measure()
+
+    first, same, plain = measured(0, noise=True), measured(0, noise=True), measured(0)
+    assert first == same and first["e2e_mean_s"] != plain["e2e_mean_s"]
+    assert first["e2e_mean_s"] == pytest.approx(plain["e2e_mean_s"], rel=0.1)
+    # Two servers that serve equal requests take different times.
+    twice = WORKLOAD | {"num_requests": 2, "rate": None, "prompt": 100, "output": 40}
+    both = measured(0, noise=True, workload=twice, warm_up=0)
+    assert both["e2e_max_s"] > 1.01 * both["e2e_mean_s"]
+    with pytest.raises(ConfigError, match=r"settings.noise is set, server is 'engine' and cost AffineCost"):
+        plan(given("route", settings={"noise": True}))
 
 
 def test_policies_are_compared_with_least_work_on_the_same_requests(tmp_path):

@@ -10,7 +10,7 @@ from ksana_jax.router.router import Router
 from ksana_jax.router.settings import RouterSettings
 from ksana_jax.simulator import fleet
 from ksana_jax.simulator.chains import Chains
-from ksana_jax.simulator.cost import AffineCost
+from ksana_jax.simulator.cost import AffineCost, Cost
 from ksana_jax.simulator.light import LightEngine
 from ksana_jax.simulator.one_engine import SimEngine
 from ksana_jax.workload import read_workload
@@ -38,16 +38,25 @@ def sessions(num_servers: int, load: float, num_requests: int, **settings: Any) 
     return read_workload(given | settings).make(MODEL.vocab_size)
 
 
-def serve(kind: str, workload: Workload, num_servers: int, policy: Any, config: EngineConfig = CONFIG, seed: int = 0):
+def serve(
+    kind: str,
+    workload: Workload,
+    num_servers: int,
+    policy: Any,
+    config: EngineConfig = CONFIG,
+    seed: int = 0,
+    cost: Cost = COST,
+    light: type[LightEngine] = LightEngine,
+):
     """Serves a workload on a fleet of "full" or "light" servers."""
     chains = Chains(config.block_size)
     assert config.num_blocks is not None
     settings = RouterSettings(config.block_size, 9300, pool_tokens=config.num_blocks * config.block_size)
     router = Router(range(num_servers), policy, settings, seed)
     if kind == "full":
-        make = functools.partial(SimEngine, MODEL, config, cost=COST)
+        make = functools.partial(SimEngine, MODEL, config, cost=cost)
     else:
-        make = functools.partial(LightEngine, MODEL, config, cost=COST, chains=chains)
+        make = functools.partial(light, MODEL, config, cost=cost, chains=chains)
     run = fleet.serve(workload.items, make, router, chains)
     router.check()
     return run

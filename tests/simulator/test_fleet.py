@@ -1,16 +1,23 @@
 """Fleets of real engines behind the real router, on one clock."""
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 import pytest
 
 from ksana_jax.errors import ConfigError
+from ksana_jax.patterns import per_layer
 from ksana_jax.router.policies import Policy
+from ksana_jax.router.router import Router
+from ksana_jax.router.settings import RouterSettings
 from ksana_jax.simulator import fleet
+from ksana_jax.simulator.fitted import PHASES, FittedCost, ShapeTimes
+from ksana_jax.simulator.one_engine import Served, SimEngine
 from ksana_jax.simulator.polled import Polled
 from ksana_jax.simulator.run import simulate
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.workload import read_workload
 from ksana_jax.workload.report import summarise
 from tests.simulator.fleets import CONFIG, COST, MODEL, serve, sessions
@@ -76,6 +83,61 @@ def test_a_request_that_no_server_can_take_is_refused_and_named():
         assert {r.index for r in run.requests if r.error == "refused"} == too_long != set()
         assert "refused" in summarise(run.requests)["failures"][0]
         assert all(not math.isnan(r.finished_s) for r in run.requests)
+
+
+@pytest.mark.parametrize("kind", ["full", "light"])
+def test_a_fleet_whose_steps_were_not_measured_is_refused_with_their_shapes(kind):
+    workload = read_workload(
+        {"kind": "synthetic", "num_requests": 40, "rate": 20, "prompt": [10, 900], "output": [1, 40]}
+    ).make(MODEL.vocab_size)
+    with pytest.raises(ConfigError, match=r"% of the time are steps of \d+ shapes .*not measured.*\(\d+ steps\)"):
+        serve(kind, workload, 2, "least_work", cost=measured_shapes(SMALL))
+    run = serve(kind, workload, 2, "least_work", cost=measured_shapes(CONFIG))
+    assert len(run.trips) == 40
+
+
+SMALL = dataclasses.replace(CONFIG, max_num_batched_tokens=128, max_num_seqs=4)
+
+
+def measured_shapes(config):
+    """Costs that know the shapes of an engine's steps up to its limits, and no others."""
+    config = config.for_model(MODEL, per_layer(MODEL.pattern, MODEL.num_layers))
+    shapes = [ShapeTimes(shape, 5, 0.01, 1.0, (0.9, 1.1)) for shape in Buckets.of(config, "cpu").all_shapes()]
+    return FittedCost(phases={phase: {"step": 0.01, "tokens": 1e-4} for phase in PHASES}, shapes=shapes)
+
+
+class Loses(SimEngine):
+    """A server that never answers its seventh request."""
+
+    def submit(self, item, **settings):
+        self.num_taken = getattr(self, "num_taken", 0) + 1
+        return Served(item, self.events()) if self.num_taken == 7 else super().submit(item, **settings)
+
+
+def test_a_request_that_does_not_end_is_named_with_its_server():
+    workload, chains = (
+        read_workload({"kind": "synthetic", "num_requests": 20, "rate": 5}).make(32_000),
+        fleet.Chains(64),
+    )
+    router = Router(range(2), To(1), RouterSettings(64, 9300, pool_tokens=768 * 64), 0)
+    with pytest.raises(AssertionError, match=r"1 of 20 requests did not end: 6 \(server 1\)"):
+        fleet.serve(workload.items, functools.partial(Loses, MODEL, CONFIG, cost=COST), router, chains)
+
+
+class Crowds(To):
+    """Sends every third request to server 0, and the others to the others in turn."""
+
+    def choose(self, request, view):
+        number = int(request.request_id)
+        return 0 if number % 3 == 0 else 1 + number // 3 % (len(view.ledger.requests) - 1)
+
+
+def test_a_server_whose_queue_grows_is_named_with_its_times():
+    given = {"kind": "synthetic", "num_requests": 900, "rate": 60, "prompt": 500, "output": 10}
+    workload = read_workload(given).make(MODEL.vocab_size)
+    [said] = fleet.growing(serve("light", workload, 4, Crowds()).trips)
+    assert said.startswith("the queue of 1 of 4 servers grows: server 0 (mean TTFT ")
+    assert fleet.growing(serve("light", workload, 4, "least_work").trips) == []
 
 
 def test_hits_follow_the_policy():

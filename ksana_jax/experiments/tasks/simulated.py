@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from ksana_jax.router.settings import RouterSettings
 from ksana_jax.simulator import fleet, request_level
 from ksana_jax.simulator.chains import Chains
 from ksana_jax.simulator.cost import Cost, read_cost
+from ksana_jax.simulator.fitted import FittedCost
 from ksana_jax.simulator.light import LightEngine
 from ksana_jax.simulator.one_engine import SimEngine
 from ksana_jax.simulator.slo import percentile
@@ -49,6 +51,8 @@ class SimulatedSettings:
     policy: how the router chooses among them: a name or a mapping, see `ksana_jax.router`.
     router: fields of `RouterSettings`. Rate of prefill and size of the pool are those of the servers unless given.
     network_s: seconds from the router to a server, and back.
+    noise: multiply the time of each step by a ratio drawn from the measured ones of its shape, which needs a fitted
+      cost. Each server draws its own, from the trial's seed.
     platform: whose buckets steps are padded to: "cpu", "gpu" or "tpu".
     warm_up: share of the requests, the first to arrive, that is left out of the results.
     """
@@ -61,6 +65,7 @@ class SimulatedSettings:
     policy: Any = "min_ttft"
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
     network_s: float = 0.0
+    noise: bool = False
     platform: str = "cpu"
     warm_up: float = 0.1
 
@@ -73,7 +78,7 @@ class Simulation:
     """
 
     def __init__(self, config: Mapping[str, Any], settings: SimulatedSettings, seed: int):
-        self._settings = settings
+        self._settings, self._seed = settings, seed
         self.model, self.engine = _model(config), EngineConfig(**config["engine"])
         workload = read_workload(settings.workload, seed=seed).make(self.model.vocab_size)
         self.workload = workload if settings.rate is None else workload.scaled(settings.rate)
@@ -81,18 +86,23 @@ class Simulation:
 
     def requests(self, rate: float) -> list[RequestTimes]:
         """Serves the workload at a rate in requests/s; returns what clients saw."""
-        return self._serve(self.workload.scaled(rate))[0]
+        served = self._serve(self.workload.scaled(rate))
+        return served.requests if isinstance(served, fleet.FleetRun) else served
 
     def measure(self) -> Measurement:
         """Serves the workload; returns the figures of requests after the warm-up, and of servers."""
-        served, of_servers = self._serve(self.workload)
-        requests = sorted(served, key=lambda request: (request.sent_s, request.index))
-        requests = requests[math.ceil(len(requests) * self._settings.warm_up) :]
+        served = self._serve(self.workload)
+        begin = math.ceil(len(self.workload.items) * self._settings.warm_up)
+        of_servers, failures = {}, []
+        if isinstance(served, fleet.FleetRun):
+            of_servers, failures = _of_servers(served), fleet.growing(served.trips[begin:])
+            served = served.requests
+        requests = sorted(served, key=lambda request: (request.sent_s, request.index))[begin:]
         report = summarise(requests)
         return {
             "metric": "run",
             "sample": self.sample,
-            "failures": report["failures"],
+            "failures": report["failures"] + failures,
             **{name: value for name, value in flat(report).items() if math.isfinite(value)},
             "latency_per_token_p50_s": percentile(requests, "latency_per_token", 50),
             **of_servers,
@@ -103,28 +113,30 @@ class Simulation:
         """Equal for equal requests."""
         return f"{self.workload.name}, seed {self.workload.seed}"
 
-    def _serve(self, workload: Workload) -> tuple[list[RequestTimes], dict[str, float]]:
+    def _serve(self, workload: Workload) -> fleet.FleetRun | list[RequestTimes]:
         settings = self._settings
         if settings.server == BY_REQUEST:
-            return request_level.serve(workload.items, cost_of(settings), self.engine.max_num_seqs), {}
+            return request_level.serve(workload.items, cost_of(settings), self.engine.max_num_seqs)
         router = Router(range(settings.servers), settings.policy, self._router_settings(), workload.seed)
         run = fleet.serve(workload.items, self._make_server(), router, self._chains, network_s=settings.network_s)
         router.check()
-        return run.requests, {
-            "imbalance": run.imbalance,
-            "utilisation": sum(run.busy_s) / len(run.busy_s) / run.seconds,
-            "preemptions": sum(trip.served.num_preemptions for trip in run.trips if trip.served),
-        }
+        return run
 
     def _make_server(self) -> fleet.MakeServer:
         settings = self._settings
         if settings.server == LIGHT:
             cost = cost_of(settings)
-            return functools.partial(LightEngine, self.model, self.engine, cost=cost, chains=self._chains)
+            return functools.partial(
+                LightEngine, self.model, self.engine, cost=cost, chains=self._chains, platform=settings.platform
+            )
+
+        numbers = itertools.count()
 
         def make(events: Any, **calls: Any) -> SimEngine:
+            seed = (self._seed, next(numbers)) if settings.noise else None
             # Each its own costs: some have a state.
-            return SimEngine(self.model, self.engine, events, cost_of(settings), platform=settings.platform, **calls)
+            cost = cost_of(settings)
+            return SimEngine(self.model, self.engine, events, cost, seed=seed, platform=settings.platform, **calls)
 
         return make
 
@@ -143,6 +155,14 @@ class Simulation:
         return read_router(given | self._settings.router)
 
 
+def _of_servers(run: fleet.FleetRun) -> dict[str, float]:
+    return {
+        "imbalance": run.imbalance,
+        "utilisation": sum(run.busy_s) / len(run.busy_s) / run.seconds,
+        "preemptions": sum(trip.served.num_preemptions for trip in run.trips if trip.served),
+    }
+
+
 class SimulatedTask(BaseTask):
     """Base of tasks that simulate. Their trials need no engine with a model."""
 
@@ -153,6 +173,7 @@ class SimulatedTask(BaseTask):
             checks.one_of("settings.server", settings.server, SERVERS),
             checks.integer("settings.servers", settings.servers, 1, 100_000),
             checks.number("settings.network_s", settings.network_s, 0),
+            checks.boolean("settings.noise", settings.noise),
             checks.one_of("settings.platform", settings.platform, ("cpu", "gpu", "tpu")),
             checks.number("settings.warm_up", settings.warm_up, 0, below=1),
             checks.integer("engine.num_blocks", config["engine"]["num_blocks"]),
@@ -161,7 +182,12 @@ class SimulatedTask(BaseTask):
         if settings.server == BY_REQUEST and settings.servers > 1:
             raise ConfigError("settings.servers: batching by request is simulated for one server")
         read_workload(settings.workload)
-        cost_of(settings)
+        cost = cost_of(settings)
+        if settings.noise and not (settings.server == ONE_ENGINE and isinstance(cost, FittedCost)):
+            raise ConfigError(
+                f"settings.noise is set, server is {settings.server!r} and cost {type(cost).__name__}: noise is drawn "
+                "from the measured times of steps, it needs server 'engine' and a file of `ksana simulate fit`"
+            )
         read_policy(settings.policy)
         read_router(settings.router)
         if not _model(config).eos_ids:
