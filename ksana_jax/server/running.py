@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.errors import ConfigError
@@ -57,6 +58,23 @@ def listen(settings: ServerSettings) -> socket.socket:
         raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
 
 
+def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """Returns the HTTP server of an application; it runs on the event loop that calls its `serve`."""
+    config = uvicorn.Config(
+        app,
+        http=protocol_class(settings.client_timeout_s),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_graceful_shutdown=int(LAST_WORDS_S),
+    )
+    return _Server(config)
+
+
 def serve(load: Callable[[], AsyncLLM], settings: ServerSettings, listener: socket.socket) -> int:
     """Loads a model and serves it until a signal comes, or the engine fails.
 
@@ -90,19 +108,7 @@ class Running:
         """Serves until the end; returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._stopping, self._aborting = asyncio.Event(), asyncio.Event()
-        config = uvicorn.Config(
-            self.app,
-            http=protocol_class(self._settings.client_timeout_s),
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_level="error",
-            server_header=False,
-            h11_max_incomplete_event_size=self._settings.max_header_bytes,
-            timeout_graceful_shutdown=int(LAST_WORDS_S),
-        )
-        self._server = _Server(config)
+        self._server = http_server(self.app, self._settings)
         with self._handling_signals():
             listening = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
