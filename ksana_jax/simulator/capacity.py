@@ -89,7 +89,11 @@ class Search:
             while high < self._widest and met(high):
                 low, high = high, high + self._double
             if met(high):
-                raise ConfigError(f"every rate up to {probes[high].rate:,.4g} requests/s keeps {slo.text}")
+                judged = len(self.requests(probes[high].rate))
+                raise ConfigError(
+                    f"every rate up to {probes[high].rate:,.4g} requests/s keeps {slo.text}: {judged:,} requests are "
+                    "judged, give more of them or tighter objectives"
+                )
         else:
             while low > -self._widest and not met(low):
                 low, high = low - self._double, low

@@ -75,6 +75,7 @@ class CapacitySearch(SimulatedTask):
                 "limits": slo.text,
                 "rate": found.rate,
                 "failed_rate": found.failed.rate,
+                "num_judged": len(search.requests(found.failed.rate)),
                 "reasons": list(found.failed.verdict.reasons),
             }
             trial.progress(done / len(settings.slo))
@@ -94,7 +95,12 @@ class CapacitySearch(SimulatedTask):
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         limits = dict.fromkeys((m["slo"], m["limits"]) for m in _measured(rows, "capacity"))
         said = ["Objectives: " + "; ".join(f"{name}: {text}" for name, text in limits) + "."] if limits else []
-        none = [f"{row.name}, {m['slo']}: {'; '.join(m['reasons'])}" for row, m in _zeros(rows)]
+        if judged := [m["num_judged"] for m in _measured(rows, "capacity") if "num_judged" in m]:
+            said.append(f"Requests judged, after the warm-up: {min(judged):,}.")
+        if len(rows) == 1:
+            found = [m for m in _measured(rows, "capacity") if m["rate"]]
+            said += [f"{m['slo']}: {_reason(m)}." for m in found[: len({m["slo"] for m in found})]]
+        none = [f"{row.name}, {m['slo']}: {_reason(m)}" for row, m in _zeros(rows)]
         return said + ["No rate keeps the objectives: " + ". ".join(none) + "."] * bool(none)
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
@@ -127,6 +133,11 @@ class CapacitySearch(SimulatedTask):
 def _measured(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:
     trials = itertools.chain.from_iterable(row.trials for row in rows)
     return [m for trial in trials for m in trial if m["metric"] == metric]
+
+
+def _reason(measured: Measurement) -> str:
+    """Says at which rate the objectives were not kept, and why."""
+    return f"at {measured['failed_rate']:,.3g} requests/s, {'; '.join(measured['reasons'])}"
 
 
 def _zeros(rows: Sequence[ResultRow]) -> list[tuple[ResultRow, Measurement]]:
