@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ksana_jax.request import CompletionOutput, RequestOutput
 
@@ -17,19 +17,25 @@ class Mailbox:
     """Output of one request between the engine and its reader; used on the event loop only.
 
     A slow reader gets fewer and longer pieces: the engine never waits for it, and no more is kept than the answer.
+
+    Attributes:
+      listener: called after each `put`; None for a reader that waits for `arrival`.
     """
 
     def __init__(self) -> None:
+        self.listener: Callable[[], None] | None = None
         self._pieces: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: RequestOutput) -> None:
-        """Adds what is new, and wakes the reader if it waits."""
+        """Adds what is new, and tells the listener, or wakes the reader if it waits."""
         self._pieces.append(delta)
         if len(self._pieces) == _MOST_PIECES:
             self._pieces = [joined(self._pieces)]
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self.listener is not None:
+            self.listener()
 
     def take(self) -> RequestOutput | None:
         """Returns all that is unread as one piece; None if there is nothing."""

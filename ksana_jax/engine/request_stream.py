@@ -46,8 +46,22 @@ class RequestStream:
         """Returns what the request has generated so far, or of deltas what is new; the last output is `finished`."""
         if not self._open:
             raise StopAsyncIteration
-        while (output := self._mailbox.take()) is None:
+        while (output := self.take()) is None:
             await self._mailbox.arrival()
+        return output
+
+    def listen(self, arrived: Callable[[], None]) -> None:
+        """Has a function called on the event loop whenever output has arrived, which it may `take`, and must not raise.
+
+        It is called once now, for what has arrived before.
+        """
+        self._mailbox.listener = arrived
+        arrived()
+
+    def take(self) -> RequestOutput | None:
+        """Returns what the iterator would without waiting; None if nothing has arrived, or the stream has ended."""
+        if not self._open or (output := self._mailbox.take()) is None:
+            return None
         if not self._delta:
             output = self._so_far = output if self._so_far is None else joined([self._so_far, output])
         self._open = not output.finished
@@ -71,6 +85,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Aborts the request, if it has not ended, and ends the stream. May be called from any thread."""
+        self._mailbox.listener = None
         if self._open:
             self._open = False
             self._abort()

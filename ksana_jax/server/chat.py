@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.request import CompletionOutput, RequestOutput
 from ksana_jax.server.chunks import ChatChoice, Chunks
 from ksana_jax.server.errors import bad_request, json_response
 from ksana_jax.server.fields import CHAT, read_fields
-from ksana_jax.server.generation import Usage, closing, merged, read_params, submit
+from ksana_jax.server.generation import Usage, read_params, submit
 from ksana_jax.server.json_body import read_object
 from ksana_jax.server.logprobs import chat_logprobs, prompt_logprobs
 from ksana_jax.server.model import ServedModel
 from ksana_jax.server.prompts import Prompt, chat_prompt, check_length, check_model
 from ksana_jax.server.replies import head_of, reply, streams_usage
-from ksana_jax.server.sse import EventStream
 from ksana_jax.server.state import cache_salt, serving_of
+from ksana_jax.server.token_stream import TokenStream
 
 
 async def create(request: Request) -> Response:
@@ -45,17 +43,10 @@ async def create(request: Request) -> Response:
     if stream:
         choices = [ChatChoice(index, model.texts, num_top) for index in range(params.n)]
         chunks = Chunks(head, choices, Usage(len(prompt.ids)), *streams_usage(values))
-        return EventStream(_events(chunks, streams), serving.settings.ping_s)
+        return TokenStream(streams, chunks.write, chunks.last, serving.settings.ping_s)
     return await reply(
         request, streams, lambda outputs: json_response({**head, **_answer(outputs[0], prompt, model, num_top)})
     )
-
-
-async def _events(chunks: Chunks, streams: Sequence[RequestStream]) -> AsyncIterator[str]:
-    with closing(streams):
-        async for number, output in merged(streams):
-            yield chunks.write(number, output)
-    yield chunks.last()
 
 
 def _answer(output: RequestOutput, prompt: Prompt, model: ServedModel, num_top: int | None) -> dict[str, Any]:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.request import CompletionOutput, RequestOutput, SamplingParams
 from ksana_jax.server.chunks import Chunks, Echo, TextChoice
 from ksana_jax.server.errors import bad_request, json_response
 from ksana_jax.server.fields import COMPLETIONS, read_fields
-from ksana_jax.server.generation import Usage, closing, merged, read_params, submit
+from ksana_jax.server.generation import Usage, read_params, submit
 from ksana_jax.server.json_body import read_object
 from ksana_jax.server.logprobs import CompletionLogprobs, prompt_logprobs
 from ksana_jax.server.model import ServedModel
 from ksana_jax.server.prompts import Prompt, check_length, check_model, completion_prompts
 from ksana_jax.server.replies import head_of, reply, streams_usage
-from ksana_jax.server.sse import EventStream
 from ksana_jax.server.state import cache_salt, serving_of
+from ksana_jax.server.token_stream import TokenStream
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -44,17 +43,13 @@ async def create(request: Request) -> Response:
         streams=values["stream"],
     )
     if values["stream"]:
-        return EventStream(_events(asked, head, streams), serving.settings.ping_s)
+        chunks = Chunks(head, asked.choices(), asked.usage(), *streams_usage(values))
+
+        def write(number: int, output: RequestOutput) -> str:
+            return chunks.write(number, asked.kept(output))
+
+        return TokenStream(streams, write, chunks.last, serving.settings.ping_s)
     return await reply(request, streams, lambda outputs: json_response({**head, **asked.answer(outputs)}))
-
-
-async def _events(asked: _Asked, head: dict[str, Any], streams: Sequence[RequestStream]) -> AsyncIterator[str]:
-    usage = Usage(sum(len(prompt.ids) for prompt in asked.prompts))
-    chunks = Chunks(head, asked.choices(), usage, *streams_usage(asked.values))
-    with closing(streams):
-        async for number, output in merged(streams):
-            yield chunks.write(number, asked.kept(output))
-    yield chunks.last()
 
 
 class _Asked:
@@ -80,6 +75,10 @@ class _Asked:
             more["detokenize"] = False
         self.params: SamplingParams = read_params(values, COMPLETIONS, **more)
         check_length(model, prompts, given, "prompt")
+
+    def usage(self) -> Usage:
+        """Returns the counts before anything is generated."""
+        return Usage(sum(len(prompt.ids) for prompt in self.prompts))
 
     def kept(self, output: RequestOutput) -> RequestOutput:
         """Returns an output without what was only sampled because the engine always samples."""
@@ -113,7 +112,7 @@ class _Asked:
 
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns choices and usage of the whole outputs."""
-        choices, usage = [], Usage(sum(len(prompt.ids) for prompt in self.prompts))
+        choices, usage = [], self.usage()
         for number, output in enumerate(map(self.kept, outputs)):
             usage.cached += output.num_cached_tokens
             for completion in output.outputs:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ksana_jax.engine.async_llm import NotServing
@@ -115,26 +115,6 @@ async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
         for completion in output.outputs:
             check_output(completion)
     return outputs
-
-
-async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yields the outputs of several streams as they come, each with the index of its stream."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index, output = waiting.pop(task), task.result()
-                if not output.finished:
-                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
-                yield index, output
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def check_output(output: CompletionOutput) -> None:

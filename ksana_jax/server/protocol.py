@@ -1,6 +1,7 @@
 """A connection of uvicorn, with limits of time for its client: to send a request's headers, and to read its answer.
 
 uvicorn waits for both for ever: half a request, or a window of zero, would hold a connection until the process ends.
+Applications may write parts of a body past ASGI and h11, see `BodyWriter`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,31 @@ import asyncio
 from typing import Any
 
 import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Extension of the ASGI scope with the BodyWriter of a response; HTTP/1.0, whose bodies have no chunks, has none.
+BODY_WRITER = "ksana.body_writer"
+
+
+class BodyWriter:
+    """Writes parts of a response's body as chunks, after its start and before its end, which ASGI's `send` sends.
+
+    Only for a body without content-length. h11 does not see the chunks, which change nothing of its state.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl):
+        self._transport, self._flow = transport, flow
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client is there and has read enough of what was sent; if not, ASGI's `send` waits for it."""
+        return not (self._flow.write_paused or self._transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Writes a chunk, which must not be empty."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Protocol(H11Protocol):
@@ -19,6 +44,15 @@ class Protocol(H11Protocol):
 
     _headers_due: asyncio.TimerHandle | None = None
     _reading_due: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._application, self.app = self.app, self._call
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["http_version"] == "1.1":
+            scope["extensions"] = {BODY_WRITER: BodyWriter(self.transport, self.flow)}
+        await self._application(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)

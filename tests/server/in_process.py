@@ -42,20 +42,25 @@ class Scripted:
     """A stream with outputs written beforehand: deltas, seconds to wait, or an exception to raise."""
 
     def __init__(self, script: Sequence[RequestOutput | float | Exception]):
-        self._script, self.closed = list(script), False
+        self._script, self._arrived, self.closed = list(script), [], False
 
-    def __aiter__(self):
-        return self
+    def listen(self, arrived: Callable[[], None]) -> None:
+        self._playing = asyncio.ensure_future(self._play(arrived))
 
-    async def __anext__(self) -> RequestOutput:
-        while self._script:
-            one = self._script.pop(0)
-            if isinstance(one, Exception):
-                raise one
-            if isinstance(one, RequestOutput):
-                return one
-            await asyncio.sleep(one)
-        raise StopAsyncIteration
+    async def _play(self, arrived: Callable[[], None]) -> None:
+        for one in self._script:
+            if isinstance(one, float):
+                await asyncio.sleep(one)
+            else:
+                self._arrived.append(one)
+                arrived()
+
+    def take(self) -> RequestOutput | None:
+        if not self._arrived:
+            return None
+        if isinstance(one := self._arrived.pop(0), Exception):
+            raise one
+        return one
 
     def close(self) -> None:
         self.closed = True
