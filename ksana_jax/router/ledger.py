@@ -154,6 +154,10 @@ class Ledger:
         """
         return self._load_s - np.minimum(now - self.since, self._front_s)
 
+    def wait_of_s(self, server: int, now: float) -> float:
+        """Seconds until one server would begin with a request that was sent now, as in `wait_s`."""
+        return float(self._load_s[server] - min(now - self.since[server], self._front_s[server]))
+
     def _settle(self, at: int | slice) -> None:
         """Computes the seconds of one or all servers from their sums."""
         s, token_s = self._settings, self.token_s[at]

@@ -173,7 +173,7 @@ class Router:
         number = self.policy.choose(request, view)
         if not 0 <= number < len(closed) or closed[number]:
             raise ValueError(f"policy {type(self.policy).__name__} chose server {number!r}, which is not ready")
-        matched = min(match.of(number) * self.settings.block_size, request.num_prompt - 1)
+        matched = view.matched_of(number)
         work = int(self.settings.work(request.num_prompt - matched, matched))
         self.ledger.add(Live(request, number, matched, work, now))
         self.index.expect(number, request.hashes, now)

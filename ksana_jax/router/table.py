@@ -185,7 +185,7 @@ class PrefixTable:
         """Returns which servers, [S] bool, have room for another prefix. pool_tokens: of each server, [S]."""
         room = self.num_tokens + prefix.num_tokens <= self.settings.pool_share * pool_tokens
         room &= self.num_prefixes < self.settings.max_prefixes_per_server
-        room[prefix.members] = False
+        room &= prefix.outside > 0
         return room
 
     def join(self, prefix: Prefix, server: int, now: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.router.index import CacheIndex, Match
+from ksana_jax.router.index import CacheIndex, Match, unpacked
 from ksana_jax.router.ledger import Ledger
 from ksana_jax.router.request import RoutedRequest
 from ksana_jax.router.settings import RouterSettings
@@ -54,11 +54,21 @@ class View:
     @_computed_once
     def matched(self) -> np.ndarray:
         """Prompt tokens that each server caches, [S]; at most all but the last: sampling needs that one's logits."""
-        tokens = self.match.blocks(len(self.closed))
-        tokens *= self.settings.block_size
-        if self.match.longest * self.settings.block_size >= self.request.num_prompt:
-            np.minimum(tokens, self.request.num_prompt - 1, out=tokens)
+        tokens = np.zeros(len(self.closed))
+        self.match.fill(tokens, self._tokens_of_levels())
         return tokens
+
+    def _tokens_of_levels(self) -> list[int]:
+        """Returns the prompt tokens that the servers of each level of the match cache."""
+        block_size, num_prompt = self.settings.block_size, self.request.num_prompt
+        tokens = [blocks * block_size for blocks, _ in self.match.levels]
+        if tokens and tokens[-1] >= num_prompt:
+            tokens[-1] = num_prompt - 1
+        return tokens
+
+    def matched_of(self, server: int) -> int:
+        """Prompt tokens that one server caches, as in `matched`."""
+        return min(self.match.of(server) * self.settings.block_size, self.request.num_prompt - 1)
 
     @_computed_once
     def wait_s(self) -> np.ndarray:
@@ -68,11 +78,12 @@ class View:
     @_computed_once
     def prefill_s(self) -> np.ndarray:
         """Seconds of this prompt's prefill on each server, without the tokens that it caches."""
-        if not self.match.levels:
-            return self.ledger.token_s * self.settings.work(self.request.num_prompt, 0)
-        work = self.settings.work(self.request.num_prompt - self.matched, self.matched)
-        work *= self.ledger.token_s
-        return work
+        work, num_prompt = self.settings.work, self.request.num_prompt
+        tokens = np.empty(len(self.closed))
+        tokens.fill(work(num_prompt, 0))
+        self.match.fill(tokens, [work(num_prompt - matched, matched) for matched in self._tokens_of_levels()])
+        tokens *= self.ledger.token_s
+        return tokens
 
     @property
     def all_ready(self) -> bool:
@@ -83,15 +94,22 @@ class View:
         """Returns the ready server with the lowest cost [S]; ties are broken at random."""
         if not self.all_ready:
             cost = cost + self.closed
-        first = cost.argmin()
+        first = int(cost.argmin())
+        if first == len(cost) - 1 - cost[::-1].argmin():  # the last of the lowest is the first: no tie
+            return first
         ties = (cost == cost[first]).nonzero()[0]
-        return int(first if len(ties) == 1 else ties[int(self.random.random() * len(ties))])
+        return int(ties[int(self.random.random() * len(ties))])
 
     def lowest_of(self, servers: np.ndarray, cost: np.ndarray) -> int:
         """Returns the one of some servers, given by number, with the lowest cost [S]; ties are broken at random."""
         costs = cost[servers]
         ties = (costs == costs[costs.argmin()]).nonzero()[0]
         return int(servers[ties[int(self.random.random() * len(ties))]])
+
+    def ready_of(self, servers: int) -> np.ndarray:
+        """Returns the numbers of the ready servers in a set of bits, as in `Match.levels`, ascending."""
+        numbers = unpacked(servers, len(self.closed)).nonzero()[0]
+        return numbers if self.all_ready else numbers[self.closed[numbers] == 0]
 
     def any_ready(self) -> int:
         """Returns a ready server at random."""

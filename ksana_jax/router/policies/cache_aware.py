@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.router.index import members
 from ksana_jax.router.policies.base import Policy
 from ksana_jax.router.request import RoutedRequest
 from ksana_jax.router.view import View
@@ -42,14 +39,16 @@ class CacheAware(Policy):
 
     def choose(self, request: RoutedRequest, view: View) -> int:
         requests = view.ledger.requests
-        ready = requests[view.ready]
-        most, fewest = ready.max(), ready.min()
+        ready = requests if view.all_ready else requests[view.ready]
+        # A minimum by argmin takes a third of the time of min.
+        most, fewest = ready[ready.argmax()], ready[ready.argmin()]
         if most - fewest > self.balance_abs and most > self.balance_rel * fewest:
             return view.lowest(requests)
+        block_size, least = view.settings.block_size, self.cache_threshold * request.num_prompt
         for num_blocks, servers in reversed(view.match.levels):
-            if num_blocks * view.settings.block_size <= self.cache_threshold * request.num_prompt:
+            if num_blocks * block_size <= least:
                 break
-            holders = np.array([n for n in members(servers) if not view.closed[n]], np.int64)
+            holders = view.ready_of(servers)
             if len(holders):
                 return int(holders[int(view.random.random() * len(holders))])
         return view.lowest(view.index.num_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import math
@@ -42,28 +43,31 @@ class CHWBL(Policy):
             error=ConfigError,
         )
         self._of_server: dict[int, np.ndarray] = {}  # its points
-        self._points, self._servers = np.zeros(0, np.uint64), np.zeros(0, np.int64)  # the ring, ascending
+        self._points: list[int] = []  # the ring, ascending, made when it is needed; a list, which bisect reads faster
+        self._servers = np.zeros(0, np.int64)
 
     def added(self, server: int) -> None:
         self._of_server[server] = np.array([_point(b"%d/%d" % (server, n)) for n in range(self.points)], np.uint64)
-        self._points = self._points[:0]
+        self._points = []
 
     def removed(self, server: int, now: float) -> None:
         del self._of_server[server]
-        self._points = self._points[:0]
+        self._points = []
 
     def choose(self, request: RoutedRequest, view: View) -> int:
         requests, num_ready = view.ledger.requests, len(view.ready)
         if not request.hashes:
             return view.lowest(requests)
-        if not len(self._points):
+        if not self._points:
             self._make_ring()
-        total = float(requests.sum() if num_ready == len(requests) else requests[view.ready].sum())
-        open_ = requests + view.closed < math.ceil(self.bound * (total + 1) / num_ready)
+        total = len(view.ledger.live) if view.all_ready else float(requests[view.ready].sum())
+        most = math.ceil(self.bound * (total + 1) / num_ready) - 1
         ring = self._servers
-        at = int(self._points.searchsorted(np.uint64(_point(request.hashes[: self.num_blocks][-1]))))
-        if at < len(ring) and open_[ring[at]]:
-            return int(ring[at])
+        at = bisect.bisect_left(self._points, _point(request.hashes[: self.num_blocks][-1])) % len(ring)
+        first = int(ring[at])
+        if requests[first] <= most and not view.closed[first]:
+            return first
+        open_ = requests + view.closed <= most
         # The bound is above the mean, so that some server is open: mostly a near one, but in a full fleet a far one.
         for part in (ring[at : at + 64], ring[at:], ring[:at]):
             found = open_[part]
@@ -73,9 +77,8 @@ class CHWBL(Policy):
 
     def _make_ring(self) -> None:
         points = np.concatenate(list(self._of_server.values()))
-        servers = np.repeat(list(self._of_server), self.points)
         order = points.argsort()
-        self._points, self._servers = points[order], servers[order]
+        self._points, self._servers = points[order].tolist(), np.repeat(list(self._of_server), self.points)[order]
 
 
 def _point(key: Hash) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.router.index import members
 from ksana_jax.router.ledger import Live
 from ksana_jax.router.policies.base import Policy
 from ksana_jax.router.request import Hash, RoutedRequest
@@ -50,9 +49,13 @@ class E2(Policy):
             checks.number("decode_token_s", self.decode_token_s, 0),
             error=ConfigError,
         )
-        # (time, server, load in seconds, prompt tokens, matched tokens), oldest first, and their sums by server.
+        # (time, server, load in seconds, prompt tokens, matched tokens), oldest first, and their sums by server: arrays
+        # of what a choice compares, lists of the rest, whose items are read and written faster.
         self._window: collections.deque[tuple[float, int, float, int, int]] = collections.deque()
-        self._load_s, self._prompt, self._matched, self._count = (np.zeros(0) for _ in range(4))
+        self._load_s, self._hit_rate = np.zeros(0), np.zeros(0)
+        self._prompt: list[int] = []
+        self._matched: list[int] = []
+        self._count: list[int] = []
         self._waits: collections.OrderedDict[Hash, tuple[float, float]] = collections.OrderedDict()
         self._outputs, self._ended = 0, 0
 
@@ -63,22 +66,23 @@ class E2(Policy):
         most = ready[ready.argmax()]
         skewed = most > self.rebalance * ready[ready.argmin()]
         if view.match.longest * view.settings.block_size * 2 > request.num_prompt:
-            holders = np.array([n for n in members(view.match.levels[-1][1]) if not view.closed[n]], np.int64)
+            holders = view.ready_of(view.match.levels[-1][1])
             if len(holders):
                 server = view.lowest_of(holders, load_s)
                 if not (skewed and load_s[server] == most) and not self._must_copy(request, view, server):
                     return server
         # Tokens that would be replaced are worth their prefill times the share of tokens that were hit.
-        hit_rate = self._matched / np.maximum(self._prompt, 1)
         full = view.index.num_blocks >= view.index.capacity
-        return view.lowest(load_s + view.prefill_s * (1 + hit_rate * full))
+        return view.lowest(load_s + view.prefill_s * (1 + self._hit_rate * full))
 
     def _must_copy(self, request: RoutedRequest, view: View, server: int) -> bool:
         """Whether the prefix's requests wait `copy` times as long as they used to; notes the wait."""
         levels, hashes = view.match.levels, request.hashes
         everywhere = sum(servers.bit_count() for _, servers in levels) >= len(view.ready)
         key = hashes[min(levels[0][0] if everywhere else 0, len(hashes) - 1)]
-        expected_s = float(view.wait_s[server] + view.prefill_s[server])
+        matched = view.matched_of(server)
+        work = view.settings.work(request.num_prompt - matched, matched)
+        expected_s = view.ledger.wait_of_s(server, view.now) + work * float(view.ledger.token_s[server])
         recent_s, usual_s = self._waits.get(key, (expected_s, expected_s))
         recent_s += 0.2 * (expected_s - recent_s)
         usual_s += 0.02 * (expected_s - usual_s)
@@ -101,12 +105,13 @@ class E2(Policy):
 
     def added(self, server: int) -> None:
         if server == len(self._load_s):
-            for name in ("_load_s", "_prompt", "_matched", "_count"):
-                setattr(self, name, np.append(getattr(self, name), 0.0))
+            self._load_s, self._hit_rate = np.append(self._load_s, 0.0), np.append(self._hit_rate, 0.0)
+            for sums in (self._prompt, self._matched, self._count):
+                sums.append(0)
 
     def removed(self, server: int, now: float) -> None:
         self._window = collections.deque(entry for entry in self._window if entry[1] != server)
-        for sums in (self._load_s, self._prompt, self._matched, self._count):
+        for sums in (self._load_s, self._hit_rate, self._prompt, self._matched, self._count):
             sums[server] = 0
 
     def _forget(self, now: float) -> None:
@@ -119,5 +124,6 @@ class E2(Policy):
         self._prompt[server] += prompt
         self._matched[server] += matched
         self._count[server] += count
+        self._hit_rate[server] = self._matched[server] / max(self._prompt[server], 1)
         # Idle servers have a load of exactly 0: what rounding left would break ties between them.
         self._load_s[server] = self._load_s[server] + load_s if self._count[server] else 0.0

@@ -53,12 +53,11 @@ class PrefixTablePolicy(TableSettings, Policy):
         if prefix is None:
             return view.lowest(cost)
         outside = self._outside(prefix, view)
-        # Of all servers, not only those outside: one of the prefix's own would have the shorter wait on the left.
-        crowded = _least(wait_s + outside) > _least(wait_s + prefix.num_tokens * view.ledger.token_s)
+        crowded = self._is_crowded(prefix, wait_s, outside, view.ledger.token_s)
         if table.should_grow(prefix, now, crowded):
             room = table.may_join(prefix, view.index.capacity * view.settings.block_size)
             joins = np.where(room, cost, np.inf)
-            if joins.min() < np.inf:
+            if _least(joins) < np.inf:
                 table.join(prefix, view.lowest(joins), now)
                 outside, crowded = self._outside(prefix, view), False
             else:
@@ -67,10 +66,19 @@ class PrefixTablePolicy(TableSettings, Policy):
 
     def _outside(self, prefix: Prefix, view: View) -> np.ndarray:
         """Returns 0 for the prefix's servers, and those that cache more of this prompt, and inf for others, [S]."""
-        outside = prefix.outside
-        if view.match.longest > prefix.num_blocks:
-            outside = np.where(view.matched > prefix.num_tokens, 0.0, outside)
+        if view.match.longest <= prefix.num_blocks:
+            return prefix.outside
+        outside, longer = prefix.outside.copy(), view.match.longer_than(prefix.num_blocks)
+        longer.fill(outside, [0.0] * len(longer.levels))
         return outside
+
+    def _is_crowded(self, prefix: Prefix, wait_s: np.ndarray, outside: np.ndarray, token_s: np.ndarray) -> bool:
+        """Whether its servers' least wait exceeds that of another with the prefix's prefill added."""
+        inside_s = _least(wait_s + outside)
+        if inside_s <= prefix.num_tokens * _least(token_s):  # as mostly: the others cannot wait for less than nothing
+            return False
+        # Of all servers, not only those outside: one of the prefix's own would have the shorter wait on the left.
+        return inside_s > _least(wait_s + prefix.num_tokens * token_s)
 
     def sent(self, request: RoutedRequest, server: int, view: View) -> None:
         self.table.arrived(request.hashes, view.settings.block_size, view.now)
