@@ -18,6 +18,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
 from ksana_jax.inspect.snapshot import counts, moved_bytes
 from ksana_jax.request import FinishReason
+from ksana_jax.server.histogram import Histogram
 from ksana_jax.server.totals import Totals
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -48,10 +49,11 @@ class ServingMetrics(Collector):
 
     Args:
       model_name: as clients know the model; cut after 256 characters.
+      loop_lag: of the event loop, in seconds.
     """
 
-    def __init__(self, llm: AsyncLLM, model_name: str):
-        self._llm, self._model_name = llm, model_name[:_MOST_NAME]
+    def __init__(self, llm: AsyncLLM, model_name: str, loop_lag: Histogram):
+        self._llm, self._model_name, self._loop_lag = llm, model_name[:_MOST_NAME], loop_lag
         self.totals = [Totals(llm.max_model_len) for _ in llm.replicas.engines]
         self._num_refused: collections.Counter[str] = collections.Counter()
         self.registry = CollectorRegistry()
@@ -79,6 +81,9 @@ class ServingMetrics(Collector):
         stats, text = self._llm.stats(), "Prompt tokens of requests that have no first token yet."
         families.gauge("ksana:queued_prefill_tokens", text, stats.num_prefill_tokens)
         families.gauge("ksana:draining", "1 while new requests are refused.", stats.is_draining)
+        text = "Seconds by which the event loop runs late what is due, looked at ten times a second."
+        lag = self._loop_lag
+        families.histogram("ksana:event_loop_lag_seconds", text, list(lag.buckets()), lag.sum)
         yield from families.found.values()
 
 

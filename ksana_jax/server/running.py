@@ -119,12 +119,14 @@ class Running:
         self._stopping, self._aborting = asyncio.Event(), asyncio.Event()
         self._server = http_server(self.app, self._settings)
         with self._handling_signals():
+            self._serving.lag.start()
             listening = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 return await self._serve_model()
             finally:
                 self._server.should_exit = True
                 await listening
+                self._serving.lag.stop()
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.server.errors import APIError, bad_request
 from ksana_jax.server.limits import QueueLimits
+from ksana_jax.server.loop_lag import LoopLag
 from ksana_jax.server.metrics import ServingMetrics
 from ksana_jax.server.model import ServedModel, served_model
 from ksana_jax.server.settings import ServerSettings
@@ -36,6 +37,7 @@ class Serving:
     Attributes:
       draining: whether the server is ending, and refuses new requests.
       metrics, limits: of the engine, once it is loaded.
+      lag: of the event loop; whoever runs the loop starts it.
     """
 
     metrics: ServingMetrics
@@ -45,6 +47,7 @@ class Serving:
     def __init__(self, settings: ServerSettings):
         self.settings = settings
         self.draining = False
+        self.lag = LoopLag()
         self._llm: AsyncLLM | None = None
         self._model: ServedModel | None = None
         self._num_calls = 0
@@ -53,7 +56,7 @@ class Serving:
         """Begins to serve a model that is loaded; on the event loop."""
         settings = self.settings
         self._model = served_model(llm, settings.served_model_names)
-        self.metrics = ServingMetrics(llm, self._model.name)
+        self.metrics = ServingMetrics(llm, self._model.name, self.lag.histogram)
         self.limits = QueueLimits(
             llm,
             max_num_queued_reqs=settings.max_num_queued_reqs,

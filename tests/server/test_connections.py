@@ -175,8 +175,9 @@ def test_a_client_that_leaves_has_its_request_aborted_within_two_steps(stream, p
         assert server.settled()
 
 
-def wait_for(condition) -> None:
-    for _ in range(5000):
+def wait_for(condition, seconds: float = 10.0) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
         if condition():
             return
         time.sleep(0.001)

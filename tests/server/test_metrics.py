@@ -11,6 +11,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.metrics import StepRecord
 from ksana_jax.server.histogram import Histogram, one_two_five
+from ksana_jax.server.loop_lag import LoopLag
 from ksana_jax.server.metrics import ServingMetrics
 from ksana_jax.server.totals import Totals
 from tests.fakes import asking, make_engine, prompt_of
@@ -39,7 +40,7 @@ def read(metrics: ServingMetrics) -> dict[tuple, float]:
 def test_the_numbers_of_a_known_load():
     async def main():
         async with AsyncLLM.around(make_engine(num_blocks=256, caching=True, max_num_seqs=8)) as llm:
-            metrics = ServingMetrics(llm, "m")
+            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
             for asked in (asking(5), asking(5), asking(4, n=2, temperature=1)):
                 await (await llm.submit(prompt_of(12), asked)).result()
             late = await llm.submit(prompt_of(4, 9), asking(40), delta=True)
@@ -76,7 +77,7 @@ def test_the_numbers_of_a_known_load():
 def test_vllm_names_are_there_and_every_sample_has_the_model():
     async def main():
         async with AsyncLLM.around(make_engine(num_blocks=64, caching=True, host_slots=8)) as llm:
-            metrics = ServingMetrics(llm, 'a"b\n' + "x" * 1000)
+            metrics = ServingMetrics(llm, 'a"b\n' + "x" * 1000, LoopLag().histogram)
             families = list(text_string_to_metric_families(metrics.render().decode()))
             names = {family.name for family in families}
             assert {f"vllm:{name}" for name in VLLM} <= names
@@ -96,7 +97,7 @@ def test_requests_that_wait_and_run_show_while_they_do():
         engine = make_engine(num_blocks=256, max_num_seqs=2, max_model_len=128)
         slow(engine, 0.005)
         async with AsyncLLM.around(engine) as llm:
-            metrics = ServingMetrics(llm, "m")
+            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
             streams = await llm.submit_all([prompt_of(5, seed) for seed in range(5)], asking(100), delta=True)
             await anext(streams[0])
             found = read(metrics)
@@ -130,7 +131,7 @@ def test_the_gap_between_tokens_is_that_between_steps_for_each_row_that_decodes(
 def test_failed_steps_and_their_requests_are_counted():
     async def main():
         async with AsyncLLM.around(make_engine()) as llm:
-            metrics = ServingMetrics(llm, "m")
+            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
             llm.engine.executor.fails = "as told"  # pyright: ignore[reportAttributeAccessIssue]
             stream = await llm.submit(prompt_of(5), asking())
             await stream.result()
