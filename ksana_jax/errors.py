@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class ConfigError(ValueError):
     """A configuration is invalid; the message lists every problem found."""
@@ -13,3 +15,10 @@ class ContextLengthError(ValueError):
 
 class JobError(RuntimeError):
     """A job of several processes has ended because one of them failed; the message says which and why."""
+
+
+def system_reason(error: OSError) -> str:
+    """Returns what the system says of an error, such as "Address already in use", without what libraries add to it."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)

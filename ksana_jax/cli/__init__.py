@@ -69,7 +69,6 @@ COMMANDS = (
     text.generate,
     chat.chat,
     serving.serve,
-    routing.route,
     hosts.follow,
     machine.plan,
     training.train,
@@ -78,8 +77,9 @@ COMMANDS = (
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
 
-# Its arguments may be those of another command.
-app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(tracing.trace)
+# Their arguments may be those of another command.
+for command in (tracing.trace, routing.route):
+    app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(command)
 # All of its arguments are those of another program.
 app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
 

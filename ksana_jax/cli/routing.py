@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ksana_jax.cli import groups, serving
 from ksana_jax.cli.options import read_setting
+
+DEFAULT_BLOCK_SIZE = 16
+# click's, or of the copy of click that newer versions of typer have.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def route(
@@ -17,7 +22,11 @@ def route(
     ] = None,
     engine_settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SETTINGS", help="with --spawn: settings of ksana serve", show_default=False),
+        typer.Argument(
+            metavar="SETTINGS",
+            help="with --spawn: settings of the engines and options of ksana serve",
+            show_default=False,
+        ),
     ] = None,
     servers: Annotated[
         str | None, typer.Option(help="addresses of running servers, separated by commas", show_default=False)
@@ -48,7 +57,13 @@ def route(
     tokenizer: Annotated[
         str | None, typer.Option(help="model whose tokenizer reads prompts", show_default="the served model's")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="tokens in a block of the servers' prefix caches")] = 16,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="tokens in a block of the servers' prefix caches",
+            show_default=f"block_size of the settings, or {DEFAULT_BLOCK_SIZE}",
+        ),
+    ] = None,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="rate of a server; it is corrected as measured")] = 8000.0,
     pool_tokens: Annotated[
         int | None, typer.Option(help="tokens that fit the KV pool of a server", show_default="no limit")
@@ -82,14 +97,24 @@ def route(
     from ksana_jax.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
     from ksana_jax.router import RouterSettings
     from ksana_jax.server.settings import read_api_keys
+    from ksana_jax.tokenizers import load_tokenizer
 
-    addresses = list(dict.fromkeys(read_server(text) for text in (servers or "").split(",") if text.strip()))
+    if model is not None and model.startswith("-"):
+        raise ConfigError(f"ksana route has no option {model}; options of ksana serve follow the model")
+    addresses = [read_server(text) for text in (servers or "").split(",") if text.strip()]
+    twice = [address for index, address in enumerate(addresses) if address in addresses[:index]]
+    if twice:
+        raise ConfigError(f"server {twice[0]} is given twice")
     if bool(addresses) == bool(spawn):
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
     if spawn < 0 or (spawn and model is None) or (model is not None and not spawn):
         raise ConfigError("--spawn needs a number of servers and a model, such as --spawn 4 ksana-tiny")
     if on not in ("local", "ray"):
         raise ConfigError(f"--on is {on!r}, must be local or ray")
+    given = engine_settings or []
+    engine = {} if model is None else _engine_settings(model, given)
+    if tokenizer is not None:
+        load_tokenizer(tokenizer)  # raises if there is none, where the model's own may be absent
     server_key = running.new_key() if spawn else None
     if server_api_key_file is not None:
         server_key = read_api_keys(server_api_key_file)[0]
@@ -110,9 +135,12 @@ def route(
         seed=seed,
     )
     router = RouterSettings(
-        block_size=block_size, prefill_tokens_per_s=prefill_tokens_per_s, pool_tokens=pool_tokens, ttl_s=cache_ttl
+        block_size=block_size or engine.get("block_size", DEFAULT_BLOCK_SIZE),
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        pool_tokens=pool_tokens,
+        ttl_s=cache_ttl,
     )
-    arguments = (model or "", engine_settings or [])
+    arguments = (model or "", given)
     with contextlib.ExitStack() as stack:
         launcher = None
         if on == "ray" and spawn:
@@ -126,3 +154,21 @@ def route(
             command = serve_command(*arguments, key_file, shutdown_timeout)
             launcher = LocalLauncher(command, shutdown_timeout + STOP_S, running.show)
         running.run(running.route(settings, router, addresses, launcher, spawn))
+
+
+def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:
+    """Returns the engine's among the arguments of `ksana serve`.
+
+    Raises:
+      ConfigError: `ksana serve` does not have such an option, or an option's value is of the wrong type.
+    """
+    from ksana_jax.errors import ConfigError
+    from ksana_jax.experiments.dotted import dotlist
+
+    app = groups.group("")
+    app.command(cls=groups.Command)(serving.serve)
+    try:
+        with typer.main.get_command(app).make_context("ksana serve", [model, *given]) as context:
+            return dotlist(context.params["settings"] or [])
+    except USAGE_ERROR as error:
+        raise ConfigError(f"ksana serve: {error.format_message()}") from None  # pyright: ignore[reportAttributeAccessIssue]

@@ -74,10 +74,19 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         client_timeout_s=client_timeout,
     )
-    template = None if chat_template is None else chat_template.read_text(encoding="utf-8")
+    template = None if chat_template is None else _read_template(chat_template)
     engine = dotlist(settings or [])
     listener = listen(given)
     raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
+
+
+def _read_template(path: Path) -> str:
+    from ksana_jax.errors import ConfigError, system_reason
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the chat template cannot be read from {path}: {system_reason(error)}") from None
 
 
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:

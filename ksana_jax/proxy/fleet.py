@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from ksana_jax.errors import ConfigError
+from ksana_jax.errors import ConfigError, system_reason
 from ksana_jax.proxy.settings import ProxySettings
 from ksana_jax.router import NoServer, RoutedRequest, Router, RouterSettings
 from ksana_jax.router.health import Circuit, Health, HealthSettings, RetryRule, State
@@ -39,6 +39,7 @@ class Server:
     Attributes:
       drained: whether an operator took it out of service.
       probing, following: the tasks that probe it and follow its events.
+      trouble: why the last probe did not find it ready; empty if it did.
       carried: time limits of the exchanges that it has; the fleet ends them when it dies.
     """
 
@@ -47,6 +48,7 @@ class Server:
         self.name = url.partition("://")[2]
         self.weight = 0.0
         self.drained = False
+        self.trouble = ""
         self.carried: set[asyncio.Timeout] = set()
         self.probing: asyncio.Task | None = None
         self.following: asyncio.Task | None = None
@@ -229,11 +231,14 @@ class Fleet:
     async def _probe(self, server: Server) -> None:
         try:
             found: bool | None = await self._is_ready(server)
+            server.trouble = "" if found else "it answers that it is not"
         except aiohttp.ClientConnectorError as error:
             # Nobody listens there: no need to ask again.
-            self.died(server, str(error))
+            server.trouble = system_reason(error)
+            self.died(server, server.trouble)
             return
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            server.trouble = f"no answer: {one_line(str(error)) or type(error).__name__}"
             found = None
         server.health.probe(found, self.clock())
         self._refresh(server)

@@ -99,7 +99,7 @@ class Keeper:
                 ended = Ended(str(error), INVALID)
             if ended.code == INVALID and not cold:
                 if not self.failed.done():
-                    self.failed.set_exception(ConfigError(f"server {index} does not start: {ended.why}"))
+                    self.failed.set_exception(ConfigError(f"servers do not start: {ended.why}"))
                 return
             cold = True
             wait_s = FIRST_WAIT_S if loop.time() - began > LIVES_S else wait_s

@@ -18,7 +18,7 @@ from typing import Any
 
 from ksana_jax.cluster.connection import connected
 from ksana_jax.proxy.launching import Ended
-from ksana_jax.proxy.spawning import STOP_S, die_with_parent, free_port, serve_command
+from ksana_jax.proxy.spawning import STOP_S, die_with_parent, ended_with, free_port, serve_command
 
 # Seconds between looks whether a server still runs, and for a node to start an actor.
 LOOK_S, START_S = 0.5, 300.0
@@ -111,7 +111,7 @@ class RayLauncher:
                 self._show(f"[server {index}] {last}")
             if code is not None:
                 self._ray.kill(self._actors[index])
-                return Ended(f"exit code {code}" + f": {last}" * bool(code and last), code)
+                return ended_with(code, last)
             await asyncio.sleep(LOOK_S)
 
     async def stop(self, index: int) -> None:

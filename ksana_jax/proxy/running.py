@@ -14,11 +14,12 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ksana_jax.errors import ConfigError
+from ksana_jax.errors import ConfigError, system_reason
 from ksana_jax.proxy.app import Proxy, drain, running
 from ksana_jax.proxy.fleet import Fleet
 from ksana_jax.proxy.following import EventFollower
 from ksana_jax.proxy.launching import Keeper, Launcher
+from ksana_jax.proxy.models import SameModel
 from ksana_jax.proxy.prompts import PromptReader
 from ksana_jax.proxy.settings import EXACT, ProxySettings
 from ksana_jax.router import RouterSettings
@@ -42,7 +43,7 @@ async def route(
       servers: addresses of servers that others run. launcher, num_spawned: what starts others, and how many.
 
     Raises:
-      ConfigError: a setting is invalid, or the servers that are started here end at once.
+      ConfigError: a setting is invalid, servers serve different models, or those that are started here end at once.
     """
     stopping, aborting = asyncio.Event(), asyncio.Event()
     with _handling(lambda: (aborting if stopping.is_set() else stopping).set()):
@@ -54,15 +55,24 @@ async def route(
             try:
                 url = await stack.enter_async_context(running(proxy))
             except OSError as error:
-                raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
+                raise ConfigError(
+                    f"cannot listen on {settings.host} port {settings.port}: {system_reason(error)}"
+                ) from None
             await asyncio.gather(*map(fleet.add, servers))
+            models = SameModel(proxy)
+            await models.check()
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if launcher is not None:
                 keeper = proxy.keeper = await stack.enter_async_context(Keeper(fleet, launcher, num_spawned))
                 failed = keeper.failed
-            learning = asyncio.create_task(_learn_tokenizer(proxy))
-            stack.callback(learning.cancel)
+            for watching in (_learn_tokenizer(proxy), models.watch(settings.probe_s)):
+                stack.callback(asyncio.create_task(watching).cancel)
             say(f"routing by {settings.policy} on {url} to {len(servers) + num_spawned} servers")
+            for server in fleet.servers.values():
+                if server.trouble:
+                    say(
+                        f"server {server.name} is not ready: {server.trouble}; it is asked every {settings.probe_s:g} s"
+                    )
             await _until(stopping, failed)
             await _end(proxy, aborting)
 
@@ -95,7 +105,7 @@ async def _end(proxy: Proxy, aborting: asyncio.Event) -> None:
     draining.cancel()
     abort.cancel()
     for server in proxy.fleet.servers.values():  # what is left ends with an error
-        proxy.fleet.died(server, "the proxy shuts down")
+        proxy.fleet.died(server)
     await asyncio.sleep(0.1)
 
 

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ksana_jax.proxy.launching import Ended
+from ksana_jax.proxy.launching import INVALID, Ended
 
 STOP_S = 10.0  # beyond a server's own time for running requests
 LINE_BYTES = 2**16
+# What `ksana` writes before an error that ends it.
+ERROR = "ksana: error: "
 LOCALHOST = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
 
@@ -61,7 +63,7 @@ class LocalLauncher:
         last = await self._readers[index]
         if code < 0:
             return Ended(f"killed by {signal.Signals(-code).name}", code)
-        return Ended(f"exit code {code}" + f": {last}" * bool(code and last), code)
+        return ended_with(code, last)
 
     async def stop(self, index: int) -> None:
         """See `Launcher`."""
@@ -79,7 +81,7 @@ class LocalLauncher:
         await self._readers[index]
 
     async def _read(self, index: int, process: asyncio.subprocess.Process) -> str:
-        """Shows what a server writes; returns the last line."""
+        """Shows what a server writes, and returns the last line; an error that ends it is not shown but returned."""
         assert process.stdout is not None
         last = ""
         while True:
@@ -89,8 +91,18 @@ class LocalLauncher:
                 continue
             if not line:
                 return last
+            if last.startswith(ERROR):  # it was not the end
+                self._show(f"[server {index}] {last}")
             last = line.decode("utf-8", "replace").rstrip()
-            self._show(f"[server {index}] {last}")
+            if not last.startswith(ERROR):
+                self._show(f"[server {index}] {last}")
+
+
+def ended_with(code: int, last: str) -> Ended:
+    """Returns how a server ended that wrote this line last."""
+    if code == INVALID and last.startswith(ERROR):
+        return Ended(last.removeprefix(ERROR), code)
+    return Ended(f"exit code {code}" + f": {last}" * bool(code and last), code)
 
 
 def serve_command(

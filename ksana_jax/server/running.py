@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.errors import ConfigError
+from ksana_jax.errors import ConfigError, system_reason
 from ksana_jax.server.app import make_app
 from ksana_jax.server.protocol import protocol_class
 from ksana_jax.server.settings import ServerSettings
@@ -56,7 +56,7 @@ def listen(settings: ServerSettings) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {system_reason(error)}") from None
 
 
 def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from ksana_jax import checks
-from ksana_jax.errors import ConfigError
+from ksana_jax.errors import ConfigError, system_reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +61,14 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     """Reads a file of API keys, one a line; empty lines and lines that begin with # are skipped.
 
     Raises:
-      ConfigError: it has no key, or one that cannot be sent in a header.
-      OSError: it cannot be read.
+      ConfigError: it cannot be read, has no key, or one that cannot be sent in a header.
     """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"API keys cannot be read from {path}: {system_reason(error)}") from None
     keys = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not (key := line.strip()) or key.startswith("#"):
             continue
         if not (key.isascii() and key.isprintable()) or " " in key:

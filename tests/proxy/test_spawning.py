@@ -103,12 +103,26 @@ def test_a_server_with_invalid_settings_ends_the_command():
     lines = []
 
     async def main():
-        command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(2)"]
+        command = [sys.executable, "-c", "import sys; print('ksana: error: no such model'); sys.exit(2)"]
         async with spawned(command, 2, lines) as (_, _, keeper, _, _):
-            with pytest.raises(ValueError, match=r"server \d does not start: exit code 2: no such model"):
+            with pytest.raises(ValueError, match=r"^servers do not start: no such model$"):
                 await asyncio.wait_for(keeper.failed, 10)
 
     asyncio.run(main())
+    assert not lines  # the error is told once, for all servers
+
+
+def test_an_error_line_that_is_not_a_servers_last_is_shown():
+    lines = []
+
+    async def main():
+        code = "print('ksana: error: one'); print('two'); 1 / 0"
+        launcher = LocalLauncher([sys.executable, "-u", "-c", code], 5.0, lines.append)
+        await launcher.start(0)
+        return await launcher.ended(0)
+
+    assert asyncio.run(main()).why == "exit code 1: ZeroDivisionError: division by zero"
+    assert lines[:2] == ["[server 0] ksana: error: one", "[server 0] two"]
 
 
 def test_only_servers_that_were_started_here_can_be_restarted():
