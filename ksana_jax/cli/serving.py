@@ -48,6 +48,12 @@ def serve(
     client_timeout: Annotated[
         float, typer.Option(help="seconds after which a client that stalls is disconnected")
     ] = 60.0,
+    kv_cache_metrics: Annotated[
+        bool, typer.Option("--kv-cache-metrics", help="measure how long cached blocks live and wait, for /metrics")
+    ] = False,
+    kv_cache_metrics_sample: Annotated[
+        float, typer.Option(help="share of the blocks that are measured with --kv-cache-metrics")
+    ] = 0.01,
     warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
 ) -> None:
     """Serves a model over HTTP with OpenAI's API: completions, chat, streams.
@@ -73,6 +79,8 @@ def serve(
         max_num_queued_tokens=max_num_queued_tokens,
         shutdown_timeout_s=shutdown_timeout,
         client_timeout_s=client_timeout,
+        kv_cache_metrics=kv_cache_metrics,
+        kv_cache_metrics_sample=kv_cache_metrics_sample,
     )
     template = None if chat_template is None else _read_template(chat_template)
     engine = dotlist(settings or [])

@@ -78,7 +78,7 @@ class KVMemory:
         self.num_blocks_by_origin: dict[str, int] = {}
         self._num_blocks, self._replacement, self._caching = num_blocks, find_replacement_policy(replacement), caching
         self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
-        self._listener: CacheListener | None = None
+        self._listeners: list[CacheListener] = []
         self._make_tiers(host_data)
 
     def _make_tiers(self, host_data: np.ndarray | None) -> None:
@@ -93,14 +93,17 @@ class KVMemory:
         self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
         self.prefixes = PrefixCache(self._caching, index, self.device, self.host, self.disk_reads, counters)
         self.swap = Swap(self.device, self.host, self.moves, counters, preempt=self._preempt, costs=self.costs)
-        self.listen(self._listener)
-
-    def listen(self, listener: CacheListener | None) -> None:
-        """Tells a listener what device and host cache and drop from now on; None for nobody."""
-        self._listener = listener
         for tier in (self.device, self.host):
             if tier is not None:
-                tier.listener = listener
+                tier.listeners = self._listeners
+
+    def listen(self, listener: CacheListener) -> None:
+        """Tells a listener what device and host cache, use and drop from now on, until `unlisten`."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: CacheListener) -> None:
+        """Tells a listener no more."""
+        self._listeners.remove(listener)
 
     def reset(self, host_data: np.ndarray | None) -> None:
         """Forgets the contents of device and host after a failure that may have left the bookkeeping inconsistent.
@@ -112,8 +115,8 @@ class KVMemory:
             self.disk.reset()
         self.index.clear()
         self._make_tiers(host_data)
-        if self._listener is not None:
-            self._listener.cleared()
+        for listener in self._listeners:
+            listener.cleared()
 
     @property
     def block_size(self) -> int:

@@ -210,6 +210,8 @@ class PrefixCache:
             node.last_use, node.num_uses = now, node.num_uses + 1
             if self._host is not None:
                 self._host.touch(node)
+            for listener in self._device.listeners:
+                listener.used(node)
         if hit.last:
             state.nodes = dict(enumerate(hit.last))
             state.num_indexed = hit.num_tokens // self._index.block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -56,13 +57,16 @@ class Node:
 
 
 class CacheListener(Protocol):
-    """Hears what the tiers start and stop to cache, at the moment of bookkeeping; it may look, not change anything."""
+    """Hears what tiers cache, use and drop, at the moment of bookkeeping; it may look, not change anything."""
 
     def stored(self, node: Node, level: int) -> None:
         """A tier has a block of this content from now on."""
 
     def dropped(self, node: Node, level: int) -> None:
         """A tier no longer has it."""
+
+    def used(self, node: Node) -> None:
+        """A sequence takes this content, which is on the device, instead of computing it."""
 
     def cleared(self) -> None:
         """No tier has anything any more."""
@@ -77,14 +81,14 @@ class Tier:
     Attributes:
       leaves_first: for each group of layers, whether a block must stay while a cached block continues it. If a pattern
         sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
-      listener: hears what is cached and dropped; None for nobody.
+      listeners: hear what is cached, used and dropped.
     """
 
     def __init__(self, level: int, num_blocks: int, block_size: int, policy: ReplacementPolicy):
         self.level, self.policy = level, policy
         self.pool = BlockManager(num_blocks, block_size)
         self.leaves_first = [True]
-        self.listener: CacheListener | None = None
+        self.listeners: Sequence[CacheListener] = ()
         self.node_of: dict[int, Node] = {}
         self.age = 0.0
         self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
@@ -103,8 +107,8 @@ class Tier:
         self.pool.keep(block)
         if node.parent is not None:
             node.parent.num_children_at[self.level] += 1
-        if self.listener is not None:
-            self.listener.stored(node, self.level)
+        for listener in self.listeners:
+            listener.stored(node, self.level)
 
     def drop(self, node: Node) -> None:
         """Forgets a node's content on this tier; its block is free once it has no owner."""
@@ -115,8 +119,8 @@ class Tier:
         if parent is not None:
             parent.num_children_at[self.level] -= 1
             self._consider(parent)
-        if self.listener is not None:
-            self.listener.dropped(node, self.level)
+        for listener in self.listeners:
+            listener.dropped(node, self.level)
 
     def release(self, ids: np.ndarray) -> None:
         """Removes one owner from each of some blocks."""

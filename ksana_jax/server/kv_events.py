@@ -171,6 +171,9 @@ class Listener:
         """See `kv.tier.CacheListener`."""
         self._changes.append(Change(level, node.key, None, False))
 
+    def used(self, node: Node) -> None:
+        """See `kv.tier.CacheListener`. Routers do not ask."""
+
     def cleared(self) -> None:
         """See `kv.tier.CacheListener`. A step has failed, and no observer will hear of it."""
         self._changes = [None]

@@ -7,7 +7,7 @@ Most are read from the engines' own counters when they are asked for. The others
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,6 +18,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
 from ksana_jax.inspect.snapshot import counts, moved_bytes
 from ksana_jax.request import FinishReason
+from ksana_jax.server.block_times import BlockTimes
 from ksana_jax.server.histogram import Histogram
 from ksana_jax.server.totals import Totals
 
@@ -34,10 +35,16 @@ _HISTOGRAMS = {
     "request_decode_time_seconds": "Seconds from a request's first token to its end.",
     "request_inference_time_seconds": "Seconds from a request's first step to its end.",
     "request_prompt_tokens": "Tokens of a request's prompt.",
+    "request_prefill_kv_computed_tokens": "Tokens of a request's prompt that were not in the prefix cache.",
     "request_generation_tokens": "Tokens that a request has generated, in all its completions.",
     "request_params_n": "Completions that a request asks for.",
     "request_params_max_tokens": "Most tokens that a request asks for.",
     "iteration_tokens_total": "Tokens computed by a step.",
+}
+_BLOCKS = {
+    "kv_block_lifetime_seconds": "Seconds for which a block was cached until it was replaced; a sample of blocks.",
+    "kv_block_idle_before_evict_seconds": "Seconds from a block's last use until it was replaced; a sample of blocks.",
+    "kv_block_reuse_gap_seconds": "Seconds between hits of a block that was replaced; a sample, the last four hits.",
 }
 
 
@@ -50,10 +57,15 @@ class ServingMetrics(Collector):
     Args:
       model_name: as clients know the model; cut after 256 characters.
       loop_lag: of the event loop, in seconds.
+      block_sample: share of the cached blocks whose times are measured, see `BlockTimes`; 0 for none.
     """
 
-    def __init__(self, llm: AsyncLLM, model_name: str, loop_lag: Histogram):
+    def __init__(self, llm: AsyncLLM, model_name: str, loop_lag: Histogram, block_sample: float = 0.0):
         self._llm, self._model_name, self._loop_lag = llm, model_name[:_MOST_NAME], loop_lag
+        self._block_times: dict[Engine, BlockTimes] = {}
+        if block_sample:
+            self._block_times = {engine: BlockTimes(block_sample) for engine in llm.replicas.engines}
+            llm.between_steps(lambda engine: self._block_times[engine].attach(engine))
         self.totals = [Totals(llm.max_model_len) for _ in llm.replicas.engines]
         self._num_refused: collections.Counter[str] = collections.Counter()
         self.registry = CollectorRegistry()
@@ -75,6 +87,8 @@ class ServingMetrics(Collector):
             families.engine = str(index)
             _add_engine(families, engine)
             _add_totals(families, totals)
+            if engine in self._block_times:
+                _add_histograms(families, _BLOCKS, self._block_times[engine].histograms)
         families.engine = ""
         for reason, count in self._num_refused.items():
             families.counter("ksana:refused_requests", "Requests refused by the server.", count, reason=reason)
@@ -118,6 +132,14 @@ def _add_engine(families: _Families, engine: Engine) -> None:
     families.gauge("vllm:num_requests_running", "Sequences that hold a row.", len(scheduler.order))
     families.gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", len(scheduler.waiting))
     families.gauge("vllm:kv_cache_usage_perc", "Blocks in use, of all blocks, 0 to 1.", pool.num_used / pool.num_blocks)
+    config = {
+        "block_size": str(pool.block_size),
+        "num_gpu_blocks": str(pool.num_blocks),
+        "cache_dtype": str(engine.config.kv_dtype),
+        "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+        "kv_cache_size_tokens": str(pool.num_blocks * pool.block_size),
+    }
+    families.gauge("vllm:cache_config_info", "1; settings of the KV cache as labels.", 1, **config)
     families.counter("vllm:num_preemptions", "Preemptions of sequences.", scheduler.num_preemptions)
     text = "Prompt tokens looked up in the prefix cache."
     families.counter("vllm:prefix_cache_queries", text, counted["queried_tokens"])
@@ -141,6 +163,11 @@ def _add_totals(families: _Families, totals: Totals) -> None:
     """Adds what was added up step by step."""
     text = "Prompt tokens of requests that have their first token, cached ones included."
     families.counter("vllm:prompt_tokens", text, totals.num_prompt_tokens)
+    cached = totals.num_cached_tokens
+    families.counter("vllm:prompt_tokens_cached", "Those of them that were in the prefix cache.", cached)
+    for source, count in (("local_compute", totals.num_prompt_tokens - cached), ("local_cache_hit", cached)):
+        text = "Prompt tokens by where their keys and values came from."
+        families.counter("vllm:prompt_tokens_by_source", text, count, source=source)
     families.counter("vllm:generation_tokens", "Tokens generated.", totals.num_generated_tokens)
     for reason in _REASONS:
         count = totals.num_ended[reason]
@@ -149,6 +176,9 @@ def _add_totals(families: _Families, totals: Totals) -> None:
         families.counter("ksana:steps", "Steps computed.", totals.num_steps[kind], kind=kind)
     text = "Steps that have failed, which has ended the requests of their engine."
     families.counter("ksana:failed_steps", text, totals.num_failed_steps)
-    for name, text in _HISTOGRAMS.items():
-        histogram = totals.histograms[name]
-        families.histogram(f"vllm:{name}", text, list(histogram.buckets()), histogram.sum)
+    _add_histograms(families, _HISTOGRAMS, totals.histograms)
+
+
+def _add_histograms(families: _Families, texts: Mapping[str, str], histograms: Mapping[str, Histogram]) -> None:
+    for name, text in texts.items():
+        families.histogram(f"vllm:{name}", text, list(histograms[name].buckets()), histograms[name].sum)

@@ -23,6 +23,8 @@ class ServerSettings:
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
       client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
         request, is disconnected.
+      kv_cache_metrics: whether /metrics tells how long cached blocks live, lie idle and wait for reuse.
+      kv_cache_metrics_sample: share of the blocks that it tells of, above 0 and at most 1.
       ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
       max_body_bytes: maximum bytes of a request's body.
       max_header_bytes: maximum bytes of a request's first line and headers.
@@ -36,6 +38,8 @@ class ServerSettings:
     max_num_queued_tokens: int | None = None
     shutdown_timeout_s: float = 30.0
     client_timeout_s: float = 60.0
+    kv_cache_metrics: bool = False
+    kv_cache_metrics_sample: float = 0.01
     ping_s: float = 15.0
     max_body_bytes: int = 8 * 2**20
     max_header_bytes: int = 64 * 2**10
@@ -47,6 +51,8 @@ class ServerSettings:
             checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**31 - 1, optional=True),
             checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
             checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
+            checks.boolean("kv_cache_metrics", self.kv_cache_metrics),
+            checks.number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, above=0, high=1),
             checks.number("ping_s", self.ping_s, above=0, high=86400),
             checks.integer("max_body_bytes", self.max_body_bytes, 1024),
             checks.integer("max_header_bytes", self.max_header_bytes, 1024),
@@ -55,6 +61,11 @@ class ServerSettings:
         for name in self.served_model_names:
             if not (name and name.isprintable() and len(name) <= 256):
                 raise ConfigError(f"served_model_name is {name!r:.60}, must be 1 to 256 printable characters")
+
+    @property
+    def block_sample(self) -> float:
+        """Share of the cached blocks whose times are measured; 0 for none."""
+        return self.kv_cache_metrics_sample if self.kv_cache_metrics else 0.0
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class Serving:
         """Begins to serve a model that is loaded; on the event loop."""
         settings = self.settings
         self._model = served_model(llm, settings.served_model_names)
-        self.metrics = ServingMetrics(llm, self._model.name, self.lag.histogram)
+        self.metrics = ServingMetrics(llm, self._model.name, self.lag.histogram, settings.block_sample)
         self.limits = QueueLimits(
             llm,
             max_num_queued_reqs=settings.max_num_queued_reqs,

@@ -14,7 +14,8 @@ class Totals:
     """Counts and histograms of one engine since this object's creation; `observe` takes microseconds per step.
 
     Attributes:
-      num_prompt_tokens: of requests that have their first token. num_generated_tokens: of all completions but beams.
+      num_prompt_tokens: of requests that have their first token. num_cached_tokens: those from the prefix cache.
+      num_generated_tokens: of all completions but beams.
       num_ended: requests' completions by finish reason. num_failed_steps: steps that have ended all their requests.
       num_steps: by kind: "prefill" computes no other rows than prompts' chunks, "decode" one token of each row.
       histograms: by the metric's name, without a prefix.
@@ -22,7 +23,7 @@ class Totals:
 
     def __init__(self, max_model_len: int):
         lengths = one_two_five(max_model_len)
-        self.num_prompt_tokens = self.num_generated_tokens = self.num_failed_steps = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = self.num_failed_steps = 0
         self.num_ended: collections.Counter[str] = collections.Counter()
         self.num_steps: collections.Counter[str] = collections.Counter()
         self.histograms = {
@@ -35,6 +36,7 @@ class Totals:
             "request_decode_time_seconds": Histogram(REQUEST_S),
             "request_inference_time_seconds": Histogram(REQUEST_S),
             "request_prompt_tokens": Histogram(lengths),
+            "request_prefill_kv_computed_tokens": Histogram(lengths),
             "request_generation_tokens": Histogram(lengths),
             "request_params_n": Histogram((1, 2, 5, 10, 20)),
             "request_params_max_tokens": Histogram(lengths),
@@ -47,6 +49,7 @@ class Totals:
         found = self.histograms
         for request in news.first_tokens:
             self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_cached_tokens += request.metrics.num_cached_tokens
             found["time_to_first_token_seconds"].observe(request.metrics.ttft_s)
             found["request_params_n"].observe(request.params.n)
             found["request_params_max_tokens"].observe(request.params.max_tokens)
@@ -87,4 +90,6 @@ class Totals:
         found["request_decode_time_seconds"].observe(metrics.finished_s - metrics.first_token_s)
         found["request_inference_time_seconds"].observe(metrics.finished_s - metrics.scheduled_s)
         found["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        computed = len(output.prompt_token_ids) - metrics.num_cached_tokens
+        found["request_prefill_kv_computed_tokens"].observe(computed)
         found["request_generation_tokens"].observe(metrics.num_output_tokens)

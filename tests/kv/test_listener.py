@@ -15,6 +15,7 @@ class Mirror:
 
     def __init__(self):
         self.blocks, self.num_heard = {DEVICE: set(), HOST: set()}, 0
+        self.num_used = 0
 
     def stored(self, node, level):
         assert node not in self.blocks[level], "stored twice"
@@ -24,6 +25,10 @@ class Mirror:
     def dropped(self, node, level):
         self.blocks[level].remove(node)
         self.num_heard += 1
+
+    def used(self, node):
+        assert node in self.blocks[DEVICE]
+        self.num_used += 1
 
     def cleared(self):
         for blocks in self.blocks.values():
@@ -49,6 +54,7 @@ class Listening(Simulation):
         super().check_step()
         self.mirror.check(self.engine.memory)
         self.num_heard += self.mirror.num_heard > 0
+        assert self.mirror.num_used >= self.engine.memory.counters.hits_device
 
     def failing_step(self):
         super().failing_step()
@@ -74,7 +80,7 @@ def test_nobody_has_to_listen_and_a_listener_can_leave():
     run(engine)
     heard = mirror.num_heard
     assert heard
-    engine.memory.listen(None)
+    engine.memory.unlisten(mirror)
     engine.add_request(prompt_of(20, 1), asking(max_tokens=4))
     run(engine)
     assert mirror.num_heard == heard

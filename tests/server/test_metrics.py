@@ -23,6 +23,7 @@ num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions pr
 prompt_tokens generation_tokens request_success time_to_first_token_seconds inter_token_latency_seconds
 e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_inference_time_seconds request_prompt_tokens request_generation_tokens request_params_n
+request_prefill_kv_computed_tokens prompt_tokens_cached prompt_tokens_by_source cache_config_info
 request_params_max_tokens iteration_tokens_total request_time_per_output_token_seconds
 """.split()
 
@@ -53,6 +54,11 @@ def test_the_numbers_of_a_known_load():
                 await asyncio.sleep(0.01)
             assert found["vllm:request_success_total", "length"] == 4
             assert found["vllm:prompt_tokens_total",] == 3 * 12 + 4
+            assert found["vllm:prompt_tokens_cached_total",] == found["vllm:prefix_cache_hits_total",]
+            computed = found["vllm:prompt_tokens_by_source_total", "local_compute"]
+            assert computed + found["vllm:prompt_tokens_cached_total",] == 3 * 12 + 4
+            assert found["vllm:request_prefill_kv_computed_tokens_sum",] == computed
+            assert found["vllm:cache_config_info", "4", "f32", "True", "1024", "256"] == 1
             assert found["vllm:generation_tokens_total",] >= 5 + 5 + 2 * 4 + 1
             assert found["vllm:request_generation_tokens_sum",] >= 5 + 5 + 2 * 4 + 1
             assert found["vllm:request_generation_tokens_count",] == 4
