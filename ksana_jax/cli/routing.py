@@ -43,6 +43,10 @@ def route(
     policy: Annotated[
         str, typer.Option(help="name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'", metavar="POLICY")
     ] = "min_ttft",
+    prefix_file: Annotated[
+        Path | None,
+        typer.Option(help="with --policy prefix_table: prefixes that are in its table from the start, as JSON lines"),
+    ] = None,
     index: Annotated[
         str, typer.Option(help="what servers cache: approximate, from what was sent, or exact, from their events")
     ] = "approximate",
@@ -122,6 +126,7 @@ def route(
         host=host,
         port=port,
         policy=read_setting("policy", policy),
+        prefix_file=prefix_file,
         index=index,
         tokenizer=tokenizer or model,
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),

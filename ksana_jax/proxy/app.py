@@ -24,9 +24,11 @@ from ksana_jax.proxy.exchange import Exchange, passed_back
 from ksana_jax.proxy.fleet import Fleet, Server
 from ksana_jax.proxy.launching import Keeper
 from ksana_jax.proxy.metrics import exposition
+from ksana_jax.proxy.prefixes import ConfiguredPrefixes
 from ksana_jax.proxy.prompts import PromptReader
 from ksana_jax.proxy.queueing import Turns
 from ksana_jax.proxy.reading import RequestReader
+from ksana_jax.proxy.settings import EXACT
 from ksana_jax.router import RoutedRequest
 from ksana_jax.server.auth import salt_of_key
 from ksana_jax.server.errors import APIError
@@ -56,6 +58,7 @@ class Proxy:
     Attributes:
       draining: whether the proxy is ending, and refuses new requests. num_open: requests that are being answered.
       server_headers: with the key of the servers. keeper: starts servers; None if others run them.
+      prefixes: that were given for the policy's table; None without a file of them.
     """
 
     def __init__(self, fleet: Fleet, prompts: PromptReader | None = None):
@@ -72,6 +75,7 @@ class Proxy:
         self._server_salt = "" if server_key is None else salt_of_key(server_key.encode())
         self.server_headers = {} if server_key is None else {"Authorization": f"Bearer {server_key}"}
         self.keeper: Keeper | None = None
+        self.prefixes: ConfiguredPrefixes | None = None
         self._numbers = itertools.count()
 
     # ------------------------------------------------------------------ around every request
@@ -136,7 +140,11 @@ class Proxy:
             raise APIError(503, "the proxy is shutting down", code="draining", retry_after_s=30)
         body = await request.read()
         client = request.get(WHO, "")
-        prompt = await self.reader.read(request.path, body, self._salt(request))
+        salt, model = self._salt(request), self.reader.model
+        prompt = await self.reader.read(request.path, body, salt)
+        # An exact index has hashes with the model's fingerprint, which the first event of a server tells.
+        if self.prefixes is not None and (model or self.settings.index != EXACT):
+            self.prefixes.see(salt, model, self.fleet.clock())
         number = str(next(self._numbers))
         routed = RoutedRequest(number, prompt.num_tokens, prompt.hashes, prompt.max_tokens, client)
         async with self.turns.turn(client):

@@ -96,6 +96,15 @@ class RequestReader:
         max_tokens = asked.get("max_completion_tokens") or asked.get("max_tokens")
         return Prompt(len(ids), hashes, max_tokens if type(max_tokens) is int else DEFAULT_MAX_TOKENS)
 
+    async def token_ids(self, text: str) -> np.ndarray | None:
+        """Returns the ids of the prompt of a completion, int32 [T]; None if no server can be asked now."""
+        try:
+            if self._prompts is not None:
+                return self._prompts.completion(text)
+            return await self._from_server("/v1/completions", {"prompt": text})
+        except (OSError, TimeoutError):
+            return None
+
     async def _in_thread(self, path: str, body: bytes) -> tuple[Any, np.ndarray | None]:
         def parse() -> tuple[Any, np.ndarray | None]:
             asked = json.loads(body)

@@ -20,9 +20,11 @@ from ksana_jax.proxy.fleet import Fleet
 from ksana_jax.proxy.following import EventFollower
 from ksana_jax.proxy.launching import Keeper, Launcher
 from ksana_jax.proxy.models import SameModel
+from ksana_jax.proxy.prefixes import ConfiguredPrefixes
 from ksana_jax.proxy.prompts import PromptReader
 from ksana_jax.proxy.settings import EXACT, ProxySettings
 from ksana_jax.router import RouterSettings
+from ksana_jax.router.prefix_file import read_prefix_file
 from ksana_jax.tokenizers import find_tokenizer
 
 log = logging.getLogger("ksana_jax.proxy")
@@ -50,6 +52,9 @@ async def route(
         async with contextlib.AsyncExitStack() as stack:
             fleet = await stack.enter_async_context(Fleet(settings, router_settings))
             proxy = Proxy(fleet, _tokenizes(settings.tokenizer))
+            if settings.prefix_file is not None:
+                given = read_prefix_file(settings.prefix_file)
+                proxy.prefixes = ConfiguredPrefixes(fleet.router, given, servers)
             if settings.index == EXACT:
                 EventFollower(fleet, proxy.reader, proxy.server_headers)
             try:
@@ -67,6 +72,8 @@ async def route(
                 failed = keeper.failed
             for watching in (_learn_tokenizer(proxy), models.watch(settings.probe_s)):
                 stack.callback(asyncio.create_task(watching).cancel)
+            if proxy.prefixes is not None:
+                stack.callback(asyncio.create_task(proxy.prefixes.tokenize(proxy.reader)).cancel)
             say(f"routing by {settings.policy} on {url} to {len(servers) + num_spawned} servers")
             for server in fleet.servers.values():
                 if server.trouble:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ class ProxySettings:
     Args:
       host, port: address to listen on; port 0 takes a free one.
       policy: see `router.policies.read_policy`.
+      prefix_file: prefixes for the table of policy prefix_table, see `router.prefix_file`; None without any.
       index: how it is known what servers cache: "approximate", from what was sent to them, or "exact", from their
         events (`GET /kv_events`).
       tokenizer: model directory or name whose tokenizer reads prompts; None takes the served model's, if it is on this
@@ -40,6 +42,7 @@ class ProxySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     policy: Any = "min_ttft"
+    prefix_file: Path | None = None
     index: str = APPROXIMATE
     tokenizer: str | None = None
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)

@@ -15,7 +15,8 @@ from ksana_jax.router.events import EventBatch
 from ksana_jax.router.index import CacheIndex
 from ksana_jax.router.ledger import Ledger, Live
 from ksana_jax.router.policies import Policy, read_policy
-from ksana_jax.router.request import RoutedRequest
+from ksana_jax.router.policies.prefix_table import PrefixTablePolicy
+from ksana_jax.router.request import Hash, RoutedRequest
 from ksana_jax.router.settings import RouterSettings
 from ksana_jax.router.view import View
 
@@ -70,6 +71,8 @@ class Router:
         self.random, self.counts = random.Random(seed), Counts()
         self._ids: list[ServerId | None] = []
         self._numbers: dict[ServerId, int] = {}
+        # Last blocks of the configured prefixes that a server is given, by its id, whether it is there or not.
+        self._given: dict[ServerId, set[Hash]] = {}
         self._weights = np.zeros(0)
         self._ready, self._closed = np.zeros(0, np.int64), np.zeros(0)
         for server in servers:
@@ -109,6 +112,8 @@ class Router:
         self.ledger.set_speed(number, rate, np.inf if pool is None else pool)
         self.index.capacity[number] = np.inf if pool is None else pool // self.settings.block_size
         self.policy.added(number)
+        for key in self._given.get(server, ()):
+            self.require_table().give(key, number)
         self.set_weight(server, 1.0)
 
     def set_weight(self, server: ServerId, weight: float) -> None:
@@ -151,6 +156,32 @@ class Router:
     def report(self, server: ServerId, queued_tokens: int, num_decoding: int) -> None:
         """Takes a server's own figures of its load; what they have beyond the ledger was sent by others."""
         self.ledger.report(self._numbers[server], queued_tokens, num_decoding)
+
+    def configure_prefix(self, hashes: Sequence[Hash], now: float, servers: Iterable[ServerId] = ()) -> None:
+        """Adds a prefix to the table of the policy prefix_table, where it stays however rare it is.
+
+        Args:
+          hashes: of its full blocks; see `hashes_of`.
+          servers: which it has from the start and keeps; one that is not there yet, or comes back, joins when it is
+            added. Demand may add others. A server takes max_prefixes_per_server prefixes and no more.
+
+        Raises:
+          ConfigError: the policy is another one, or there is no full block.
+        """
+        policy = self.require_table()
+        if not hashes:
+            raise ConfigError(f"a prefix has no full block of {self.settings.block_size} tokens")
+        servers = list(servers)
+        for server in servers:
+            self._given.setdefault(server, set()).add(hashes[-1])
+        there = [self._numbers[server] for server in servers if server in self._numbers]
+        policy.configure(hashes, self.settings.block_size, now, there)
+
+    def require_table(self) -> PrefixTablePolicy:
+        """Returns the policy; raises ConfigError if it is not prefix_table."""
+        if not isinstance(self.policy, PrefixTablePolicy):
+            raise ConfigError(f"prefixes are configured for policy prefix_table, not {type(self.policy).__name__}")
+        return self.policy
 
     # ------------------------------------------------------------------ requests
 

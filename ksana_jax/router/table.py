@@ -23,6 +23,7 @@ class Prefix:
       members: numbers of its servers. arrivals: requests per second. work: seconds of work per second that they bring.
       high_since, low_since: since when its servers have been too few or too many; None if they are not.
       outside: 0 for its servers and inf for all others, [S].
+      given: numbers of servers that were given for it, which do not leave while they live.
       added_s: when it was added. changed_s: when a server last joined or left.
     """
 
@@ -35,6 +36,7 @@ class Prefix:
     added_s: float
     outside: np.ndarray
     members: list[int] = dataclasses.field(default_factory=list)
+    given: set[int] = dataclasses.field(default_factory=set)
     high_since: float | None = None
     low_since: float | None = None
     changed_s: float = -math.inf
@@ -196,13 +198,21 @@ class PrefixTable:
         self.num_prefixes[server] += 1
         self.num_tokens[server] += prefix.num_tokens
 
+    def give(self, prefix: Prefix, server: int) -> None:
+        """Adds a server that was given for a prefix, unless it belongs to as many sets as it may."""
+        if self.num_prefixes[server] < self.settings.max_prefixes_per_server and server not in prefix.members:
+            self.join(prefix, server, prefix.changed_s)
+        if server in prefix.members:
+            prefix.given.add(server)
+
     def shrink(self, prefix: Prefix, now: float) -> None:
-        """Takes out the server that joined last, if the others have been enough for long."""
+        """Takes out the server that joined last, if the others have been enough for long; given ones stay."""
         s, members = self.settings, prefix.members
-        low = len(members) > 1 and prefix.work.rate(now) < s.shrink_below * len(members)
+        can = len(members) > max(1, len(prefix.given))
+        low = can and prefix.work.rate(now) < s.shrink_below * len(members)
         prefix.low_since = (prefix.low_since if prefix.low_since is not None else now) if low else None
         if prefix.low_since is not None and now >= prefix.low_since + s.shrink_after_s:
-            self._leave(prefix, members[-1])
+            self._leave(prefix, next(server for server in reversed(members) if server not in prefix.given))
             prefix.changed_s, prefix.low_since = now, now
 
     def server_gone(self, server: int) -> None:
@@ -219,6 +229,7 @@ class PrefixTable:
 
     def _leave(self, prefix: Prefix, server: int) -> None:
         prefix.members.remove(server)
+        prefix.given.discard(server)
         prefix.outside[server] = np.inf
         self.num_prefixes[server] -= 1
         self.num_tokens[server] -= prefix.num_tokens
@@ -242,6 +253,7 @@ class PrefixTable:
         lengths: dict[int, int] = {}
         for key, prefix in self.prefixes.items():
             assert prefix.key == key and len(set(prefix.members)) == len(prefix.members)
+            assert prefix.given <= set(prefix.members)
             assert np.flatnonzero(prefix.outside == 0).tolist() == sorted(prefix.members)
             lengths[prefix.num_blocks] = lengths.get(prefix.num_blocks, 0) + 1
             counts[prefix.members] += 1

@@ -1,5 +1,7 @@
 """Requests whose blocks of 100 tokens are named by letters, for routers of tests that prefill 1,000 tokens/s."""
 
+from typing import Any
+
 from ksana_jax.router import RoutedRequest, Router, RouterSettings
 
 SETTINGS = RouterSettings(block_size=100, prefill_tokens_per_s=1000, decode_row_s=0.001)
@@ -15,7 +17,7 @@ def request(name, num_prompt=1000, text="", client=""):
     return RoutedRequest(str(name), num_prompt, hashes, client=client)
 
 
-def router(policy="min_ttft", servers="abc", seed=0, **settings):
+def router(policy: Any = "min_ttft", servers="abc", seed=0, **settings):
     return Router(servers, policy, SETTINGS if not settings else RouterSettings(**settings), seed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -41,9 +41,19 @@ class PrefixTablePolicy(TableSettings, Policy):
         self._outputs, self._ended = 0, 0
         self._prefix: Prefix | None = None  # of the request that is being sent
 
-    def configure(self, hashes: Sequence[Hash], block_size: int, now: float) -> None:
-        """Adds a prefix, by the hashes of its blocks, that stays in the table however rare it is."""
-        self.table.add(hashes, block_size, now, configured=True)
+    def configure(self, hashes: Sequence[Hash], block_size: int, now: float, servers: Iterable[int] = ()) -> None:
+        """Adds a prefix, by the hashes of its blocks, that stays in the table however rare it is.
+
+        Args:
+          servers: numbers of servers that it has from the start and keeps; demand may add others.
+        """
+        prefix = self.table.add(hashes, block_size, now, configured=True)
+        for server in servers:
+            self.table.give(prefix, server)
+
+    def give(self, key: Hash, server: int) -> None:
+        """Gives another server to a configured prefix, by the hash of its last block."""
+        self.table.give(self.table.prefixes[key], server)
 
     def choose(self, request: RoutedRequest, view: View) -> int:
         table, now = self.table, view.now
