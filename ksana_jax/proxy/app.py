@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import itertools
 import logging
@@ -238,7 +239,11 @@ class Proxy:
 
     def _described(self, server: Server) -> dict[str, Any]:
         num_requests, state = len(server.carried), self.fleet.state(server)
-        return {"id": server.name, "url": server.url, "state": state, "num_requests": num_requests}
+        described = {"id": server.name, "url": server.url, "state": state, "num_requests": num_requests}
+        own = None if server.own is None else dataclasses.asdict(server.own)
+        if own is not None:
+            own["age_s"] = round(self.fleet.clock() - own.pop("at_s"), 3)
+        return described | {"own": own}
 
 
 def make_app(proxy: Proxy) -> web.Application:

@@ -34,6 +34,7 @@ class ProxySettings:
       max_retries: other servers that a request is sent to, one after the other, before its error is passed on.
       connect_timeout_s: within which a server must take a connection.
       probe_s: seconds between probes of a server's health. probe_timeout_s: within which it must answer.
+      watch_s: seconds between two looks at a server's own figures of its load, which are shown and decide nothing.
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
       max_body_bytes: maximum bytes of a request's body.
       seed: of the policy's random choices.
@@ -54,6 +55,7 @@ class ProxySettings:
     connect_timeout_s: float = 2.0
     probe_s: float = 2.0
     probe_timeout_s: float = 2.0
+    watch_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 8 * 2**20
     seed: int = 0
@@ -69,6 +71,7 @@ class ProxySettings:
             checks.number("connect_timeout_s", self.connect_timeout_s, above=0, high=3600),
             checks.number("probe_s", self.probe_s, above=0, high=3600),
             checks.number("probe_timeout_s", self.probe_timeout_s, above=0, high=3600),
+            checks.number("watch_s", self.watch_s, above=0),
             checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
             checks.integer("max_body_bytes", self.max_body_bytes, 1024),
             checks.integer("seed", self.seed, 0),

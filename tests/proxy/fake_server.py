@@ -37,6 +37,7 @@ class FakeServer:
       ttft_s, token_s: time to the first event, and between events.
       die_after: closes the connection after so many events of a stream; None never does. cut_event: within the next.
       cached_tokens: what the usage reports.
+      metrics: body of /metrics; {} while it is empty.
       requests: (path, headers, body) of each POST, but of /tokenize only their number, num_tokenized.
       num_aborted: streams whose reader left. num_active: open streams.
       events: bodies of /kv_events that are sent to each subscriber at once, as bytes of complete server-sent events.
@@ -44,7 +45,7 @@ class FakeServer:
 
     def __init__(self, ttft_s: float = 0.0, token_s: float = 0.0, model: str = "fake"):
         self.ttft_s, self.token_s, self.model = ttft_s, token_s, model
-        self.mode, self.cached_tokens = "ok", 0
+        self.mode, self.cached_tokens, self.metrics = "ok", 0, ""
         self.die_after: int | None = None
         self.cut_event = False
         self.requests: deque[tuple[str, bytes, bytes]] = deque(maxlen=10_000)
@@ -152,6 +153,8 @@ class Connection(asyncio.Protocol):
             if path == "/v1/models":
                 model = {"id": fake.model, "object": "model", "max_model_len": 4096}
                 self.reply(200, json.dumps({"object": "list", "data": [model]}).encode())
+            elif path == "/metrics" and fake.metrics:
+                self.reply(200, fake.metrics.encode())
             elif path.startswith("/kv_events"):
                 self.transport.write(STREAM_HEAD)
                 fake.subscribers.append(self.transport)

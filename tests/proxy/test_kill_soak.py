@@ -83,7 +83,7 @@ def test_kill_of_one_of_four_servers_costs_its_streams_and_latency_is_steady_wit
             # Between the look at the victim and its end, it may have got another one.
             assert 0 < len(broken) <= victim["num_requests"] + 1
             assert f"router:broken_streams_total {len(broken):.1f}" in metrics
-            assert re.search(r"router:ledger_error 0\.0", metrics)
+            assert re.search(r"router:ledger_unmatched 0\.0", metrics)
             assert len(before) > 20 and len(after) > 20
             # As steady as before: the windows are of 15 s, on a machine that others use too.
             assert p99(after) <= 2 * p99(before)

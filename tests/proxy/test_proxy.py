@@ -284,7 +284,7 @@ def test_metrics_have_the_choices_the_hits_and_no_error_of_the_ledger():
             assert sum(float(v) for k, v in values.items() if k.startswith("router:choices_total")) == 5
             assert float(values["router:hit_tokens_reported_total"]) == 35
             assert float(values["router:hit_tokens_expected_total"]) == 4 * 63
-            assert float(values["router:ledger_error"]) == 0
+            assert float(values["router:ledger_unmatched"]) == 0
             assert 'router:server_state{server="' in text
 
     asyncio.run(main())
