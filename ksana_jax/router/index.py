@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ksana_jax.router.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from ksana_jax.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from ksana_jax.router.request import Hash
 
 # Seconds between searches for expected blocks whose time is over.
@@ -91,6 +91,7 @@ class CacheIndex:
     def __init__(self, ttl_s: float = 120.0):
         self.ttl_s = ttl_s
         self._holders: dict[Hash, int] = {}
+        self._slow: dict[Hash, int] = {}  # of those, servers that have the block on slower media only
         self._caches: list[_Cache] = []
         self._swept_s = -math.inf
         self.num_blocks, self.capacity = np.zeros(0), np.zeros(0)
@@ -125,6 +126,21 @@ class CacheIndex:
                     here = found
             at = end
         return Match(levels)
+
+    def num_slow(self, hashes: Sequence[Hash], match: Match) -> dict[int, int]:
+        """Returns how many blocks of a match each server has on slower media only, for servers with any."""
+        found: dict[int, int] = {}
+        if not self._slow:
+            return found
+        get = self._slow.get
+        for at in range(match.longest):
+            servers = get(hashes[at], 0)
+            while servers:
+                number = servers.bit_length() - 1
+                servers ^= 1 << number
+                if at < match.of(number):
+                    found[number] = found.get(number, 0) + 1
+        return found
 
     def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:
         """Notes that a prompt is sent to a server, which will cache its blocks unless its events say otherwise."""
@@ -191,15 +207,19 @@ class CacheIndex:
         if isinstance(event, BlockStored):
             for found in event.block_hashes:
                 cache.expected.pop(found, None)
-                cache.stored.setdefault(found, set()).add(event.medium)
+                media = cache.stored.setdefault(found, set())
+                media.add(event.medium)
                 holders[found] = holders.get(found, 0) | bit
+                self._set_slow(found, bit, DEVICE not in media)
         elif isinstance(event, BlockRemoved):
             for found in event.block_hashes:
                 media = cache.stored.get(found)
                 if media is None:
                     continue
                 media.discard(event.medium)
-                if not media:
+                if media:
+                    self._set_slow(found, bit, DEVICE not in media)
+                else:
                     del cache.stored[found]
                     self._drop(found, bit)
         elif isinstance(event, AllBlocksCleared):
@@ -216,7 +236,14 @@ class CacheIndex:
             over -= 1
         self.num_blocks[server] = cache.num_blocks
 
+    def _set_slow(self, found: Hash, bit: int, slow: bool) -> None:
+        servers = self._slow.pop(found, 0)
+        if servers := servers | bit if slow else servers & ~bit:
+            self._slow[found] = servers
+
     def _drop(self, found: Hash, bit: int) -> None:
+        if self._slow:
+            self._set_slow(found, bit, False)
         left = self._holders[found] & ~bit
         if left:
             self._holders[found] = left
@@ -230,6 +257,7 @@ class CacheIndex:
           AssertionError: they are not, or a server has more expected blocks than fit.
         """
         bits: dict[Hash, int] = {}
+        slow: dict[Hash, int] = {}
         for server, cache in enumerate(self._caches):
             assert not cache.expected.keys() & cache.stored.keys(), "a block is both expected and stored"
             assert all(cache.stored.values()), "a stored block is on no medium"
@@ -238,4 +266,6 @@ class CacheIndex:
             assert list(cache.expected.values()) == sorted(cache.expected.values()), "not in order of time"
             for found in (*cache.expected, *cache.stored):
                 bits[found] = bits.get(found, 0) | 1 << server
-        assert bits == self._holders
+            for found in (found for found, media in cache.stored.items() if DEVICE not in media):
+                slow[found] = slow.get(found, 0) | 1 << server
+        assert bits == self._holders and slow == self._slow

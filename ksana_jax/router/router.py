@@ -209,8 +209,7 @@ class Router:
         if not 0 <= number < len(closed) or closed[number]:
             raise ValueError(f"policy {type(self.policy).__name__} chose server {number!r}, which is not ready")
         matched = view.matched_of(number)
-        work = int(self.settings.work(request.num_prompt - matched, matched))
-        self.ledger.add(Live(request, number, matched, work, now))
+        self.ledger.add(Live(request, number, matched, view.work_of(number), now))
         self.index.expect(number, request.hashes, now)
         self.policy.sent(request, number, view)
         server, counts = self._ids[number], self.counts

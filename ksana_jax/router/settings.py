@@ -23,6 +23,8 @@ class RouterSettings:
         sent to it for ttl_s.
       full_pool: fraction of the pool that unfinished requests may hold before full_pool_s are added to the cost.
       full_pool_s: seconds that a request waits or loses by preemption on a server whose pool is full.
+      slow_hit_cost: time to copy a cached block from slower media, such as host memory, to the device, relative to its
+        prefill. The default is that of Dynamo's router.
       ttl_s: seconds for which a prompt is expected to stay in the cache of the server that it was sent to.
     """
 
@@ -33,6 +35,7 @@ class RouterSettings:
     pool_tokens: int | None = None
     full_pool: float = 0.95
     full_pool_s: float = 1.0
+    slow_hit_cost: float = 0.25
     ttl_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -44,6 +47,7 @@ class RouterSettings:
             checks.integer("pool_tokens", self.pool_tokens, optional=True),
             checks.number("full_pool", self.full_pool, above=0, high=1),
             checks.number("full_pool_s", self.full_pool_s, 0),
+            checks.number("slow_hit_cost", self.slow_hit_cost, 0),
             checks.number("ttl_s", self.ttl_s, above=0),
             error=ConfigError,
         )

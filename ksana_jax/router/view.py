@@ -17,10 +17,10 @@ from ksana_jax.router.settings import RouterSettings
 class _computed_once:
     """functools.cached_property of Python 3.11 takes a lock, which costs more than the array operations here."""
 
-    def __init__(self, compute: Callable[[Any], np.ndarray]):
+    def __init__(self, compute: Callable[[Any], Any]):
         self._compute, self.__doc__, self._name = compute, compute.__doc__, compute.__name__
 
-    def __get__(self, view: Any, kind: Any) -> np.ndarray:
+    def __get__(self, view: Any, kind: Any) -> Any:
         value = view.__dict__[self._name] = self._compute(view)
         return value
 
@@ -77,13 +77,30 @@ class View:
 
     @_computed_once
     def prefill_s(self) -> np.ndarray:
-        """Seconds of this prompt's prefill on each server, without the tokens that it caches."""
+        """Seconds of this prompt's prefill on each server, without the tokens that it caches, and of copies from its
+        slower media."""
         work, num_prompt = self.settings.work, self.request.num_prompt
         tokens = np.empty(len(self.closed))
         tokens.fill(work(num_prompt, 0))
         self.match.fill(tokens, [work(num_prompt - matched, matched) for matched in self._tokens_of_levels()])
+        for server, num_blocks in self.num_slow.items():
+            tokens[server] += self._copying(num_blocks)
         tokens *= self.ledger.token_s
         return tokens
+
+    @_computed_once
+    def num_slow(self) -> dict[int, int]:
+        """Blocks of the prompt that servers have on slower media only, for those with any."""
+        return self.index.num_slow(self.request.hashes, self.match)
+
+    def work_of(self, server: int) -> int:
+        """Tokens of this prompt's prefill on one server, as in `prefill_s`."""
+        matched = self.matched_of(server)
+        work = self.settings.work(self.request.num_prompt - matched, matched)
+        return int(work + self._copying(self.num_slow.get(server, 0)))
+
+    def _copying(self, num_blocks: int) -> float:
+        return num_blocks * self.settings.block_size * self.settings.slow_hit_cost
 
     @property
     def all_ready(self) -> bool:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ksana_jax.router import POLICIES, Router, RouterSettings
+from ksana_jax.router import POLICIES, BlockStored, EventBatch, Router, RouterSettings
 from ksana_jax.router.policies.chwbl import _point
 from tests.router.prompts import request
 
@@ -56,7 +56,9 @@ class Reference:
 
     def prefill(self, n):
         new = self.asked.num_prompt - self.tokens(n)
-        return self.token_s[n] * self.router.settings.work(new, self.tokens(n))
+        stored = self.router.index._caches[n].stored
+        slow = sum("GPU" not in stored.get(name, {"GPU"}) for name in self.asked.hashes[: self.blocks[n]])
+        return self.token_s[n] * (self.router.settings.work(new, self.tokens(n)) + 0.25 * BLOCK * slow)
 
     def ttft(self, n):
         return self.wait(n) + self.prefill(n)
@@ -182,12 +184,18 @@ def live_through(policy, num_servers, count, seed):
     for number in (num_servers - 2, num_servers - 1):
         router.add_server(number, prefill_tokens_per_s=1500)
     reference, now, ready = Reference(router), 0.0, list(range(num_servers))
+    told = [0] * num_servers
     for number in range(count):
         now += dice.expovariate(num_servers)
         if dice.random() < 0.02:
             drained = dice.randrange(num_servers)
             router.set_weight(drained, 0.0 if drained in ready and len(ready) > 2 else 1.0)
             ready = [n for n in range(num_servers) if router._weights[n] > 0]
+        if dice.random() < 0.3:  # a server caches a text, the end of it in host memory
+            hashes, place = request("", 600, "".join(dice.choice("aaab") for _ in range(6))).hashes, dice.randrange(7)
+            events = [BlockStored(hashes[:place]), BlockStored(hashes[place:], medium="CPU")]
+            told[teller := dice.randrange(num_servers)] += 1
+            router.events(teller, EventBatch(told[teller] - 1, events))
         text = "".join(dice.choice("aaab") for _ in range(dice.randrange(9)))
         asked = request(number, 100 * (len(text) + dice.randrange(4)) + dice.randrange(1, 100), text)
         router.index.sweep(now)

@@ -7,7 +7,17 @@ import pytest
 
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.router import NoServer, Policy, Router, RouterSettings, hashes_of, read_policy
+from ksana_jax.router import (
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    NoServer,
+    Policy,
+    Router,
+    RouterSettings,
+    hashes_of,
+    read_policy,
+)
 from tests.router.prompts import SETTINGS, request, router
 
 
@@ -72,6 +82,28 @@ def test_min_ttft_goes_where_a_prefix_is_until_the_queue_costs_more():
     assert r.choose(request(5, 1000, "abcdefgh"), 0.0) == first
     assert r.choose(request(6, 1000, "abcdefgh"), 0.0) == other
     r.check()
+
+
+def test_a_hit_in_host_memory_costs_a_copy():
+    hashes = request("x", 800, "abcdefgh").hashes
+
+    def choose(*events):
+        r = router("min_ttft", "abc")
+        for number, (server, event) in enumerate(events):
+            sequence = sum(other == server for other, _ in events[:number])
+            r.events(server, EventBatch(sequence, [event]))
+        server = r.choose(request(0, 1000, "abcdefgh"), 0.0)
+        r.check()
+        return server, r.ledger.work.sum()
+
+    in_host = ("a", BlockStored(hashes, medium="CPU"))
+    assert choose(in_host) == ("a", 400)  # 200 tokens, and a copy that takes as long as 200
+    assert choose(in_host, ("b", BlockStored(hashes[:7]))) == ("b", 300)
+    assert choose(in_host, ("b", BlockStored(hashes[:5]))) == ("a", 400)
+    promoted = ("a", BlockStored(hashes[:6]))
+    assert choose(in_host, ("b", BlockStored(hashes[:7])), promoted) == ("a", 250)
+    dropped = ("a", BlockRemoved(hashes[4:]))
+    assert choose(in_host, promoted, dropped) == ("a", 300)  # of the device's six, two are in host memory still
 
 
 def test_blocks_that_all_servers_have_decide_nothing():
