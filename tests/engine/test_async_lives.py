@@ -1,4 +1,4 @@
-"""Random lives of an AsyncLLM, see `tests.engine.async_lives`: 300 clients by default, 10,000 in the soak; no leak."""
+"""Random lives of an AsyncLLM, see `tests.engine.async_lives`: 25 by default, LIVES in the soak; no leak."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import collections
 import gc
 import logging
+import os
 import random
 import threading
 
@@ -17,8 +18,11 @@ from tests.engine.async_lives import live
 from tests.fakes import asking, make_engine, prompt_of
 from tests.soak import soak_unless
 
+# About a minute of one core.
+LIVES = int(os.environ.get("KSANA_LIVES", 400))
 
-@pytest.mark.parametrize("first", soak_unless(lambda first: first < 25, range(0, 800, 5)))
+
+@pytest.mark.parametrize("first", soak_unless(lambda first: first < 25, range(0, LIVES, 5)))
 def test_clients_that_come_and_go_get_what_their_prompts_give_alone(first, caplog):
     caplog.set_level(logging.CRITICAL)  # the steps that fail
     seen = collections.Counter()
