@@ -100,10 +100,12 @@ def _read_template(path: Path) -> str:
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:
     """Loads a model; called in a thread while the server listens."""
     from ksana_jax.engine.async_llm import AsyncLLM
+    from ksana_jax.request import SamplingParams
 
     llm = AsyncLLM(model, **settings)
     if chat_template is not None and llm.tokenizer is not None:
         llm.tokenizer.chat_template = chat_template
     if warm_up and llm.llm is not None:
-        llm.llm.warm_up()
+        # A request without a temperature samples; what greedy ones need is always included.
+        llm.llm.warm_up(sampling_params=SamplingParams())
     return llm

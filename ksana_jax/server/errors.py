@@ -15,6 +15,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     500: "internal_error",
+    502: "server_error",
     503: "service_unavailable_error",
 }
 MAX_MESSAGE_CHARS = 2000

@@ -124,6 +124,7 @@ def test_a_server_that_dies_in_a_stream_ends_it_with_an_error_and_no_other():
             assert len(broken) == 3 == s.fleet.num_broken
             for got in broken:
                 assert set(got[-1]["error"]) == {"message", "type", "param", "code"} and len(got) > 1
+                assert got[-1]["error"]["type"] == "server_error"
             assert all(len(got) == 41 for got in ended if got not in broken)
             assert s.fleet.router.servers == [s.fakes[1].url]
 

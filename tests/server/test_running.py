@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ksana_jax.cli.serving import _load
 from ksana_jax.errors import ConfigError
 from ksana_jax.server.running import Running, listen
 from ksana_jax.server.settings import ServerSettings
@@ -270,3 +271,14 @@ def test_an_engine_that_does_not_get_on_is_not_healthy(monkeypatch):
         assert server.ask("GET", "/health").json == {"status": "stalled"}
         held.set()
         assert [reply.status for reply in asking.join()] == [200]
+
+
+def test_a_warm_server_compiles_nothing_for_a_request_with_the_defaults():
+    llm = _load(
+        "ksana-tiny", {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}, None, warm_up=True
+    )
+    with serving(llm) as served:
+        before = llm.llm.num_compilations
+        for fields in ({}, {"temperature": 0}):
+            assert served.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 3, **fields}).status == 200
+        assert llm.llm.num_compilations == before
