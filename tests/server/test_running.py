@@ -277,6 +277,7 @@ def test_a_warm_server_compiles_nothing_for_a_request_with_the_defaults():
     llm = _load(
         "ksana-tiny", {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16}, None, warm_up=True
     )
+    assert llm.llm is not None
     with serving(llm) as served:
         before = llm.llm.num_compilations
         for fields in ({}, {"temperature": 0}):
