@@ -201,6 +201,8 @@ class EngineConfig:
       kv_eviction: method by which rows evict tokens that later queries could still see, and its settings, such as
         {"method": "h2o", "budget": 0.2}: see `kv.eviction`. None evicts nothing.
       shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
+      speculative_config: how draft tokens are guessed, and verified by one step for all of them, such as
+        {"method": "ngram", "num_speculative_tokens": 4}: see `ksana_jax.speculative`. None decodes token by token.
       preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"
         drops them, "auto" chooses the cheaper one by measured times. Without host memory, "recompute" is used.
       host_cache_bytes: bytes of host memory, allocated at the start, for swapped sequences and cached prefixes.
@@ -254,6 +256,7 @@ class EngineConfig:
     prefix_replacement: Any = "lru"
     kv_eviction: dict[str, Any] | None = None
     shared_prefix_attention: bool = False
+    speculative_config: dict[str, Any] | None = None
     preempt: Literal["swap", "recompute", "auto"] = "auto"
     host_cache_bytes: int = 0
     disk_cache_dir: str | None = None

@@ -242,6 +242,24 @@ class Rows:
         self.num_known[rows], self.newest[rows] = at + ONE, tokens
         np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)  # of all rows: cheaper than of some
 
+    def append_several(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Appends the first counts [n] of tokens [n, w] to each row."""
+        longest = int((self.num_known[rows] + counts).max(initial=0))
+        self._longest = max(self._longest, longest)
+        if longest > self.token_ids.shape[1]:
+            self._grow(longest)
+        nth = np.arange(tokens.shape[1])
+        new = nth < counts[:, None]
+        at = (self._begins[rows] + self.num_known[rows])[:, None] + nth
+        self.token_ids.reshape(-1)[at[new]] = tokens[new]
+        self.num_known[rows] += counts
+        self.newest[rows] = self.token_ids[rows, self.num_known[rows] - 1]
+        np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)
+
+    def drop_after(self, row: int, length: int) -> None:
+        """Drops the tokens of a row's text after the first `length`; the row is about to end."""
+        self.num_known[row] = self.num_tokens[row] = length
+
     def block_ids(self, row: int) -> np.ndarray:
         """Returns the ids of the blocks that a row holds, group by group."""
         return self.of_blocks(self.block_tables, row)

@@ -145,12 +145,24 @@ class FakeExecutor:
             seeds = (u64(s.seeds[:, 0]) << np.uint64(32)) + u64(s.seeds[:, 1])
             tokens = np.where(s.temperature > 0, choose(last, self.vocab, seeds, s.num_outputs), tokens)
         self._sampled = np.append(tokens, -1)  # never empty
+        num_accepted = None
+        if step.drafts is not None:
+            [(tiles, width)] = shape.parts
+            assert step.num_sampled == tiles * width and step.drafts.ids.shape == (tiles, width - 1)
+            assert np.array_equal((a.positions.reshape(tiles, width) >= 0)[:, 1:].sum(axis=1), step.drafts.counts)
+            num_accepted = np.array(
+                [
+                    sum(itertools.takewhile(bool, run[:count] == ids[:count]))
+                    for run, ids, count in zip(tokens.reshape(tiles, width)[:, :-1], *step.drafts, strict=True)
+                ]
+            )
         return StepOutput(
             tokens,
             None if step.num_logprobs is None else score(last, tokens, step.num_logprobs, self.vocab),
             None
             if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
+            num_accepted=num_accepted,
         )
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[StepOutput]:
@@ -291,6 +303,7 @@ def make_engine(
     scope: Scope | None = None,
     digest: Callable[[bytes], bytes] = sha256,
     stored: dict[str, Any] | None = None,
+    speculative_config: dict[str, Any] | None = None,
     make_executor: Callable[..., FakeExecutor] = FakeExecutor,
     **memory: Any,
 ) -> Engine:
@@ -319,6 +332,7 @@ def make_engine(
         enable_prefix_caching=caching,
         prefix_replacement=replacement,
         cache_write=write,
+        speculative_config=speculative_config,
         **stored or {},
     )
     model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM, eos_ids=eos_ids)

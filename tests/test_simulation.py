@@ -16,6 +16,7 @@ from ksana_jax.scheduler.row_blocks import RowBlocks
 from tests.lives import live_a_life
 from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
+from tests.speculating_simulation import SpeculatingSimulation, SpeculatingStoringSimulation
 from tests.storing_simulation import METHODS, StoringSimulation
 
 # Lives that ended badly once.
@@ -39,6 +40,12 @@ def test_every_life_with_evictions_and_codecs_ends_well(rng):
 @given(st.randoms(use_true_random=False))
 def test_every_life_with_block_codecs_ends_well(rng):
     live_a_life(rng, num_steps=30, kind=SealingSimulation)
+
+
+@settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False), st.sampled_from([SpeculatingSimulation, SpeculatingStoringSimulation]))
+def test_every_life_with_drafts_ends_well(rng, kind):
+    live_a_life(rng, num_steps=30, kind=kind)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

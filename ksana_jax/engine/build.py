@@ -21,6 +21,8 @@ from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
+from ksana_jax.speculative import read_speculative
+from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Executor
@@ -80,9 +82,10 @@ def build_engine(
     else:
         layout = make_layout(model, seen, config)
         half = DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
+    builder = _builder(half, model.vocab_size, buckets)
     engine = Engine(
-        _scheduler(half, clock, memory),
-        _builder(half, model.vocab_size, buckets),
+        _scheduler(half, clock, memory, _speculation(half, model, builder.buckets)),
+        builder,
         half.executor,
         model=model,
         config=half.config,
@@ -127,7 +130,16 @@ def _on_device(
     )
 
 
-def _scheduler(half: DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any]) -> Scheduler:
+def _speculation(half: DeviceHalf, model: ModelConfig, buckets: Buckets) -> Speculation | None:
+    """Creates what drafts tokens, if the configuration has it."""
+    if (method := read_speculative(half.config.speculative_config)) is None:
+        return None
+    return Speculation(method, method.proposer(half.config.max_num_seqs), model.vocab_size, buckets)
+
+
+def _scheduler(
+    half: DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any], speculation: Speculation | None
+) -> Scheduler:
     """Creates the scheduler with its KV memory. replaced: arguments of KVMemory that override the defaults."""
     config, disk = half.config, None
     if config.disk_cache_dir is not None:
@@ -152,6 +164,7 @@ def _scheduler(half: DeviceHalf, clock: Callable[[], float], replaced: dict[str,
         max_model_len=config.max_model_len,
         layout=half.layout,
         policy=config.policy,
+        speculation=speculation,
     )
 
 

@@ -56,11 +56,12 @@ class Completion:
         """Whether it needs each token as soon as it is sampled."""
         return self.streams or bool(self._stops) or self.logprobs is not None
 
-    def add(self, token: int, scores: TokenScores | None, at: int) -> str | None:
+    def add(self, token: int, scores: TokenScores | None, at: int, *, has_text: bool = True) -> str | None:
         """Adds a new token.
 
         Args:
           scores: of the step's sampled tokens; those of this token are at index `at`.
+          has_text: False for an id that ends the output.
 
         Returns:
           The stop string that the token completes, if any.
@@ -69,9 +70,7 @@ class Completion:
         if self.logprobs is not None and scores is not None:
             self.logprobs.append(top_logprobs(scores, at, token, self.seq.params.logprobs or 0))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
-        if self._detokenizer is None or not (self.streams or self._stops):
-            return None
-        if self.seq.finish_reason is FinishReason.STOP:  # an id that ends the output has no text
+        if self._detokenizer is None or not (self.streams or self._stops) or not has_text:
             return None
         new = self._detokenizer.push([token])
         if self._stops:

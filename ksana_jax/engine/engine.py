@@ -26,7 +26,6 @@ from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason, RequestInput, RequestOutput, SamplingParams
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.sequence import Sequence
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Executor, ScheduledBatch, StepOutput
 from ksana_jax.tokenizers import Tokenizer
@@ -235,7 +234,7 @@ class Engine:
         step = self._running.popleft()
         output, now = self._collect(step)
         watched = self._report_prompts(step, output, now)
-        result = self.scheduler.settle(step.batch, output.tokens[: len(step.batch.sampled)])
+        result = self.scheduler.settle(step.batch, *step.of_rows(output))
         reported = self._report(step, output, result, watched)
         self._close_ended(reported, now)
         self._observe(step, output, result, now)
@@ -279,7 +278,7 @@ class Engine:
 
     def _report(self, step: Step, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
         """Adds new tokens to their requests; returns the requests with something new, in order."""
-        reported = report.add_tokens(step.batch, output, result, watched, self._stop_by_text)
+        reported = report.add_tokens(step, output, result, watched, self._stop_by_text)
         for seq in result.finished:
             reported.setdefault(seq.owner)
         if len(result.beams):
@@ -377,10 +376,15 @@ class Engine:
         for seq in (*request.sequences, *(c.seq for c in request.completions)):
             self.scheduler.finish(seq, reason)
 
-    def _stop_by_text(self, seq: Sequence, stop: str) -> None:
-        if seq.finish_reason is FinishReason.LENGTH:  # by the same token
+    def _stop_by_text(self, completion: Completion, stop: str) -> None:
+        seq = completion.seq
+        length = seq.num_prompt + len(completion.token_ids)
+        if seq.row is not None:
+            self.scheduler.rows.drop_after(seq.row, length)
+            self.scheduler.finish(seq, FinishReason.STOP, stop)
+        else:  # ended by the same token, or by one that comes later in a run of draft tokens
+            seq.token_ids = seq.token_ids[:length]
             seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
-        self.scheduler.finish(seq, FinishReason.STOP, stop)
 
     def _close(self, request: Request, now: float | None = None) -> None:
         request.close(self.clock() if now is None else now)

@@ -26,10 +26,11 @@ from ksana_jax.runner.packed_step import PackedLoop, PackedStep
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.submitted import Submitted
 from ksana_jax.shipped import model_path
+from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import Part, StepOutput, StepShape
 
 # Types of the messages between the processes of a job.
-KINDS = (StepShape, Part, PackedStep, PackedLoop, LoopKey, Moves, Evictions, AttentionPattern)
+KINDS = (StepShape, Part, PackedStep, PackedLoop, LoopKey, Drafts, Moves, Evictions, AttentionPattern)
 # Settings that concern process 0 alone: functions, perhaps, and where each process is.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 

@@ -11,6 +11,7 @@ from ksana_jax.engine.beam import advance
 from ksana_jax.engine.completion import Completion, Request, top_logprobs
 from ksana_jax.engine.submission import Step
 from ksana_jax.metrics import StepRecord
+from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Rows, Sequence
@@ -81,31 +82,37 @@ def add_prompt_scores(
 
 
 def add_tokens(
-    batch: ScheduledBatch,
+    step: Step,
     output: StepOutput,
     result: StepResult,
     rows_of: dict[Completion, int],
-    stop_by_text: Callable[[Sequence, str], None],
+    stop_by_text: Callable[[Completion, str], None],
 ) -> dict[Request, None]:
     """Adds new tokens to the completions that want them; returns their requests, in order.
 
     Args:
       rows_of: row of each completion that wants them.
-      stop_by_text: ends a sequence whose text has come to a stop string.
+      stop_by_text: ends a completion whose text has come to a stop string; what follows in its row's run is dropped.
     """
     reported: dict[Request, None] = {}
     if not rows_of:
         return reported
-    place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
-    token_of = dict(zip(result.rows.tolist(), result.tokens.tolist(), strict=True))
+    place_of = {row: place * step.tile for place, row in enumerate(step.batch.sampled.tolist())}
+    nth_of = {row: nth for nth, row in enumerate(result.rows.tolist())}
     for completion, row in rows_of.items():
-        if row not in token_of or not completion.watched:
+        if (nth := nth_of.get(row)) is None or not completion.watched:
             continue
-        stop = completion.add(token_of[row], output.scores, place_of[row])
-        if stop is not None:
-            stop_by_text(completion.seq, stop)
-            reported.setdefault(completion.seq.owner)
-        if completion.streams:
+        run = result.run(nth)
+        by_id = completion.seq.finish_reason is FinishReason.STOP
+        for at, token in enumerate(run, 1):
+            # An id that ends the output has no text.
+            stop = completion.add(token, output.scores, place_of[row] + at - 1, has_text=not by_id or at < len(run))
+            if stop is not None:
+                result.shorten(nth, at)
+                stop_by_text(completion, stop)
+                reported.setdefault(completion.seq.owner)
+                break
+        if completion.streams and run:
             reported.setdefault(completion.seq.owner)
     return reported
 
@@ -180,7 +187,7 @@ def record(
         given.num_sampled,
         given.num_attended,
         *moved,
-        len(result.tokens),
+        result.num_tokens,
     )
 
 

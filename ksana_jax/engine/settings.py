@@ -13,6 +13,7 @@ from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.scheduler.policies import find_scheduling_policy
+from ksana_jax.speculative import read_speculative
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -49,4 +50,10 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     find_scheduling_policy(config.policy)
     find_replacement_policy(config.prefix_replacement)
     read_eviction(config.kv_eviction)
+    method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
+    if method is not None and method.num_speculative_tokens >= most:
+        raise ConfigError(
+            f"speculative_config: {method.num_speculative_tokens} draft tokens and one more do not fit into a step of "
+            f"max_num_batched_tokens {most}"
+        )
     return config

@@ -10,7 +10,7 @@ import numpy as np
 
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, share_a_call
+from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, StepOutput, share_a_call
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,6 +32,19 @@ class Step:
     unshared_blocks: int
     blocks_after: int | None = None
     pending: Pending | None = None
+
+    @property
+    def tile(self) -> int:
+        """Sampled tokens of each row: several with drafts."""
+        return 1 if self.input.drafts is None else self.input.shape.parts[0].width
+
+    def of_rows(self, output: StepOutput) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns an output without padding: tokens [n], with drafts [n, tile], and how many drafts are accepted."""
+        count = len(self.batch.sampled)
+        if self.input.drafts is None:
+            return output.tokens[:count], None
+        assert output.num_accepted is not None, "the executor was given drafts and does not say which it accepts"
+        return output.tokens.reshape(-1, self.tile)[:count], output.num_accepted[:count]
 
 
 # Steps in the order of their submission.

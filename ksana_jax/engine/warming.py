@@ -21,8 +21,8 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     at_once = tuning(runner.platform).compiles_on_one_core and config.memory_fraction is None
     workers = (os.cpu_count() or 1) if at_once else 1
     num_steps = 1 if runner.embeds_on_host else config.num_scheduler_steps
-    shapes = buckets.all_shapes(width)
-    keys = keys_for(shapes, buckets.decodes, asked, num_steps, engine.model.vocab_size)
+    shapes, verifying = buckets.plain_shapes(width), buckets.verification_shapes(width)
+    keys = keys_for(shapes, buckets.decodes, asked, num_steps, engine.model.vocab_size, verifying)
     widest = max(shape.table_width for shape in shapes)
     moves = engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
     runner.compile(keys, workers, table_width=widest, moves=moves)

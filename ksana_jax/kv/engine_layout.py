@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import KVLayout, codec_name
 from ksana_jax.patterns import AttentionPattern
 
 
@@ -30,4 +30,21 @@ def make_layout(
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = layout.with_exact_layers(exact, raw.leaf("kv"))
+    if config.speculative_config is not None:
+        _check_rejections(layout)
     return layout
+
+
+def _check_rejections(layout: KVLayout) -> None:
+    """Refuses a pool in which draft tokens that were rejected would leave traces."""
+    if layout.sealed is not None:
+        raise ConfigError(
+            f"speculative_config does not go with kv_cache_dtype {codec_name(layout.codec)}, which encodes whole "
+            "blocks once: rejected draft tokens would be in them; use a codec of single tokens, such as int8"
+        )
+    if layout.eviction is not None and layout.eviction.method.observes:
+        name = type(layout.eviction.method).__name__
+        raise ConfigError(
+            f"speculative_config does not go with kv_eviction {name}, which adds up the attention of queries: those of "
+            "rejected draft tokens would count"
+        )

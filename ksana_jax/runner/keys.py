@@ -18,6 +18,7 @@ def keys_for(
     asked: Sequence[SamplingParams],
     num_steps: int,
     vocab_size: int,
+    verifying: Sequence[StepShape] = (),
 ) -> list[Any]:
     """Returns the keys of all programs that steps of some shapes can need; see `Runner.programs`.
 
@@ -25,6 +26,7 @@ def keys_for(
       num_sampled: buckets of the tokens that are sampled in a step.
       asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
       num_steps: of decodes that share a call.
+      verifying: shapes of steps with drafts, besides `shapes`.
     """
     counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
     tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count is not None}
@@ -36,6 +38,9 @@ def keys_for(
         keys |= dict.fromkeys(("score", tokens, top) for top in prompt_tops)
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
         keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
+    keys |= dict.fromkeys(verifying)
+    for count, tile in {(shape.max_sampled, shape.parts[0].width) for shape in verifying}:
+        keys |= dict.fromkeys(("verify", count, tile, *kind, top) for kind in kinds for top in tops)
     if num_steps > 1:
         loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
         keys |= dict.fromkeys(LoopKey(shape, num_steps, some, top) for shape, some, top in loops)

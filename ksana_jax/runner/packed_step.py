@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.step.contract import StepShape
+from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.step.contract import StepInput, StepShape
 
 
 class PackedStep(NamedTuple):
@@ -18,6 +20,7 @@ class PackedStep(NamedTuple):
     samples: whether there are sampling settings. dense: counts, in_prompt and bias of `SamplingArrays`, or None.
     num_top, num_prompt_top: most probable tokens to report of sampled tokens and of prompts; None scores nothing.
     rows: [T, D] embedded tokens, where the embedding is on the host; otherwise None.
+    drafts: see `StepInput`.
     """
 
     shape: StepShape
@@ -30,6 +33,29 @@ class PackedStep(NamedTuple):
     num_prompt_top: int
     moves: Moves | None
     rows: Any = None
+    drafts: Drafts | None = None
+
+    @classmethod
+    def of(cls, step: StepInput, vector: np.ndarray, rows: Any, bucket_of_top: Callable[[int], int]) -> PackedStep:
+        """Returns a step with its arrays as a vector.
+
+        Args:
+          bucket_of_top: returns the bucket for a number of most probable tokens.
+        """
+        sampling = step.sampling
+        return cls(
+            step.shape,
+            vector,
+            step.num_sampled,
+            sampling is not None,
+            None if sampling is None or sampling.counts is None else tuple(sampling[-3:]),
+            None if step.num_logprobs is None else bucket_of_top(step.num_logprobs),
+            step.targets,
+            bucket_of_top(step.num_prompt_logprobs),
+            step.moves,
+            rows,
+            step.drafts,
+        )
 
 
 class PackedLoop(NamedTuple):

@@ -43,6 +43,7 @@ from ksana_jax.runner.token_programs import (
     report_packing,
     scores_packing,
     settings_packing,
+    verification_packing,
 )
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepShape
 
@@ -211,21 +212,9 @@ class Runner:
 
     def pack(self, step: StepInput) -> PackedStep:
         """Returns all that `run` takes of a step."""
-        sampling, dense, vocab_size = step.sampling, None, self.config.vocab_size
-        if sampling is not None and sampling.counts is not None:
-            dense = tuple(sampling[-3:])
-        return PackedStep(
-            step.shape,
-            self.packed(step.shape, step.arrays, sampling),
-            step.num_sampled,
-            sampling is not None,
-            dense,
-            None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, vocab_size),
-            step.targets,
-            bucket_of_top(step.num_prompt_logprobs, vocab_size),
-            step.moves,
-            self.params.embed[step.arrays.tokens] if self.embeds_on_host else None,
-        )
+        rows = self.params.embed[step.arrays.tokens] if self.embeds_on_host else None
+        vector = self.packed(step.shape, step.arrays, step.sampling)
+        return PackedStep.of(step, vector, rows, functools.partial(bucket_of_top, vocab_size=self.config.vocab_size))
 
     def pack_loop(self, steps: Sequence[StepInput]) -> PackedLoop:
         """Returns all that `run_loop` takes of several steps."""
@@ -247,7 +236,12 @@ class Runner:
             count, top = step.shape.num_tokens, step.num_prompt_top
             score_prompt = self._program(("score", count, top))
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
-        if step.num_sampled:
+        if step.drafts is not None:
+            count, tile, top = step.num_sampled, step.shape.parts[0].width, step.num_top
+            verify = self._program(("verify", count, tile, step.samples, step.dense is not None, top))
+            report = verify(self.params, sampled, settings if step.samples else None, step.dense, step.drafts)
+            tokens = Fetched(report, verification_packing(count, tile, top))
+        elif step.num_sampled:
             count, dense, top = step.num_sampled, step.dense, step.num_top
             choose = self.compile_sampler(sampled, count, step.samples, dense is not None, top)
             self._sampled, report = choose(self.params, sampled, settings if step.samples else None, dense)
@@ -321,6 +315,8 @@ class Runner:
         if kind == "score":
             return functools.partial(self._head.lower_scores, self.params, size, *rest)
         hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.embed.dtype)
+        if kind == "verify":
+            return functools.partial(self._head.lower_verification, self.params, hidden, *rest)
         return functools.partial(self._head.lower_choice, self.params, hidden, *rest)
 
     def _program(self, key: Any) -> Callable:

@@ -20,6 +20,8 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
+from ksana_jax.speculative.acceptance import accept_sampled
+from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import SamplingArrays, TokenScores
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
@@ -54,6 +56,13 @@ def settings_packing(max_sampled: int) -> Packing:
 def report_packing(count: int, num_top: int | None) -> Packing:
     """Returns how the host gets `count` tokens, and their `TokenScores` if num_top is given; see `choose_tokens`."""
     return Packing((jax.ShapeDtypeStruct((count,), jnp.int32), None if num_top is None else _scores(count, num_top)))
+
+
+@functools.cache
+def verification_packing(count: int, tile: int, num_top: int | None) -> Packing:
+    """Returns how the host gets the result of `verify_tokens`, of `count` tokens in tiles of `tile`."""
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return Packing((ints((count,)), ints((count // tile,)), None if num_top is None else _scores(count, num_top)))
 
 
 @functools.cache
@@ -98,6 +107,18 @@ class OutputHead:
         given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
         return lower(run, params, hidden, settings, given)
 
+    def lower_verification(
+        self, params: Params, hidden, tile: int, samples: bool, dense: bool, num_top: int | None
+    ) -> Any:
+        """Lowers `verify_tokens`; arguments as in `Runner.compile_sampler`, with tiles of `tile` tokens."""
+        run = self.placement.jit(functools.partial(verify_tokens, head=self, num_top=num_top))
+        count = hidden.shape[0]
+        settings = jax.ShapeDtypeStruct((settings_packing(count).size,), jnp.int32) if samples else None
+        given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
+        rows = count // tile
+        drafts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, tile - 1), (rows,)))
+        return lower(run, params, hidden, settings, given, Drafts(*drafts))
+
     def lower_scores(self, params: Params, num_tokens: int, num_top: int) -> Any:
         """Lowers `score_tokens` for prompts of num_tokens tokens in a step."""
         hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), params.embed.dtype)
@@ -105,6 +126,15 @@ class OutputHead:
         return lower(
             self.placement.jit(functools.partial(score_tokens, head=self, num_top=num_top)), params, hidden, targets
         )
+
+
+def _sampling_of(settings, dense, hidden, count: int, head: OutputHead) -> SamplingArrays | None:
+    """Returns the sampling settings of the first `count` of hidden [J, D]; arguments as `choose_tokens` has them."""
+    if settings is None:
+        return None
+    settings = settings_packing(hidden.shape[0]).unpack(settings)
+    given = map(head.vocabulary.own, dense or ())
+    return SamplingArrays(*(x[:count] for x in jax.tree.leaves(settings)), *given)
 
 
 def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: int, num_top: int | None):
@@ -117,16 +147,29 @@ def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: i
     Returns:
       The tokens [J], padded, and a vector of `report_packing`.
     """
-    sampling = None
-    if settings is not None:
-        settings = settings_packing(hidden.shape[0]).unpack(settings)
-        given = map(head.vocabulary.own, dense or ())
-        sampling = SamplingArrays(*(x[:count] for x in jax.tree.leaves(settings)), *given)
     scores_SV = head(params, hidden[:count])
-    tokens = sample(scores_SV, sampling, head.vocabulary)
+    tokens = sample(scores_SV, _sampling_of(settings, dense, hidden, count, head), head.vocabulary)
     scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
     # Of one size, because the next step may take its tokens from there.
     return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
+
+
+def verify_tokens(params, hidden, settings, dense, drafts, *, head: OutputHead, num_top: int | None):
+    """Chooses a token after each row's newest one and after each of its draft tokens, and accepts drafts.
+
+    Args:
+      hidden: [R * (K + 1), D]. settings, dense: of all of them, as `choose_tokens` has them.
+      drafts: ids [R, K] and counts [R].
+
+    Returns:
+      A vector of `verification_packing`.
+    """
+    ids, counts = drafts
+    scores_SV = head(params, hidden)
+    tokens = sample(scores_SV, _sampling_of(settings, dense, hidden, len(hidden), head), head.vocabulary)
+    num_accepted = accept_sampled(tokens.reshape(len(ids), -1), ids, counts)
+    scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
+    return packed((tokens, num_accepted.astype(jnp.int32), scores))
 
 
 def score_tokens(params, hidden, targets, *, head: OutputHead, num_top: int):

@@ -12,6 +12,7 @@ from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
+from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import NewBlocks
 
 
@@ -57,6 +58,19 @@ class Provision:
             for row in decodes[copies > 0].tolist():
                 self.row_blocks.provide(row, 1)
         return decodes, new
+
+    def to_drafts(self, decodes: np.ndarray, drafts: Drafts) -> Drafts:
+        """Provides rows that have blocks for one token with those for their draft tokens; shortens the drafts for which
+        there are none, since a guess is not worth anybody's blocks."""
+        r = self.row_blocks.rows
+        until = r.num_computed[decodes] + 1 + drafts.counts
+        short = (until > r.allocated_until[decodes]).nonzero()[0]
+        counts = drafts.counts.copy()
+        for place in short.tolist():
+            row = int(decodes[place])
+            most = self.row_blocks.extend(row, 1 + int(counts[place]))
+            counts[place] = most - 1
+        return drafts._replace(counts=counts)
 
     def _by_force(self, decodes: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Provides rows with the blocks they need, in order, preempting from the end; returns the rows that run.

@@ -3,7 +3,6 @@ no longer visible. Vectorised over rows; does not decide which rows run."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -44,6 +43,11 @@ class RowBlocks:
         self.num_held = self.num_ahead = 0
         self._compacted = False  # whether text and cache positions of some row may differ
         self._groups = np.arange(rows.num_groups)[:, None]
+
+    @property
+    def evicts(self) -> bool:
+        """Whether rows evict tokens."""
+        return self._eviction is not None
 
     @property
     def has_windows(self) -> bool:
@@ -159,6 +163,21 @@ class RowBlocks:
         r = self.rows
         grows = r.allocated_until[rows] < r.max_len[rows] - 1  # the last token is never computed
         return r.num_groups * int(np.count_nonzero(grows))
+
+    def trim(self, rows: np.ndarray) -> None:
+        """Releases the blocks of rows that begin after their computed tokens: those taken for rejected drafts."""
+        r, size = self.rows, self._size
+        for row in rows[r.allocated_until[rows] - r.num_computed[rows] >= size].tolist():
+            count = int(r.allocated_until[row] - r.num_computed[row]) // size
+            for group, held in enumerate(r.num_blocks[:, row].tolist()):
+                dropped = slice(held - count, held)
+                self.memory.device.release(r.block_tables[group, row, dropped].copy())
+                r.block_starts[group, row, dropped] = FAR
+                r.block_tables[group, row, dropped] = 0
+            r.num_blocks[:, row] -= count
+            r.allocated_until[row] -= count * size
+            r.num_rewrites += 1
+            self.num_held -= r.num_groups * count
 
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
         """Adds an owner to the blocks of a row's first tokens, and returns them."""
@@ -285,7 +304,7 @@ class RowBlocks:
 
         Args:
           kept: [Gk, rows] tokens that each group keeps; of one row equal modulo the block size, since all groups take
-            their next blocks at the same token. None of its blocks may have other owners, see `check`.
+            their next blocks at the same token. None of its blocks may have other owners, see `row_checks`.
         """
         r, size = self.rows, self._size
         computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
@@ -369,32 +388,3 @@ class RowBlocks:
             ids, starts, origins = (r.of_blocks(x, row) for x in (r.block_tables, r.block_starts, r.block_origins))
             cached = np.repeat(r.num_computed[row] - r.num_evicted[:, row], r.num_blocks[:, row])
             yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, cached, origins)
-
-    def check(self, rows: list[int]) -> None:
-        """Checks tables against the tokens that their rows have computed and will see.
-
-        Raises:
-          AssertionError: a block that is needed is missing, one that is about to be written to is shared, or a count is
-            wrong.
-        """
-        r, size, pool = self.rows, self._size, self.memory.blocks
-        ahead = (r.allocated_until - r.num_computed) // size  # 0 of free rows
-        counted = int(r.num_blocks.sum()), int(ahead.sum()) * r.num_groups
-        assert (self.num_held, self.num_ahead) == counted, "blocks that rows hold are miscounted"
-        for _, groups in self._windowed:
-            assert (r.block_starts[groups] == r.block_starts[groups[0]]).all(), "groups of one live range differ"
-        for row, (group, live) in itertools.product(rows, enumerate(self._lives)):
-            starts = r.block_starts[group, row, : r.num_blocks[group, row]]
-            assert (np.diff(starts) > 0).all(), "blocks are out of order"
-            assert r.num_computed[row] <= r.allocated_until[row], "computed tokens without a block"
-            evicted = r.num_evicted[group, row]
-            positions = np.arange(0, r.allocated_until[row] - evicted, size)
-            alive = ~live.dead_blocks(positions, size, r.num_computed[row] - evicted)
-            assert set(positions[alive].tolist()) <= set(starts.tolist()), "a visible block was returned"
-            if r.num_computed[row] < r.allocated_until[row] and not r.forked[row]:
-                last = r.block_tables[group, row, r.num_blocks[group, row] - 1]
-                own = pool.ref_count[last] == 1 and not pool.kept[last]
-                assert own, "a block that will be written to has other owners"
-            if evicted and not r.forked[row]:
-                ids = r.block_tables[group, row, : r.num_blocks[group, row]]
-                assert (pool.ref_count[ids] == 1).all() and not pool.kept[ids].any(), "others own a compacted block"

@@ -20,13 +20,16 @@ from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.admission import Admission
 from ksana_jax.scheduler.budget import StepBudget
+from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.provision import Provision
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_checks import check_row_blocks
 from ksana_jax.scheduler.running import Running
 from ksana_jax.sequence import ONE, Rows, Sequence
+from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.contract import ScheduledBatch, most_tiles
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
@@ -44,6 +47,7 @@ class Scheduler:
       max_model_len: most tokens of a sequence.
       layout: of the pool: which positions stay visible to later tokens, in each group of layers.
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.
+      speculation: drafts tokens for steps of decodes; None for none.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Scheduler:
         max_model_len: int,
         layout: KVLayout,
         policy: Any = "fcfs",
+        speculation: Speculation | None = None,
     ):
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -64,6 +69,7 @@ class Scheduler:
         self.tiles = list(most_tiles(max_num_batched_tokens, query_tile))
         self.max_model_len = max_model_len
         self.num_preemptions = 0
+        self.speculation = speculation
         self._policy = policy
         self._make_books(layout, memory.index.scope)
 
@@ -76,6 +82,8 @@ class Scheduler:
     def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
         """Drops all sequences and blocks after a failure that may have left them inconsistent; see `KVMemory.reset`."""
         self.memory.reset(host_data)
+        if self.speculation is not None:
+            self.speculation.end_all(self.rows)
         self._make_books(layout, scope)
 
     def set_layout(self, layout: KVLayout, scope: Scope | None = None) -> None:
@@ -88,6 +96,9 @@ class Scheduler:
         self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
         self.row_blocks = RowBlocks(self.rows, self.memory, layout)
         self.provision = Provision(self.memory, self.queue, self.running, self.row_blocks, self._preempt)
+        self.drafting = None
+        if self.speculation is not None:
+            self.drafting = Drafting(self.row_blocks, self.provision, self.speculation, most_tokens)
         self.admission = Admission(self.memory, self.queue, self.running, self.row_blocks, layout, most_tokens)
 
     @property
@@ -175,7 +186,7 @@ class Scheduler:
         preempted sequence must be known. Sequences that turn out to have ended leave their rows as ever (`gone`).
         """
         r = self.rows
-        if self._needs_tokens():
+        if running.drafts is not None or self._needs_tokens():
             return None
         sampled = running.sampled
         places: np.ndarray | slice = slice(len(sampled))
@@ -188,9 +199,11 @@ class Scheduler:
     def _needs_tokens(self) -> bool:
         """Whether the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
-        step by step, and blocks enter the prefix index before they leave a window and make room."""
+        step by step, blocks enter the prefix index before they leave a window and make room, and drafts continue a
+        text."""
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
+        waits |= self.speculation is not None and self.speculation.most_at(len(self.order)) > 0
         waits |= memory.prefixes.enabled and self.row_blocks.has_windows
         return waits or bool(r.num_beams + r.num_dense)
 
@@ -227,6 +240,10 @@ class Scheduler:
         batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS, None, new)
         if admitted:
             batch.admitted = [row for row, _ in admitted]
+            if self.speculation is not None:
+                self.speculation.begin(self.rows, batch.admitted)
+        if self.drafting is not None and not ahead and not chunks:
+            batch.drafts = self.drafting.draft(decodes)
         self._unsettled.append(batch)
         return batch
 
@@ -267,12 +284,13 @@ class Scheduler:
         if not self.memory.prefixes.enabled and not self.queue.leaders:
             self.row_blocks.return_invisible(rows)
 
-    def settle(self, batch: ScheduledBatch, tokens: np.ndarray) -> StepResult:
+    def settle(self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray | None = None) -> StepResult:
         """Records what a step's tokens decide: appends them, caches full blocks, removes sequences that have ended.
 
         Args:
           tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
-            FinishReason.ERROR.
+            FinishReason.ERROR. With drafts [n, w], those sampled for the row and for each of its draft tokens.
+          num_accepted: with drafts, how many of each row's are accepted; that many tokens and one more follow.
         """
         r, rows = self.rows, batch.rows
         sampled, beams = batch.sampled, _NO_ROWS
@@ -286,10 +304,15 @@ class Scheduler:
             for row in beams:
                 r.seqs[row].awaits_token = True
         finished: list[Sequence] = []
+        runs, counts = tokens, None
+        if num_accepted is not None:
+            assert self.drafting is not None
+            tokens, counts = self.drafting.append(batch, tokens, num_accepted)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
-        r.append(sampled, tokens)
+        if counts is None:
+            r.append(sampled, tokens)
         if self.memory.prefixes.enabled:
             self.row_blocks.index_full(rows)
         if self.queue.leaders:
@@ -298,6 +321,8 @@ class Scheduler:
             finished += ended
             rows = rows[r.alive[rows]]
         self.row_blocks.return_invisible(rows)
+        if counts is not None:
+            return StepResult(batch.sampled, runs, finished, beams, counts)
         return StepResult(sampled, tokens, finished, beams)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:
@@ -346,6 +371,8 @@ class Scheduler:
             self.memory.prefixes.expect_no_more(seq.kv)
             seq.kv.leave_index()
             r.clear(row)
+            if self.speculation is not None:
+                self.speculation.end(row, seq)
 
     def owners(self) -> Iterator[Owner]:
         """Yields sequences as owners of blocks: running ones in order, then waiting ones that hold some."""
@@ -356,11 +383,11 @@ class Scheduler:
         """Checks that the accounting of blocks agrees with the tables of rows and with what waiting sequences hold.
 
         Raises:
-          AssertionError: see `KVMemory.check` and `RowBlocks.check`; or rows and their order differ.
+          AssertionError: see `KVMemory.check` and `check_row_blocks`; or rows and their order differ.
         """
         order = self.order.tolist()
         waiting = [seq for _, _, seq in self.waiting]
         owned = [self.rows.block_ids(row) for row in order] + [seq.kv.shared.ids for seq in waiting if seq.kv.shared]
         self.memory.check(owned, [seq.kv.swapped.ids for seq in waiting if seq.kv.swapped])
         self.running.check(self.rows.alive)
-        self.row_blocks.check(order)
+        check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

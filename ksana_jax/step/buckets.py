@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.devices.tuning import tuning
+from ksana_jax.speculative import read_speculative
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 
@@ -42,6 +43,25 @@ def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) 
     return tuple(sorted(found, key=lambda part: (part.count * part.width, -part.width)))
 
 
+def verification_parts(config: EngineConfig, min_rows: int = 1) -> tuple[Part, ...]:
+    """Returns parts of steps that verify drafts, a tile for each row; those with fewer tokens come first.
+
+    Tiles hold the most draft tokens of a step, or half of them. A step has at most max_num_batched_tokens tokens,
+    padding included, so that it takes no more memory than steps of chunks.
+    """
+    if (method := read_speculative(config.speculative_config)) is None:
+        return ()
+    most = {method.num_speculative_tokens, *(k for *_, k in method.num_speculative_tokens_per_batch_size or ())}
+    widths = {k + 1 for k in (*most, -(-max(most) // 2)) if k}
+    found = [
+        Part(count, width)
+        for width in widths
+        for count in ladder(-(-min_rows // width), max(config.max_num_seqs, -(-min_rows // width)))
+        if count * width <= config.max_num_batched_tokens
+    ]
+    return tuple(sorted(found, key=lambda part: (part.count * part.width, part.count)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Sizes that steps are padded to.
@@ -52,12 +72,14 @@ class Buckets:
       widths: widths of block tables.
       shared_rows: decodes per group that may share leading blocks; 0 turns sharing off. Steps without sharing have
         their own shapes: checking for shared blocks in every layer would cost about 6 % (8 layers, 32 rows, CPU).
+      verifications: parts of steps that verify drafts, see `verification_parts`.
     """
 
     decodes: tuple[int, ...]
     tiles: tuple[Part, ...]
     widths: tuple[int, ...]
     shared_rows: int = 0
+    verifications: tuple[Part, ...] = ()
 
     @classmethod
     def of(cls, config: EngineConfig, platform: str) -> Buckets:
@@ -79,6 +101,7 @@ class Buckets:
             tiles=tile_parts(config.max_num_batched_tokens, config.query_tile, min_rows),
             widths=ladder(64, -(-config.max_model_len // config.block_size), 4.0),
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
+            verifications=verification_parts(config, min_rows),
         )
 
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
@@ -97,6 +120,18 @@ class Buckets:
             tiles = next(p for p in self.tiles if sum(-(-c // p.width) for c in counts) <= p.count)
             parts = (Part(self.decodes[-1], 1), tiles) if num_decodes or self._joined(tiles) else (tiles,)
         return self._shape(parts, _at_least(self.widths, width), self.shared_rows if shares else 0)
+
+    def most_drafts(self, num_rows: int) -> int:
+        """Returns the most draft tokens of each row that a step of num_rows decodes can verify."""
+        return max((part.width - 1 for part in self.verifications if part.count >= num_rows), default=0)
+
+    def verification(self, num_rows: int, most_drafts: int, width: int) -> StepShape:
+        """Returns the smallest bucket for decodes with up to most_drafts draft tokens; width as in `shape`."""
+        part = next(p for p in self.verifications if p.count >= num_rows and p.width > most_drafts)
+        return self._verification(part, _at_least(self.widths, width))
+
+    def _verification(self, part: Part, width: int) -> StepShape:
+        return StepShape((part,), width, max_sampled=part.count * part.width)
 
     def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
         return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
@@ -119,13 +154,23 @@ class Buckets:
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Returns every shape that a step can have, up to a width of the block tables."""
+        return list(dict.fromkeys(self.plain_shapes(max_width) + self.verification_shapes(max_width)))
+
+    def verification_shapes(self, max_width: int | None = None) -> list[StepShape]:
+        """Returns the shapes of steps with drafts, as `all_shapes` does."""
+        return [self._verification(part, width) for width in self._widths(max_width) for part in self.verifications]
+
+    def _widths(self, max_width: int | None) -> list[int]:
+        top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
+        return [w for w in self.widths if w <= top]
+
+    def plain_shapes(self, max_width: int | None = None) -> list[StepShape]:
+        """Returns the shapes of steps without drafts, as `all_shapes` does."""
         most = Part(self.decodes[-1], 1)
         found = [(Part(d, 1),) for d in self.decodes]
         found += [(most, tiles) for tiles in self.tiles]
         found += [(tiles,) for tiles in self.tiles if not self._joined(tiles)]
-        top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))
-        widths = [w for w in self.widths if w <= top]
-        shapes = [self._shape(parts, width) for width in widths for parts in found]
+        shapes = [self._shape(parts, width) for width in self._widths(max_width) for parts in found]
         if self.shared_rows:
             several = [s for s in shapes if s.parts[0].width == 1 and s.parts[0].count > 1]
             shapes += [shape._replace(shared_rows=self.shared_rows) for shape in several]

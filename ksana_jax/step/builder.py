@@ -9,11 +9,13 @@ import numpy as np
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.patterns import FAR
 from ksana_jax.sequence import Rows
+from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.bias import bias_of
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
 from ksana_jax.step.last_decodes import LastDecodes
 from ksana_jax.step.shared_prefix import find_shared_runs, split_tables
+from ksana_jax.step.verification import verification_arrays
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -96,11 +98,13 @@ class BatchBuilder:
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:
         """Keeps a step from which the next one may follow."""
         may_share = self.buckets.shared_rows and len(batch.decodes) > 1
-        follows = not (len(batch.chunks) or may_share or rows.num_dense)
+        follows = not (len(batch.chunks) or may_share or rows.num_dense or batch.drafts is not None)
         self._last = LastDecodes(batch.decodes, rows, step, ends, self.block_size) if follows else None
 
     def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         """Returns what `build` does, from the rows alone."""
+        if batch.drafts is not None:
+            return self._verification(batch, batch.drafts, rows)
         decodes, chunks = batch.decodes, batch.chunks
         shared = None
         if self.buckets.shared_rows and len(decodes) > 1:
@@ -118,6 +122,20 @@ class BatchBuilder:
         # Padding is at -1.
         num_attended = int(np.add.reduce(arrays.cache_positions, axis=None)) // rows.num_groups + shape.num_tokens
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)), num_attended)
+        self._ask(step, batch, rows, ends)
+        return step, ends
+
+    def _verification(self, batch: ScheduledBatch, drafts: Drafts, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """Returns what `build` does for a step with drafts."""
+        decodes, most = batch.decodes, int(drafts.counts.max())
+        width = int(rows.num_blocks.take(decodes, axis=1).max())
+        shape = self.buckets.verification(len(decodes), most, width)
+        arrays = verification_arrays(shape, decodes, drafts, rows, self.block_size, self.num_blocks)
+        num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
+        [(count, tile)] = shape.parts
+        padded = Drafts(_padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0), _padded(drafts.counts, (count,), 0))
+        step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded)
+        ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
         self._ask(step, batch, rows, ends)
         return step, ends
 
@@ -221,7 +239,7 @@ class BatchBuilder:
             return
         running, sampled = batch.rows, batch.sampled
         if rows.samples[sampled].any():
-            step.sampling = self._sampling(rows, sampled, step.num_sampled)
+            step.sampling = self._sampling(rows, sampled, step)
         num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
         step.num_logprobs = None if num_logprobs < 0 else num_logprobs
         scored = rows.num_prompt_logprobs[running] >= 0
@@ -239,33 +257,39 @@ class BatchBuilder:
             token = end + 1 - count
             step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
 
-    def _sampling(self, rows: Rows, sampled: np.ndarray, size: int) -> SamplingArrays:
-        def padded(column: np.ndarray, default: float) -> np.ndarray:
-            return _padded(column[sampled], (size, *column.shape[1:]), default)
+    def _sampling(self, rows: Rows, sampled: np.ndarray, step: StepInput) -> SamplingArrays:
+        """Returns the settings of a step's sampled tokens; with drafts those of each row for its whole tile."""
+        size, width = step.num_sampled, 1 if step.drafts is None else step.shape.parts[0].width
+        of_tokens, nth = np.repeat(sampled, width), np.tile(np.arange(width, dtype=np.int32), len(sampled))
+
+        def padded(values: np.ndarray, default: float) -> np.ndarray:
+            return _padded(values, (size, *values.shape[1:]), default)
 
         settings = SamplingArrays(
-            temperature=padded(rows.temperature, 0),
-            top_k=padded(rows.top_k, 0),
-            top_p=padded(rows.top_p, 1),
-            min_p=padded(rows.min_p, 0),
-            seeds=padded(rows.seeds, 0),
-            num_outputs=padded(rows.num_tokens - rows.num_prompt, 0),
-            repetition_penalty=padded(rows.repetition_penalty, 1),
-            presence_penalty=padded(rows.presence_penalty, 0),
-            frequency_penalty=padded(rows.frequency_penalty, 0),
+            temperature=padded(rows.temperature[of_tokens], 0),
+            top_k=padded(rows.top_k[of_tokens], 0),
+            top_p=padded(rows.top_p[of_tokens], 1),
+            min_p=padded(rows.min_p[of_tokens], 0),
+            seeds=padded(rows.seeds[of_tokens], 0),
+            num_outputs=padded((rows.num_tokens - rows.num_prompt)[of_tokens] + nth, 0),
+            repetition_penalty=padded(rows.repetition_penalty[of_tokens], 1),
+            presence_penalty=padded(rows.presence_penalty[of_tokens], 0),
+            frequency_penalty=padded(rows.frequency_penalty[of_tokens], 0),
         )
         if not rows.dense[sampled].any():
             return settings
         counts = np.zeros((size, self.vocab_size), np.int32)
         in_prompt = np.zeros((size, self.vocab_size), bool)
         bias = np.zeros((size, self.vocab_size), np.float32)
-        for at, row in enumerate(sampled.tolist()):
+        for place, row in enumerate(sampled.tolist()):
             seq = rows.seqs[row]
             if seq is None or not rows.dense[row]:
                 continue
             split, end = seq.num_prompt, int(rows.num_tokens[row])
-            in_prompt[at, rows.token_ids[row, :split]] = True
-            counts[at] = np.bincount(rows.token_ids[row, split:end], minlength=self.vocab_size)
-            output = rows.token_ids[row, split:end]
-            bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
+            draft = _NO_TOKENS if step.drafts is None else step.drafts.ids[place, : step.drafts.counts[place]]
+            output = np.append(rows.token_ids[row, split:end], draft)
+            for at, length in enumerate(range(end - split, len(output) + 1), place * width):
+                in_prompt[at, rows.token_ids[row, :split]] = True
+                counts[at] = np.bincount(output[:length], minlength=self.vocab_size)
+                bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output[:length], self.vocab_size)
         return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)

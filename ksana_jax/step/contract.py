@@ -23,6 +23,7 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
+from ksana_jax.speculative.drafts import Drafts
 
 
 class NewBlocks(NamedTuple):
@@ -41,6 +42,8 @@ class NewBlocks(NamedTuple):
 class ScheduledBatch:
     """Rows and tokens of a step: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
 
+    With drafts, a step has no chunks, and computes the draft tokens of each row after its newest one.
+
     Attributes:
       decodes: [D] rows with one token to compute: the newest token, or the last of a prompt with a cached prefix.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
@@ -51,6 +54,7 @@ class ScheduledBatch:
         nothing, and others may have taken these rows.
       advanced: whether the scheduler has recorded how much it computes.
       admitted: rows that sequences have entered with this step.
+      drafts: tokens that may follow those of `decodes`; None if there are none.
     """
 
     decodes: np.ndarray
@@ -61,6 +65,7 @@ class ScheduledBatch:
     gone: set[int] = dataclasses.field(default_factory=set)
     advanced: bool = False
     admitted: Seq[int] = ()
+    drafts: Drafts | None = None
 
     def stay(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each of some rows of the step still holds the sequence that it was scheduled for."""
@@ -75,6 +80,8 @@ class ScheduledBatch:
     def num_per_row(self) -> np.ndarray:
         """Number of tokens computed in each of `rows`."""
         ones = np.ones(len(self.decodes), np.int32)
+        if self.drafts is not None:
+            return ones + self.drafts.counts
         return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
 
     @property
@@ -84,7 +91,8 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + (int(self.counts.sum()) if len(self.chunks) else 0)
+        more = 0 if self.drafts is None else int(self.drafts.counts.sum())
+        return len(self.decodes) + more + (int(self.counts.sum()) if len(self.chunks) else 0)
 
 
 class Part(NamedTuple):
@@ -251,6 +259,8 @@ class StepInput:
     targets: [T] the token that follows each packed token in its prompt, -1 if none; None scores no prompt.
     num_prompt_logprobs: number of top tokens to report for scored prompt tokens.
     moves: block copies to make before the step; None if there are none.
+    drafts: of each tile of the step's only part, whose tokens are all sampled: draft tokens that follow its first one,
+      to be accepted as `StepOutput.num_accepted` says. None in other steps.
     """
 
     shape: StepShape
@@ -262,6 +272,7 @@ class StepInput:
     targets: np.ndarray | None = None
     num_prompt_logprobs: int = 0
     moves: Moves | None = None
+    drafts: Drafts | None = None
 
 
 def share_a_call(steps: Seq[StepInput]) -> bool:
@@ -272,6 +283,8 @@ def share_a_call(steps: Seq[StepInput]) -> bool:
         return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
 
     first, *others = steps
+    if first.drafts is not None:
+        return False
     return first.targets is None and all(step.moves is None and kind(step) == kind(first) for step in others)
 
 
@@ -281,6 +294,8 @@ class StepOutput:
 
     A token is -1 if its scores are not finite, so that none can be chosen.
 
+    num_accepted: [tiles] with drafts, how many of each tile's draft tokens equal the tokens sampled before them, up to
+      the first that does not. The tile yields its first num_accepted + 1 sampled tokens.
     move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
     compiled: whether a program was compiled for the step.
     """
@@ -290,6 +305,7 @@ class StepOutput:
     prompt_scores: TokenScores | None = None
     move_s: float = 0.0
     compiled: bool = False
+    num_accepted: np.ndarray | None = None
 
     def result(self) -> StepOutput:
         """Returns itself, for executors that compute a step at once."""

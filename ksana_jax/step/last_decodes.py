@@ -30,7 +30,7 @@ class LastDecodes:
         """Whether a step is the next one of the same rows, and its new blocks fit into the tables."""
         if batch.decodes is not self.decodes or rows is not self.rows or rows.num_rewrites != self._num_rewrites:
             return False
-        if len(batch.chunks):
+        if len(batch.chunks) or batch.drafts is not None:
             return False
         return batch.new is None or int(np.maximum.reduce(batch.new.entries)) < self.step.shape.table_width
 

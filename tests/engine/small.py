@@ -103,7 +103,11 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     key = _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction))
     buckets = Buckets.of(config, "cpu")
     few = dataclasses.replace(
-        buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+        buckets,
+        decodes=buckets.decodes[-1:],
+        tiles=buckets.tiles[-1:],
+        widths=buckets.widths[-1:],
+        verifications=buckets.verifications[-1:],
     )
     return LLM.around(
         build_engine(

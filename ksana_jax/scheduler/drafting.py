@@ -1,0 +1,81 @@
+"""Drafts of a step's decodes: how long they may be, the blocks for them, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ksana_jax.scheduler.provision import Provision
+from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.speculative.speculation import Speculation
+from ksana_jax.step.contract import ScheduledBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Drafts for rows, with blocks from `provision` in the tables of `row_blocks`.
+
+    Draft tokens are in no text and in no prefix index. Their keys and values lie in slots of the row that its next
+    tokens write to before anything reads them.
+
+    Args:
+      longest_step: most tokens of a step.
+    """
+
+    row_blocks: RowBlocks
+    provision: Provision
+    speculation: Speculation
+    longest_step: int
+
+    def draft(self, decodes: np.ndarray) -> Drafts | None:
+        """Returns drafts for decodes that have a block for one token each; None if there are none.
+
+        Beams are chosen by scores, step by step: with them no row has drafts.
+        """
+        r, count = self.row_blocks.rows, len(decodes)
+        in_step = min(self.speculation.most_at(count), self.longest_step // count - 1)
+        if in_step < 1 or r.num_beams:
+            return None
+        # The last token of a text is never computed, and rows evict between steps.
+        until = np.minimum(r.max_len[decodes] - 1, r.evict_at.take(decodes, axis=1).min(axis=0))
+        most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
+        # The last token of a prompt, with its other tokens cached, need not be that of the text.
+        most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
+        drafts = self.speculation.draft(r, decodes, most)
+        if drafts is None:
+            return None
+        drafts = self.provision.to_drafts(decodes, drafts)
+        return drafts if np.count_nonzero(drafts.counts) else None
+
+    def append(
+        self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Appends what a step has decided after `Scheduler.advance`, up to the end of each text, and returns the blocks
+        of rejected tokens.
+
+        Args:
+          tokens: [n, w] sampled for each row and its draft tokens. num_accepted: [n] how many drafts are accepted.
+
+        Returns:
+          For each row the newest token, -1 if the model's scores were not finite; and the number of its new tokens.
+        """
+        r, rows = self.row_blocks.rows, batch.decodes
+        assert batch.drafts is not None
+        self.speculation.settle(batch.drafts, num_accepted)
+        at, nth = np.arange(len(rows)), np.arange(tokens.shape[1])
+        newest = tokens[at, num_accepted]
+        counts = num_accepted + (newest >= 0)
+        length = r.num_known[rows, None] + nth + 1
+        is_stop = (tokens[:, :, None] == r.stop_ids[rows, None]).any(axis=2) & (length > r.min_len[rows, None])
+        ends = (is_stop | (length >= r.max_len[rows, None])) & (nth < counts[:, None])
+        first = ends.argmax(axis=1)
+        ended = ends[at, first]
+        newest, counts = np.where(ended, tokens[at, first], newest), np.where(ended, first + 1, counts)
+        r.append_several(rows, tokens, counts)
+        r.num_computed[rows] += num_accepted  # and one that `advance` has counted
+        self.row_blocks.trim(rows)
+        if self.row_blocks.evicts:
+            self.row_blocks.evict(rows)
+        return newest, counts

@@ -1,0 +1,48 @@
+"""Speculative decoding: proposers of draft tokens, rules that accept them, and how many are drafted.
+
+One file and one entry of PROPOSERS each. A proposer of your own needs no entry:
+`speculative_config={"method": "my_package.module:Mine", "num_speculative_tokens": 4}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ksana_jax.errors import ConfigError
+from ksana_jax.plugins import nearest, resolve
+from ksana_jax.speculative.base import SpeculativeMethod
+
+PROPOSERS: dict[str, str] = {
+    "ngram": "ksana_jax.speculative.ngram:NGram",
+}
+
+
+def read_speculative(setting: Mapping[str, Any] | SpeculativeMethod | None) -> SpeculativeMethod | None:
+    """Returns the method of `EngineConfig.speculative_config`; None drafts nothing.
+
+    Args:
+      setting: {"method": a key of PROPOSERS or "package.module:Class", and the fields of that class}.
+
+    Raises:
+      ConfigError: there is no such method or field, or a value is out of range.
+    """
+    if setting is None or isinstance(setting, SpeculativeMethod):
+        return setting
+    if not isinstance(setting, Mapping) or "method" not in setting:
+        raise ConfigError(
+            f"speculative_config is {setting!r:.80}, must be None or a dict such as "
+            '{"method": "ngram", "num_speculative_tokens": 4}'
+        )
+    name, fields = setting["method"], {key: value for key, value in setting.items() if key != "method"}
+    found = resolve(name, PROPOSERS, "speculative_config method")
+    if not (isinstance(found, type) and issubclass(found, SpeculativeMethod)):
+        raise ConfigError(f"speculative_config method is {name!r}, which is not a subclass of SpeculativeMethod")
+    known = [field.name for field in dataclasses.fields(found)]
+    for key in fields:
+        if key not in known:
+            close = nearest(str(key), known)
+            hint = f"; the nearest is {close!r}" if close else ""
+            raise ConfigError(f"speculative_config {name!r} has no setting {key!r}{hint}; it has {', '.join(known)}")
+    return found(**fields)

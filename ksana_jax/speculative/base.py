@@ -1,0 +1,117 @@
+"""What every method of speculative decoding has in common: its settings, and the proposer that drafts tokens. NumPy.
+
+A method is a frozen dataclass: its fields are the settings under `speculative_config`. A proposer is the state of one
+engine. It sees texts and guesses how they go on; the engine checks its guesses with one step of the model for all of
+them, so a wrong one costs time and never a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from ksana_jax import checks
+from ksana_jax.errors import ConfigError
+from ksana_jax.speculative.drafts import Drafts
+
+# Draft tokens of a row in one step.
+MAX_DRAFTS = 31
+
+
+class Texts(NamedTuple):
+    """The texts of all rows of an engine, prompt and output; a proposer reads what is new to it.
+
+    token_ids: [R, longest] int32. lengths: [R] tokens of each.
+    """
+
+    token_ids: np.ndarray
+    lengths: np.ndarray
+
+
+class Proposer(Protocol):
+    """Drafts tokens for the rows of an engine."""
+
+    def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
+        """Takes note that a text has entered a row: a new request, or one that was preempted.
+
+        Args:
+          token_ids: [length] the text so far. num_prompt: tokens of its prompt.
+          salt: texts of different salts must not learn from each other.
+        """
+        ...
+
+    def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
+        """Drafts tokens that follow the texts of some rows.
+
+        Args:
+          rows: [n] rows. most: [n] draft tokens of each, 0 for none.
+
+        Returns:
+          Drafts of at most `most` tokens.
+        """
+        ...
+
+    def end(self, row: int, token_ids: np.ndarray, completed: bool) -> None:
+        """Takes note that a text has left its row: it has ended, or waits again after a preemption.
+
+        Args:
+          token_ids: [length] the whole text. completed: whether it ended by itself.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeMethod:
+    """Decides which tokens are drafted, and how many. Base of all methods.
+
+    Args:
+      num_speculative_tokens: most draft tokens of a row in a step.
+      acceptance: "sampled" accepts draft tokens that equal what the model samples in their place, so that texts are
+        those without speculation, whatever the sampling parameters.
+      num_speculative_tokens_per_batch_size: entries [from, to, K], both inclusive: steps of that many rows draft at
+        most K tokens; others draft num_speculative_tokens. None has no entries.
+    """
+
+    num_speculative_tokens: int
+    acceptance: Literal["sampled"] = "sampled"
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+
+    def __post_init__(self):
+        checks.require(
+            checks.integer("speculative_config: num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS),
+            checks.one_of("speculative_config: acceptance", self.acceptance, ("sampled",)),
+            error=ConfigError,
+        )
+        object.__setattr__(self, "num_speculative_tokens_per_batch_size", self._ranges())
+
+    def _ranges(self) -> tuple[tuple[int, int, int], ...] | None:
+        given: Any = self.num_speculative_tokens_per_batch_size
+        if given is None:
+            return None
+        name, most = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens
+        if not isinstance(given, (list, tuple)):
+            raise ConfigError(f"speculative_config: {name} is {given!r:.60}, must be a list of [from, to, K]")
+        found, last = [], 0
+        for entry in given:
+            valid = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(map(checks.is_integer, entry))
+            if not valid or not last < entry[0] <= entry[1] or not 0 <= entry[2] <= most:
+                raise ConfigError(
+                    f"speculative_config: {name} has {entry!r:.60}, must be [from, to, K] with K from 0 to {most}, "
+                    f"from above {last} and at most to"
+                )
+            last = entry[1]
+            found.append(tuple(entry))
+        return tuple(found)
+
+    def most_at(self, num_rows: int) -> int:
+        """Returns the most draft tokens of a row in a step of num_rows rows."""
+        for low, high, most in self.num_speculative_tokens_per_batch_size or ():
+            if low <= num_rows <= high:
+                return most
+        return self.num_speculative_tokens
+
+    def proposer(self, num_rows: int) -> Proposer:
+        """Creates the proposer of an engine with num_rows rows."""
+        raise NotImplementedError

@@ -1,0 +1,121 @@
+"""Speculative decoding of one engine: asks the proposer, checks what it says, counts what was accepted. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import numpy as np
+
+from ksana_jax.sequence import Rows, Sequence
+from ksana_jax.speculative.base import Proposer, SpeculativeMethod, Texts
+from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.step.buckets import Buckets
+
+T = TypeVar("T")
+logger = logging.getLogger("ksana_jax")
+
+
+@dataclasses.dataclass
+class SpeculationCounts:
+    """What speculation has done since the engine was built.
+
+    num_drafts: drafts that were verified, of one row in one step each. num_draft_tokens, num_accepted_tokens: their
+      tokens. accepted_per_pos: [K] accepted tokens by their place in the draft. proposer_s: seconds of the host.
+    num_failures: calls of the proposer that failed.
+    """
+
+    accepted_per_pos: np.ndarray
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    proposer_s: float = 0.0
+    num_failures: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted draft tokens per draft token; None before the first."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a verified draft yields, the model's own one included; None before the first."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+class Speculation:
+    """Drafts for a scheduler.
+
+    Args:
+      proposer: whose failures cost its drafts and nothing else.
+      vocab_size: of the model; ids of drafts lie below.
+      buckets: of the engine's steps.
+    """
+
+    def __init__(self, method: SpeculativeMethod, proposer: Proposer, vocab_size: int, buckets: Buckets):
+        self.method, self.proposer, self.vocab_size, self.buckets = method, proposer, vocab_size, buckets
+        self.counts = SpeculationCounts(np.zeros(method.num_speculative_tokens, np.int64))
+
+    def most_at(self, num_rows: int) -> int:
+        """Returns the most draft tokens of a row in a step of num_rows decodes."""
+        return min(self.method.most_at(num_rows), self.buckets.most_drafts(num_rows))
+
+    def begin(self, rows: Rows, entered: Iterable[int]) -> None:
+        """Takes note of the sequences that have entered some rows."""
+        for row in entered:
+            seq = rows.seqs[row]
+            assert seq is not None
+            self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
+
+    def end(self, row: int, seq: Sequence) -> None:
+        """Takes note that a sequence has left its row."""
+        self._asked(functools.partial(self.proposer.end, row, seq.token_ids, seq.finish_reason is not None))
+
+    def end_all(self, rows: Rows) -> None:
+        """Takes note that all sequences have left their rows, after a failure."""
+        for row, seq in enumerate(rows.seqs):
+            if seq is not None:
+                self.end(row, seq)
+
+    def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
+        """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
+        began = time.perf_counter()
+        texts = Texts(rows.token_ids, rows.num_tokens)
+        drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
+        self.counts.proposer_s += time.perf_counter() - began
+        return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
+
+    def _checked(self, drafts: Drafts, most: np.ndarray) -> Drafts:
+        ids, counts = np.asarray(drafts.ids, np.int32), np.asarray(drafts.counts, np.int32)
+        if counts.shape != most.shape or ids.ndim != 2 or len(ids) != len(most):
+            raise ValueError(f"drafts have the shapes {ids.shape} and {counts.shape} for {len(most)} rows")
+        if np.count_nonzero((counts < 0) | (counts > most) | (counts > ids.shape[1])):
+            raise ValueError(f"a row has {int(counts.max())} draft tokens, {int(most.max())} were asked for")
+        used = np.arange(ids.shape[1]) < counts[:, None]
+        if np.count_nonzero(used & ((ids < 0) | (ids >= self.vocab_size))):
+            raise ValueError(f"a draft token is not in the vocabulary of {self.vocab_size:,} ids")
+        return Drafts(ids, counts)
+
+    def _asked(self, ask: Callable[[], T]) -> T | None:
+        try:
+            return ask()
+        except Exception as error:  # whatever a user's proposer may raise
+            if not self.counts.num_failures:
+                logger.warning(
+                    "speculative_config: the proposer failed, its drafts are lost: %s: %s", type(error).__name__, error
+                )
+            self.counts.num_failures += 1
+            return None
+
+    def settle(self, drafts: Drafts, num_accepted: np.ndarray) -> None:
+        """Counts what became of drafts [n]; num_accepted: [n] their accepted tokens."""
+        counts, drafted = self.counts, drafts.counts
+        counts.num_drafts += int(np.count_nonzero(drafted))
+        counts.num_draft_tokens += int(drafted.sum())
+        counts.num_accepted_tokens += int(num_accepted.sum())
+        longest = int(num_accepted.max(initial=0))
+        counts.accepted_per_pos[:longest] += (num_accepted[:, None] > np.arange(longest)).sum(axis=0)

@@ -1,0 +1,83 @@
+"""A proposer that knows how texts go on, as far as a test has told it, and drafts what a test wants of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.speculative.base import SpeculativeMethod, Texts
+from ksana_jax.speculative.drafts import Drafts
+from tests.fake_network import VOCAB
+
+GUESSES = ("right", "wrong", "random", "right at first", "stops", "nothing", "raises", "nonsense")
+# Prompt -> what follows it, one for each completion.
+ANSWERS: dict[bytes, list[list[int]]] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guessing(SpeculativeMethod):
+    """Drafts as many tokens as it may, or fewer if they are not all right.
+
+    Args:
+      guesses: one of GUESSES: "right at first" goes wrong somewhere, "stops" has ids that end a text in it.
+      stop_ids: those ids. vocab_size: of the model. seed: of what is random.
+    """
+
+    guesses: str = "right"
+    stop_ids: tuple[int, ...] = (0,)
+    vocab_size: int = VOCAB
+    seed: int = 0
+
+    def proposer(self, num_rows: int) -> Any:
+        return Guesser(self)
+
+
+class Guesser:
+    """See `Guessing`. began, ended: what it was told of."""
+
+    def __init__(self, method: Guessing):
+        self.method, self.rng = method, np.random.default_rng(method.seed)
+        self.prompts: dict[int, np.ndarray] = {}
+        self.num_ends = 0
+
+    def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
+        assert row not in self.prompts, "a text has entered a row that another one has not left"
+        self.prompts[row] = token_ids[:num_prompt].copy()
+
+    def end(self, row: int, token_ids: np.ndarray, completed: bool) -> None:
+        prompt = self.prompts.pop(row)
+        assert np.array_equal(token_ids[: len(prompt)], prompt)
+        self.num_ends += 1
+
+    def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
+        kind, vocab = self.method.guesses, self.method.vocab_size
+        if kind == "raises" and self.rng.random() < 0.5:
+            raise RuntimeError("no guess today")
+        ids = self.rng.integers(0, vocab, (len(rows), int(most.max(initial=1)))).astype(np.int32)
+        if kind == "nonsense":
+            return Drafts(ids + vocab, most.astype(np.int32))
+        for place, row in enumerate(rows.tolist()):
+            following = self._following(texts, row)[: most[place]]
+            if kind not in ("random", "nothing"):
+                ids[place, : len(following)] = following
+            if kind == "wrong":
+                ids[place] = (ids[place] + 1) % vocab
+            if kind == "right at first":
+                at = self.rng.integers(0, ids.shape[1])
+                ids[place, at] = (ids[place, at] + 1) % vocab
+            if kind == "stops" and self.rng.random() < 0.5:
+                ids[place, self.rng.integers(0, ids.shape[1])] = self.rng.choice(self.method.stop_ids)
+        counts = most if kind == "right" or self.rng.random() < 0.7 else self.rng.integers(0, most + 1)
+        return Drafts(ids, np.zeros_like(most) if kind == "nothing" else counts)
+
+    def _following(self, texts: Texts, row: int) -> list[int]:
+        prompt = self.prompts[row]
+        text = texts.token_ids[row, : texts.lengths[row]]
+        assert np.array_equal(text[: len(prompt)], prompt), "a row holds another text than the one that has entered"
+        output = text[len(prompt) :].tolist()
+        for answer in ANSWERS.get(prompt.tobytes(), ()):
+            if answer[: len(output)] == output:
+                return answer[len(output) :]
+        return []

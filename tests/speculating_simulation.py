@@ -1,0 +1,80 @@
+"""Lives of engines that speculate, see `tests.simulation`: with right and with wrong guesses texts stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.kv.eviction import read_eviction
+from tests.expected import STOP_IDS
+from tests.guessing import ANSWERS, GUESSES
+from tests.simulation import Expected, Simulation
+from tests.storing_simulation import StoringSimulation
+
+
+class Speculating(Simulation):
+    """Gives each engine a proposer."""
+
+    def draw_storage(self) -> None:
+        super().draw_storage()
+        rng, most = self.rng, self.settings["max_num_batched_tokens"]
+        if most < 2:
+            self.settings["max_num_batched_tokens"] = most = 2
+        most_drafts = rng.randint(1, min(most - 1, 9))
+        self.guesses = rng.choice(GUESSES)
+        self.settings["speculative_config"] = config = {
+            "method": "tests.guessing:Guessing",
+            "num_speculative_tokens": most_drafts,
+            "guesses": self.guesses,
+            "stop_ids": tuple(STOP_IDS),
+            "seed": rng.randint(0, 999),
+        }
+        if rng.random() < 0.3:
+            config["num_speculative_tokens_per_batch_size"] = [
+                [2, 2, 0],
+                [3, 4, most_drafts // 2],
+            ]
+
+    def start(self) -> None:
+        ANSWERS.clear()
+        super().start()
+        self.seen[f"guesses {self.guesses}"] += 1
+
+    def expect(self, request, max_len: int, salt: str) -> Expected:
+        expected = super().expect(request, max_len, salt)
+        if expected.logprobs is None:
+            ANSWERS.setdefault(request.prompt_token_ids.astype(np.int32).tobytes(), []).extend(expected.tokens)
+        return expected
+
+    def check_step(self) -> None:
+        super().check_step()
+        speculation = self.engine.scheduler.speculation
+        assert speculation is not None
+        counts = speculation.counts
+        self.seen["accepted"] += counts.num_accepted_tokens
+        self.seen["rejected"] += counts.num_draft_tokens - counts.num_accepted_tokens
+        self.seen["failures of the proposer"] += counts.num_failures
+        if self.guesses in ("nothing", "nonsense"):
+            assert not counts.num_drafts
+        assert not counts.num_failures or self.guesses in ("raises", "nonsense")
+        rows, running = self.engine.scheduler.rows, self.engine.scheduler.order
+        decodes = running[rows.num_known[running] > rows.num_prompt[running]]
+        if not self.engine.num_steps_under_way:
+            left = (rows.num_tokens - rows.num_computed)[decodes[~rows.is_beam[decodes]]]
+            assert (left >= 1).all(), "a rejected token counts as computed"
+
+
+class SpeculatingSimulation(Speculating):
+    """An engine without evictions and codecs."""
+
+
+class SpeculatingStoringSimulation(Speculating, StoringSimulation):
+    """An engine that stores codes, or evicts tokens by a method that does not observe attention."""
+
+    def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
+        while True:
+            found = super().draw_eviction()
+            method = read_eviction(dict(found))
+            if method is not None and not method.observes:
+                return found
