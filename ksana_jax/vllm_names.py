@@ -102,9 +102,9 @@ up to 20 log-probabilities per token
     max_logprobs = 0..20 | 20; 50
 no adapters: merge them into the weights
     enable_lora = False | True
-no speculative decoding yet
-    speculative_config = None | {"method": "ngram"}
+speculative_config= has all settings, with "method" and those of that method
     speculative_model = None | "ngram"
+    num_speculative_tokens = None | 4
 no guided decoding yet; allowed_token_ids is in SamplingParams
     guided_decoding_backend = None, "auto" | "xgrammar"
 sampling settings come from SamplingParams only; EOS ids are read from the file
@@ -116,7 +116,7 @@ pattern="full" attends to everything
 models generate; there are no embeddings or scores
     task = "auto", "generate" | "generate"; "embed"
     runner = "auto", "generate" | "pooling"
-there is no server
+`ksana serve --served-model-name` names the model
     served_model_name = None | "llama"
 """,
     GENERATE: """

@@ -118,7 +118,7 @@ class _Output:
         {"num_blocks": 5, "preempt": "recompute"},
         {"num_blocks": 5, "host_cache_bytes": 1 << 20, "preempt": "swap"},
         {"enable_prefix_caching": True},
-        {"kv_eviction": {"method": "knorm", "budget": 16, "interval": 4}},
+        {"kv_eviction": {"method": "window", "budget": 16, "interval": 4}},
         {"embedding_device": "host"},
         {"numerics": "invariant"},
     ],
