@@ -16,6 +16,8 @@ from ksana_jax.speculative.base import SpeculativeMethod
 
 PROPOSERS: dict[str, str] = {
     "ngram": "ksana_jax.speculative.ngram:NGram",
+    "trie": "ksana_jax.speculative.trie:TrieLookup",
+    "suffix": "ksana_jax.speculative.suffix:Suffix",
 }
 
 

@@ -1,0 +1,81 @@
+"""SuffixDecoding: drafts as long as what follows is probable, and longer after a longer match.
+
+Source: SuffixDecoding, Oliaro et al., arXiv:2411.04975. Tries of bounded depth stand for their suffix trees. Settings
+are named as in vLLM, except that `max_nodes` bounds what is kept of earlier outputs, and not a number of requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+from ksana_jax import checks
+from ksana_jax.errors import ConfigError
+from ksana_jax.speculative.base import SpeculativeMethod
+from ksana_jax.speculative.trie_proposer import TrieProposer
+from ksana_jax.speculative.tries import Trie
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suffix(SpeculativeMethod):
+    """Drafts from the row's own text and from outputs of all requests, from where the text's end matches best.
+
+    Args:
+      suffix_decoding_max_tree_depth: tokens of the runs that are kept, those that match included.
+      suffix_decoding_max_spec_factor: most draft tokens for each token that matches.
+      suffix_decoding_min_token_prob: a draft ends where the share of texts that went on like it falls below.
+      max_nodes, trie_scope: see `TrieLookup`.
+    """
+
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    max_nodes: int = 1_000_000
+    trie_scope: Literal["salt", "request"] = "salt"
+
+    def __post_init__(self):
+        super().__post_init__()
+        name = "speculative_config: "
+        checks.require(
+            checks.integer(f"{name}suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2, 256),
+            checks.number(f"{name}suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, above=0),
+            checks.number(f"{name}suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0, 1),
+            checks.integer(f"{name}max_nodes", self.max_nodes, 1024),
+            checks.one_of(f"{name}trie_scope", self.trie_scope, ("salt", "request")),
+            error=ConfigError,
+        )
+
+    def proposer(self, num_rows: int) -> TrieProposer:
+        depth = self.suffix_decoding_max_tree_depth
+        continued = functools.partial(
+            _continued, factor=self.suffix_decoding_max_spec_factor, least=self.suffix_decoding_min_token_prob
+        )
+        shares = self.trie_scope == "salt"
+        return TrieProposer(depth, depth - 1, self.max_nodes, own_outputs=True, shares=shares, continued=continued)
+
+
+def _continued(own: Trie, outputs: Trie, newest: list[int], room: int, *, factor: float, least: float) -> list[int]:
+    """Returns the draft of the two tries from which more tokens are to be expected."""
+    best: tuple[float, list[int]] = 0.0, []
+    for trie in (own, outputs):
+        for start in range(len(newest)):
+            if (node := trie.find(newest[start:])) is not None:
+                most = min(room, int(factor * (len(newest) - start)))
+                best = max(best, _probable_branch(trie, node, most, least), key=lambda found: found[0])
+                break
+    return best[1]
+
+
+def _probable_branch(trie: Trie, node: int, most: int, least: float) -> tuple[float, list[int]]:
+    """Returns the most frequent tokens after a run while they are probable, and the number of them to be expected."""
+    draft, share, expected = [], 1.0, 0.0
+    while len(draft) < most and (child := trie.best[node]):
+        # Newest runs, which nothing follows yet, make this share a little too low.
+        share *= trie.counts[child] / trie.counts[node]
+        if share < least:
+            break
+        draft.append(trie.tokens[child])
+        expected += share
+        node = child
+    return expected, draft

@@ -1,0 +1,188 @@
+"""Tries count the runs of texts, and proposers with tries continue a text as earlier ones went on."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ksana_jax.errors import ConfigError
+from ksana_jax.speculative import read_speculative
+from ksana_jax.speculative.base import Texts
+from ksana_jax.speculative.shared_tries import MAX_SALTS, SharedTries
+from ksana_jax.speculative.tries import Cursor, Trie
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=4)
+
+
+def runs_of(texts, depth: int) -> collections.Counter:
+    """How often texts have each run of 1 to `depth` tokens."""
+    return collections.Counter(
+        tuple(text[end - size : end])
+        for text in texts
+        for end in range(len(text) + 1)
+        for size in range(1, depth + 1)
+        if size <= end
+    )
+
+
+def contents(trie: Trie) -> dict[tuple[int, ...], int]:
+    """The runs of a trie and their counts, by the children that each node has."""
+    runs, found = {0: ()}, {}
+    for key, node in trie._children.items():
+        runs[node] = (*runs[key >> 32], key & 0xFFFFFFFF)
+        found[runs[node]] = trie.counts[node]
+    return found
+
+
+def check_best(trie: Trie) -> None:
+    found = contents(trie)
+    for run in [(), *found]:
+        following = {longer: count for longer, count in found.items() if longer[:-1] == run}
+        node = trie.find(run)
+        assert (node is not None) == bool(following)
+        if node is not None:
+            best = trie.best[node]
+            assert trie.counts[best] == max(following.values()) == following[(*run, trie.tokens[best])]
+
+
+@given(TEXTS, st.integers(1, 5))
+def test_a_trie_has_each_run_as_often_as_the_texts(texts, depth):
+    trie = Trie(depth)
+    for text in texts:
+        cursor = Cursor(trie)
+        cursor.put(text[:7])
+        cursor.put(text[7:])
+    assert contents(trie) == runs_of(texts, depth) and trie.num_nodes == len(contents(trie))
+    check_best(trie)
+
+
+@given(TEXTS, TEXTS, st.integers(1, 4))
+def test_halving_keeps_half_of_each_count_and_texts_go_on_after_it(texts, later, depth):
+    trie = Trie(depth)
+    cursors = [Cursor(trie) for _ in texts]
+    for cursor, text in zip(cursors, texts, strict=True):
+        cursor.put(text)
+    trie.halve()
+    expected = collections.Counter({run: count // 2 for run, count in runs_of(texts, depth).items() if count > 1})
+    assert contents(trie) == expected
+    check_best(trie)
+    for cursor, text in zip(cursors, later, strict=False):
+        cursor.put(text)  # as a new text: where the old one was is no longer known
+    assert contents(trie) == expected + runs_of(later[: len(cursors)], depth)
+    check_best(trie)
+
+
+def test_shared_tries_stay_within_their_nodes_and_salts_apart():
+    shared, rng = SharedTries(4, max_nodes=1024), np.random.default_rng(0)
+    for number in range(40):
+        shared.cursor(f"salt {number % 3}").put(rng.integers(0, 50, 200).tolist())
+        shared.shrink()
+        assert shared.num_nodes <= 1024
+    for number in range(2 * MAX_SALTS):
+        shared.cursor(str(number)).put([number])
+    assert shared.num_nodes == MAX_SALTS
+
+
+def proposals(proposer, text: list[int], most: int, row: int = 0) -> list[int]:
+    token_ids = np.zeros((row + 1, 64), np.int32)
+    token_ids[row, : len(text)] = text
+    lengths = np.full(row + 1, len(text), np.int32)
+    ids, counts = proposer.propose(Texts(token_ids, lengths), np.array([row]), np.array([most]))
+    return ids[0, : counts[0]].tolist()
+
+
+def proposer_of(method: str, **settings):
+    return read_speculative({"method": method, "num_speculative_tokens": 6} | settings).proposer(4)
+
+
+BOTH = pytest.mark.parametrize("method", ["trie", "suffix"])
+
+
+def lived(proposer, prompt: list[int], output: list[int], salt: str = "", row: int = 1) -> None:
+    """A request that generates an output, in a few steps."""
+    proposer.begin(row, np.array(prompt, np.int32), len(prompt), salt)
+    for length in (1, 3, len(output) - 1):
+        proposals(proposer, prompt + output[:length], 0, row)
+    proposer.end(row, np.array(prompt + output, np.int32), True)
+
+
+@BOTH
+def test_prompts_are_continued_and_more_frequent_continuations_win(method):
+    proposer, prompt = proposer_of(method), [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2]
+    proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
+    assert proposals(proposer, prompt, 2)[:1] == [4]
+    assert proposals(proposer, prompt, 0) == []
+
+
+@BOTH
+def test_outputs_of_others_are_continued_within_a_salt_alone(method):
+    proposer = proposer_of(method, trie_scope="salt")
+    lived(proposer, [7], [11, 12, 13, 14, 15, 16], "a")
+    prompt = [20, 11, 12]
+    proposer.begin(0, np.array(prompt, np.int32), 3, "a")
+    assert proposals(proposer, prompt, 4)[:2] == [13, 14]
+    proposer.end(0, np.array(prompt, np.int32), True)
+    proposer.begin(0, np.array(prompt, np.int32), 3, "b")
+    assert proposals(proposer, prompt, 4) == []
+
+
+@BOTH
+def test_scope_request_learns_from_the_own_text_alone(method):
+    proposer = proposer_of(method, trie_scope="request")
+    lived(proposer, [7], [11, 12, 13, 14, 15, 16])
+    prompt = [20, 11, 12]
+    proposer.begin(0, np.array(prompt, np.int32), 3, "")
+    assert proposals(proposer, prompt, 4) == []
+    text = [*prompt, 5, 6, 20, 11, 12]
+    assert proposals(proposer, text, 2) == [5, 6]
+
+
+@BOTH
+def test_a_text_that_was_preempted_is_not_learnt_twice(method):
+    proposer, prompt, output = proposer_of(method), [1, 2], [3, 4, 5]
+    proposer.begin(0, np.array(prompt, np.int32), 2, "")
+    proposals(proposer, prompt + output[:2], 0)
+    proposer.end(0, np.array(prompt + output[:2], np.int32), False)
+    proposer.begin(0, np.array(prompt + output[:2], np.int32), 2, "")
+    proposer.end(0, np.array(prompt + output, np.int32), True)
+    trie = proposer.shared.cursor("").trie
+    assert contents(trie)[(3,)] == contents(trie)[(4,)] == contents(trie)[(5,)] == 1
+
+
+def test_a_learnt_text_is_continued():
+    proposer = proposer_of("trie")
+    proposer.learn(np.array([5, 6, 7, 8, 9]))
+    prompt = [1, 5, 6]
+    proposer.begin(0, np.array(prompt, np.int32), 3, "")
+    assert proposals(proposer, prompt, 3) == [7, 8, 9]
+
+
+def test_suffix_drafts_as_long_as_it_matches_and_is_probable():
+    prompt = [1, 2, 3, 4, 5, 6, 9, 4, 5]
+    draft = {}
+    for factor in (0.5, 1.0, 2.0):
+        proposer = proposer_of("suffix", suffix_decoding_max_spec_factor=factor)
+        proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
+        draft[factor] = proposals(proposer, prompt, 6)
+    # Two tokens match; the second of them also ends the text, so that half of its texts went on.
+    assert draft == {0.5: [6], 1.0: [6, 9], 2.0: [6, 9, 4, 5]}
+    sure = proposer_of("suffix", suffix_decoding_min_token_prob=0.9)
+    sure.begin(0, np.array(prompt, np.int32), len(prompt), "")
+    assert proposals(sure, prompt, 6) == []
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ({"method": "trie", "match_length": 8}, "match_length is 8, must be an integer from 1 to 7"),
+        ({"method": "trie", "max_nodes": 10}, "max_nodes is 10, must be an integer from 1,024"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "above 0"),
+        ({"method": "suffix", "trie_scope": "all"}, "must be one of salt, request"),
+    ],
+)
+def test_bad_settings_are_named(setting, words):
+    with pytest.raises(ConfigError, match=words):
+        read_speculative({"num_speculative_tokens": 3} | setting)
