@@ -29,6 +29,7 @@ class Speculating(Simulation):
             "guesses": self.guesses,
             "stop_ids": tuple(STOP_IDS),
             "seed": rng.randint(0, 999),
+            "adaptive": rng.choice(["off", "off", "goodput"]),
         }
         if rng.random() < 0.3:
             config["num_speculative_tokens_per_batch_size"] = [

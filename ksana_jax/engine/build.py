@@ -134,7 +134,8 @@ def _speculation(half: DeviceHalf, model: ModelConfig, buckets: Buckets) -> Spec
     """Creates what drafts tokens, if the configuration has it."""
     if (method := read_speculative(half.config.speculative_config)) is None:
         return None
-    return Speculation(method, method.proposer(half.config.max_num_seqs), model.vocab_size, buckets)
+    num_rows = half.config.max_num_seqs
+    return Speculation(method, method.proposer(num_rows), model.vocab_size, buckets, num_rows)
 
 
 def _scheduler(

@@ -260,6 +260,12 @@ class Engine:
         assert step.pending is not None
         output = step.pending.result()
         now = self.clock()
+        if (
+            (speculation := self.scheduler.speculation) is not None
+            and not output.compiled
+            and not len(step.batch.chunks)
+        ):
+            speculation.observe_step(step.input.shape, step.began - step.schedule_s, now)
         self.memory.commit()
         if self.memory.swap.weighs_costs:
             prefills = step.batch.num_tokens if len(step.batch.chunks) else 0

@@ -63,7 +63,7 @@ class Drafting:
         """
         r, rows = self.row_blocks.rows, batch.decodes
         assert batch.drafts is not None
-        self.speculation.settle(batch.drafts, num_accepted)
+        self.speculation.settle(rows, batch.drafts, num_accepted)
         at, nth = np.arange(len(rows)), np.arange(tokens.shape[1])
         newest = tokens[at, num_accepted]
         counts = num_accepted + (newest >= 0)

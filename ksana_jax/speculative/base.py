@@ -72,16 +72,21 @@ class SpeculativeMethod:
         those without speculation, whatever the sampling parameters.
       num_speculative_tokens_per_batch_size: entries [from, to, K], both inclusive: steps of that many rows draft at
         most K tokens; others draft num_speculative_tokens. None has no entries.
+      adaptive: "goodput" chooses for each step how many tokens are drafted, none if that is fastest, by the measured
+        seconds of steps and the share of drafts that were accepted. "off" drafts as many as it may, so that steps are
+        the same from run to run.
     """
 
     num_speculative_tokens: int
     acceptance: Literal["sampled"] = "sampled"
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    adaptive: Literal["off", "goodput"] = "off"
 
     def __post_init__(self):
         checks.require(
             checks.integer("speculative_config: num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS),
             checks.one_of("speculative_config: acceptance", self.acceptance, ("sampled",)),
+            checks.one_of("speculative_config: adaptive", self.adaptive, ("off", "goodput")),
             error=ConfigError,
         )
         object.__setattr__(self, "num_speculative_tokens_per_batch_size", self._ranges())

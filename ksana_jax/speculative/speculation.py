@@ -14,7 +14,9 @@ import numpy as np
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.speculative.base import Proposer, SpeculativeMethod, Texts
 from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.speculative.goodput import Goodput
 from ksana_jax.step.buckets import Buckets
+from ksana_jax.step.contract import StepShape
 
 T = TypeVar("T")
 logger = logging.getLogger("ksana_jax")
@@ -53,15 +55,19 @@ class Speculation:
     Args:
       proposer: whose failures cost its drafts and nothing else.
       vocab_size: of the model; ids of drafts lie below.
-      buckets: of the engine's steps.
+      buckets: of the engine's steps. num_rows: of the engine.
     """
 
-    def __init__(self, method: SpeculativeMethod, proposer: Proposer, vocab_size: int, buckets: Buckets):
+    def __init__(self, method: SpeculativeMethod, proposer: Proposer, vocab_size: int, buckets: Buckets, num_rows: int):
         self.method, self.proposer, self.vocab_size, self.buckets = method, proposer, vocab_size, buckets
+        self.goodput = Goodput(buckets, num_rows) if method.adaptive == "goodput" else None
+        self._last_end_s = 0.0
         self.counts = SpeculationCounts(np.zeros(method.num_speculative_tokens, np.int64))
 
     def most_at(self, num_rows: int) -> int:
-        """Returns the most draft tokens of a row in a step of num_rows decodes."""
+        """Returns the most draft tokens of a row in a step of num_rows decodes; 0 if it has no drafts."""
+        if num_rows and self.goodput is not None and self.goodput.rests(num_rows):
+            return 0
         return min(self.method.most_at(num_rows), self.buckets.most_drafts(num_rows))
 
     def begin(self, rows: Rows, entered: Iterable[int]) -> None:
@@ -69,6 +75,8 @@ class Speculation:
         for row in entered:
             seq = rows.seqs[row]
             assert seq is not None
+            if self.goodput is not None:
+                self.goodput.begin(row)
             self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
 
     def end(self, row: int, seq: Sequence) -> None:
@@ -86,6 +94,8 @@ class Speculation:
         began = time.perf_counter()
         texts = Texts(rows.token_ids, rows.num_tokens)
         drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
+        if drafts is not None and self.goodput is not None and np.count_nonzero(drafts.counts):
+            drafts = drafts.shortened(np.full(len(decodes), self.goodput.choose(decodes, drafts.counts)))
         self.counts.proposer_s += time.perf_counter() - began
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
 
@@ -111,9 +121,21 @@ class Speculation:
             self.counts.num_failures += 1
             return None
 
-    def settle(self, drafts: Drafts, num_accepted: np.ndarray) -> None:
-        """Counts what became of drafts [n]; num_accepted: [n] their accepted tokens."""
+    def observe_step(self, shape: StepShape, began_s: float, ended_s: float) -> None:
+        """Takes note of the times of a step, in which nothing was compiled.
+
+        Args:
+          began_s: when the host began to schedule it. ended_s: when its tokens arrived.
+        """
+        if self.goodput is not None and len(shape.parts) == 1:
+            self.goodput.observe_step(shape.parts[0], ended_s - max(began_s, self._last_end_s))
+        self._last_end_s = ended_s
+
+    def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
+        """Counts what became of the drafts of rows [n]; num_accepted: [n] their accepted tokens."""
         counts, drafted = self.counts, drafts.counts
+        if self.goodput is not None:
+            self.goodput.observe_drafts(rows, drafted, num_accepted)
         counts.num_drafts += int(np.count_nonzero(drafted))
         counts.num_draft_tokens += int(drafted.sum())
         counts.num_accepted_tokens += int(num_accepted.sum())
