@@ -20,6 +20,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR
 from ksana_jax.request import SamplingParams
 from ksana_jax.sequence import Rows
+from ksana_jax.speculative import draft_lengths
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import (
@@ -340,7 +341,7 @@ def make_engine(
     executor = make_executor(
         patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots, layout=layout
     )
-    buckets = dataclasses.replace(Buckets.of(config, "cpu"), shared_rows=shared_rows)
+    buckets = dataclasses.replace(Buckets.of(config, "cpu", draft_lengths(config)), shared_rows=shared_rows)
     engine = build_engine(
         model,
         None,

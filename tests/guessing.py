@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.speculative.base import SpeculativeMethod, Texts
-from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.step.drafts import Drafts
 from tests.fake_network import VOCAB
 
 GUESSES = ("right", "wrong", "random", "right at first", "stops", "nothing", "raises", "nonsense")

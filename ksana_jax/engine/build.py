@@ -21,7 +21,7 @@ from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.speculative import read_speculative
+from ksana_jax.speculative import draft_lengths, read_speculative
 from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.builder import BatchBuilder
@@ -82,9 +82,14 @@ def build_engine(
     else:
         layout = make_layout(model, seen, config)
         half = DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
+    method = read_speculative(half.config.speculative_config)
     builder = _builder(half, model.vocab_size, buckets)
+    speculation = None
+    if method is not None:
+        num_rows = half.config.max_num_seqs
+        speculation = Speculation(method, method.proposer(num_rows), model.vocab_size, builder.buckets, num_rows)
     engine = Engine(
-        _scheduler(half, clock, memory, _speculation(half, model, builder.buckets)),
+        _scheduler(half, clock, memory, speculation),
         builder,
         half.executor,
         model=model,
@@ -130,14 +135,6 @@ def _on_device(
     )
 
 
-def _speculation(half: DeviceHalf, model: ModelConfig, buckets: Buckets) -> Speculation | None:
-    """Creates what drafts tokens, if the configuration has it."""
-    if (method := read_speculative(half.config.speculative_config)) is None:
-        return None
-    num_rows = half.config.max_num_seqs
-    return Speculation(method, method.proposer(num_rows), model.vocab_size, buckets, num_rows)
-
-
 def _scheduler(
     half: DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any], speculation: Speculation | None
 ) -> Scheduler:
@@ -175,7 +172,7 @@ def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Batc
     method = None if half.layout.eviction is None else half.layout.eviction.method
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     return BatchBuilder(
-        buckets or Buckets.of(config, half.platform),
+        buckets or Buckets.of(config, half.platform, draft_lengths(config)),
         config.block_size,
         config.num_blocks,
         vocab_size,

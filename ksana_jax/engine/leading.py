@@ -26,8 +26,8 @@ from ksana_jax.runner.packed_step import PackedLoop, PackedStep
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.submitted import Submitted
 from ksana_jax.shipped import model_path
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import Part, StepOutput, StepShape
+from ksana_jax.step.drafts import Drafts
 
 # Types of the messages between the processes of a job.
 KINDS = (StepShape, Part, PackedStep, PackedLoop, LoopKey, Drafts, Moves, Evictions, AttentionPattern)

@@ -9,8 +9,8 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import StepInput, StepShape
+from ksana_jax.step.drafts import Drafts
 
 
 class PackedStep(NamedTuple):

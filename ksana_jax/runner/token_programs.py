@@ -18,11 +18,11 @@ from ksana_jax.parallel.placement import Placement
 from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
+from ksana_jax.sampling.acceptance import accept_sampled
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
-from ksana_jax.speculative.acceptance import accept_sampled
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import SamplingArrays, TokenScores
+from ksana_jax.step.drafts import Drafts
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
 SCORED_AT_ONCE = 128

@@ -12,8 +12,8 @@ from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import NewBlocks
+from ksana_jax.step.drafts import Drafts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax.config import EngineConfig
 from ksana_jax.errors import ConfigError
 from ksana_jax.plugins import nearest, resolve
 from ksana_jax.speculative.base import SpeculativeMethod
@@ -48,3 +49,9 @@ def read_speculative(setting: Mapping[str, Any] | SpeculativeMethod | None) -> S
             hint = f"; the nearest is {close!r}" if close else ""
             raise ConfigError(f"speculative_config {name!r} has no setting {key!r}{hint}; it has {', '.join(known)}")
     return found(**fields)
+
+
+def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
+    """Returns the numbers of draft tokens for which an engine's steps are compiled; none without speculation."""
+    method = read_speculative(config.speculative_config)
+    return () if method is None else method.draft_lengths

@@ -14,7 +14,7 @@ import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.step.drafts import Drafts
 
 # Draft tokens of a row in one step.
 MAX_DRAFTS = 31
@@ -116,6 +116,12 @@ class SpeculativeMethod:
             if low <= num_rows <= high:
                 return most
         return self.num_speculative_tokens
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Returns the numbers of draft tokens for which steps are compiled; a draft takes the next one."""
+        most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
+        return tuple(sorted({k for k in (*most, -(-max(most) // 2)) if k}))
 
     def proposer(self, num_rows: int) -> Proposer:
         """Creates the proposer of an engine with num_rows rows."""

@@ -14,7 +14,7 @@ import numpy as np
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.base import SpeculativeMethod, Texts
-from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.step.drafts import Drafts
 
 _BYTES = 4  # of a token in the keys
 

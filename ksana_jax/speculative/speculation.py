@@ -13,10 +13,10 @@ import numpy as np
 
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.speculative.base import Proposer, SpeculativeMethod, Texts
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.speculative.goodput import Goodput
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import StepShape
+from ksana_jax.step.drafts import Drafts
 
 T = TypeVar("T")
 logger = logging.getLogger("ksana_jax")

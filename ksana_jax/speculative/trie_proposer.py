@@ -8,9 +8,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ksana_jax.speculative.base import Texts
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.speculative.shared_tries import SharedTries
 from ksana_jax.speculative.tries import Cursor, Trie
+from ksana_jax.step.drafts import Drafts
 
 # (trie of the row's own text, trie of outputs, newest tokens, most tokens) -> draft.
 Continue: TypeAlias = Callable[[Trie, Trie, list[int], int], list[int]]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.speculative import read_speculative
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 
@@ -43,19 +42,18 @@ def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) 
     return tuple(sorted(found, key=lambda part: (part.count * part.width, -part.width)))
 
 
-def verification_parts(config: EngineConfig, min_rows: int = 1) -> tuple[Part, ...]:
+def verification_parts(config: EngineConfig, lengths: Collection[int], min_rows: int = 1) -> tuple[Part, ...]:
     """Returns parts of steps that verify drafts, a tile for each row; those with fewer tokens come first.
 
-    Tiles hold the most draft tokens of a step, or half of them. A step has at most max_num_batched_tokens tokens,
-    padding included, so that it takes no more memory than steps of chunks.
+    A step has at most max_num_batched_tokens tokens, padding included, so that it takes no more memory than steps of
+    chunks.
+
+    Args:
+      lengths: numbers of draft tokens that tiles are made for.
     """
-    if (method := read_speculative(config.speculative_config)) is None:
-        return ()
-    most = {method.num_speculative_tokens, *(k for *_, k in method.num_speculative_tokens_per_batch_size or ())}
-    widths = {k + 1 for k in (*most, -(-max(most) // 2)) if k}
     found = [
         Part(count, width)
-        for width in widths
+        for width in {length + 1 for length in lengths}
         for count in ladder(-(-min_rows // width), max(config.max_num_seqs, -(-min_rows // width)))
         if count * width <= config.max_num_batched_tokens
     ]
@@ -82,7 +80,7 @@ class Buckets:
     verifications: tuple[Part, ...] = ()
 
     @classmethod
-    def of(cls, config: EngineConfig, platform: str) -> Buckets:
+    def of(cls, config: EngineConfig, platform: str, draft_lengths: Collection[int] = ()) -> Buckets:
         """Returns the buckets for an engine's steps: ladders of factors of two; for widths, of four from 64, because
         a table costs little beyond its bytes.
 
@@ -93,6 +91,7 @@ class Buckets:
 
         Args:
           config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
+          draft_lengths: see `verification_parts`.
         """
         assert config.max_model_len is not None
         min_rows = least_rows(config, platform)
@@ -101,7 +100,7 @@ class Buckets:
             tiles=tile_parts(config.max_num_batched_tokens, config.query_tile, min_rows),
             widths=ladder(64, -(-config.max_model_len // config.block_size), 4.0),
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
-            verifications=verification_parts(config, min_rows),
+            verifications=verification_parts(config, draft_lengths, min_rows),
         )
 
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:

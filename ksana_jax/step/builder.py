@@ -9,10 +9,10 @@ import numpy as np
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.patterns import FAR
 from ksana_jax.sequence import Rows
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.bias import bias_of
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+from ksana_jax.step.drafts import Drafts
 from ksana_jax.step.last_decodes import LastDecodes
 from ksana_jax.step.shared_prefix import find_shared_runs, split_tables
 from ksana_jax.step.verification import verification_arrays

@@ -23,7 +23,7 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
-from ksana_jax.speculative.drafts import Drafts
+from ksana_jax.step.drafts import Drafts
 
 
 class NewBlocks(NamedTuple):

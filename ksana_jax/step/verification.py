@@ -6,8 +6,8 @@ import numpy as np
 
 from ksana_jax.patterns import FAR
 from ksana_jax.sequence import Rows
-from ksana_jax.speculative.drafts import Drafts
 from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.step.drafts import Drafts
 
 
 def verification_arrays(

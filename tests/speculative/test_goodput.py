@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import EngineConfig
+from ksana_jax.speculative import draft_lengths
 from ksana_jax.speculative.goodput import Goodput
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part
@@ -28,7 +29,7 @@ class Machine:
 
     def __post_init__(self):
         config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=512, speculative_config=CONFIG)
-        self.buckets = Buckets.of(config, "test")
+        self.buckets = Buckets.of(config, "test", draft_lengths(config))
         self.rng = np.random.default_rng(0)
         self.goodput = Goodput(self.buckets, 64)
         self.widths = sorted({part.width for part in self.buckets.verifications})
