@@ -6,6 +6,7 @@ Policies and ledger are those of `ksana route`; servers run the real engine, or 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -63,23 +64,22 @@ class Route(SimulatedTask):
         ]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        """Compares each policy with least work on the same requests."""
+        """Compares the best policy with least work on the same requests: the median over seeds, and the range."""
         said = []
         for label, members in _groups(rows).items():
             base = next((row for row in members if _policy(row) == "least_work"), None)
             best = min(members, key=lambda row: row.mean("ttft_p50_s") or float("inf"))
             if base is None or best is base:
                 continue
-            ttft = (best.mean("ttft_p50_s") or 0) / (base.mean("ttft_p50_s") or 1)
-            hits, base_hits = best.mean("hit_rate") or 0, base.mean("hit_rate") or 0
-            said.append(
-                f"{label or 'all'}: {_policy(best)} with {ttft:.2f} times the TTFT p50"
-                + (f" and {hits / base_hits:.1f} times the hits" if base_hits > 0.001 else "")
-            )
+            ttft, hits = _ratios(best, base, "ttft_p50_s", 0), _ratios(best, base, "hit_rate", 0.001)
+            if ttft:
+                times = f"{label or 'all'}: {_policy(best)} with {_median_and_range(ttft, 2)} times the TTFT p50"
+                said.append(times + (f" and {_median_and_range(hits, 1)} times the hits" if hits else ""))
         return "The best policy against least_work: " + "; ".join(said) + "." if said else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws TTFT p50 over hit rate, one marker for each policy and one panel for each of the other settings."""
+        """Draws TTFT p50 over hit rate, one marker for each policy and one panel for each of the other settings:
+        medians over seeds, and the range of TTFT."""
         groups = {label: [r for r in members if r.trials] for label, members in _groups(rows).items()}
         shape = (len(groups), 1) if len(groups) < 4 else (-(-len(groups) // 2), 2)
         panels = figure.subplots(*shape, squeeze=False).reshape(-1)
@@ -89,8 +89,10 @@ class Route(SimulatedTask):
         for axes, (label, members) in zip(panels, groups.items(), strict=False):
             for row in members:
                 index = names.index(_policy(row))
-                x, y = 100 * (row.mean("hit_rate") or 0), (row.mean("ttft_p50_s") or 0) * 1000
-                axes.plot(x, y, **_MARKS[index % len(_MARKS)], linestyle="", label=_policy(row))
+                mark, ttft_ms = _MARKS[index % len(_MARKS)], [1000 * s for s in row.values["ttft_p50_s"]]
+                x = 100 * statistics.median(row.values.get("hit_rate", [0]))
+                axes.plot([x, x], [min(ttft_ms), max(ttft_ms)], color=mark["color"], linewidth=0.8)  # over seeds
+                axes.plot(x, statistics.median(ttft_ms), **mark, linestyle="", label=_policy(row))
             axes.set_yscale("log")
             log_ticks(axes.yaxis)
             axes.set_title(label, fontsize=6)
@@ -100,6 +102,18 @@ class Route(SimulatedTask):
         for axes in panels:
             shown |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=3)
+
+
+def _ratios(row: ResultRow, base: ResultRow, key: str, above: float) -> list[float]:
+    """Returns the ratios of two rows on equal requests, where the second one's value is above some."""
+    others = dict(zip(base.samples.get(key, ()), base.values.get(key, ()), strict=True))
+    pairs = zip(row.samples.get(key, ()), row.values.get(key, ()), strict=True)
+    return [value / others[sample] for sample, value in pairs if others.get(sample, above) > above]
+
+
+def _median_and_range(values: Sequence[float], digits: int) -> str:
+    median = f"{statistics.median(values):.{digits}f}"
+    return f"{median} ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else median
 
 
 def _policy(row: ResultRow) -> str:
