@@ -67,6 +67,7 @@ def record(
     from ksana_jax import checks
     from ksana_jax.experiments.dotted import dotlist
     from ksana_jax.simulator.measuring import about, exercise, make_engine
+    from ksana_jax.simulator.move_times import measure_moves
     from ksana_jax.simulator.step_file import write_steps
 
     checks.require(
@@ -82,8 +83,9 @@ def record(
         )
     engine.records.clear()
     exercise(engine, seconds, max_prompt=max_prompt, max_output=max_output)
-    write_steps(out, about(engine), engine.records)
-    print(f"{out}: {len(engine.records):,} steps")
+    records, moves = list(engine.records), measure_moves(engine)
+    write_steps(out, about(engine) | {"moves": moves}, records)
+    print(f"{out}: {len(records):,} steps, {len(moves):,} moves of blocks")
 
 
 @app.command(cls=Command)
@@ -95,12 +97,14 @@ def fit(
     ] = "affine",
 ) -> None:
     """Fits costs to recorded steps; prints the errors on a fifth of them that is held out."""
+    import dataclasses
     import json
 
     from ksana_jax import checks
     from ksana_jax.errors import ConfigError
     from ksana_jax.files import write_atomic
     from ksana_jax.simulator.fit import fit as fitted
+    from ksana_jax.simulator.move_cost import Link
     from ksana_jax.simulator.step_file import read_steps
 
     checks.require(checks.one_of("--method", method, ("affine", "table")), error=ConfigError)
@@ -114,6 +118,10 @@ def fit(
         )
     print(f"host: {cost.host.step_s * 1e6:,.0f} us a step and {cost.host.row_s * 1e6:,.2f} us a row")
     print(f"moves: {cost.provenance['moves']}")
+    for way, link in dataclasses.asdict(cost.move).items():
+        if link != dataclasses.asdict(Link()):
+            rate = "any rate" if link["bytes_per_s"] is None else f"{link['bytes_per_s'] / 1e9:,.2f} GB/s"
+            print(f"  {way}: {link['fixed_s'] * 1e6:,.0f} us and {rate}")
     print(f"{out}: {len(cost.shapes)} shapes")
 
 
@@ -123,16 +131,28 @@ def validate(
     queues: Annotated[bool, typer.Option(help="queues with known answers")] = True,
     decisions: Annotated[bool, typer.Option(help="decisions of a real engine, step by step")] = True,
     prediction: Annotated[bool, typer.Option(help="costs fitted on one workload predict another")] = True,
+    workload: Annotated[str, typer.Option(help="workload that is predicted: poisson, bursts or sessions")] = "poisson",
     rounds: Annotated[int, typer.Option(help="rounds of measurements for the prediction")] = 10,
+    seconds: Annotated[float, typer.Option(help="seconds of steps of many sizes in each round")] = 1.5,
+    requests: Annotated[int, typer.Option(help="requests of the workload in each round")] = 120,
+    seed: Annotated[int, typer.Option(help="of the workload")] = 0,
 ) -> None:
     """Validates the simulator; prints each check with its error and limit. Returns 1 if one fails."""
     from ksana_jax import checks
     from ksana_jax.simulator.validate import check_decisions, check_known_answers, check_prediction
 
-    checks.require(checks.integer("--rounds", rounds))
+    checks.require(
+        checks.one_of("--workload", workload, ("poisson", "bursts", "sessions")),
+        checks.integer("--rounds", rounds),
+        checks.number("--seconds", seconds, above=0),
+        checks.integer("--requests", requests, 10),
+        checks.integer("--seed", seed, 0),
+    )
     right = check_known_answers() if queues else True
     if decisions:
         right &= check_decisions(model)
     if prediction:
-        right &= check_prediction(model, rounds=rounds)
+        right &= check_prediction(
+            model, workload=workload, rounds=rounds, seconds=seconds, num_requests=requests, seed=seed
+        )
     raise typer.Exit(0 if right else 1)

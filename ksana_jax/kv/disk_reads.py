@@ -181,7 +181,8 @@ class DiskReads:
     def wait(self, timeout_s: float = 0.01) -> None:
         """Blocks until a read is done, for at most `timeout_s`."""
         futures = [read.future for reserved in self._active.values() for read in reserved.reads]
-        concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
+        assert self._disk is not None
+        self._disk.wait(futures, timeout_s)
 
     def reserved(self, state: KVState) -> np.ndarray:
         """Host slots that a sequence has reserved."""

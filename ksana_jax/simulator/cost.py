@@ -14,6 +14,7 @@ import numpy as np
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.plugins import resolve
+from ksana_jax.simulator.move_cost import MoveCost, read_moves
 from ksana_jax.simulator.step_size import StepSize
 
 FORMAT = 1
@@ -34,18 +35,6 @@ class HostCost:
         return self.step_s + self.row_s * size.num_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class MoveCost:
-    """Seconds to move a block: to the host, on the device, and from the host."""
-
-    saved_s: float = 0.0
-    copied_s: float = 0.0
-    loaded_s: float = 0.0
-
-    def seconds(self, num_saved: int, num_copied: int, num_loaded: int) -> float:
-        return self.saved_s * num_saved + self.copied_s * num_copied + self.loaded_s * num_loaded
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
     """Base of all models of costs: the host's part, moves, and where the numbers are from.
@@ -55,7 +44,7 @@ class Cost:
     """
 
     host: HostCost = HostCost()
-    move: MoveCost = MoveCost()
+    move: MoveCost = dataclasses.field(default_factory=MoveCost)
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def seconds(self, size: StepSize) -> float:
@@ -65,10 +54,6 @@ class Cost:
     def host_seconds(self, size: StepSize) -> float:
         """Returns the host's seconds for a step."""
         return self.host.seconds(size)
-
-    def moving_seconds(self, num_saved: int, num_copied: int, num_loaded: int) -> float:
-        """Returns the seconds to move blocks, which pass before a step is computed."""
-        return self.move.seconds(num_saved, num_copied, num_loaded)
 
     def knows(self, size: StepSize) -> bool:
         """Whether steps of this shape were measured; a model without shapes knows all."""
@@ -192,7 +177,7 @@ def read_fields(kind: type, given: Mapping[str, Any], **read: Callable[[Any], An
     needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
     if missing := sorted(needed - given.keys()):
         raise ConfigError(f"cost has no {missing[0]!r}")
-    read = {"host": lambda part: _part(HostCost, part), "move": lambda part: _part(MoveCost, part), **read}
+    read = {"host": lambda part: _part(HostCost, part), "move": read_moves, **read}
     return kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
 
 

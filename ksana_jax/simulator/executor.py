@@ -41,16 +41,23 @@ class SimExecutor:
       clock: of the engine.
       timer: of steps and of the host's part in them.
       patterns: one for each layer.
-      num_host_blocks: blocks of host memory, of which nothing is kept.
+      num_host_blocks: blocks of host memory, of which nothing is kept. block_bytes: size of a block, which decides how
+        long it takes to move.
 
     Attributes:
       busy_s, host_s: seconds in which the device and the host worked, summed up.
     """
 
     def __init__(
-        self, clock: VirtualClock, timer: Timer, patterns: Sequence[AttentionPattern], num_host_blocks: int = 0
+        self,
+        clock: VirtualClock,
+        timer: Timer,
+        patterns: Sequence[AttentionPattern],
+        num_host_blocks: int = 0,
+        block_bytes: int = 0,
     ):
         self.clock, self.timer, self.patterns = clock, timer, list(patterns)
+        self._block_bytes = block_bytes
         self.host_blocks = np.zeros((num_host_blocks, 1), np.uint8)
         self.busy_s = self.host_s = 0.0
         self._free_at = 0.0
@@ -84,7 +91,7 @@ class SimExecutor:
         self.busy_s += seconds
 
     def _moving(self, *blocks: int) -> float:
-        return self.timer.cost.moving_seconds(*blocks)
+        return self.timer.cost.move.seconds(self._block_bytes, *blocks)
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         self.patterns = list(patterns)

@@ -12,8 +12,9 @@ from scipy.optimize import nnls
 from ksana_jax.errors import ConfigError
 from ksana_jax.metrics import StepRecord
 from ksana_jax.simulator.attribution import beside_chunks, chunk_seconds
-from ksana_jax.simulator.cost import HostCost, MoveCost
+from ksana_jax.simulator.cost import HostCost
 from ksana_jax.simulator.fitted import DECODE, FEATURES, FittedCost, ShapeTimes, features, phase_of
+from ksana_jax.simulator.move_cost import fit_moves
 from ksana_jax.simulator.step_file import Steps, device_seconds, size_of, usable
 from ksana_jax.simulator.step_size import StepSize
 
@@ -26,8 +27,8 @@ MIN_OF_SHAPE, MOST_RESIDUALS = 5, 50
 def fit(steps: Steps, *, method: str = "affine", seed: int = 0) -> FittedCost:
     """Fits costs to recorded steps.
 
-    Steps that compiled, or were the first of their shape, are left out; those that moved blocks are used for the costs
-    of moves only. Each phase is fitted by non-negative least squares on relative errors.
+    Steps that compiled, moved blocks or were the first of their shape are left out. Phases are fitted by non-negative
+    least squares on relative errors, and so are moves, to the times that were measured of moves alone (`move_times`).
 
     Args:
       method: see `FittedCost`. seed: of the choice of the steps that are held out.
@@ -56,17 +57,18 @@ def fit(steps: Steps, *, method: str = "affine", seed: int = 0) -> FittedCost:
         raise ConfigError(f"none of {len(steps.records):,} steps can be used: each compiled or was first of its shape")
     shapes = _shapes(still, phases)
     host, num_host = _host(steps, alone)
-    model = FittedCost(method=method, phases=phases, shapes=shapes, host=host)
-    move, num_moved = _move([(size, seconds) for size, seconds in measured if _moves(size)], model)
+    moved = steps.about.get("moves", [])
     provenance = {
         "measured": True,
         "fitted": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "num_steps": {"recorded": len(steps.records), "used": len(still), "host": num_host, "with moves": num_moved},
+        "num_steps": {"recorded": len(steps.records), "used": len(still), "host": num_host},
         "held_out": errors,
-        "moves": "measured" if num_moved else "not measured: no recorded step moved blocks, they take no time",
-        "steps": dict(steps.about),
+        "moves": f"measured: {len(moved):,}" if moved else "not measured: the engine had one tier, they take no time",
+        "steps": {name: value for name, value in steps.about.items() if name != "moves"},
     }
-    return FittedCost(method=method, phases=phases, shapes=shapes, host=host, move=move, provenance=provenance)
+    return FittedCost(
+        method=method, phases=phases, shapes=shapes, host=host, move=fit_moves(moved), provenance=provenance
+    )
 
 
 def _measured(records: Sequence[StepRecord], alone: Sequence[bool]) -> list[tuple[StepSize, float]]:
@@ -161,13 +163,3 @@ def _host(steps: Steps, alone: Sequence[bool]) -> tuple[HostCost, int]:
     rows, seconds = np.array(pairs).T
     step_s, row_s = _relative_nnls(np.stack([np.ones_like(rows), rows], axis=1), np.maximum(seconds, 1e-9))
     return HostCost(step_s, row_s), len(pairs)
-
-
-def _move(found: Sequence[tuple[StepSize, float]], model: FittedCost) -> tuple[MoveCost, int]:
-    """Fits the seconds that steps with moves take beyond those without to the blocks moved."""
-    if not found:
-        return MoveCost(), 0
-    blocks = np.array([[size.num_saved, size.num_copied, size.num_loaded] for size, _ in found], float)
-    beyond = np.array([seconds - model.seconds(size) for size, seconds in found])
-    cost, _ = nnls(blocks, np.maximum(beyond, 0.0))
-    return MoveCost(*cost.tolist()), len(found)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import datetime
+import heapq
 import importlib.metadata
 import itertools
 import math
@@ -89,31 +89,38 @@ def with_known_lengths(items: Sequence[WorkItem]) -> list[WorkItem]:
 
 
 def serve(engine: Engine, items: Sequence[WorkItem]) -> list[Served]:
-    """Serves single requests on a real engine at the times of their arrival, in real time.
+    """Serves requests on a real engine in real time.
+
+    They come at the times of their arrival; turns of a session when the one before has ended and its user has thought.
 
     Answers have the true lengths: the client sets max_tokens to it, and ignore_eos. Between requests the processor
     spins: after a sleep it takes 1.2 to 1.4 times as long for steps of the same shape, measured on two cores.
 
     Returns:
-      What became of each, times in seconds since the workload began.
+      What became of each, in the order of the workload; times in seconds since it began.
     """
-    assert not any(item.after is not None for item in items), "sessions are not served here"
-    coming = collections.deque(sorted(items, key=lambda item: item.arrival_s))
+    coming = [(item.arrival_s, item.index, item) for item in items if item.after is None]
+    heapq.heapify(coming)
+    turns: dict[int | None, list[WorkItem]] = {}
+    for item in items:
+        turns.setdefault(item.after, []).append(item)
     served: dict[str, tuple[Served, Request]] = {}
     prompts = {item.index: np.asarray(item.tokens(), np.int32) for item in items}
     began = engine.clock()
     while coming or engine.has_work:
-        while coming and began + coming[0].arrival_s <= engine.clock():
-            item = coming.popleft()
+        while coming and began + coming[0][0] <= engine.clock():
+            arrival_s, _, item = heapq.heappop(coming)
             asked = RequestInput(prompts[item.index], exactly(item.num_output))
             [request] = engine.new_requests([asked])
-            request.metrics.arrival_s = began + item.arrival_s
+            request.metrics.arrival_s = began + arrival_s
             engine.add([request])
-            served[request.request_id] = Served(item, item.arrival_s), request
+            served[request.request_id] = Served(item, arrival_s), request
         if engine.has_work:
-            engine.step()
+            for request in (request for request in engine.step() if request.finished):
+                for turn in turns.get(served[request.request_id][0].item.index, ()):
+                    heapq.heappush(coming, (engine.clock() - began + turn.think_s, turn.index, turn))
         elif coming:
-            while engine.clock() < began + coming[0].arrival_s:
+            while engine.clock() < began + coming[0][0]:
                 pass
     for found, request in served.values():
         metrics = request.metrics
@@ -121,7 +128,7 @@ def serve(engine: Engine, items: Sequence[WorkItem]) -> list[Served]:
         found.first_token_s, found.finished_s = metrics.first_token_s - began, metrics.finished_s - began
         found.num_output, found.num_preemptions = metrics.num_output_tokens, metrics.num_preemptions
         found.finish_reason = str(request.completions[0].seq.finish_reason)
-    return [served_one for served_one, _ in served.values()]
+    return sorted((served_one for served_one, _ in served.values()), key=lambda one: one.item.index)
 
 
 def make_engine(model: str, **settings: Any) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.disk.block_file import BlockFormat
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.request import RequestInput, SamplingParams
@@ -20,6 +21,7 @@ from ksana_jax.simulator.answers import Answer, Answers
 from ksana_jax.simulator.clock import VirtualClock
 from ksana_jax.simulator.cost import Cost, Coverage, Seed
 from ksana_jax.simulator.executor import SimExecutor
+from ksana_jax.simulator.sim_disk import SimDisk
 from ksana_jax.simulator.step_size import SizeBuilder
 from ksana_jax.step.buckets import Buckets
 
@@ -63,10 +65,10 @@ class SimEngine:
       stepped: called after each step, at its end.
 
     Attributes:
-      open: requests that have not ended, by id.
+      open: requests that have not ended, by id. disk: None if there is no disk tier.
 
     Raises:
-      ConfigError: config leaves num_blocks open, or has a disk tier, whose reads take real time.
+      ConfigError: config leaves num_blocks open.
     """
 
     def __init__(
@@ -85,14 +87,19 @@ class SimEngine:
     ):
         if config.num_blocks is None:
             raise ConfigError("a simulated engine needs num_blocks: the pool's size is part of what is simulated")
-        if config.disk_cache_dir is not None:
-            raise ConfigError("a simulated engine has no disk_cache_dir: reads of files take real time")
         seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
         config = config.for_model(model, seen)
         self.events, self.timer, self.clock = events, cost.start(seed), VirtualClock(events())
         self.ended, self.answered, self.stepped = ended, answered, stepped
-        num_host_blocks = config.host_cache_bytes // make_layout(model, seen, config).block_bytes
-        self.executor = SimExecutor(self.clock, self.timer, seen, num_host_blocks)
+        layout = make_layout(model, seen, config)
+        num_host_blocks = config.host_cache_bytes // layout.block_bytes
+        self.executor = SimExecutor(self.clock, self.timer, seen, num_host_blocks, layout.block_bytes)
+        self.disk: SimDisk | None = None
+        tiers: dict[str, Any] = {}
+        if config.disk_cache_dir is not None:  # of which only whether there is one matters
+            format = BlockFormat.of(layout, "simulated")
+            self.disk = SimDisk(format, config.disk_cache_bytes, self.clock, cost.move)
+            config, tiers = dataclasses.replace(config, disk_cache_dir=None), {"disk": self.disk}
         self.engine: Engine = build_engine(
             model,
             None,
@@ -101,6 +108,7 @@ class SimEngine:
             executor=self.executor,
             clock=self.clock,
             buckets=Buckets.of(config, platform),
+            **tiers,
         )
         self.answers = Answers(config.max_num_seqs, model.eos_ids, self.clock)
         self.engine.builder = SizeBuilder.like(self.engine.builder, self.answers, self.executor.host_works)

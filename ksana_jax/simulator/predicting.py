@@ -20,13 +20,35 @@ from ksana_jax.simulator.one_engine import Served
 from ksana_jax.simulator.replay import ReplayCost
 from ksana_jax.simulator.run import simulate
 from ksana_jax.simulator.step_file import Steps, device_seconds, size_of
+from ksana_jax.workload.base import WorkloadSettings
 from ksana_jax.workload.items import WorkItem
+from ksana_jax.workload.sessions import Sessions
 from ksana_jax.workload.synthetic import Synthetic
 
 # Largest relative errors of the prediction.
 LIMITS = {"E2E p50": 0.09, "E2E p90": 0.09, "TTFT p90": 0.20, "TPOT p50": 0.05, "output tokens/s": 0.05}
 # Share of the rate that the engine reaches when all requests are there at once.
 LOAD = 0.6
+
+
+def workloads(longest: int, num_requests: int, seed: int) -> dict[str, WorkloadSettings]:
+    """Returns workloads that are predicted, by name.
+
+    Args:
+      longest: most tokens of a prompt and of an answer.
+    """
+    same: dict[str, Any] = {
+        "num_requests": num_requests, "seed": seed, "max_prompt": longest, "max_output": longest, "rate": 1.0
+    }  # fmt: skip
+    lengths = {"prompt": {"p50": 40, "p99": longest}, "output": {"p50": 24, "p99": longest}}
+    turns: dict[str, Any] = {
+        "turns": 3.0, "think_s": 0.2, "num_systems": 4, "system": 16, "user": [4, 24], "output": [4, 24]
+    }  # fmt: skip
+    return {
+        "poisson": Synthetic(**lengths, **same),
+        "bursts": Synthetic(cv=3.0, prompt=[1, longest], output=[1, longest], **same),
+        "sessions": Sessions(**turns, **same),
+    }
 
 
 def together(rounds: Sequence[Sequence[Served]]) -> list[Served]:
@@ -86,6 +108,7 @@ class Round:
 def predict(
     model: str = "ksana-tiny",
     *,
+    workload: str = "poisson",
     rounds: int = 10,
     seconds: float = 1.5,
     num_requests: int = 120,
@@ -95,32 +118,24 @@ def predict(
 ) -> Prediction:
     """Measures and predicts.
 
-    Rounds alternate between steps of many sizes, from which costs are fitted, and the workload that is predicted:
-    requests with Poisson arrivals and lognormal lengths, at LOAD of the rate that the engine reaches. One fit is made
-    of all rounds. A machine that others use is slower for seconds at a time, so each round's prediction takes the speed
-    of the steps just before it; no time of the predicted workload is used.
+    Rounds alternate between steps of many sizes, from which costs are fitted, and the workload that is predicted, at
+    LOAD of the rate that the engine reaches. One fit is made of all rounds. A machine that others use is slower for
+    seconds at a time, so each round's prediction takes the speed of the steps just before it; no time of the predicted
+    workload is used.
 
     Args:
-      seconds: of each round's steps of many sizes. settings: of the engine.
+      workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.
+      settings: of the engine.
     """
     chosen = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 256, "num_blocks": 512, **settings}
     engine = make_engine(model, **chosen)
     longest = engine.max_model_len // 2 - 1
-    asked = Synthetic(
-        rate=1.0,
-        num_requests=num_requests,
-        seed=seed,
-        prompt={"p50": 40, "p99": longest},
-        output={"p50": 24, "p99": longest},
-        max_prompt=longest,
-        max_output=longest,
-    )
-    workload = asked.make(engine.model.vocab_size)
-    at_once = [dataclasses.replace(item, arrival_s=0.0) for item in with_known_lengths(workload.items)]
+    made = workloads(longest, num_requests, seed)[workload].make(engine.model.vocab_size)
+    at_once = [dataclasses.replace(item, arrival_s=0.0, after=None) for item in with_known_lengths(made.items)]
     serve(engine, at_once)
-    rate = LOAD * num_requests / max(s.finished_s for s in serve(engine, at_once))
-    items = with_known_lengths(workload.scaled(rate).items)
-    say(f"{model}: {rate:,.1f} requests/s, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    rate = LOAD * len(at_once) / max(s.finished_s for s in serve(engine, at_once))
+    items = with_known_lengths(made.scaled(rate).items)
+    say(f"{model}, {workload}: {rate:,.1f} requests/s, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
     measured = []
     for number in range(rounds):
         engine.records.clear()

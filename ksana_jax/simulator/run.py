@@ -68,7 +68,7 @@ class Run:
     """A finished simulation of one engine.
 
     served: what became of the requests, in the order of the workload. records: of the engine's steps. seconds: of the
-    simulation. busy_s, host_s: in which device and host worked.
+    simulation. busy_s, host_s, disk_s: in which device, host and disk worked, or the engine waited for the disk.
     """
 
     served: list[Served]
@@ -76,6 +76,7 @@ class Run:
     seconds: float
     busy_s: float
     host_s: float
+    disk_s: float = 0.0
 
     def times(self) -> list[RequestTimes]:
         """Returns the requests as `workload.report` takes them, which a benchmark of a server fills too."""
@@ -145,6 +146,7 @@ def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig
         events(),
         engine.executor.busy_s,
         engine.executor.host_s,
+        engine.disk.busy_s + engine.disk.waited_s if engine.disk is not None else 0.0,
     )
     check(found, counted, arrivals.num_sent)
     engine.coverage.check()
@@ -157,7 +159,7 @@ def check(run: Run, counted: InSystem, num_sent: int) -> None:
     """Checks the laws that hold for every run that has ended.
 
     Requests sent = finished + refused. Nothing happens before its cause. Little's law, L = lambda W within 1 %, with L
-    counted by events and W from the times of requests. Host or device work whenever there is a request.
+    counted by events and W from the times of requests. Host, device or disk work whenever there is a request.
 
     Raises:
       AssertionError: one of them does not hold, with the numbers.
@@ -175,7 +177,7 @@ def check(run: Run, counted: InSystem, num_sent: int) -> None:
     assert abs(counted.area - sojourn_s) <= 0.01 * sojourn_s + 1e-9, (
         f"Little's law: the number in the system adds up to {counted.area} s, the times in it to {sojourn_s} s"
     )
-    worked_s = run.busy_s + run.host_s
+    worked_s = run.busy_s + run.host_s + run.disk_s
     assert counted.occupied_s <= worked_s * (1 + 1e-6) + 1e-9, (
-        f"requests were there for {counted.occupied_s} s, in which host and device worked {worked_s} s"
+        f"requests were there for {counted.occupied_s} s, in which host, device and disk worked {worked_s} s"
     )

@@ -70,7 +70,8 @@ def test_noise_is_drawn_for_each_server_from_the_trials_seed(tmp_path):
     cost = FittedCost(phases={phase: {"step": 0.01} for phase in PHASES}, shapes=shapes).plain()
 
     def measured(seed, **settings):
-        config = {"model": "llama-2-7b", "engine": ENGINE, "pattern": None, "layer_patterns": None}
+        config = {"model": "llama-2-7b", "engine": ENGINE | {"kv_cache_dtype": "auto"}, "pattern": None}
+        config["layer_patterns"] = None
         fields = {"workload": WORKLOAD, "cost": cost, "servers": 2, "policy": "round_robin", **settings}
         return Simulation(config, SimulatedSettings(**fields), seed).measure()
 
@@ -155,8 +156,27 @@ def test_bad_settings_are_refused_before_anything_runs(task, settings, words):
 
 
 def test_a_pool_of_unknown_size_is_refused():
-    with pytest.raises(ConfigError, match=r"engine\.num_blocks is None"):
+    with pytest.raises(ConfigError, match=r"engine\.num_blocks is None and settings\.pool_bytes None"):
         plan(given("simulate", engine={"num_blocks": None}))
+    with pytest.raises(ConfigError, match=r"engine\.num_blocks is 512 and settings\.pool_bytes 100"):
+        plan(given("simulate", settings={"pool_bytes": 100}))
+    with pytest.raises(ConfigError, match=r"pool_bytes is 100, a block has 16,777,216 bytes"):
+        plan(given("simulate", engine={"num_blocks": None}, settings={"pool_bytes": 100}))
+
+
+def simulation(engine, **settings):
+    config = {"model": "llama-2-7b", "engine": ENGINE | engine, "pattern": None, "layer_patterns": None}
+    return Simulation(config, SimulatedSettings(workload=WORKLOAD, **settings), 0)
+
+
+def test_a_quantised_pool_of_equal_bytes_has_more_blocks_and_is_read_faster():
+    pool = {"pool_bytes": 2**33, "cost": {"level": "roofline", "model": "llama-2-7b", "chip": "h200"}}
+    plain, int8 = (
+        simulation({"dtype": "bf16", "num_blocks": None, "kv_cache_dtype": kind}, **pool) for kind in ("auto", "int8")
+    )
+    assert plain.engine.num_blocks == 2**33 // (2 * 32 * 4096 * 2 * 16) == 1024
+    assert 1.8 * 1024 < (int8.engine.num_blocks or 0) <= 2 * 1024
+    assert plain.measure()["tpot_p50_s"] > int8.measure()["tpot_p50_s"] > 0.9 * plain.measure()["tpot_p50_s"]
 
 
 def test_a_fit_that_changes_makes_another_trial(tmp_path):

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError
-from ksana_jax.simulator.cost import AffineCost, Cost, HostCost, MoveCost, read_cost
+from ksana_jax.simulator.clock import VirtualClock
+from ksana_jax.simulator.cost import AffineCost, Cost, HostCost, read_cost
 from ksana_jax.simulator.fit import fit
+from ksana_jax.simulator.move_cost import WAYS, Link, MoveCost
+from ksana_jax.simulator.one_engine import SimEngine
 from ksana_jax.simulator.replay import ReplayCost
 from ksana_jax.simulator.run import simulate
 from ksana_jax.simulator.step_file import Steps, read_steps, write_steps
@@ -48,11 +51,46 @@ def test_costs_fitted_on_one_workload_predict_another(method, true):
 
 
 def test_costs_of_moved_blocks_are_found():
-    true = AffineCost(0.002, 1e-4, host=HostCost(1e-4), move=MoveCost(saved_s=3e-4, loaded_s=2e-4))
-    tight = {"num_blocks": 12, "host_cache_bytes": 2**20, "preempt": "swap"}
-    cost = fit(Steps({}, recorded(400, 300.0, cost=true, **tight)))
-    assert cost.move.saved_s == pytest.approx(3e-4, rel=0.02) and cost.move.loaded_s == pytest.approx(2e-4, rel=0.02)
-    assert cost.move.copied_s == 0 and cost.provenance["moves"] == "measured"
+    true = MoveCost(saved=Link(2e-5, 1e9), loaded=Link(0.0, 4e9), read=Link(1e-4))
+    moves = [
+        {"way": way, "num_bytes": size, "seconds": getattr(true, way).seconds(size)}
+        for way in ("saved", "loaded", "read")
+        for size in (4096, 32768, 2**20)
+    ]
+    cost = fit(Steps({"moves": moves}, recorded()))
+    for way in WAYS:
+        found, expected = getattr(cost.move, way), getattr(true, way)
+        assert found.fixed_s == pytest.approx(expected.fixed_s, rel=1e-6, abs=1e-12)
+        assert [found.seconds(n) for n in (100, 10**6)] == pytest.approx([expected.seconds(n) for n in (100, 10**6)])
+    assert cost.provenance["moves"] == "measured: 9"
+
+
+def test_moves_take_their_time_by_bytes_and_a_fixed_part():
+    tight = config(num_blocks=12, host_cache_bytes=2**20, preempt="swap", async_scheduling=False)
+    items = drawn_items(60, 300.0)
+    free, slow = (simulate(items, MODEL, tight, AffineCost(0.004, 1e-5, move=m)) for m in (MoveCost(), MoveCost(SLOW)))
+    moves = [r.num_saved for r in slow.records if r.num_saved]
+    assert moves and [r.num_saved for r in free.records if r.num_saved] == moves
+    block_bytes = SimEngine(MODEL, tight, VirtualClock(), AffineCost(0.004, 1e-5)).engine.scheduler.layout.block_bytes
+    expected = sum(SLOW.seconds(n * block_bytes) for n in moves)
+    assert slow.busy_s - free.busy_s == pytest.approx(expected, rel=1e-6)
+
+
+SLOW = Link(0.001, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        ({"stored": {}}, "move has 'stored', must be of saved, copied, loaded, written, read"),
+        ({"saved": 3}, "move.saved is 3, must be a mapping of fixed_s, bytes_per_s"),
+        ({"saved": {"bytes_per_s": 0}}, "move.saved: bytes_per_s is 0, must be"),
+        ({"read": {"fixed_s": -1}}, "move.read: fixed_s is -1, must be"),
+    ],
+)
+def test_bad_costs_of_moves_are_refused(move, words):
+    with pytest.raises(ConfigError, match=words):
+        read_cost({"level": "affine", "step_s": 0.1, "token_s": 0, "move": move})
 
 
 def test_a_file_of_steps_and_one_of_costs_give_the_same_costs_again(tmp_path):

@@ -67,32 +67,13 @@ def compared(num_servers, num_requests, policies=POLICIES, seeds=(0,)):
 @pytest.mark.soak
 @pytest.mark.parametrize(("num_servers", "num_requests", "seeds"), [(4, 1200, (0, 1, 2)), (16, 3200, (0,))])
 def test_fleets_agree_with_the_full_ones(num_servers, num_requests, seeds):
-    """TTFT p50 and p90 within 10 %, hits within 2 points, and of policies that differ by more than 5 %, 95 % of the
-    pairs in the same order. With 1,200 requests, p90 differs by a fifth from seed to seed."""
+    """TTFT p50 and p90 within 10 %, hits within 2 points. With 1,200 requests, p90 differs by a fifth from seed to
+    seed."""
     found = compared(num_servers, num_requests, seeds=seeds)
     for policy, (full, light) in found.items():
         for name in ("p50", "p90"):
             assert light[name] == pytest.approx(full[name], rel=0.10), (policy, name, full, light)
         assert light["hit"] == pytest.approx(full["hit"], abs=0.02), (policy, full, light)
-    same, pairs = same_order(found)
-    assert pairs >= 5 and same >= 0.95 * pairs
-
-
-def same_order(found):
-    """Returns how many pairs of policies that differ by more than 5 % are ordered alike, and how many there are."""
-    same = pairs = 0
-    for (a, b), name in itertools.product(itertools.combinations(found, 2), ("p50", "p90")):
-        (full_a, light_a), (full_b, light_b) = found[a], found[b]
-        if abs(full_a[name] / full_b[name] - 1) > 0.05:
-            pairs += 1
-            same += (full_a[name] < full_b[name]) == (light_a[name] < light_b[name])
-    return same, pairs
-
-
-def test_a_small_fleet_is_ranked_like_the_full_one():
-    found = compared(2, 150, ("round_robin", "min_ttft"))
-    same, pairs = same_order(found)
-    assert same == pairs == 2
 
 
 def test_nothing_is_held_when_all_have_ended():

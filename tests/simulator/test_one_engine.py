@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError
+from ksana_jax.kv.disk.block_file import BlockFacts, BlockFormat, file_bytes
+from ksana_jax.kv.disk.tier import DiskTier
+from ksana_jax.kv.layout import Leaf
+from ksana_jax.simulator.clock import VirtualClock
 from ksana_jax.simulator.cost import AffineCost, HostCost, read_cost
+from ksana_jax.simulator.move_cost import Link, MoveCost
 from ksana_jax.simulator.run import simulate
+from ksana_jax.simulator.sim_disk import SimDisk
 from ksana_jax.simulator.step_size import SizeBuilder, SizedStep
 from ksana_jax.step.builder import BatchBuilder
 from tests.simulator.items import MODEL, config, drawn_items, item
@@ -127,3 +133,70 @@ def test_steps_without_arrays_have_the_sizes_of_those_with_them(monkeypatch, set
     run = simulate(items, MODEL, config(**settings), AffineCost(0.004, 1e-5))
     assert len(compared) >= len(run.records) and all(compared)
     assert [r.num_attended for r in run.records] != [0] * len(run.records)
+
+
+def chats(count=8, turns=3, think_s=0.3):
+    """Sessions whose prompts grow, of which the pool and the host hold a few."""
+    items = []
+    for session in range(count):
+        after = None
+        for turn in range(turns):
+            at = session * 0.05 if after is None else math.nan
+            text = {"seed": session, "after": after, "think_s": think_s, "session": session}
+            items.append(item(len(items), at, 30 * (turn + 1), 3, **text))
+            after = items[-1].index
+    return items
+
+
+TIERS = {"enable_prefix_caching": True, "num_blocks": 14, "host_cache_bytes": 2**22, "max_num_seqs": 2}
+
+
+def test_prefixes_that_the_disk_keeps_are_hits_and_take_its_time():
+    fast, slow = MoveCost(read=Link(0.0005), written=Link(0.001)), MoveCost(read=Link(0.05), written=Link(0.001))
+    runs = {}
+    for name, move, disk in (("none", fast, None), ("fast", fast, "a folder"), ("slow", slow, "a folder")):
+        chosen, cost = config(**TIERS, disk_cache_dir=disk), AffineCost(0.004, 1e-3, move=move)
+        runs[name] = simulate(chats(), MODEL, chosen, cost)
+        assert simulate(chats(), MODEL, chosen, cost).text() == runs[name].text()
+    hits = {name: run.report()["hit_rate"] for name, run in runs.items()}
+    assert hits["fast"] > 1.2 * hits["none"] and runs["none"].disk_s == 0
+    assert runs["slow"].disk_s > runs["fast"].disk_s > 0
+    assert runs["slow"].report()["ttft_s"]["mean"] > runs["fast"].report()["ttft_s"]["mean"] + 0.02
+    assert all(served.finish_reason == "stop" for run in runs.values() for served in run.served)
+
+
+def test_a_request_that_waits_for_the_disk_alone_waits_for_its_reads():
+    read_s, blocks = 0.010, []
+    for move in (MoveCost(), MoveCost(read=Link(read_s))):
+        items = [item(0, 0.0, 80, 2, seed=0), *(item(n, 1.0 + n / 10, 80, 2) for n in range(1, 9))]
+        items.append(item(9, 5.0, 80, 2, seed=0))
+        chosen = config(**TIERS, disk_cache_dir="a folder", async_scheduling=False)
+        run = simulate(items, MODEL, chosen, AffineCost(0.004, 0.0, move=move))
+        last = run.served[-1]
+        assert last.num_cached_tokens == 64
+        blocks.append(last.first_token_s - last.arrival_s)
+    assert blocks[1] - blocks[0] == pytest.approx(4 * read_s)
+
+
+def test_the_simulated_disk_keeps_what_the_real_one_keeps(tmp_path):
+    format, rng = BlockFormat("model", (Leaf("kv", (64,), "uint8"),)), np.random.default_rng(0)
+    clock, data = VirtualClock(), np.zeros(64, np.uint8)
+    budget = 12 * file_bytes(format, BlockFacts(bytes(32), bytes(32), bytes(16), 0)) + 10
+    real, simulated = DiskTier(tmp_path, format, budget), SimDisk(format, budget, clock, MoveCost(read=Link(0.1)))
+    for _ in range(300):
+        chain, depth = (int(n) for n in rng.integers(0, 6, 2))
+        key, parent = (bytes([chain, d]) + bytes(30) for d in (depth, depth - 1 if depth else 255))
+        facts = BlockFacts(key, parent, bytes(16), depth)
+        if rng.random() < 0.5:
+            expected = facts if rng.random() < 0.9 else BlockFacts(key, parent, b"other tokens" + bytes(4), depth)
+            found = simulated.read(key, expected, data)
+            simulated.wait([found], 1.0)
+            assert found.done() and found.result() == real.read(key, expected, data).result()
+        else:
+            for disk in (real, simulated):
+                disk.write(facts, data)
+        for disk in (real, simulated):
+            disk.flush()
+        assert sorted(real.keys()) == sorted(simulated.keys()) and real.num_bytes == simulated.num_bytes
+    assert real.counters == simulated.counters and real.counters.replaced > 20 < real.counters.read
+    real.close()

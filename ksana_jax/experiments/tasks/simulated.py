@@ -15,6 +15,7 @@ from ksana_jax.experiments.identity import canonical
 from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks.base import INPUT_FILES, BaseTask, Measurement, ResultRow
 from ksana_jax.experiments.text_files import content_digest
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.pattern_presets import read_pattern
 from ksana_jax.patterns import per_layer
@@ -43,8 +44,13 @@ class SimulatedSettings:
     workload: requests, see `ksana_jax.workload`: {"kind": "sessions", ...} or {"preset": "orca", ...}. The trial's seed
       replaces its own. The path of a trace is relative to the working directory.
     rate: requests per second, to which the workload's gaps are scaled; null leaves them.
+    pool_bytes: size of a server's pool in place of engine.num_blocks, which then are as many as fit with the engine's
+      kv_cache_dtype.
     cost: what steps cost: {"level": "affine", "step_s": 0.01, "token_s": 0.0001}, which null stands for, or another
-      model (`simulator.cost`), or the file of a fit.
+      model (`simulator.cost`), or the file of a fit. One of level roofline takes the engine's kv_cache_dtype, unless it
+      has its own. Moves between tiers take no time unless it has "move": {"saved": {"bytes_per_s": 4e10}, "read":
+      {"fixed_s": 0.0001, "bytes_per_s": 6e9}}; the ways are saved, copied, loaded, and written and read of a disk tier,
+      of whose disk_cache_dir only matters that it is set.
     server: "engine" runs the real engine, scheduler and memory; "light" counts only (`simulator.light`);
       "request_level" batches by request, as FasterTransformer does.
     servers: number of servers.
@@ -59,6 +65,7 @@ class SimulatedSettings:
 
     workload: Any = "orca"
     rate: float | None = None
+    pool_bytes: int | None = None
     cost: Any = dataclasses.field(default=None, metadata=INPUT_FILES)
     server: Literal["engine", "request_level", "light"] = ONE_ENGINE
     servers: int = 1
@@ -79,7 +86,8 @@ class Simulation:
 
     def __init__(self, config: Mapping[str, Any], settings: SimulatedSettings, seed: int):
         self._settings, self._seed = settings, seed
-        self.model, self.engine = _model(config), EngineConfig(**config["engine"])
+        self.model = _model(config)
+        self.engine = _with_pool(self.model, EngineConfig(**config["engine"]), settings.pool_bytes)
         workload = read_workload(settings.workload, seed=seed).make(self.model.vocab_size)
         self.workload = workload if settings.rate is None else workload.scaled(settings.rate)
         self._chains = Chains(self.engine.block_size)
@@ -116,7 +124,7 @@ class Simulation:
     def _serve(self, workload: Workload) -> fleet.FleetRun | list[RequestTimes]:
         settings = self._settings
         if settings.server == BY_REQUEST:
-            return request_level.serve(workload.items, cost_of(settings), self.engine.max_num_seqs)
+            return request_level.serve(workload.items, self._cost(), self.engine.max_num_seqs)
         router = Router(range(settings.servers), settings.policy, self._router_settings(), workload.seed)
         run = fleet.serve(workload.items, self._make_server(), router, self._chains, network_s=settings.network_s)
         router.check()
@@ -125,7 +133,7 @@ class Simulation:
     def _make_server(self) -> fleet.MakeServer:
         settings = self._settings
         if settings.server == LIGHT:
-            cost = cost_of(settings)
+            cost = self._cost()
             return functools.partial(
                 LightEngine, self.model, self.engine, cost=cost, chains=self._chains, platform=settings.platform
             )
@@ -135,17 +143,20 @@ class Simulation:
         def make(events: Any, **calls: Any) -> SimEngine:
             seed = (self._seed, next(numbers)) if settings.noise else None
             # Each its own costs: some have a state.
-            cost = cost_of(settings)
+            cost = self._cost()
             return SimEngine(self.model, self.engine, events, cost, seed=seed, platform=settings.platform, **calls)
 
         return make
+
+    def _cost(self) -> Cost:
+        return cost_of(self._settings, self.engine.kv_cache_dtype)
 
     def _router_settings(self) -> RouterSettings:
         """Returns what the router assumes: the servers' rate of prefill and their pool, unless the settings differ."""
         engine = self.engine
         filled = engine.for_model(self.model, per_layer(self.model.pattern, self.model.num_layers))
         most = engine.max_num_batched_tokens
-        step_s = StepSeconds(filled, cost_of(self._settings), self._settings.platform)(0, 0, [(0, most)], 1)
+        step_s = StepSeconds(filled, self._cost(), self._settings.platform)(0, 0, [(0, most)], 1)
         assert engine.num_blocks is not None
         given = {
             "block_size": engine.block_size,
@@ -176,13 +187,14 @@ class SimulatedTask(BaseTask):
             checks.boolean("settings.noise", settings.noise),
             checks.one_of("settings.platform", settings.platform, ("cpu", "gpu", "tpu")),
             checks.number("settings.warm_up", settings.warm_up, 0, below=1),
-            checks.integer("engine.num_blocks", config["engine"]["num_blocks"]),
+            checks.integer("settings.pool_bytes", settings.pool_bytes, optional=True),
             error=ConfigError,
         )
+        _with_pool(_model(config), EngineConfig(**config["engine"]), settings.pool_bytes)
         if settings.server == BY_REQUEST and settings.servers > 1:
             raise ConfigError("settings.servers: batching by request is simulated for one server")
         read_workload(settings.workload)
-        cost = cost_of(settings)
+        cost = cost_of(settings, config["engine"]["kv_cache_dtype"])
         if settings.noise and not (settings.server == ONE_ENGINE and isinstance(cost, FittedCost)):
             raise ConfigError(
                 f"settings.noise is set, server is {settings.server!r} and cost {type(cost).__name__}: noise is drawn "
@@ -225,9 +237,33 @@ def numbers(measurements: Sequence[Measurement]) -> dict[str, float]:
     return {k: float(v) for k, v in run.items() if isinstance(v, (int, float))}
 
 
-def cost_of(settings: SimulatedSettings) -> Cost:
-    """Returns a new model of the costs of steps."""
-    return read_cost({"level": "affine", "step_s": 0.01, "token_s": 0.0001} if settings.cost is None else settings.cost)
+def cost_of(settings: SimulatedSettings, kv_cache_dtype: Any) -> Cost:
+    """Returns a new model of the costs of steps of an engine."""
+    given = settings.cost
+    if given is None:
+        given = {"level": "affine", "step_s": 0.01, "token_s": 0.0001}
+    elif isinstance(given, Mapping) and given.get("level") == "roofline":
+        given = {"kv_cache_dtype": kv_cache_dtype, **given}
+    return read_cost(given)
+
+
+def _with_pool(model: ModelConfig, engine: EngineConfig, pool_bytes: int | None) -> EngineConfig:
+    """Returns an engine's settings with a pool of pool_bytes, unless that is None.
+
+    Raises:
+      ConfigError: the size of the pool is not given, or given twice, or no block fits.
+    """
+    if (pool_bytes is None) == (engine.num_blocks is None):
+        raise ConfigError(
+            f"engine.num_blocks is {engine.num_blocks} and settings.pool_bytes {pool_bytes}: a simulated engine needs "
+            "one of them"
+        )
+    if pool_bytes is None:
+        return engine
+    block_bytes = make_layout(model, per_layer(model.pattern, model.num_layers), engine).block_bytes
+    if pool_bytes < block_bytes:
+        raise ConfigError(f"settings.pool_bytes is {pool_bytes:,}, a block has {block_bytes:,} bytes")
+    return dataclasses.replace(engine, num_blocks=pool_bytes // block_bytes)
 
 
 def read_router(fields: Mapping[str, Any]) -> RouterSettings:

@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,10 @@ class DiskTier:
             else:
                 self.counters.misses += 1
         return _done(False) if file is None else self._submit(self._read, file, expected, out)
+
+    def wait(self, reads: Collection[concurrent.futures.Future[bool]], timeout_s: float) -> None:
+        """Waits until one of some reads is done, for at most timeout_s."""
+        concurrent.futures.wait(reads, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
 
     def flush(self) -> None:
         """Waits until all reads and writes submitted so far are done."""

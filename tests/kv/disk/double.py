@@ -4,7 +4,8 @@ one that is slow, fails and loses what it has as a simulation's dice will have i
 from __future__ import annotations
 
 import random
-from concurrent.futures import Future
+from collections.abc import Collection
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,9 @@ class DiskDouble:
         if self.answers:
             self.end(self.asked[-1])
         return self.asked[-1].future
+
+    def wait(self, reads: Collection[Future[bool]], timeout_s: float) -> None:
+        wait(reads, timeout_s, return_when=FIRST_COMPLETED)
 
     def flush(self) -> None:
         """What is written is there at once."""
