@@ -7,6 +7,7 @@ when they have crossed the network, and decides by its own ledger and index, as 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -156,7 +157,12 @@ def serve(
 
     servers = [make_server(events, answered=answered, ended=ended) for _ in router.servers]
     arrivals = Arrivals(items, events, send)
-    events.run()
+    # Else Python's garbage collector walks through the workload's hashes again and again: 1.1 to 1.2 times the time.
+    gc.freeze()
+    try:
+        events.run()
+    finally:
+        gc.unfreeze()
     run = FleetRun(sorted(trips.values(), key=lambda trip: trip.sent_s), [s.busy_s for s in servers], events())
     _check(run, counted, len(items))
     Coverage.of(server.coverage for server in servers).check()
