@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.speculative.base import SpeculativeMethod, Texts
+from ksana_jax.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
 from ksana_jax.step.drafts import Drafts
 from tests.fake_network import VOCAB
 
@@ -30,11 +30,11 @@ class Guessing(SpeculativeMethod):
     vocab_size: int = VOCAB
     seed: int = 0
 
-    def proposer(self, num_rows: int) -> Any:
+    def proposer(self, context: ProposerContext) -> Any:
         return Guesser(self)
 
 
-class Guesser:
+class Guesser(Proposer):
     """See `Guessing`. began, ended: what it was told of."""
 
     def __init__(self, method: Guessing):

@@ -22,6 +22,7 @@ from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.speculative import draft_lengths, read_speculative
+from ksana_jax.speculative.base import ProposerContext
 from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.builder import BatchBuilder
@@ -86,8 +87,8 @@ def build_engine(
     builder = _builder(half, model.vocab_size, buckets)
     speculation = None
     if method is not None:
-        num_rows = half.config.max_num_seqs
-        speculation = Speculation(method, method.proposer(num_rows), model.vocab_size, builder.buckets, num_rows)
+        context = ProposerContext(half.config, model.vocab_size, half.layout, seen, builder.buckets, tokenizer)
+        speculation = Speculation(method, method.proposer(context), context)
     engine = Engine(
         _scheduler(half, clock, memory, speculation),
         builder,

@@ -26,3 +26,5 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     widest = max(shape.table_width for shape in shapes)
     moves = engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
     runner.compile(keys, workers, table_width=widest, moves=moves)
+    if (speculation := engine.scheduler.speculation) is not None:
+        speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)

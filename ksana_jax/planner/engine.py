@@ -17,6 +17,7 @@ from ksana_jax.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
+from ksana_jax.speculative import read_speculative
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.units import byte_size
 
@@ -56,6 +57,8 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
     packs = config.operators.linear == "packed"
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
+    if (method := read_speculative(config.speculative_config)) is not None:
+        block_bytes, weights = block_bytes + method.block_bytes(config), weights + method.weights_bytes(config)
     _check_host_memory(config.host_cache_bytes)
     of_host = num_devices // config.num_processes * config.data_parallel_size
     if config.num_blocks:

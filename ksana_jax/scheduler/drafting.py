@@ -43,11 +43,14 @@ class Drafting:
         most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
         # The last token of a prompt, with its other tokens cached, need not be that of the text.
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
+        if self.speculation.needs_blocks:
+            most = self.provision.to_drafts(decodes, most)
         drafts = self.speculation.draft(r, decodes, most)
-        if drafts is None:
-            return None
-        drafts = self.provision.to_drafts(decodes, drafts)
-        return drafts if np.count_nonzero(drafts.counts) else None
+        if self.speculation.needs_blocks:
+            self.row_blocks.trim(decodes, 1 + (0 if drafts is None else drafts.counts))
+        elif drafts is not None:
+            drafts = drafts.shortened(self.provision.to_drafts(decodes, drafts.counts))
+        return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
 
     def append(
         self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray
@@ -76,6 +79,7 @@ class Drafting:
         r.append_several(rows, tokens, counts)
         r.num_computed[rows] += num_accepted  # and one that `advance` has counted
         self.row_blocks.trim(rows)
+        self.row_blocks.num_ahead = 0
         if self.row_blocks.evicts:
             self.row_blocks.evict(rows)
         return newest, counts

@@ -13,7 +13,6 @@ from ksana_jax.scheduler.queue import WaitingQueue
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running
 from ksana_jax.step.contract import NewBlocks
-from ksana_jax.step.drafts import Drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +58,20 @@ class Provision:
                 self.row_blocks.provide(row, 1)
         return decodes, new
 
-    def to_drafts(self, decodes: np.ndarray, drafts: Drafts) -> Drafts:
-        """Provides rows that have blocks for one token with those for their draft tokens; shortens the drafts for which
-        there are none, since a guess is not worth anybody's blocks."""
-        r = self.row_blocks.rows
-        until = r.num_computed[decodes] + 1 + drafts.counts
-        short = (until > r.allocated_until[decodes]).nonzero()[0]
-        counts = drafts.counts.copy()
-        for place in short.tolist():
-            row = int(decodes[place])
-            most = self.row_blocks.extend(row, 1 + int(counts[place]))
-            counts[place] = most - 1
-        return drafts._replace(counts=counts)
+    def to_drafts(self, decodes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Provides rows that have blocks for one token with those for draft tokens.
+
+        Args:
+          counts: [decodes] draft tokens of each row.
+
+        Returns:
+          How many of them have blocks: fewer where the pool has none left, since a guess is not worth anybody's blocks.
+        """
+        r, counts = self.row_blocks.rows, counts.copy()
+        until = r.num_computed[decodes] + 1 + counts
+        for place in (until > r.allocated_until[decodes]).nonzero()[0].tolist():
+            counts[place] = self.row_blocks.extend(int(decodes[place]), 1 + int(counts[place])) - 1
+        return counts
 
     def _by_force(self, decodes: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Provides rows with the blocks they need, in order, preempting from the end; returns the rows that run.

@@ -164,11 +164,12 @@ class RowBlocks:
         grows = r.allocated_until[rows] < r.max_len[rows] - 1  # the last token is never computed
         return r.num_groups * int(np.count_nonzero(grows))
 
-    def trim(self, rows: np.ndarray) -> None:
-        """Releases the blocks of rows that begin after their computed tokens: those taken for rejected drafts."""
+    def trim(self, rows: np.ndarray, num_left: np.ndarray | int = 0) -> None:
+        """Releases the blocks of rows [n] that begin after their computed tokens and num_left [n] more: those taken for
+        draft tokens that were rejected, or not drafted."""
         r, size = self.rows, self._size
-        for row in rows[r.allocated_until[rows] - r.num_computed[rows] >= size].tolist():
-            count = int(r.allocated_until[row] - r.num_computed[row]) // size
+        extra = r.allocated_until[rows] - r.num_computed[rows] - num_left
+        for row, count in zip(rows[extra >= size].tolist(), (extra // size)[extra >= size].tolist(), strict=True):
             for group, held in enumerate(r.num_blocks[:, row].tolist()):
                 dropped = slice(held - count, held)
                 self.memory.device.release(r.block_tables[group, row, dropped].copy())
@@ -178,6 +179,7 @@ class RowBlocks:
             r.allocated_until[row] -= count * size
             r.num_rewrites += 1
             self.num_held -= r.num_groups * count
+            self.num_ahead -= r.num_groups * count
 
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
         """Adds an owner to the blocks of a row's first tokens, and returns them."""

@@ -19,6 +19,7 @@ PROPOSERS: dict[str, str] = {
     "ngram": "ksana_jax.speculative.ngram:NGram",
     "trie": "ksana_jax.speculative.trie:TrieLookup",
     "suffix": "ksana_jax.speculative.suffix:Suffix",
+    "draft_model": "ksana_jax.draft_models.draft_model:DraftModel",
 }
 
 

@@ -8,13 +8,20 @@ them, so a wrong one costs time and never a token.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from ksana_jax import checks
+from ksana_jax.config import EngineConfig
 from ksana_jax.errors import ConfigError
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.patterns import AttentionPattern
+from ksana_jax.sequence import Rows
+from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.drafts import Drafts
+from ksana_jax.tokenizers import Tokenizer
 
 # Draft tokens of a row in one step.
 MAX_DRAFTS = 31
@@ -24,14 +31,43 @@ class Texts(NamedTuple):
     """The texts of all rows of an engine, prompt and output; a proposer reads what is new to it.
 
     token_ids: [R, longest] int32. lengths: [R] tokens of each.
+    rows: with their block tables, for proposers that compute on the device.
     """
 
     token_ids: np.ndarray
     lengths: np.ndarray
+    rows: Rows | None = None
+
+
+class ProposerContext(NamedTuple):
+    """The engine that a proposer is for.
+
+    config: with nothing left open. layout, patterns: of its pool and of its layers. tokenizer: None without one.
+    """
+
+    config: EngineConfig
+    vocab_size: int
+    layout: KVLayout
+    patterns: Sequence[AttentionPattern]
+    buckets: Buckets
+    tokenizer: Tokenizer | None = None
 
 
 class Proposer(Protocol):
-    """Drafts tokens for the rows of an engine."""
+    """Drafts tokens for the rows of an engine.
+
+    Attributes:
+      needs_blocks: whether rows must have the blocks of their draft tokens before these are drafted.
+    """
+
+    needs_blocks: bool = False
+
+    def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
+        """Compiles what drafts can need, with `workers` threads.
+
+        Args:
+          max_width: of block tables. samples: whether rows will sample.
+        """
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
         """Takes note that a text has entered a row: a new request, or one that was preempted.
@@ -123,6 +159,14 @@ class SpeculativeMethod:
         most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
         return tuple(sorted({k for k in (*most, -(-max(most) // 2)) if k}))
 
-    def proposer(self, num_rows: int) -> Proposer:
-        """Creates the proposer of an engine with num_rows rows."""
+    def proposer(self, context: ProposerContext) -> Proposer:
+        """Creates the proposer of an engine."""
         raise NotImplementedError
+
+    def block_bytes(self, config: EngineConfig) -> int:
+        """Returns the bytes on the device that it needs beside each block of the target's pool."""
+        return 0
+
+    def weights_bytes(self, config: EngineConfig) -> int:
+        """Returns the bytes of its weights on the device."""
+        return 0

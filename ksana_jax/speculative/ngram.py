@@ -13,7 +13,7 @@ import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.base import SpeculativeMethod, Texts
+from ksana_jax.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
 from ksana_jax.step.drafts import Drafts
 
 _BYTES = 4  # of a token in the keys
@@ -51,8 +51,8 @@ class NGram(SpeculativeMethod):
         object.__setattr__(self, "prompt_lookup_min", low)
         object.__setattr__(self, "prompt_lookup_max", high)
 
-    def proposer(self, num_rows: int) -> NGramProposer:
-        return NGramProposer(self, num_rows)
+    def proposer(self, context: ProposerContext) -> NGramProposer:
+        return NGramProposer(self, context.config.max_num_seqs)
 
 
 class _Index:
@@ -67,7 +67,7 @@ class _Index:
         self.length = 0
 
 
-class NGramProposer:
+class NGramProposer(Proposer):
     """See `NGram`. A step costs time by its new tokens, whatever the length of the texts."""
 
     def __init__(self, method: NGram, num_rows: int):

@@ -12,9 +12,8 @@ from typing import TypeVar
 import numpy as np
 
 from ksana_jax.sequence import Rows, Sequence
-from ksana_jax.speculative.base import Proposer, SpeculativeMethod, Texts
+from ksana_jax.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
 from ksana_jax.speculative.goodput import Goodput
-from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import StepShape
 from ksana_jax.step.drafts import Drafts
 
@@ -54,21 +53,26 @@ class Speculation:
 
     Args:
       proposer: whose failures cost its drafts and nothing else.
-      vocab_size: of the model; ids of drafts lie below.
-      buckets: of the engine's steps. num_rows: of the engine.
+      context: the engine that it drafts for.
     """
 
-    def __init__(self, method: SpeculativeMethod, proposer: Proposer, vocab_size: int, buckets: Buckets, num_rows: int):
-        self.method, self.proposer, self.vocab_size, self.buckets = method, proposer, vocab_size, buckets
-        self.goodput = Goodput(buckets, num_rows) if method.adaptive == "goodput" else None
-        self._last_end_s = 0.0
+    def __init__(self, method: SpeculativeMethod, proposer: Proposer, context: ProposerContext):
+        self.method, self.proposer = method, proposer
+        self.vocab_size, self.buckets = context.vocab_size, context.buckets
         self.counts = SpeculationCounts(np.zeros(method.num_speculative_tokens, np.int64))
+        self.goodput = Goodput(context.buckets, context.config.max_num_seqs) if method.adaptive == "goodput" else None
+        self._last_end_s = 0.0
 
     def most_at(self, num_rows: int) -> int:
         """Returns the most draft tokens of a row in a step of num_rows decodes; 0 if it has no drafts."""
         if num_rows and self.goodput is not None and self.goodput.rests(num_rows):
             return 0
         return min(self.method.most_at(num_rows), self.buckets.most_drafts(num_rows))
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether rows must have the blocks of their draft tokens before they are drafted."""
+        return self.proposer.needs_blocks
 
     def begin(self, rows: Rows, entered: Iterable[int]) -> None:
         """Takes note of the sequences that have entered some rows."""
@@ -92,7 +96,7 @@ class Speculation:
     def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
         """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
         began = time.perf_counter()
-        texts = Texts(rows.token_ids, rows.num_tokens)
+        texts = Texts(rows.token_ids, rows.num_tokens, rows)
         drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
         if drafts is not None and self.goodput is not None and np.count_nonzero(drafts.counts):
             drafts = drafts.shortened(np.full(len(decodes), self.goodput.choose(decodes, drafts.counts)))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.base import SpeculativeMethod
+from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
 from ksana_jax.speculative.trie_proposer import TrieProposer
 from ksana_jax.speculative.tries import Trie
 
@@ -46,7 +46,7 @@ class Suffix(SpeculativeMethod):
             error=ConfigError,
         )
 
-    def proposer(self, num_rows: int) -> TrieProposer:
+    def proposer(self, context: ProposerContext) -> TrieProposer:
         depth = self.suffix_decoding_max_tree_depth
         continued = functools.partial(
             _continued, factor=self.suffix_decoding_max_spec_factor, least=self.suffix_decoding_min_token_prob

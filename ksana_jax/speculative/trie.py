@@ -11,7 +11,7 @@ from typing import Literal
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.base import SpeculativeMethod
+from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
 from ksana_jax.speculative.trie_proposer import TrieProposer
 from ksana_jax.speculative.tries import Trie
 
@@ -43,7 +43,7 @@ class TrieLookup(SpeculativeMethod):
             error=ConfigError,
         )
 
-    def proposer(self, num_rows: int) -> TrieProposer:
+    def proposer(self, context: ProposerContext) -> TrieProposer:
         shares = self.trie_scope == "salt"
         return TrieProposer(
             self.branch_length,

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ksana_jax.speculative.base import Texts
+from ksana_jax.speculative.base import Proposer, Texts
 from ksana_jax.speculative.shared_tries import SharedTries
 from ksana_jax.speculative.tries import Cursor, Trie
 from ksana_jax.step.drafts import Drafts
@@ -28,7 +28,7 @@ class _Row:
         self.length += len(tokens)
 
 
-class TrieProposer:
+class TrieProposer(Proposer):
     """Keeps a trie of each row's text, and one of outputs for each salt.
 
     Args:

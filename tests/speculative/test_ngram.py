@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative import read_speculative
 from ksana_jax.speculative.base import Texts
+from tests.speculative.contexts import context_of
 
 
 def method(**settings):
@@ -36,7 +37,7 @@ def looked_up(text: list[int], low: int, high: int, count: int, latest: bool) ->
 )
 def test_drafts_are_those_of_the_definition_however_the_text_arrives(text, low, more, count, latest, data):
     settings = {"num_speculative_tokens": count, "match": "latest" if latest else "earliest"}
-    proposer = method(prompt_lookup_min=low, prompt_lookup_max=low + more, **settings).proposer(3)
+    proposer = method(prompt_lookup_min=low, prompt_lookup_max=low + more, **settings).proposer(context_of(3))
     token_ids = np.zeros((3, 64), np.int32)
     token_ids[1, : len(text)] = text
     proposer.begin(1, token_ids[1, : len(text)], len(text), "")
@@ -48,7 +49,7 @@ def test_drafts_are_those_of_the_definition_however_the_text_arrives(text, low, 
 
 
 def test_rows_have_their_own_texts_and_a_new_text_starts_anew():
-    proposer = method(prompt_lookup_min=2, prompt_lookup_max=2).proposer(2)
+    proposer = method(prompt_lookup_min=2, prompt_lookup_max=2).proposer(context_of(2))
     token_ids = np.array([[5, 6, 7, 8, 5, 6, 0, 0], [5, 6, 9, 9, 1, 5, 6, 0]], np.int32)
     for row in range(2):
         proposer.begin(row, token_ids[row], 4, "")

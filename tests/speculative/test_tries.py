@@ -12,6 +12,7 @@ from ksana_jax.speculative import read_speculative
 from ksana_jax.speculative.base import Texts
 from ksana_jax.speculative.shared_tries import MAX_SALTS, SharedTries
 from ksana_jax.speculative.tries import Cursor, Trie
+from tests.speculative.contexts import context_of
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=4)
 
@@ -94,7 +95,7 @@ def proposals(proposer, text: list[int], most: int, row: int = 0) -> list[int]:
 
 
 def proposer_of(method: str, **settings):
-    return read_speculative({"method": method, "num_speculative_tokens": 6} | settings).proposer(4)
+    return read_speculative({"method": method, "num_speculative_tokens": 6} | settings).proposer(context_of(4))
 
 
 BOTH = pytest.mark.parametrize("method", ["trie", "suffix"])

@@ -1,0 +1,121 @@
+"""A smaller model drafts: it decodes a few tokens of each row, which the target then verifies at once.
+
+Source: Leviathan et al., arXiv:2211.17192, and Chen et al., arXiv:2302.01318. Draft tokens are sampled with the random
+numbers of the target, so that both choose the same token as often as their distributions allow: Daliri et al.,
+arXiv:2408.07978.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.draft_models.proposer import DraftModelProposer
+from ksana_jax.draft_models.small_model import SmallModel
+from ksana_jax.errors import ConfigError
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.loading.config_json import load_config
+from ksana_jax.loading.load import open_model
+from ksana_jax.parallel.placement import ONE_DEVICE
+from ksana_jax.patterns import FULL
+from ksana_jax.planner.terms import weights_bytes
+from ksana_jax.runner.runner import Runner
+from ksana_jax.shipped import model_path
+from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
+from ksana_jax.tokenizers import Tokenizer, find_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModel(SpeculativeMethod):
+    """Drafts with a model of the same vocabulary.
+
+    Args:
+      model: the path of a directory, or the name of a shipped model.
+    """
+
+    model: str = ""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(
+                f"speculative_config: model is {self.model!r:.60}, must be the directory or name of the draft model"
+            )
+
+    def block_bytes(self, config: EngineConfig) -> int:
+        return draft_layout(self.config, config).block_bytes
+
+    def weights_bytes(self, config: EngineConfig) -> int:
+        return weights_bytes(self.config, config.dtype, "device", None, packs=config.operators.linear == "packed")
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the draft model."""
+        return load_config(model_path(self.model))
+
+    def proposer(self, context: ProposerContext) -> DraftModelProposer:
+        check(self, self.config, context)
+        return DraftModelProposer(self.small_model(context), self.num_speculative_tokens, self.draft_lengths)
+
+    def small_model(self, context: ProposerContext) -> SmallModel:
+        """Loads the draft model, with a pool of as many blocks as the target's."""
+        engine = context.config
+        model, read = open_model(model_path(self.model), engine.dtype)
+        assert engine.max_model_len is not None and engine.num_blocks is not None
+        runner = Runner(
+            model,
+            read(),
+            (FULL,) * model.num_layers,
+            layout=draft_layout(model, engine),
+            num_blocks=engine.num_blocks,
+            max_model_len=engine.max_model_len,
+            max_repositioned_sinks=0,
+            settings=engine.operators,
+            consume_params=True,
+            placement=ONE_DEVICE,
+        )
+        return SmallModel(runner, context.buckets, engine)
+
+
+def draft_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
+    """Returns the layout of a draft model's pool, whose blocks have the ids of the target's."""
+    return KVLayout.of(model, (FULL,) * model.num_layers, dtype=config.dtype, block_size=config.block_size)
+
+
+def check(method: SpeculativeMethod, model: ModelConfig, context: ProposerContext) -> None:
+    """Checks that a draft model fits its target.
+
+    Raises:
+      ConfigError: vocabularies differ, or settings of the engine do not go with a draft model.
+    """
+    config, layout = context.config, context.layout
+    name = f"speculative_config {type(method).__name__}"
+    if model.vocab_size != context.vocab_size:
+        raise ConfigError(
+            f"{name}: the draft model has a vocabulary of {model.vocab_size:,} ids, the target one of "
+            f"{context.vocab_size:,}"
+        )
+    theirs, ours = find_tokenizer(model_path(method.model)), context.tokenizer
+    if theirs is not None and ours is not None and (a := digest(theirs)) != (b := digest(ours)):
+        raise ConfigError(f"{name}: the vocabularies of draft model and target differ: their hashes are {a} and {b}")
+    if len(layout.groups) > 1 or layout.groups[0].live.window is not None or layout.eviction is not None:
+        raise ConfigError(
+            f"{name}: the target's layers must keep all tokens in one group of blocks, which the draft model shares: "
+            "no windows, and no kv_eviction"
+        )
+    for setting in ("tensor_parallel_size", "data_parallel_size"):
+        if getattr(config, setting) > 1:
+            raise ConfigError(f"{name}: {setting} is {getattr(config, setting)}, must be 1 with a draft model")
+    if config.distributed is not None or config.embedding_device != "device":
+        raise ConfigError(f"{name}: distributed and embedding_device 'host' do not go with a draft model")
+
+
+def digest(tokenizer: Tokenizer) -> str:
+    """Returns a hash of the vocabulary."""
+    found: Any = hashlib.sha256()
+    for token_id in range(tokenizer.vocab_size):
+        piece = tokenizer.piece(token_id).data
+        found.update(len(piece).to_bytes(4, "little") + piece)
+    return found.hexdigest()[:12]

@@ -1,0 +1,131 @@
+"""A draft model on the block tables of an engine's rows: computes what it lacks of their texts, and decodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.config import EngineConfig
+from ksana_jax.runner.decode_loop import LoopKey
+from ksana_jax.runner.keys import keys_for
+from ksana_jax.runner.runner import Runner
+from ksana_jax.scheduler.budget import StepBudget
+from ksana_jax.sequence import Rows
+from ksana_jax.step.buckets import Buckets
+from ksana_jax.step.builder import BatchBuilder
+from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepInput, StepShape, most_tiles
+from ksana_jax.step.drafts import Drafts
+from ksana_jax.step.verification import verification_arrays
+
+_NO_ROWS = np.zeros(0, np.intp)
+
+
+class SmallModel:
+    """Keys and values of a draft model, in blocks with the ids of the target's.
+
+    Args:
+      runner: of the draft model.
+      buckets, config: of the engine that it drafts for.
+
+    Attributes:
+      num_computed: [R] tokens of each row's text whose keys and values are there.
+    """
+
+    def __init__(self, runner: Runner, buckets: Buckets, config: EngineConfig):
+        assert config.num_blocks is not None
+        self.runner, self._buckets, self._num_blocks, self._size = runner, buckets, config.num_blocks, config.block_size
+        self._most_tokens = config.max_num_batched_tokens
+        self._tiles = most_tiles(config.max_num_batched_tokens, config.query_tile)
+        self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
+        self.num_computed = np.zeros(config.max_num_seqs, np.int32)
+
+    def warm_up(self, max_width: int, lengths: Sequence[int], samples: bool, workers: int) -> None:
+        """Compiles what drafts of some lengths can need, for block tables up to a width."""
+        shapes = self._buckets.plain_shapes(max_width)
+        keys: list[Any] = keys_for(shapes, (), (), 1, self.runner.config.vocab_size)
+        decodes = [shape for shape in shapes if [part.width for part in shape.parts] == [1]]
+        for some in {False, samples}:
+            keys += [LoopKey(shape, length + 1, some, None) for shape in decodes for length in lengths]
+        self.runner.compile(keys, workers)
+
+    def catch_up(self, rows: Rows, which: np.ndarray) -> None:
+        """Computes the tokens of some rows that the target has computed, and this model has not."""
+        self.num_computed[which] = np.minimum(self.num_computed[which], rows.num_computed[which])
+        view = copy.copy(rows)
+        view.num_computed, view.num_asking = self.num_computed, 0
+        while len(behind := which[self.num_computed[which] < rows.num_computed[which]]):
+            budget, chunks = StepBudget(self._most_tokens, list(self._tiles)), []
+            for row in behind.tolist():
+                if count := budget.most(int(rows.num_computed[row] - self.num_computed[row])):
+                    budget.take(max(count, 2))  # of a tile, even if it is one token
+                    chunks.append((row, count))
+            of_rows, counts = np.array(chunks, np.intp).T
+            batch = ScheduledBatch(_NO_ROWS, of_rows, counts, samples=np.zeros(len(chunks), bool))
+            step, _ = self._builder.build(batch, view)
+            self.runner.submit(step).result()
+            self.num_computed[of_rows] += counts
+
+    def decode(self, rows: Rows, which: np.ndarray, most: np.ndarray, length: int) -> np.ndarray:
+        """Decodes `length` tokens after the newest one of each row, and computes all of them.
+
+        Args:
+          which: [n] rows, with blocks for `most` [n] tokens more. Beyond these a row's tokens are anything.
+
+        Returns:
+          [n, length] tokens.
+        """
+        steps = self._steps(rows, which, most, length + 1)
+        submitted = self.runner.submit_together(steps)
+        self.num_computed[which] = rows.num_computed[which] + 1 + most
+        return np.stack([step.result().tokens[: len(which)] for step in submitted[:length]], axis=1)
+
+    def _steps(self, rows: Rows, which: np.ndarray, most: np.ndarray, count: int) -> list[StepInput]:
+        """Returns `count` steps of decodes, each of which takes the tokens that the one before it samples."""
+        n, width = len(which), int(rows.num_blocks[:, which].max())
+        shape = self._buckets.shape(n, (), width)
+        num_tiles = shape.num_tiles
+        wide = StepShape((Part(num_tiles, count),), shape.table_width, shape.max_sampled)
+        drafts = Drafts(np.zeros((n, count - 1), np.int32), most)
+        whole = verification_arrays(wide, which, drafts, rows, self._size, self._num_blocks)
+        num_sampled = self._buckets.num_sampled(n)
+        fed = np.where(np.arange(num_tiles) < n, -1 - np.arange(num_tiles), 0).astype(np.int32)
+        sampled = np.zeros(shape.max_sampled, np.int32)
+        sampled[:n] = np.arange(n)
+        steps = []
+        for at in range(count):
+            arrays = whole._replace(
+                tokens=whole.tokens.reshape(num_tiles, count)[:, at] if at == 0 else fed,
+                positions=whole.positions.reshape(num_tiles, count)[:, at],
+                cache_positions=whole.cache_positions.reshape(-1, num_tiles, count)[:, :, at],
+                slots=whole.slots.reshape(-1, num_tiles, count)[:, :, at],
+                sampled=sampled,
+            )
+            sampling = self._sampling(rows, which, num_sampled, at)
+            steps.append(StepInput(shape, arrays, num_sampled, sampling=sampling))
+        return steps
+
+    @staticmethod
+    def _sampling(rows: Rows, which: np.ndarray, size: int, at: int) -> SamplingArrays | None:
+        """Returns the target's settings of tokens whose place is `at` further, without penalties and biases."""
+        if not np.count_nonzero(rows.samples[which]):
+            return None
+
+        def padded(column: np.ndarray, default: float) -> np.ndarray:
+            out = np.full((size, *column.shape[1:]), default, column.dtype)
+            out[: len(which)] = column[which]
+            return out
+
+        return SamplingArrays(
+            padded(rows.temperature, 0),
+            padded(rows.top_k, 0),
+            padded(rows.top_p, 1),
+            padded(rows.min_p, 0),
+            padded(rows.seeds, 0),
+            padded(rows.num_tokens - rows.num_prompt + np.int32(at), 0),
+            padded(rows.repetition_penalty, 1),
+            padded(rows.presence_penalty, 0),
+            padded(rows.frequency_penalty, 0),
+        )

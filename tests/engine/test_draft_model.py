@@ -1,0 +1,131 @@
+"""A draft model changes no token, and drafts as the target would as far as it is like it."""
+
+import dataclasses
+
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.errors import ConfigError
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.loading.export import export_hf
+from ksana_jax.models.params import init_params
+from tests.engine.small import SMALL, VOCAB, Letters, assert_idle, make_llm, model
+
+PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, max_tokens=24, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory):
+    """Directories of draft models: the target itself, its first layer, and another model."""
+    config, params = model()
+    found = {name: tmp_path_factory.mktemp(name) for name in ("itself", "first", "other", "larger")}
+    export_hf(found["itself"], config, params)
+    first = params.replace(layers=params.layers[:1])  # pyright: ignore[reportAttributeAccessIssue]  flax adds it
+    export_hf(found["first"], config.first_layers(1), first)
+    export_hf(found["other"], config, init_params(config, seed=9, std=0.5))
+    larger = dataclasses.replace(config, vocab_size=VOCAB + 64)
+    export_hf(found["larger"], larger, init_params(larger, seed=1))
+    return {name: str(path) for name, path in found.items()}
+
+
+def drafting(drafter: str, count: int = 3, **settings) -> LLM:
+    config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": count}
+    return make_llm(Letters(), speculative_config=config, **settings)
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, params)
+    assert_idle(llm)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def counts_of(llm: LLM):
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None and not speculation.counts.num_failures
+    return speculation.counts
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return make_llm(Letters())
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("name", ["itself", "first", "other"])
+def test_tokens_are_those_of_the_target_alone(plain, drafters, name, params):
+    llm = drafting(drafters[name])
+    assert tokens(llm, params) == tokens(plain, params)
+    counts = counts_of(llm)
+    assert counts.num_draft_tokens
+    # The target drafts as it decodes, with its own random numbers, except for penalties that drafts do not know.
+    if name == "itself" and params is not PENALISED:
+        assert counts.acceptance_rate == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block_size": 4, "num_blocks": 64},
+        {"num_blocks": 5, "preempt": "recompute"},
+        {"num_blocks": 5, "host_cache_bytes": 1 << 20, "preempt": "swap"},
+        {"enable_prefix_caching": True},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.items())),
+)
+def test_blocks_of_the_draft_model_go_where_those_of_the_target_go(drafters, settings):
+    plain, llm = make_llm(Letters(), **settings), drafting(drafters["itself"], **settings)
+    for _ in range(2):
+        assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
+    # The target reads rounded keys and values where it stores them so; the draft model stores its own exactly.
+    assert counts_of(llm).acceptance_rate == 1 or "kv_cache_dtype" in settings
+
+
+def test_several_completions_of_a_prompt(plain, drafters):
+    params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=16, ignore_eos=True)
+    llm = drafting(drafters["itself"])
+    got, expected = (e.generate(PROMPTS, params) for e in (llm, plain))
+    assert [[c.token_ids for c in o.outputs] for o in got] == [[c.token_ids for c in o.outputs] for o in expected]
+    assert counts_of(llm).acceptance_rate == 1
+
+
+def test_nothing_is_compiled_after_the_warm_up(drafters):
+    llm = drafting(drafters["first"])
+    llm.warm_up(64, SAMPLED)
+    proposer = llm.engine.scheduler.speculation.proposer
+    before = llm.runner.num_compilations, proposer.model.runner.num_compilations
+    for params in (GREEDY, SAMPLED):
+        tokens(llm, params)
+    assert (llm.runner.num_compilations, proposer.model.runner.num_compilations) == before
+
+
+def test_the_planner_counts_the_blocks_of_the_draft_model(plain, drafters):
+    config, _ = model()
+    alone = make_llm(Letters(), num_blocks=None, memory_bytes=48 << 10)
+    llm = drafting(drafters["itself"], num_blocks=None, memory_bytes=48 << 10)
+    assert llm.num_blocks == alone.num_blocks // 2 > 1  # both have as many layers
+    layout = KVLayout.of(config, dtype="f32", block_size=SMALL["block_size"])
+    pool = llm.engine.scheduler.speculation.proposer.model.runner.cache
+    assert sum(leaf.nbytes for leaf in pool.leaves.values()) == llm.num_blocks * layout.block_bytes
+
+
+@pytest.mark.parametrize(
+    "name, settings, words",
+    [
+        ("larger", {}, "the draft model has a vocabulary of 128 ids, the target one of 64"),
+        ("first", {"pattern": {"window": 16}}, "no windows, and no kv_eviction"),
+        ("first", {"embedding_device": "host"}, "embedding_device 'host' do not go with a draft model"),
+        ("nowhere", {}, "nowhere"),
+    ],
+)
+def test_what_does_not_fit_is_refused(drafters, name, settings, words):
+    with pytest.raises(ValueError, match=words):
+        drafting(drafters.get(name, name), **settings)
+
+
+def test_a_model_must_be_named():
+    with pytest.raises(ConfigError, match="model is '', must be the directory or name of the draft model"):
+        make_llm(speculative_config={"method": "draft_model", "num_speculative_tokens": 2})
