@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Literal
 
 from ksana_jax import checks
@@ -62,20 +63,19 @@ def _continued(own: Trie, outputs: Trie, newest: list[int], room: int, *, factor
         for start in range(len(newest)):
             if (node := trie.find(newest[start:])) is not None:
                 most = min(room, int(factor * (len(newest) - start)))
-                best = max(best, _probable_branch(trie, node, most, least), key=lambda found: found[0])
+                best = max(best, _probable_branch(trie, node, newest[start:], most, least), key=lambda found: found[0])
                 break
     return best[1]
 
 
-def _probable_branch(trie: Trie, node: int, most: int, least: float) -> tuple[float, list[int]]:
+def _probable_branch(trie: Trie, node: int, run: list[int], most: int, least: float) -> tuple[float, list[int]]:
     """Returns the most frequent tokens after a run while they are probable, and the number of them to be expected."""
-    draft, share, expected = [], 1.0, 0.0
-    while len(draft) < most and (child := trie.best[node]):
-        # Newest runs, which nothing follows yet, make this share a little too low.
-        share *= trie.counts[child] / trie.counts[node]
-        if share < least:
+    draft, probability, expected = [], 1.0, 0.0
+    for token, share in itertools.islice(trie.branch(node, run), most):
+        # The newest runs, which nothing follows yet, make shares a little too low.
+        probability *= share
+        if probability < least:
             break
-        draft.append(trie.tokens[child])
-        expected += share
-        node = child
+        draft.append(token)
+        expected += probability
     return expected, draft

@@ -7,6 +7,7 @@ by halving counts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from ksana_jax import checks
@@ -62,13 +63,5 @@ def _continued(own: Trie, outputs: Trie, newest: list[int], room: int) -> list[i
         # Their weight of the own text is ten thousand times that of others: it decides as long as it goes on.
         for trie in (own, outputs):
             if (node := trie.find(run)) is not None:
-                return _best_branch(trie, node, room)
+                return [token for token, _ in itertools.islice(trie.branch(node, run), room)]
     return []
-
-
-def _best_branch(trie: Trie, node: int, room: int) -> list[int]:
-    """Returns the most frequent tokens after a run, one after the other."""
-    best, tokens, draft = trie.best, trie.tokens, []
-    while len(draft) < room and (node := best[node]):
-        draft.append(tokens[node])
-    return draft

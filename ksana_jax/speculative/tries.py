@@ -6,7 +6,7 @@ all that is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,23 @@ class Trie:
                 return None
             node = found
         return node if self.best[node] else None
+
+    def branch(self, node: int, run: list[int]) -> Iterator[tuple[int, float]]:
+        """Yields the most frequent tokens after a run, one after the other, and the share of texts that went on so.
+
+        Args:
+          node: of the run. One of the greatest length has no children: its second half goes on.
+        """
+        while True:
+            if len(run) >= self.depth:
+                run = run[len(run) - self.depth // 2 :]
+                node = self.find(run) or ROOT
+                if node == ROOT:
+                    return
+            if not (child := self.best[node]):
+                return
+            yield self.tokens[child], self.counts[child] / self.counts[node]
+            node, run = child, [*run, self.tokens[child]]
 
     def extend(self, nodes: Iterable[int], token: int) -> list[int]:
         """Counts one token more after each of some runs; returns the nodes of the longer runs."""
