@@ -47,11 +47,11 @@ class AsyncLife:
 
     def _step(self) -> list:
         """A step, after which the books are checked; in the engine's thread."""
+        self.simulation.let_disk_go_on()  # the reset after a failed step makes new tiers
         try:
             reported = self._compute()
         except FakeExecutor.Failed:
             self.executor.fails, self.failed = None, True
-            self.simulation.let_disk_go_on()  # the reset has made new tiers
             raise
         self.failed = False
         check_books(self.engine)
