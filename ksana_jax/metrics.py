@@ -27,6 +27,7 @@ class StepRecord(NamedTuple):
     num_loaded: blocks moved to the host, on the device and from the host.
 
     num_new_tokens: tokens that it has added to sequences, without those of beams.
+    num_draft_tokens, num_accepted_tokens: draft tokens that it verified, and those among them that were accepted.
     """
 
     ended_s: float
@@ -51,6 +52,13 @@ class StepRecord(NamedTuple):
     num_copied: int = 0
     num_loaded: int = 0
     num_new_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Tokens of the rows that computed more than one token of their text."""
+        return self.num_tokens - self.num_decodes - self.num_draft_tokens
 
     def without_times(self) -> StepRecord:
         """Returns what the step did, without what the clock said: equal for equal decisions."""

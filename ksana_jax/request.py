@@ -278,7 +278,8 @@ class RequestMetrics:
     arrival to the first token. tpot_s: mean time per later token of the longest completion.
     num_output_tokens: tokens of all completions. num_preemptions: number of preemptions. num_cached_tokens: prompt
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
-    see `kv.state.Origin`; blocks computed by a running row are added when it leaves.
+    see `kv.state.Origin`; blocks computed by a running row are added when it leaves. num_drafts, num_draft_tokens,
+    num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves.
     """
 
     arrival_s: float
@@ -290,6 +291,14 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a verified draft has yielded, the model's own one included; None without drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def queue_s(self) -> float | None:

@@ -42,6 +42,7 @@ class Sequence:
       num_prompt: number of prompt tokens.
       num_scored: prompt tokens whose log-probabilities are already reported.
       awaits_token: a beam that has computed all its tokens and waits for its request to append the next one.
+      drafts: number of its verified drafts, of their tokens, and of those accepted.
       forks: sequences of the same prompt that wait until this one has computed it, to share its blocks.
     """
 
@@ -64,6 +65,7 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     num_scored: int = 1
+    drafts: tuple[int, int, int] = (0, 0, 0)
     forks: list[Sequence] = dataclasses.field(default_factory=list)
     num_prompt: int = dataclasses.field(init=False)
 

@@ -203,6 +203,9 @@ class Request:
         lengths = [len(c.seq.token_ids) - c.seq.num_prompt for c in self.completions]
         metrics.num_output_tokens, metrics.longest_output = sum(lengths), max(lengths)
         metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
+        metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens = (
+            sum(seq.drafts[i] for seq in self.sequences) for i in range(3)
+        )
         if self.beams is not None:
             metrics.num_preemptions += self.beams.num_preemptions
 

@@ -188,6 +188,8 @@ def record(
         given.num_attended,
         *moved,
         result.num_tokens,
+        0 if given.drafts is None else int(given.drafts.counts.sum()),
+        0 if output.num_accepted is None else int(output.num_accepted.sum()),
     )
 
 

@@ -40,7 +40,7 @@ class PrefillRate:
         for record in news.records:
             # The device computes a step from its submission or the end of the step before it.
             seconds, self._ended_s = record.ended_s - max(record.began_s, self._ended_s), record.ended_s
-            tokens = record.num_tokens - record.num_decodes
+            tokens = record.num_chunk_tokens
             if tokens <= 0 or seconds <= 0 or record.compiled:
                 continue
             keep = 1 - 1 / _MEMORY_STEPS

@@ -42,7 +42,7 @@ class Live:
                 self._ttft_s.append((now, ttft_s))
         for record in news.records:
             self.num_output_tokens += record.num_new_tokens
-            self.num_prompt_tokens += record.num_tokens - record.num_decodes
+            self.num_prompt_tokens += record.num_chunk_tokens
         for output in news.outputs:
             if output.finished:
                 self.num_finished += 1

@@ -21,6 +21,7 @@ from ksana_jax.request import FinishReason
 from ksana_jax.server.block_times import BlockTimes
 from ksana_jax.server.histogram import Histogram
 from ksana_jax.server.totals import Totals
+from ksana_jax.speculative.speculation import Speculation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_NAME = 256
@@ -125,6 +126,22 @@ class _Families:
         self.found[name].add_metric(values, *sample)
 
 
+def _add_speculation(families: _Families, speculation: Speculation) -> None:
+    counts = speculation.counts
+    families.counter("vllm:spec_decode_num_drafts", "Drafts that were verified.", counts.num_drafts)
+    families.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", counts.num_draft_tokens)
+    text = "Draft tokens that were accepted."
+    families.counter("vllm:spec_decode_num_accepted_tokens", text, counts.num_accepted_tokens)
+    text = "Draft tokens that were accepted, by their position in the draft."
+    for position, count in enumerate(counts.accepted_per_pos.tolist()):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        families.counter(name, text, count, position=str(position))
+    text = "Seconds in which drafts were made; with a draft model, its steps."
+    families.counter("ksana:spec_decode_proposer_seconds", text, counts.proposer_s)
+    text = "Calls of the proposer that failed, whose drafts were lost."
+    families.counter("ksana:spec_decode_proposer_failures", text, counts.num_failures)
+
+
 def _add_engine(families: _Families, engine: Engine) -> None:
     """Adds what an engine counts itself; read while it runs, so numbers may be of two steps."""
     scheduler, memory = engine.scheduler, engine.memory
@@ -141,6 +158,8 @@ def _add_engine(families: _Families, engine: Engine) -> None:
     }
     families.gauge("vllm:cache_config_info", "1; settings of the KV cache as labels.", 1, **config)
     families.counter("vllm:num_preemptions", "Preemptions of sequences.", scheduler.num_preemptions)
+    if scheduler.speculation is not None:
+        _add_speculation(families, scheduler.speculation)
     text = "Prompt tokens looked up in the prefix cache."
     families.counter("vllm:prefix_cache_queries", text, counted["queried_tokens"])
     families.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", counted["hit_tokens"])

@@ -65,7 +65,7 @@ class Totals:
         """Adds a step of whose tokens, and those of steps after it, num_first are requests' first; returns how many of
         these are left."""
         first = min(record.num_new_tokens, num_first)
-        chunks = record.num_tokens > record.num_decodes
+        chunks = record.num_chunk_tokens
         self.num_steps["mixed" if chunks and record.num_decodes else "prefill" if chunks else "decode"] += 1
         self.num_generated_tokens += record.num_new_tokens
         self.histograms["iteration_tokens_total"].observe(record.num_tokens)

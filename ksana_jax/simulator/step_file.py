@@ -80,7 +80,7 @@ def size_of(record: StepRecord) -> StepSize:
         record.shape,
         record.num_sampled,
         record.num_tokens,
-        record.num_tokens - record.num_decodes,
+        record.num_chunk_tokens,
         record.num_attended,
         record.num_decodes + record.num_chunks,
         record.num_saved,

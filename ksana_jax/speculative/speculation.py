@@ -62,6 +62,8 @@ class Speculation:
         self.counts = SpeculationCounts(np.zeros(method.num_speculative_tokens, np.int64))
         self.goodput = Goodput(context.buckets, context.config.max_num_seqs) if method.adaptive == "goodput" else None
         self._last_end_s = 0.0
+        # Of each row's sequence: drafts, their tokens, accepted ones.
+        self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
     def most_at(self, num_rows: int) -> int:
         """Returns the most draft tokens of a row in a step of num_rows decodes; 0 if it has no drafts."""
@@ -85,6 +87,8 @@ class Speculation:
 
     def end(self, row: int, seq: Sequence) -> None:
         """Takes note that a sequence has left its row."""
+        drafts, tokens, accepted = (self._of_rows[row] + seq.drafts).tolist()
+        seq.drafts, self._of_rows[row] = (drafts, tokens, accepted), 0
         self._asked(functools.partial(self.proposer.end, row, seq.token_ids, seq.finish_reason is not None))
 
     def end_all(self, rows: Rows) -> None:
@@ -140,6 +144,7 @@ class Speculation:
         counts, drafted = self.counts, drafts.counts
         if self.goodput is not None:
             self.goodput.observe_drafts(rows, drafted, num_accepted)
+        self._of_rows[rows] += np.stack([drafted > 0, drafted, num_accepted], axis=1)
         counts.num_drafts += int(np.count_nonzero(drafted))
         counts.num_draft_tokens += int(drafted.sum())
         counts.num_accepted_tokens += int(num_accepted.sum())

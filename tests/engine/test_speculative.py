@@ -156,6 +156,20 @@ def test_accepted_drafts_spare_steps(plain):
     assert counts.num_drafts == 6 and counts.num_accepted_tokens == 23 - 6 == counts.accepted_per_pos.sum()
 
 
+def test_each_request_and_each_step_counts_its_drafts(plain):
+    params = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=20, ignore_eos=True)
+    answers(plain, PROMPTS, params)
+    llm = guessing("right at first", 5)
+    metrics, counts = [output.metrics for output in llm.generate(PROMPTS, params)], counts_of(llm)
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        of_requests = [getattr(m, name) for m in metrics]
+        assert min(of_requests) > 0 and sum(of_requests) == getattr(counts, name)
+        if name != "num_drafts":
+            assert sum(getattr(record, name) for record in llm.engine.records) == getattr(counts, name)
+    assert all(m.mean_acceptance_length > 1 for m in metrics)
+    assert sum(record.num_chunk_tokens for record in llm.engine.records) < sum(m.num_output_tokens for m in metrics)
+
+
 def test_nothing_is_compiled_after_the_warm_up():
     llm = guessing("right at first", 5)
     llm.warm_up(64, [SamplingParams(temperature=1.0, logprobs=1)])

@@ -14,7 +14,8 @@ from ksana_jax.server.histogram import Histogram, one_two_five
 from ksana_jax.server.loop_lag import LoopLag
 from ksana_jax.server.metrics import ServingMetrics
 from ksana_jax.server.totals import Totals
-from tests.fakes import asking, make_engine, prompt_of
+from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
+from tests.guessing import ANSWERS
 from tests.server.serving import slow
 
 # What dashboards and routers for vLLM read.
@@ -76,6 +77,28 @@ def test_the_numbers_of_a_known_load():
             assert found["ksana:queued_prefill_tokens",] == found["ksana:draining",] == 0
             metrics.refused("queue_full")
             assert read(metrics)["ksana:refused_requests_total", "queue_full"] == 1
+
+    asyncio.run(main())
+
+
+def test_speculation_has_the_names_of_vllm():
+    async def main():
+        drafts = {"method": "tests.guessing:Guessing", "num_speculative_tokens": 3, "guesses": "right at first"}
+        async with AsyncLLM.around(make_engine(speculative_config=drafts)) as llm:
+            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
+            prompt = prompt_of(5)
+            ANSWERS[prompt.tobytes()] = [reference_tokens(prompt, 30, FULLY)]
+            output = await (await llm.submit(prompt, asking(30))).result()
+            assert output.outputs[0].token_ids == ANSWERS[prompt.tobytes()][0]
+            found, of_request = read(metrics), output.metrics
+            assert found["vllm:spec_decode_num_drafts_total",] == of_request.num_drafts > 0
+            assert found["vllm:spec_decode_num_draft_tokens_total",] == of_request.num_draft_tokens
+            accepted = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(p)] for p in range(3)]
+            assert found["vllm:spec_decode_num_accepted_tokens_total",] == sum(accepted) > 0
+            assert accepted == sorted(accepted, reverse=True)
+            assert found["ksana:spec_decode_proposer_seconds_total",] > 0
+            assert found["ksana:spec_decode_proposer_failures_total",] == 0
+            assert found["ksana:steps_total", "mixed"] == 0
 
     asyncio.run(main())
 
