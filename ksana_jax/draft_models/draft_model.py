@@ -56,8 +56,8 @@ class DraftModel(SpeculativeMethod):
         return load_config(model_path(self.model))
 
     def proposer(self, context: ProposerContext) -> DraftModelProposer:
-        check(self, self.config, context)
-        return DraftModelProposer(self.small_model(context), self.num_speculative_tokens, self.draft_lengths)
+        check(self.model, self.config, context)
+        return DraftModelProposer(self.small_model(context), self.draft_lengths, self.acceptance != "sampled")
 
     def small_model(self, context: ProposerContext) -> SmallModel:
         """Loads the draft model, with a pool of as many blocks as the target's."""
@@ -84,23 +84,22 @@ def draft_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
     return KVLayout.of(model, (FULL,) * model.num_layers, dtype=config.dtype, block_size=config.block_size)
 
 
-def check(method: SpeculativeMethod, model: ModelConfig, context: ProposerContext) -> None:
-    """Checks that a draft model fits its target.
+def check(path: str, model: ModelConfig, context: ProposerContext) -> None:
+    """Checks that a draft model, of some directory or name, fits its target.
 
     Raises:
       ConfigError: vocabularies differ, or settings of the engine do not go with a draft model.
     """
-    config, layout = context.config, context.layout
-    name = f"speculative_config {type(method).__name__}"
+    config, name = context.config, f"speculative_config: draft model {path}"
     if model.vocab_size != context.vocab_size:
         raise ConfigError(
-            f"{name}: the draft model has a vocabulary of {model.vocab_size:,} ids, the target one of "
-            f"{context.vocab_size:,}"
+            f"{name}: it has a vocabulary of {model.vocab_size:,} ids, the target one of {context.vocab_size:,}"
         )
-    theirs, ours = find_tokenizer(model_path(method.model)), context.tokenizer
+    theirs, ours = find_tokenizer(path), context.tokenizer
     if theirs is not None and ours is not None and (a := digest(theirs)) != (b := digest(ours)):
-        raise ConfigError(f"{name}: the vocabularies of draft model and target differ: their hashes are {a} and {b}")
-    if len(layout.groups) > 1 or layout.groups[0].live.window is not None or layout.eviction is not None:
+        raise ConfigError(f"{name}: its vocabulary is not that of the target: their hashes are {a} and {b}")
+    group, *others = context.layout.groups
+    if others or group.live.window is not None or context.layout.eviction is not None:
         raise ConfigError(
             f"{name}: the target's layers must keep all tokens in one group of blocks, which the draft model shares: "
             "no windows, and no kv_eviction"

@@ -16,12 +16,14 @@ class DraftModelProposer(Proposer):
 
     Args:
       lengths: numbers of draft tokens for which it is compiled.
+      distributions: whether drafts come with the distributions that they were drawn from.
     """
 
     needs_blocks = True
 
-    def __init__(self, model: SmallModel, most: int, lengths: Sequence[int]):
-        self.model, self.most, self._lengths = model, most, tuple(lengths)
+    def __init__(self, model: SmallModel, lengths: Sequence[int], distributions: bool):
+        self.model, self._lengths, self._distributions = model, tuple(lengths), distributions
+        self.drawn_shapes = [(length + 1, model.num_sampled) for length in lengths] if distributions else []
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
         self.model.num_computed[row] = 0
@@ -31,17 +33,12 @@ class DraftModelProposer(Proposer):
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
         """Compiles ahead of time; see `SmallModel.warm_up`."""
-        self.model.warm_up(max_width, self._lengths, samples, workers)
+        self.model.warm_up(max_width, self._lengths, samples, self._distributions, workers)
 
     def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
-        ids = np.zeros((len(rows), self.most), np.int32)
-        at = np.flatnonzero(most)
-        if len(at):
-            assert texts.rows is not None
-            longest = int(most.max())
-            length = next(length for length in self._lengths if length >= longest)
-            self.model.catch_up(texts.rows, rows[at])
-            ids[at, :length] = self.model.decode(texts.rows, rows[at], most[at], length)
-        # A token without finite scores is -1, which is no draft.
-        usable = np.cumprod(ids >= 0, axis=1).sum(axis=1)
-        return Drafts(np.maximum(ids, 0), np.minimum(most, usable).astype(np.int32))
+        if not (longest := int(most.max(initial=0))):
+            return Drafts(np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32))
+        assert texts.rows is not None
+        length = next(length for length in self._lengths if length >= longest)
+        self.model.catch_up(texts.rows, rows)
+        return self.model.decode(texts.rows, rows, most, length, self._distributions)

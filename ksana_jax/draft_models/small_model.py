@@ -32,23 +32,28 @@ class SmallModel:
 
     Attributes:
       num_computed: [R] tokens of each row's text whose keys and values are there.
+      num_sampled: J, see `StepShape.max_sampled`.
     """
 
     def __init__(self, runner: Runner, buckets: Buckets, config: EngineConfig):
         assert config.num_blocks is not None
         self.runner, self._buckets, self._num_blocks, self._size = runner, buckets, config.num_blocks, config.block_size
-        self._most_tokens = config.max_num_batched_tokens
+        self._most_tokens, self.num_sampled = config.max_num_batched_tokens, buckets.decodes[-1]
         self._tiles = most_tiles(config.max_num_batched_tokens, config.query_tile)
         self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
         self.num_computed = np.zeros(config.max_num_seqs, np.int32)
 
-    def warm_up(self, max_width: int, lengths: Sequence[int], samples: bool, workers: int) -> None:
+    def warm_up(self, max_width: int, lengths: Sequence[int], samples: bool, distributions: bool, workers: int) -> None:
         """Compiles what drafts of some lengths can need, for block tables up to a width."""
         shapes = self._buckets.plain_shapes(max_width)
         keys: list[Any] = keys_for(shapes, (), (), 1, self.runner.config.vocab_size)
         decodes = [shape for shape in shapes if [part.width for part in shape.parts] == [1]]
         for some in {False, samples}:
-            keys += [LoopKey(shape, length + 1, some, None) for shape in decodes for length in lengths]
+            keys += [
+                LoopKey(shape, length + 1, some, None, some and distributions)
+                for shape in decodes
+                for length in lengths
+            ]
         self.runner.compile(keys, workers)
 
     def catch_up(self, rows: Rows, which: np.ndarray) -> None:
@@ -68,19 +73,24 @@ class SmallModel:
             self.runner.submit(step).result()
             self.num_computed[of_rows] += counts
 
-    def decode(self, rows: Rows, which: np.ndarray, most: np.ndarray, length: int) -> np.ndarray:
+    def decode(self, rows: Rows, which: np.ndarray, most: np.ndarray, length: int, distributions: bool) -> Drafts:
         """Decodes `length` tokens after the newest one of each row, and computes all of them.
 
         Args:
           which: [n] rows, with blocks for `most` [n] tokens more. Beyond these a row's tokens are anything.
+          distributions: whether the distributions that they were drawn from are wanted, of rows that sample.
 
         Returns:
-          [n, length] tokens.
+          `length` tokens of each row.
         """
         steps = self._steps(rows, which, most, length + 1)
-        submitted = self.runner.submit_together(steps)
+        distributions &= steps[0].sampling is not None
+        submitted = self.runner.run_loop(self.runner.pack_loop(steps, distributions))
         self.num_computed[which] = rows.num_computed[which] + 1 + most
-        return np.stack([step.result().tokens[: len(which)] for step in submitted[:length]], axis=1)
+        ids = np.stack([step.result().tokens[: len(which)] for step in submitted[:length]], axis=1)
+        # A token without finite scores is -1, which is no draft.
+        usable = np.cumprod(ids >= 0, axis=1).sum(axis=1)
+        return Drafts(np.maximum(ids, 0), np.minimum(most, usable).astype(np.int32), submitted[0].drawn_from)
 
     def _steps(self, rows: Rows, which: np.ndarray, most: np.ndarray, count: int) -> list[StepInput]:
         """Returns `count` steps of decodes, each of which takes the tokens that the one before it samples."""

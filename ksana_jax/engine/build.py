@@ -171,6 +171,7 @@ def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Batc
     config = half.config
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     method = None if half.layout.eviction is None else half.layout.eviction.method
+    speculative = read_speculative(config.speculative_config)
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     return BatchBuilder(
         buckets or Buckets.of(config, half.platform, draft_lengths(config)),
@@ -180,4 +181,5 @@ def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Batc
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
         eviction=method if method is not None and method.tells_queries_apart else None,
         residual_groups=residual if half.layout.sealed is not None else None,
+        acceptance="sampled" if speculative is None else speculative.acceptance,
     )

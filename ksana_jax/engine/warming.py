@@ -22,9 +22,12 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     workers = (os.cpu_count() or 1) if at_once else 1
     num_steps = 1 if runner.embeds_on_host else config.num_scheduler_steps
     shapes, verifying = buckets.plain_shapes(width), buckets.verification_shapes(width)
-    keys = keys_for(shapes, buckets.decodes, asked, num_steps, engine.model.vocab_size, verifying)
+    speculation, rule = engine.scheduler.speculation, engine.builder.acceptance
+    drawn = () if speculation is None else speculation.proposer.drawn_shapes
+    vocab_size = engine.model.vocab_size
+    keys = keys_for(shapes, buckets.decodes, asked, num_steps, vocab_size, verifying, rule, drawn)
     widest = max(shape.table_width for shape in shapes)
     moves = engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
     runner.compile(keys, workers, table_width=widest, moves=moves)
-    if (speculation := engine.scheduler.speculation) is not None:
+    if speculation is not None:
         speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)

@@ -14,7 +14,7 @@ import jax
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, step_packed
-from ksana_jax.runner.token_programs import OutputHead, choose_tokens
+from ksana_jax.runner.token_programs import OutputHead, choose_tokens, drawn_with
 from ksana_jax.step.contract import StepShape
 
 
@@ -22,12 +22,14 @@ class LoopKey(NamedTuple):
     """What a loop is compiled for, by which the runner keeps it.
 
     samples: whether there are sampling settings. num_top: most probable tokens to score; None scores nothing.
+    distributions: whether the probabilities that tokens were drawn with are wanted; with samples only.
     """
 
     shape: StepShape
     num_steps: int
     samples: bool
     num_top: int | None
+    distributions: bool = False
 
 
 def only_decodes(shape: StepShape) -> bool:
@@ -44,14 +46,14 @@ def lower_loop(
     *arguments: Any,
 ) -> Any:
     """Lowers a loop as one program: (params, cache, vectors [steps, n], given [J], patterns) -> (cache, tokens [J] of
-    the last step, reports [steps, m], each as `choose_tokens` returns it).
+    the last step, reports [steps, m], each as `choose_tokens` returns it, and distributions [steps, J, V] or None).
 
     Args:
       arguments: of one step, as `lower_whole` takes them.
     """
     params, cache, vector, given, patterns = arguments
     vectors = jax.ShapeDtypeStruct((key.num_steps, *vector.shape), vector.dtype)
-    run = network.jit_donating(run_loop, 3, key=key, alike=alike, packing=packing, head=head)
+    run = network.jit_donating(run_loop, 4, key=key, alike=alike, packing=packing, head=head)
     return lower(run, params, cache, vectors, given, patterns)
 
 
@@ -62,8 +64,10 @@ def run_loop(params, cache, vectors, given, patterns, *, network: Network, key: 
     def body(carry, vector):
         cache, given = carry
         cache, _, sampled, settings = step(params, cache, vector, given, patterns)
-        tokens, report = choose(params, sampled, settings if key.samples else None, None)
-        return (cache, tokens), report
+        settings = settings if key.samples else None
+        tokens, report = choose(params, sampled, settings, None)
+        drawn_from = drawn_with(params, sampled, settings, head, key.shape.num_tokens) if key.distributions else None
+        return (cache, tokens), (report, drawn_from)
 
-    (cache, given), reports = jax.lax.scan(body, (cache, given), vectors)
-    return cache, given, reports
+    (cache, given), (reports, drawn_from) = jax.lax.scan(body, (cache, given), vectors)
+    return cache, given, reports, drawn_from

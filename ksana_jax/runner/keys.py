@@ -8,7 +8,7 @@ from typing import Any
 
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
-from ksana_jax.runner.token_programs import bucket_of_top
+from ksana_jax.runner.token_programs import VerificationKey, bucket_of_top
 from ksana_jax.step.contract import StepShape
 
 
@@ -19,6 +19,8 @@ def keys_for(
     num_steps: int,
     vocab_size: int,
     verifying: Sequence[StepShape] = (),
+    acceptance: str = "sampled",
+    drawn_shapes: Sequence[tuple[int, int]] = (),
 ) -> list[Any]:
     """Returns the keys of all programs that steps of some shapes can need; see `Runner.programs`.
 
@@ -26,7 +28,8 @@ def keys_for(
       num_sampled: buckets of the tokens that are sampled in a step.
       asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
       num_steps: of decodes that share a call.
-      verifying: shapes of steps with drafts, besides `shapes`.
+      verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
+        drafts, see `VerificationKey`.
     """
     counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
     tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count is not None}
@@ -40,7 +43,10 @@ def keys_for(
         keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
     keys |= dict.fromkeys(verifying)
     for count, tile in {(shape.max_sampled, shape.parts[0].width) for shape in verifying}:
-        keys |= dict.fromkeys(("verify", count, tile, *kind, top) for kind in kinds for top in tops)
+        for (samples, dense), top in itertools.product(kinds, tops):
+            key = VerificationKey(count, tile, samples, dense, top, acceptance if samples else "sampled")
+            drawn = [shape for shape in drawn_shapes if shape[0] >= tile] if samples else []
+            keys |= dict.fromkeys(key._replace(drawn_from=shape) for shape in drawn or [None])
     if num_steps > 1:
         loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
         keys |= dict.fromkeys(LoopKey(shape, num_steps, some, top) for shape, some, top in loops)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.runner.decode_loop import LoopKey
+from ksana_jax.runner.token_programs import VerificationKey
 from ksana_jax.step.contract import StepInput, StepShape
 from ksana_jax.step.drafts import Drafts
 
@@ -20,7 +21,7 @@ class PackedStep(NamedTuple):
     samples: whether there are sampling settings. dense: counts, in_prompt and bias of `SamplingArrays`, or None.
     num_top, num_prompt_top: most probable tokens to report of sampled tokens and of prompts; None scores nothing.
     rows: [T, D] embedded tokens, where the embedding is on the host; otherwise None.
-    drafts: see `StepInput`.
+    drafts, acceptance: see `StepInput`.
     """
 
     shape: StepShape
@@ -34,6 +35,7 @@ class PackedStep(NamedTuple):
     moves: Moves | None
     rows: Any = None
     drafts: Drafts | None = None
+    acceptance: str = "sampled"
 
     @classmethod
     def of(cls, step: StepInput, vector: np.ndarray, rows: Any, bucket_of_top: Callable[[int], int]) -> PackedStep:
@@ -55,6 +57,23 @@ class PackedStep(NamedTuple):
             step.moves,
             rows,
             step.drafts,
+            step.acceptance,
+        )
+
+    @property
+    def verification_key(self) -> VerificationKey:
+        """What the program that verifies its drafts is compiled for."""
+        assert self.drafts is not None
+        drawn, dense = self.drafts.drawn_from, self.dense is not None
+        rule = self.acceptance if self.samples else "sampled"
+        return VerificationKey(
+            self.num_sampled,
+            self.shape.parts[0].width,
+            self.samples,
+            dense,
+            self.num_top,
+            rule,
+            None if drawn is None else tuple(drawn.shape[:2]),
         )
 
 

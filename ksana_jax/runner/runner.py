@@ -39,6 +39,7 @@ from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, p
 from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
 from ksana_jax.runner.token_programs import (
     OutputHead,
+    VerificationKey,
     bucket_of_top,
     report_packing,
     scores_packing,
@@ -216,11 +217,11 @@ class Runner:
         vector = self.packed(step.shape, step.arrays, step.sampling)
         return PackedStep.of(step, vector, rows, functools.partial(bucket_of_top, vocab_size=self.config.vocab_size))
 
-    def pack_loop(self, steps: Sequence[StepInput]) -> PackedLoop:
-        """Returns all that `run_loop` takes of several steps."""
+    def pack_loop(self, steps: Sequence[StepInput], distributions: bool = False) -> PackedLoop:
+        """Returns all that `run_loop` takes of several steps. distributions: see `LoopKey`."""
         step = steps[0]
         top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        key = LoopKey(step.shape, len(steps), step.sampling is not None, top)
+        key = LoopKey(step.shape, len(steps), step.sampling is not None, top, distributions)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
         return PackedLoop(key, vectors, step.num_sampled, step.moves)
 
@@ -237,10 +238,11 @@ class Runner:
             score_prompt = self._program(("score", count, top))
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
         if step.drafts is not None:
-            count, tile, top = step.num_sampled, step.shape.parts[0].width, step.num_top
-            verify = self._program(("verify", count, tile, step.samples, step.dense is not None, top))
-            report = verify(self.params, sampled, settings if step.samples else None, step.dense, step.drafts)
-            tokens = Fetched(report, verification_packing(count, tile, top))
+            key = step.verification_key
+            report = self._program(key)(
+                self.params, sampled, settings if step.samples else None, step.dense, step.drafts
+            )
+            tokens = Fetched(report, verification_packing(key.count, key.tile, key.num_top))
         elif step.num_sampled:
             count, dense, top = step.num_sampled, step.dense, step.num_top
             choose = self.compile_sampler(sampled, count, step.samples, dense is not None, top)
@@ -254,11 +256,13 @@ class Runner:
         before = self.num_compilations
         saved, move_s = self._start_moves(loop.moves)
         run, given = self._program(loop.key), self._fed(loop.key.shape)
-        self.cache, self._sampled, reports = run(self.params, self.cache, loop.vectors, given, self._seen.arrays)
+        self.cache, self._sampled, reports, drawn_from = run(
+            self.params, self.cache, loop.vectors, given, self._seen.arrays
+        )
         fetched = Fetched(reports, report_packing(loop.num_sampled, loop.key.num_top))
         compiled = self.num_compilations > before
         finish = functools.partial(self.mover.finish, saved)
-        first = Submitted(finish, move_s, FetchedStep(fetched, 0), None, compiled)
+        first = Submitted(finish, move_s, FetchedStep(fetched, 0), None, compiled, drawn_from)
         others = range(1, len(loop.vectors))
         return [first, *(Submitted(lambda: None, 0.0, FetchedStep(fetched, at), None) for at in others)]
 
@@ -311,12 +315,12 @@ class Runner:
             return functools.partial(self._lower_step, key)
         if isinstance(key, LoopKey):
             return functools.partial(self._lower_loop, key)
+        if isinstance(key, VerificationKey):
+            return functools.partial(self._head.lower_verification, self.params, key)
         kind, size, *rest = key
         if kind == "score":
             return functools.partial(self._head.lower_scores, self.params, size, *rest)
         hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.embed.dtype)
-        if kind == "verify":
-            return functools.partial(self._head.lower_verification, self.params, hidden, *rest)
         return functools.partial(self._head.lower_choice, self.params, hidden, *rest)
 
     def _program(self, key: Any) -> Callable:

@@ -43,6 +43,7 @@ class Submitted(NamedTuple):
     tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, scores); None if none are sampled.
     prompt_scores: `TokenScores`, or None.
     compiled: whether a program was compiled for the step.
+    drawn_from: of the first step of a loop, the distributions of all steps on the device, see `LoopKey`.
     """
 
     finish_moves: Callable[[], None]
@@ -50,6 +51,7 @@ class Submitted(NamedTuple):
     tokens: Fetched | FetchedStep | None
     prompt_scores: Fetched | None
     compiled: bool = False
+    drawn_from: Any = None
 
     def result(self) -> StepOutput:
         self.finish_moves()  # while the device computes

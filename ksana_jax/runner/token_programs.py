@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from ksana_jax.parallel.placement import Placement
 from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
-from ksana_jax.sampling.acceptance import accept_sampled
-from ksana_jax.sampling.sampler import sample, score
+from ksana_jax.sampling.acceptance import RULES, accept_sampled
+from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
+from ksana_jax.sampling.sampler import distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.step.contract import SamplingArrays, TokenScores
 from ksana_jax.step.drafts import Drafts
@@ -107,17 +108,19 @@ class OutputHead:
         given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
         return lower(run, params, hidden, settings, given)
 
-    def lower_verification(
-        self, params: Params, hidden, tile: int, samples: bool, dense: bool, num_top: int | None
-    ) -> Any:
-        """Lowers `verify_tokens`; arguments as in `Runner.compile_sampler`, with tiles of `tile` tokens."""
-        run = self.placement.jit(functools.partial(verify_tokens, head=self, num_top=num_top))
-        count = hidden.shape[0]
-        settings = jax.ShapeDtypeStruct((settings_packing(count).size,), jnp.int32) if samples else None
-        given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
-        rows = count // tile
-        drafts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, tile - 1), (rows,)))
-        return lower(run, params, hidden, settings, given, Drafts(*drafts))
+    def lower_verification(self, params: Params, key: VerificationKey) -> Any:
+        """Lowers `verify_tokens`."""
+        run = self.placement.jit(functools.partial(verify_tokens, head=self, key=key))
+        ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        count, rows, vocab_size = key.count, key.count // key.tile, self.config.vocab_size
+        hidden = jax.ShapeDtypeStruct((count, self.config.d_model), params.embed.dtype)
+        drawn_from = None
+        if key.drawn_from is not None:
+            drawn_from = jax.ShapeDtypeStruct((*key.drawn_from, vocab_size), jnp.float32)
+        drafts = Drafts(ints((rows, key.tile - 1)), ints((rows,)), drawn_from)
+        settings = ints((settings_packing(count).size,)) if key.samples else None
+        dense = sampling_shapes(count, vocab_size)[-3:] if key.dense else None
+        return lower(run, params, hidden, settings, dense, drafts)
 
     def lower_scores(self, params: Params, num_tokens: int, num_top: int) -> Any:
         """Lowers `score_tokens` for prompts of num_tokens tokens in a step."""
@@ -154,22 +157,71 @@ def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: i
     return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
 
 
-def verify_tokens(params, hidden, settings, dense, drafts, *, head: OutputHead, num_top: int | None):
+def drawn_with(params, hidden, settings, head: OutputHead, count: int):
+    """Returns the probabilities [J, V] with which `choose_tokens` draws tokens, given the same arguments; zeros beyond
+    the first `count`."""
+    sampling = _sampling_of(settings, None, hidden, count, head)
+    assert sampling is not None
+    return jnp.pad(distribution(head(params, hidden[:count]), sampling), ((0, len(hidden) - count), (0, 0)))
+
+
+class VerificationKey(NamedTuple):
+    """What `verify_tokens` is compiled for, by which the runner keeps it.
+
+    count: tokens, in tiles of `tile`. samples, dense: whether there are sampling settings, and penalties and biases.
+    num_top: most probable tokens to score; None scores nothing. acceptance: see `StepInput`.
+    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it.
+    """
+
+    count: int
+    tile: int
+    samples: bool
+    dense: bool
+    num_top: int | None
+    acceptance: str = "sampled"
+    drawn_from: tuple[int, int] | None = None
+
+
+def verify_tokens(params, hidden, settings, dense, drafts: Drafts, *, head: OutputHead, key: VerificationKey):
     """Chooses a token after each row's newest one and after each of its draft tokens, and accepts drafts.
 
     Args:
       hidden: [R * (K + 1), D]. settings, dense: of all of them, as `choose_tokens` has them.
-      drafts: ids [R, K] and counts [R].
+      drafts: ids [R, K], counts [R].
 
     Returns:
       A vector of `verification_packing`.
     """
-    ids, counts = drafts
     scores_SV = head(params, hidden)
-    tokens = sample(scores_SV, _sampling_of(settings, dense, hidden, len(hidden), head), head.vocabulary)
-    num_accepted = accept_sampled(tokens.reshape(len(ids), -1), ids, counts)
-    scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
+    sampling = _sampling_of(settings, dense, hidden, len(hidden), head)
+    if key.acceptance == "sampled" or sampling is None:  # of the most probable tokens all rules accept the same
+        tokens = sample(scores_SV, sampling, head.vocabulary)
+        num_accepted = accept_sampled(tokens.reshape(-1, key.tile), drafts.ids, drafts.counts, jnp)
+    else:
+        tokens, num_accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
+    scores = () if key.num_top is None else score(scores_SV, tokens, key.num_top, head.vocabulary)
     return packed((tokens, num_accepted.astype(jnp.int32), scores))
+
+
+def _by_distribution(scores_SV, sampling: SamplingArrays, drafts: Drafts, head: OutputHead, key: VerificationKey):
+    """Accepts drafts by the distributions of target and draft; returns tokens [R * (K + 1)] and how many [R]."""
+    ids, counts, drawn_from = drafts
+    rows, most = ids.shape
+    p = distribution(scores_SV, sampling).reshape(rows, key.tile, -1)
+    if drawn_from is None:
+        q = jax.nn.one_hot(ids, p.shape[-1], dtype=p.dtype)
+    else:
+        q = jnp.moveaxis(drawn_from[:most], 0, 1)[:rows]
+        q = jnp.pad(q, ((0, rows - len(q)), (0, 0), (0, 0)))
+    generator = head.vocabulary.features.generator
+    chances = uniforms(of_stream(sampling, 1), generator).reshape(rows, key.tile)[:, :-1]
+    number, after = RULES[key.acceptance](p, q, ids, counts, chances, jnp)
+    at = jnp.arange(rows) * key.tile + number
+    noise = gumbel_noise(of_stream(SamplingArrays(*(x[at] for x in sampling[:-3])), 2), p.shape[-1], generator)
+    chosen = jnp.argmax(jnp.log(after) + noise, axis=-1)
+    chosen = jnp.where(jnp.isfinite(jnp.max(after, axis=-1)), chosen, -1).astype(jnp.int32)
+    drafted = jnp.pad(ids, ((0, 0), (0, 1)))
+    return jnp.where(jnp.arange(key.tile) < number[:, None], drafted, chosen[:, None]).reshape(-1), number
 
 
 def score_tokens(params, hidden, targets, *, head: OutputHead, num_top: int):

@@ -1,12 +1,17 @@
-"""Rules by which draft tokens are accepted. Pure functions under jit."""
+"""Rules by which draft tokens are accepted: pure functions of NumPy or jax arrays, under jit too.
+
+A draft has K tokens x_1 .. x_K. The target gives K + 1 distributions, the first of them after the text and the others
+after one draft token more; the draft model gave K, from which the draft tokens were drawn.
+"""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from typing import Any, TypeAlias
+
+Array: TypeAlias = Any  # NumPy in tests, jax in a compiled program
 
 
-def accept_sampled(tokens: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
+def accept_sampled(tokens: Array, ids: Array, counts: Array, xp: Any) -> Array:
     """Accepts draft tokens up to the first that differs from what the model has sampled in its place.
 
     The tokens sampled up to there, and the one that differs from the draft, are those of plain decoding: each was drawn
@@ -20,5 +25,89 @@ def accept_sampled(tokens: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.
     Returns:
       [R] number of accepted draft tokens.
     """
-    same = (tokens[:, :-1] == ids) & (jnp.arange(ids.shape[1]) < counts[:, None])
-    return jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
+    same = (tokens[:, :-1] == ids) & (xp.arange(ids.shape[1]) < counts[:, None])
+    return xp.cumprod(same.astype(xp.int32), axis=1).sum(axis=1)
+
+
+def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
+    """Returns the probability [R, K] with which each draft token is accepted, given that those before it are.
+
+    Args:
+      p: [R, K + 1, V] distributions of the target, as it samples from them. q: [R, K, V] those from which the draft
+        tokens were drawn: after temperature, truncation and penalties, or texts are biased.
+      ids: [R, K] draft tokens.
+
+    Source: Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318, algorithm 2.
+    """
+    drawn_p, drawn_q = (_of_tokens(x, ids, xp) for x in (p[:, :-1], q))
+    # A token of probability 0 cannot have been drawn; rounding may say so.
+    return xp.where(drawn_p >= drawn_q, 1.0, drawn_p / xp.maximum(drawn_q, xp.finfo(drawn_q.dtype).tiny))
+
+
+def accept_rejection(p: Array, q: Array, ids: Array, counts: Array, uniforms: Array, xp: Any) -> tuple[Array, Array]:
+    """Accepts draft tokens one after the other; texts are distributed as those of the target.
+
+    Args:
+      p, q, ids: see `rejection_probabilities`. counts: [R] draft tokens of each row.
+      uniforms: [R, K] in [0, 1), independent of the drafts.
+
+    Returns:
+      The number of accepted draft tokens [R], and the distribution [R, V] of the token after them.
+    """
+    accepted = (uniforms < rejection_probabilities(p, q, ids, xp)) & (xp.arange(ids.shape[1]) < counts[:, None])
+    number = xp.cumprod(accepted.astype(xp.int32), axis=1).sum(axis=1)
+    return number, _after(p, q, number, counts, xp.ones(number.shape, p.dtype), xp)
+
+
+def block_probabilities(p: Array, q: Array, ids: Array, counts: Array, xp: Any) -> tuple[Array, Array]:
+    """Returns the probability [R, K] with which the first 1 .. K draft tokens are accepted together, given that no more
+    of them are; and the weights P_0 .. P_K [R, K + 1].
+
+    Args:
+      p, q, ids, counts: see `accept_rejection`.
+
+    Source: Block verification, Sun et al., arXiv:2403.10444, algorithm 2.
+    """
+    drawn_p, drawn_q = (_of_tokens(x, ids, xp) for x in (p[:, :-1], q))
+    weights = [xp.ones(drawn_p.shape[:1], p.dtype)]
+    for i in range(ids.shape[1]):
+        ratio = drawn_p[:, i] / xp.maximum(drawn_q[:, i], xp.finfo(drawn_q.dtype).tiny)
+        weights.append(xp.minimum(weights[-1] * ratio, 1.0))
+    weight = xp.stack(weights, axis=1)
+    left = xp.maximum(weight[:, :-1, None] * p[:, :-1] - q, 0.0).sum(axis=2)
+    # Of the first i tokens, which others follow: h_i; of all of them: P_K.
+    among = left[:, 1:] / xp.maximum(left[:, 1:] + 1 - weight[:, 1:-1], xp.finfo(p.dtype).tiny)
+    among = xp.concatenate([among, weight[:, -1:]], axis=1)
+    last = xp.arange(1, ids.shape[1] + 1) == counts[:, None]
+    return xp.where(last, weight[:, 1:], among), weight
+
+
+def accept_block(p: Array, q: Array, ids: Array, counts: Array, uniforms: Array, xp: Any) -> tuple[Array, Array]:
+    """Accepts the longest beginning of a draft of which it may be; never fewer tokens in the mean than
+    `accept_rejection`, whose arguments and results it has."""
+    probabilities, weight = block_probabilities(p, q, ids, counts, xp)
+    nth = xp.arange(1, ids.shape[1] + 1)
+    accepted = (uniforms < probabilities) & (nth <= counts[:, None])
+    number = xp.where(accepted, nth, 0).max(axis=1)
+    return number, _after(p, q, number, counts, xp.take_along_axis(weight, number[:, None], axis=1)[:, 0], xp)
+
+
+RULES = {"rejection": accept_rejection, "block": accept_block}
+
+
+def _of_tokens(distributions: Array, ids: Array, xp: Any) -> Array:
+    """Returns the probabilities [R, K] of tokens [R, K] in distributions [R, K, V]."""
+    return xp.take_along_axis(distributions, ids[:, :, None], axis=2)[:, :, 0]
+
+
+def _after(p: Array, q: Array, number: Array, counts: Array, weight: Array, xp: Any) -> Array:
+    """Returns the distribution [R, V] of the token after `number` [R] accepted ones: what the draft's distribution
+    leaves of the target's, or the target's where all were accepted."""
+    at = number[:, None, None]
+    target = xp.take_along_axis(p, at, axis=1)[:, 0]
+    drafted = xp.take_along_axis(q, xp.minimum(at, q.shape[1] - 1), axis=1)[:, 0]
+    left = xp.maximum(weight[:, None] * target - drafted, 0.0)
+    total = left.sum(axis=1, keepdims=True)
+    # Equal distributions leave nothing, and rounding may reject a token of them.
+    usable = (number < counts)[:, None] & (total > 0)
+    return xp.where(usable, left / xp.where(total > 0, total, 1.0), target)

@@ -53,3 +53,15 @@ def _gumbel(bits: jax.Array) -> jax.Array:
     in_1_2 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
     uniform = jnp.maximum((in_1_2 - 1.0) * (1.0 - tiny) + tiny, tiny)
     return -jnp.log(-jnp.log(uniform))
+
+
+def uniforms(settings: SamplingArrays, generator: str) -> jax.Array:
+    """Returns a number [S] in [0, 1) of each row's seed, at its place in the random stream; generator: as above."""
+    # The first of as many as a token is drawn with: one number takes as long.
+    noise = gumbel_noise(settings, 1, generator)[:, 0]
+    return jnp.exp(-jnp.exp(-noise))
+
+
+def of_stream(settings: SamplingArrays, number: int) -> SamplingArrays:
+    """Returns settings whose random numbers are independent of those of others; number: of the stream, above 0."""
+    return settings._replace(seeds=settings.seeds ^ jnp.array([number << 16, 0x5BD1E995], jnp.uint32))

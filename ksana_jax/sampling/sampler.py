@@ -123,6 +123,22 @@ def adjust(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
 
 
 @jax.named_scope("sampling")
+def distribution(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
+    """Returns the probabilities [S, V] with which `sample` chooses tokens; NaN for rows without a finite best score."""
+    logits_SV = adjust(logits_SV, settings)
+    best = jnp.max(logits_SV, axis=-1)
+    draws = settings.temperature > 0
+    temperature = jnp.where(draws, settings.temperature, 1.0)
+    limits = Limits(settings.top_k, settings.top_p, settings.min_p)
+    least = least_kept(logits_SV, best, temperature, limits)
+    scaled = (logits_SV - best[:, None]) / temperature[:, None]
+    drawn = jax.nn.softmax(jnp.where(logits_SV >= least[:, None], scaled, -jnp.inf), axis=-1)
+    greedy = jax.nn.one_hot(jnp.argmax(logits_SV, axis=-1), logits_SV.shape[-1], dtype=drawn.dtype)
+    found = jnp.where(draws[:, None], drawn, greedy)
+    return jnp.where(jnp.isfinite(best)[:, None], found, jnp.nan)
+
+
+@jax.named_scope("sampling")
 def score(
     logits_SV: jax.Array, tokens: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -58,9 +58,11 @@ class Proposer(Protocol):
 
     Attributes:
       needs_blocks: whether rows must have the blocks of their draft tokens before these are drafted.
+      drawn_shapes: what the first axes of `Drafts.drawn_from` may be.
     """
 
     needs_blocks: bool = False
+    drawn_shapes: Sequence[tuple[int, int]] = ()
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
         """Compiles what drafts can need, with `workers` threads.
@@ -105,7 +107,9 @@ class SpeculativeMethod:
     Args:
       num_speculative_tokens: most draft tokens of a row in a step.
       acceptance: "sampled" accepts draft tokens that equal what the model samples in their place, so that texts are
-        those without speculation, whatever the sampling parameters.
+        those without speculation, whatever the sampling parameters. "rejection" (arXiv:2211.17192) and "block"
+        (arXiv:2403.10444) accept more tokens of a draft model; texts are distributed as those without speculation, but
+        are other ones, for greedy sampling the same.
       num_speculative_tokens_per_batch_size: entries [from, to, K], both inclusive: steps of that many rows draft at
         most K tokens; others draft num_speculative_tokens. None has no entries.
       adaptive: "goodput" chooses for each step how many tokens are drafted, none if that is fastest, by the measured
@@ -114,14 +118,14 @@ class SpeculativeMethod:
     """
 
     num_speculative_tokens: int
-    acceptance: Literal["sampled"] = "sampled"
+    acceptance: Literal["sampled", "rejection", "block"] = "sampled"
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     adaptive: Literal["off", "goodput"] = "off"
 
     def __post_init__(self):
         checks.require(
             checks.integer("speculative_config: num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS),
-            checks.one_of("speculative_config: acceptance", self.acceptance, ("sampled",)),
+            checks.one_of("speculative_config: acceptance", self.acceptance, ("sampled", "rejection", "block")),
             checks.one_of("speculative_config: adaptive", self.adaptive, ("off", "goodput")),
             error=ConfigError,
         )

@@ -65,6 +65,7 @@ class BatchBuilder:
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
       eviction: method that observes attention weights, and tells queries apart; None if there is none.
       residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
+      acceptance: rule by which draft tokens are accepted.
     """
 
     buckets: Buckets
@@ -75,6 +76,7 @@ class BatchBuilder:
     min_saved_tokens: int = 256
     eviction: EvictionMethod | None = None
     residual_groups: tuple[int, ...] | None = None
+    acceptance: str = "sampled"
     _last: LastDecodes | None = dataclasses.field(default=None, init=False)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
@@ -133,8 +135,9 @@ class BatchBuilder:
         arrays = verification_arrays(shape, decodes, drafts, rows, self.block_size, self.num_blocks)
         num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
         [(count, tile)] = shape.parts
-        padded = Drafts(_padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0), _padded(drafts.counts, (count,), 0))
-        step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded)
+        ids = _padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0)
+        padded = Drafts(ids, _padded(drafts.counts, (count,), 0), drafts.drawn_from)
+        step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded, acceptance=self.acceptance)
         ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
         self._ask(step, batch, rows, ends)
         return step, ends

@@ -261,6 +261,7 @@ class StepInput:
     moves: block copies to make before the step; None if there are none.
     drafts: of each tile of the step's only part, whose tokens are all sampled: draft tokens that follow its first one,
       to be accepted as `StepOutput.num_accepted` says. None in other steps.
+    acceptance: the rule by which they are, see `SpeculativeMethod`.
     """
 
     shape: StepShape
@@ -273,6 +274,7 @@ class StepInput:
     num_prompt_logprobs: int = 0
     moves: Moves | None = None
     drafts: Drafts | None = None
+    acceptance: str = "sampled"
 
 
 def share_a_call(steps: Seq[StepInput]) -> bool:
@@ -294,8 +296,8 @@ class StepOutput:
 
     A token is -1 if its scores are not finite, so that none can be chosen.
 
-    num_accepted: [tiles] with drafts, how many of each tile's draft tokens equal the tokens sampled before them, up to
-      the first that does not. The tile yields its first num_accepted + 1 sampled tokens.
+    num_accepted: [tiles] with drafts, how many of each tile's draft tokens are accepted. The tile yields its first
+      num_accepted + 1 tokens, which are these and one that the model has sampled.
     move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
     compiled: whether a program was compiled for the step.
     """

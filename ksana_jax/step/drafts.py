@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+
+Array: TypeAlias = Any  # NumPy on the host, jax inside a compiled step
 
 
 class Drafts(NamedTuple):
     """Tokens that may follow the newest one of each of n rows.
 
     ids: [n, K] int32; anything beyond a row's number. counts: [n] int32, how many there are of each row.
+    drawn_from: [at least K, at least n, V] on the device, the distribution that each token was drawn from; None where
+      a proposer has drawn none, but guesses.
     """
 
-    ids: np.ndarray
-    counts: np.ndarray
+    ids: Array
+    counts: Array
+    drawn_from: Array | None = None
 
     def shortened(self, most: np.ndarray) -> Drafts:
         """Returns drafts of at most `most` [n] tokens."""
-        return Drafts(self.ids, np.minimum(self.counts, np.maximum(most, 0)))
+        return self._replace(counts=np.minimum(self.counts, np.maximum(most, 0)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
@@ -9,6 +10,7 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.export import export_hf
 from ksana_jax.models.params import init_params
+from ksana_jax.sampling.acceptance import RULES
 from tests.engine.small import SMALL, VOCAB, Letters, assert_idle, make_llm, model
 
 PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]
@@ -31,8 +33,8 @@ def drafters(tmp_path_factory):
     return {name: str(path) for name, path in found.items()}
 
 
-def drafting(drafter: str, count: int = 3, **settings) -> LLM:
-    config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": count}
+def drafting(drafter: str, count: int = 3, acceptance: str = "sampled", **settings) -> LLM:
+    config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": count, "acceptance": acceptance}
     return make_llm(Letters(), speculative_config=config, **settings)
 
 
@@ -92,8 +94,9 @@ def test_several_completions_of_a_prompt(plain, drafters):
     assert counts_of(llm).acceptance_rate == 1
 
 
-def test_nothing_is_compiled_after_the_warm_up(drafters):
-    llm = drafting(drafters["first"])
+@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
+def test_nothing_is_compiled_after_the_warm_up(drafters, acceptance):
+    llm = drafting(drafters["first"], acceptance=acceptance)
     llm.warm_up(64, SAMPLED)
     proposer = llm.engine.scheduler.speculation.proposer
     before = llm.runner.num_compilations, proposer.model.runner.num_compilations
@@ -115,7 +118,7 @@ def test_the_planner_counts_the_blocks_of_the_draft_model(plain, drafters):
 @pytest.mark.parametrize(
     "name, settings, words",
     [
-        ("larger", {}, "the draft model has a vocabulary of 128 ids, the target one of 64"),
+        ("larger", {}, "it has a vocabulary of 128 ids, the target one of 64"),
         ("first", {"pattern": {"window": 16}}, "no windows, and no kv_eviction"),
         ("first", {"embedding_device": "host"}, "embedding_device 'host' do not go with a draft model"),
         ("nowhere", {}, "nowhere"),
@@ -129,3 +132,44 @@ def test_what_does_not_fit_is_refused(drafters, name, settings, words):
 def test_a_model_must_be_named():
     with pytest.raises(ConfigError, match="model is '', must be the directory or name of the draft model"):
         make_llm(speculative_config={"method": "draft_model", "num_speculative_tokens": 2})
+
+
+RULES_OF_DISTRIBUTIONS = pytest.mark.parametrize("acceptance", ["rejection", "block"])
+
+
+@RULES_OF_DISTRIBUTIONS
+def test_other_rules_are_greedy_where_rows_are_and_accept_all_of_the_target_itself(plain, drafters, acceptance):
+    for name in ("first", "itself"):
+        llm = drafting(drafters[name], acceptance=acceptance)
+        assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
+        tokens(llm, SAMPLED)
+        if name == "itself":
+            assert counts_of(llm).acceptance_rate == 1
+
+
+def pairs(llm: LLM, seeds: range) -> np.ndarray:
+    """How often each token came second and third after one prompt: [2, V]."""
+    params = [SamplingParams(temperature=0.7, top_k=12, seed=seed, max_tokens=3, ignore_eos=True) for seed in seeds]
+    outputs = [o.outputs[0].token_ids for o in llm.generate(["the cat"] * len(params), params)]
+    return np.array([np.bincount([ids[at] for ids in outputs], minlength=VOCAB) for at in (1, 2)])
+
+
+def chi_square(a: np.ndarray, b: np.ndarray) -> tuple[float, int]:
+    """Chi-square of two samples of one size, and its number of terms; rare tokens are left out."""
+    used = a + b >= 20
+    return float(((a - b) ** 2 / np.maximum(a + b, 1))[used].sum()), int(used.sum())
+
+
+@pytest.mark.soak
+@RULES_OF_DISTRIBUTIONS
+def test_texts_are_distributed_as_those_of_the_target(plain, drafters, acceptance, monkeypatch):
+    expected = pairs(plain, range(3000))
+    llm = drafting(drafters["other"], acceptance=acceptance)
+    chi, degrees = chi_square(pairs(llm, range(3000, 6000)), expected)
+    assert degrees > 20 and chi < degrees + 6 * (2 * degrees) ** 0.5  # six standard deviations
+    assert 0.02 < (counts_of(llm).acceptance_rate or 0) < 0.9
+    # What accepts everything is found out.
+    monkeypatch.setitem(RULES, acceptance, lambda p, q, ids, counts, u, xp: (counts, p[:, -1]))
+    wrong = drafting(drafters["other"], acceptance=acceptance, programs={})
+    chi, degrees = chi_square(pairs(wrong, range(3000, 6000)), expected)
+    assert chi > degrees + 20 * (2 * degrees) ** 0.5
