@@ -151,10 +151,11 @@ class FakeExecutor:
             [(tiles, width)] = shape.parts
             assert step.num_sampled == tiles * width and step.drafts.ids.shape == (tiles, width - 1)
             assert np.array_equal((a.positions.reshape(tiles, width) >= 0)[:, 1:].sum(axis=1), step.drafts.counts)
+            runs = tokens.reshape(tiles, width)[:, :-1]
             num_accepted = np.array(
                 [
                     sum(itertools.takewhile(bool, run[:count] == ids[:count]))
-                    for run, ids, count in zip(tokens.reshape(tiles, width)[:, :-1], *step.drafts, strict=True)
+                    for run, ids, count in zip(runs, step.drafts.ids, step.drafts.counts, strict=True)
                 ]
             )
         return StepOutput(

@@ -108,11 +108,16 @@ class Recorder:
         self._scheduled[id(batch)] = event, names
         return batch
 
-    def _settle(self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any) -> StepResult:
+    def _settle(
+        self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any, num_accepted: Any = None
+    ) -> StepResult:
         self._note_ended()  # by an abort between two steps of one call
         event, names = self._scheduled.pop(id(batch))
-        sampled = {names[row]: int(token) for row, token in zip(batch.sampled.tolist(), tokens.tolist(), strict=True)}
-        result = method(batch, tokens)
+        runs = tokens.tolist()
+        if num_accepted is not None:
+            runs = [run[: count + 1] for run, count in zip(runs, num_accepted.tolist(), strict=True)]
+        sampled = {names[row]: run for row, run in zip(batch.sampled.tolist(), runs, strict=True)}
+        result = method(batch, tokens, num_accepted)
         self.num_steps += 1
         self.events.append(event | {"step": self.num_steps, "tokens": sampled, "ended_s": self._clock()})
         return result

@@ -46,7 +46,7 @@ def test_time_in_which_nobody_works_although_there_are_requests_is_an_error():
     for one in sorted(run.served, key=lambda s: s.arrival_s):
         counted.change(1, one.arrival_s)
         counted.change(-1, one.finished_s)
-    with pytest.raises(AssertionError, match="host and device worked"):
+    with pytest.raises(AssertionError, match="host, device and disk worked"):
         check(dataclasses.replace(run, busy_s=run.busy_s / 2), counted, len(run.served))
 
 

@@ -90,7 +90,7 @@ def proposals(proposer, text: list[int], most: int, row: int = 0) -> list[int]:
     token_ids = np.zeros((row + 1, 64), np.int32)
     token_ids[row, : len(text)] = text
     lengths = np.full(row + 1, len(text), np.int32)
-    ids, counts = proposer.propose(Texts(token_ids, lengths), np.array([row]), np.array([most]))
+    ids, counts, _ = proposer.propose(Texts(token_ids, lengths), np.array([row]), np.array([most]))
     return ids[0, : counts[0]].tolist()
 
 

@@ -49,7 +49,10 @@ def record(folder, drive=live, **settings):
 # With a tier on the host, the engine waits for the tokens of each step.
 AHEAD = {"async_scheduling": True, "host_slots": 0, "preempt": "auto"}
 SEVERAL = AHEAD | {"num_scheduler_steps": 3}
-MODES = pytest.mark.parametrize("settings", [{}, AHEAD, SEVERAL], ids=["synchronous", "ahead", "several at once"])
+DRAFTS = {"speculative_config": {"method": "tests.guessing:Guessing", "num_speculative_tokens": 3, "guesses": "random"}}
+MODES = pytest.mark.parametrize(
+    "settings", [{}, AHEAD, SEVERAL, DRAFTS], ids=["synchronous", "ahead", "several at once", "drafts"]
+)
 
 
 @MODES
