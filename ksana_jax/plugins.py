@@ -6,15 +6,18 @@ directory.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ksana_jax.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
@@ -36,6 +39,31 @@ def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
     if not callable(spec):
         raise ConfigError(f"{what} is {spec!r:.80}, must be one of {', '.join(registry)}, or 'package.module:name'")
     return spec
+
+
+def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: type[T], what: str, example: str) -> T:
+    """Returns the dataclass that a setting names, with its fields.
+
+    Args:
+      setting: {"method": as `resolve` takes it, and fields}. kind: what it must be a subclass of.
+      what: name of the setting, example: a value of it, for messages.
+
+    Raises:
+      ConfigError: there is no such method or field, or a value is out of range.
+    """
+    if not isinstance(setting, Mapping) or "method" not in setting:
+        raise ConfigError(f"{what} is {setting!r:.80}, must be None or a dict such as {example}")
+    name, fields = setting["method"], {key: value for key, value in setting.items() if key != "method"}
+    found = resolve(name, registry, f"{what} method")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{what} method is {name!r}, which is not a subclass of {kind.__name__}")
+    known = [field.name for field in dataclasses.fields(found)]  # pyright: ignore[reportArgumentType]  methods are dataclasses
+    for key in fields:
+        if key not in known:
+            close = nearest(str(key), known)
+            hint = f"; the nearest is {close!r}" if close else f"; it has {', '.join(known)}"
+            raise ConfigError(f"{what} {name!r} has no setting {key!r}{hint}")
+    return found(**fields)
 
 
 def name_of(spec: Any) -> Any:

@@ -6,13 +6,11 @@ One file and one entry of PROPOSERS each. A proposer of your own needs no entry:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.config import EngineConfig
-from ksana_jax.errors import ConfigError
-from ksana_jax.plugins import nearest, resolve
+from ksana_jax.plugins import read_method
 from ksana_jax.speculative.base import SpeculativeMethod
 
 PROPOSERS: dict[str, str] = {
@@ -34,22 +32,8 @@ def read_speculative(setting: Mapping[str, Any] | SpeculativeMethod | None) -> S
     """
     if setting is None or isinstance(setting, SpeculativeMethod):
         return setting
-    if not isinstance(setting, Mapping) or "method" not in setting:
-        raise ConfigError(
-            f"speculative_config is {setting!r:.80}, must be None or a dict such as "
-            '{"method": "ngram", "num_speculative_tokens": 4}'
-        )
-    name, fields = setting["method"], {key: value for key, value in setting.items() if key != "method"}
-    found = resolve(name, PROPOSERS, "speculative_config method")
-    if not (isinstance(found, type) and issubclass(found, SpeculativeMethod)):
-        raise ConfigError(f"speculative_config method is {name!r}, which is not a subclass of SpeculativeMethod")
-    known = [field.name for field in dataclasses.fields(found)]
-    for key in fields:
-        if key not in known:
-            close = nearest(str(key), known)
-            hint = f"; the nearest is {close!r}" if close else ""
-            raise ConfigError(f"speculative_config {name!r} has no setting {key!r}{hint}; it has {', '.join(known)}")
-    return found(**fields)
+    example = '{"method": "ngram", "num_speculative_tokens": 4}'
+    return read_method(setting, PROPOSERS, SpeculativeMethod, "speculative_config", example)
 
 
 def draft_lengths(config: EngineConfig) -> tuple[int, ...]:

@@ -5,13 +5,11 @@ A method of your own needs no entry: `kv_eviction={"method": "my_package.module:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax.errors import ConfigError
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.plugins import nearest, resolve
+from ksana_jax.plugins import read_method
 
 EVICTION_METHODS: dict[str, str] = {
     "h2o": "ksana_jax.kv.eviction.h2o:H2O",
@@ -38,18 +36,5 @@ def read_eviction(setting: Mapping[str, Any] | None) -> EvictionMethod | None:
     """
     if setting is None:
         return None
-    if not isinstance(setting, Mapping) or "method" not in setting:
-        raise ConfigError(
-            f'kv_eviction is {setting!r:.80}, must be None or a dict such as {{"method": "h2o", "budget": 0.2}}'
-        )
-    name, fields = setting["method"], {key: value for key, value in setting.items() if key != "method"}
-    found = resolve(name, EVICTION_METHODS, "kv_eviction method")
-    if not (isinstance(found, type) and issubclass(found, EvictionMethod)):
-        raise ConfigError(f"kv_eviction method is {name!r}, which is not a subclass of EvictionMethod")
-    known = [field.name for field in dataclasses.fields(found)]
-    for key in fields:
-        if key not in known:
-            close = nearest(str(key), known)
-            hint = f"; the nearest is {close!r}" if close else f"; it has {', '.join(known)}"
-            raise ConfigError(f"kv_eviction {name!r} has no setting {key!r}{hint}")
-    return found(**fields)
+    example = '{"method": "h2o", "budget": 0.2}'
+    return read_method(setting, EVICTION_METHODS, EvictionMethod, "kv_eviction", example)
