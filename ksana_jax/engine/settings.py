@@ -51,6 +51,11 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     find_replacement_policy(config.prefix_replacement)
     read_eviction(config.kv_eviction)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
+    if method is not None and method.acceptance != "sampled" and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f'speculative_config: acceptance "{method.acceptance}" compares whole distributions, of which each of '
+            f'tensor_parallel_size {config.tensor_parallel_size} devices has a part: use "sampled"'
+        )
     if method is not None and method.num_speculative_tokens >= most:
         raise ConfigError(
             f"speculative_config: {method.num_speculative_tokens} draft tokens and one more do not fit into a step of "

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
+from ksana_jax.config import EngineConfig
+from ksana_jax.engine.settings import check_policies
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.speculation import SpeculationCounts
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, complete, make_llm
@@ -198,3 +200,10 @@ def test_nothing_is_compiled_after_the_warm_up():
 def test_settings_that_drafts_would_corrupt_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         guessing("right", **settings)
+
+
+def test_rules_that_compare_distributions_are_for_one_device():
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "acceptance": "block"}
+    with pytest.raises(ConfigError, match='acceptance "block" compares whole distributions'):
+        check_policies(EngineConfig(tensor_parallel_size=2, speculative_config=drafts))
+    check_policies(EngineConfig(tensor_parallel_size=2, speculative_config=drafts | {"acceptance": "sampled"}))
