@@ -20,6 +20,8 @@ from tests.proxy.test_proxy import events
 SETTINGS = ("max_num_seqs=4", "max_num_batched_tokens=64", "enable_prefix_caching=true")
 # Far below what two cores serve: the times before the kill are those of servers without a queue.
 RATE, NUM_TOKENS = 3.0, 200
+# Streams at once, so that the one that is killed certainly has some.
+BURST = 12
 WARM_S, BEFORE_S, AFTER_S = 4.0, 14.0, 14.0
 
 
@@ -37,13 +39,15 @@ def quantile(values, q: float) -> float:
 
 @dataclasses.dataclass
 class Stream:
-    """One stream: when it was sent, seconds to its first byte, events so far, and all of them once it has ended."""
+    """One stream: when it was sent, with others at once or not, seconds to its first byte, events so far, and all of
+    them once it has ended."""
 
     sent: float
     ttft_s: float = 0.0
     status: int = 0
     num_events: int = 0
     ended: bool = False
+    in_burst: bool = False
     events: list = dataclasses.field(default_factory=list)
 
     @property
@@ -65,11 +69,24 @@ class OpenLoop:
         self._url, self._client, self._random = url, client, random.Random(0)
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._tasks:
             while not self.stopping:
-                self.streams.append(Stream(time.perf_counter()))
-                tasks.create_task(self._send(self.streams[-1], len(self.streams)))
+                self._start(Stream(time.perf_counter()))
                 await asyncio.sleep(self._random.expovariate(RATE))
+
+    def _start(self, stream: Stream) -> Stream:
+        self.streams.append(stream)
+        self._tasks.create_task(self._send(stream, len(self.streams)))
+        return stream
+
+    async def burst(self, count: int) -> None:
+        """Sends streams at once, and returns when each has its first event and nearly all of its tokens to come."""
+        started = [self._start(Stream(time.perf_counter(), in_burst=True)) for _ in range(count)]
+        for _ in range(2000):
+            if all(stream.num_events for stream in started):
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("a stream has had no event within 10 s")
 
     async def _send(self, stream: Stream, number: int) -> None:
         body = {"prompt": f"Once upon a time, {number % 3}", "max_tokens": NUM_TOKENS, "stream": True}
@@ -84,15 +101,9 @@ class OpenLoop:
                     stream.events = events(text.decode())
         stream.ended = True
 
-    @property
-    def early(self) -> bool:
-        """Whether streams are under way, and all of them in their first half."""
-        counts = [stream.num_events for stream in self.streams if not stream.ended]
-        return bool(counts) and all(0 < count < NUM_TOKENS / 2 for count in counts)
-
     def between(self, first: float, last: float) -> list[float]:
-        """Times to the first byte of the streams that were sent between two times."""
-        return [stream.ttft_s for stream in self.streams if first <= stream.sent < last]
+        """Times to the first byte of the streams that were sent between two times, none of a burst."""
+        return [s.ttft_s for s in self.streams if first <= s.sent < last and not s.in_burst]
 
 
 async def servers_of(client, url: str) -> list[dict]:
@@ -113,13 +124,10 @@ async def four_ready(client, url: str) -> None:
 async def kill_one(client, url: str, load: OpenLoop) -> tuple[int, float]:
     """Kills a server that has streams; returns how many, and when."""
     pids = {server["id"]: pid_of_port(server["id"].rpartition(":")[2]) for server in await servers_of(client, url)}
-    for _ in range(2000):
-        victim = max(await servers_of(client, url), key=lambda server: server["num_requests"])
-        if victim["num_requests"] >= 2 or (victim["num_requests"] and load.early):
-            os.kill(pids[victim["id"]], signal.SIGKILL)
-            return victim["num_requests"], time.perf_counter()
-        await asyncio.sleep(0.01)
-    raise AssertionError("no server has had a stream in its first half within 20 s")
+    await load.burst(BURST)
+    victim = max(await servers_of(client, url), key=lambda server: server["num_requests"])
+    os.kill(pids[victim["id"]], signal.SIGKILL)
+    return victim["num_requests"], time.perf_counter()
 
 
 @pytest.mark.soak
