@@ -17,7 +17,6 @@ from ksana_jax import checks
 from ksana_jax.config import EngineConfig
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.patterns import AttentionPattern
 from ksana_jax.sequence import Rows
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.drafts import Drafts
@@ -42,13 +41,12 @@ class Texts(NamedTuple):
 class ProposerContext(NamedTuple):
     """The engine that a proposer is for.
 
-    config: with nothing left open. layout, patterns: of its pool and of its layers. tokenizer: None without one.
+    config: with nothing left open. layout: of its pool. buckets: of its steps. tokenizer: None without one.
     """
 
     config: EngineConfig
     vocab_size: int
     layout: KVLayout
-    patterns: Sequence[AttentionPattern]
     buckets: Buckets
     tokenizer: Tokenizer | None = None
 
