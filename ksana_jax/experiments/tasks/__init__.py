@@ -16,6 +16,7 @@ TASKS: dict[str, str] = {
     "host_embedding": "ksana_jax.experiments.tasks.host_embedding:HostEmbedding",
     "recall": "ksana_jax.experiments.tasks.recall:Recall",
     "sink_strength": "ksana_jax.experiments.tasks.sink_strength:SinkStrength",
+    "speculative": "ksana_jax.experiments.tasks.speculative:Speculative",
     "window_latency": "ksana_jax.experiments.tasks.window_latency:WindowLatency",
     "simulate": "ksana_jax.experiments.tasks.simulate:Simulate",
     "capacity": "ksana_jax.experiments.tasks.capacity:CapacitySearch",

@@ -36,7 +36,7 @@ def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Co
         return
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for index, (axes, column) in enumerate(zip(panels, shown, strict=True)):
-        _draw_bars(axes, measured, column.key, COLOURS[1 + index])
+        draw_bars(axes, measured, column.key, COLOURS[1 + index])
         axes.set_xlabel(column.title)
 
 
@@ -64,7 +64,7 @@ def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1
     integer_ticks(axes, [row.point[last] for row in rows])
 
 
-def _draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str) -> None:
+def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str) -> None:
     at = np.arange(len(rows))[::-1]
     means, spread = [row.mean(key) or 0.0 for row in rows], [row.sd(key) or 0.0 for row in rows]
     axes.barh(at, means, 0.7, xerr=spread if any(spread) else None, color=colour, error_kw={"linewidth": 0.6})

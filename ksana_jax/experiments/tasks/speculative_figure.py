@@ -1,0 +1,71 @@
+"""The figure of the task `speculative`: tokens per forward and speed-up, beside what the formula says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ksana_jax.experiments.figures import COLOURS
+from ksana_jax.experiments.tasks.results import ResultRow
+from ksana_jax.experiments.tasks.row_figure import against_numbers, draw_bars, draw_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LABELS = {
+    "num_speculative_tokens": "draft tokens K",
+    "batch_size": "requests at once",
+    "branch_length": "longest branch (tokens)",
+}
+
+
+def expected_length(alpha: float, num_drafts: int) -> float:
+    """Returns the mean tokens of a step with num_drafts draft tokens, each accepted with probability alpha if those
+    before it are: (1 - alpha^(K+1)) / (1 - alpha), arXiv:2211.17192, equation 1."""
+    return sum(alpha**place for place in range(num_drafts + 1))
+
+
+def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
+    """Draws lines over the last key of the grid if it has numbers, with the formula's as dots; bars otherwise."""
+    if not rows:
+        return
+    if not against_numbers(rows):
+        left, right = figure.subplots(1, 2, sharey=True)
+        for axes, key, title, colour in (
+            (left, "per_forward", "tokens/forward", 1),
+            (right, "gain", "speed-up (×)", 3),
+        ):
+            draw_bars(axes, rows, key, COLOURS[colour])
+            axes.set_xlabel(title)
+        right.axvline(1, color="0.2", linewidth=0.6)
+        return
+    above, below = figure.subplots(2, 1, sharex=True)
+    key = list(rows[0].point)[-1].rpartition(".")[2]
+    draw_lines(above, rows, "per_forward")
+    draw_lines(below, rows, "gain")
+    below.axhline(1, color="0.2", linewidth=0.6)
+    above.set_ylabel("tokens/forward")
+    below.set_ylabel("speed-up (×)")
+    below.set_xlabel(_LABELS.get(key, key))
+    if key == "num_speculative_tokens":
+        _draw_formula(above, below, rows)
+    if key == "batch_size":
+        below.set_xscale("log", base=2)
+        below.xaxis.set_major_formatter("{x:g}")
+    handles, labels = above.get_legend_handles_labels()
+    if any(labels):
+        figure.legend(handles, labels, loc="outside upper center", ncols=2)
+
+
+def _draw_formula(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
+    last = list(rows[0].point)[-1]
+    points = sorted({row.point[last] for row in rows})
+    crosses = {"color": "0.4", "marker": "x", "linestyle": "", "zorder": 3}
+    for row in rows:
+        below.plot(row.point[last], row.mean("formula"), **crosses)
+    for row in rows:
+        alpha = row.mean("alpha")
+        if row.point[last] == points[0] and alpha is not None:
+            above.plot(points, [expected_length(alpha, k) for k in points], **crosses)
+    above.plot([], [], label="formula", **crosses)
