@@ -26,13 +26,21 @@ MOST_EXTRAPOLATED = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host for a step, to schedule, build and report it: of any step, and for each of its rows."""
+    """Seconds of the host for a step, to schedule, build and report it.
+
+    step_s: of any step. row_s: for each of its rows. chunk_s: more, of a step with chunks.
+    """
 
     step_s: float = 0.0
     row_s: float = 0.0
+    chunk_s: float = 0.0
 
     def seconds(self, size: StepSize) -> float:
-        return self.step_s + self.row_s * size.num_rows
+        return self.step_s + self.row_s * size.num_rows + (self.chunk_s if size.num_chunked else 0.0)
+
+    def times(self, factor: float) -> HostCost:
+        """Returns the costs of a host that takes `factor` times as long."""
+        return HostCost(self.step_s * factor, self.row_s * factor, self.chunk_s * factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

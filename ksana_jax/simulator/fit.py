@@ -11,11 +11,11 @@ from scipy.optimize import nnls
 
 from ksana_jax.errors import ConfigError
 from ksana_jax.metrics import StepRecord
-from ksana_jax.simulator.attribution import beside_chunks, chunk_seconds
+from ksana_jax.simulator.attribution import before_chunks, chunk_seconds
 from ksana_jax.simulator.cost import HostCost
 from ksana_jax.simulator.fitted import DECODE, FEATURES, FittedCost, ShapeTimes, features, phase_of
 from ksana_jax.simulator.move_cost import fit_moves
-from ksana_jax.simulator.step_file import Steps, device_seconds, size_of, usable
+from ksana_jax.simulator.step_file import Steps, device_seconds, sizes_of, usable
 from ksana_jax.simulator.step_size import StepSize
 
 # Steps that a phase needs, and the share of them that the error is measured on.
@@ -73,22 +73,22 @@ def fit(steps: Steps, *, method: str = "affine", seed: int = 0) -> FittedCost:
 
 def _measured(records: Sequence[StepRecord], alone: Sequence[bool]) -> list[tuple[StepSize, float]]:
     """Returns sizes and seconds of the steps from which costs are fitted; see `attribution`."""
-    sizes, seconds, beside = [size_of(record) for record in records], device_seconds(records), beside_chunks(records)
+    sizes, seconds, late = sizes_of(records), device_seconds(records), before_chunks(records)
     clean = [
         (size, s)
-        for size, s, ok, near in zip(sizes, seconds, alone, beside, strict=True)
-        if ok and not near and s > 0 and phase_of(size) == DECODE and not _moves(size)
+        for size, s, ok, is_late in zip(sizes, seconds, alone, late, strict=True)
+        if ok and not is_late and s > 0 and phase_of(size) == DECODE and not _moves(size)
     ]
     if len(clean) < MIN_STEPS:
-        beside = [False] * len(records)
+        late = [False] * len(records)
     else:
         phases = {DECODE: _affine(clean)}
         decode = FittedCost(phases=phases, shapes=_shapes(clean, phases))
         seconds = chunk_seconds(records, seconds, sizes, decode.seconds)
     return [
         (size, s)
-        for size, s, ok, near in zip(sizes, seconds, alone, beside, strict=True)
-        if ok and s > 0 and (not near or phase_of(size) != DECODE)
+        for size, s, ok, is_late in zip(sizes, seconds, alone, late, strict=True)
+        if ok and s > 0 and (not is_late or phase_of(size) != DECODE)
     ]
 
 
@@ -151,15 +151,14 @@ def _held_out(found: Sequence[tuple[StepSize, float]], method: str, seed: int) -
 
 
 def _host(steps: Steps, alone: Sequence[bool]) -> tuple[HostCost, int]:
-    """Fits the host's seconds to the rows of steps."""
+    """Fits the host's seconds to the rows of steps, and to whether they have chunks."""
     records = steps.records
-    pairs = [
-        (size_of(record).num_rows, record.schedule_s + before.report_s)
+    found = [
+        (1, record.num_decodes + record.num_chunks, record.num_chunks > 0, record.schedule_s + before.report_s)
         for before, record, ok in zip(records, records[1:], alone[1:], strict=False)
         if ok
     ]
-    if not pairs:
+    if not found:
         return HostCost(), 0
-    rows, seconds = np.array(pairs).T
-    step_s, row_s = _relative_nnls(np.stack([np.ones_like(rows), rows], axis=1), np.maximum(seconds, 1e-9))
-    return HostCost(step_s, row_s), len(pairs)
+    *x, seconds = np.array(found).T
+    return HostCost(*_relative_nnls(np.stack(x, axis=1), np.maximum(seconds, 1e-9))), len(found)

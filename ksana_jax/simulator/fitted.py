@@ -13,7 +13,7 @@ from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.simulator.cost import Cost, HostCost, read_fields
+from ksana_jax.simulator.cost import Cost, read_fields
 from ksana_jax.simulator.step_file import plain_shape, read_shape
 from ksana_jax.simulator.step_size import StepSize
 from ksana_jax.step.contract import StepShape
@@ -35,10 +35,11 @@ def features(size: StepSize) -> dict[str, float]:
         "pairs": float(size.num_attended),
         "padded_pairs": padded_pairs,
         "sampled": float(size.num_sampled),
+        "after_chunk": float(size.after_chunk and not size.num_chunked),
     }
 
 
-FEATURES = ("step", "tokens", "padded_tokens", "pairs", "padded_pairs", "sampled")
+FEATURES = ("step", "tokens", "padded_tokens", "pairs", "padded_pairs", "sampled", "after_chunk")
 
 
 @functools.cache
@@ -113,8 +114,7 @@ class FittedCost(Cost):
         """Returns the costs of a machine that takes `factor` times as long, its host too."""
         phases = {phase: {name: s * factor for name, s in found.items()} for phase, found in self.phases.items()}
         shapes = [dataclasses.replace(s, mean_s=s.mean_s * factor) for s in self.shapes]
-        host = HostCost(self.host.step_s * factor, self.host.row_s * factor)
-        return dataclasses.replace(self, phases=phases, shapes=shapes, host=host)
+        return dataclasses.replace(self, phases=phases, shapes=shapes, host=self.host.times(factor))
 
     def plain(self) -> dict[str, Any]:
         """Returns the JSON object that `read_cost` takes."""

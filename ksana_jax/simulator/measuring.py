@@ -52,22 +52,32 @@ def exercise(engine: Engine, seconds: float, *, max_prompt: int, max_output: int
     """
     rng, until = np.random.default_rng(seed), engine.clock() + seconds
     sizes = _powers(engine.scheduler.max_num_seqs)
-    for group in itertools.count():
-        if engine.clock() >= until:
-            break
-        size, together = sizes[group // 2 % len(sizes)], group % 2 == 0
-        gap = 0 if together else max_output / (math.log(max_output + 1) * size)
+    order: list[tuple[int, bool]] = []
+    while engine.clock() < until:
+        if not order:
+            order = [(size, together) for size in sizes for together in (True, False)]
+            rng.shuffle(order)
+        size, together = order.pop()
+        gap = 0 if together else _mean_length(max_output) / size
         left = np.cumsum(rng.poisson(gap, size if together else 4 * size)).tolist()
         for number in itertools.count():
             while left and left[0] <= number:
                 left.pop(0)
-                prompt = rng.integers(FIRST_TOKEN, engine.model.vocab_size, _drawn(rng, max_prompt), np.int32)
-                num_output = int(rng.integers(1, max_output + 1)) if together else _drawn(rng, max_output)
-                engine.add_request(prompt, exactly(num_output))
+                prompt = rng.integers(FIRST_TOKEN, engine.model.vocab_size, _length(rng, max_prompt), np.int32)
+                engine.add_request(prompt, exactly(_length(rng, max_output)))
             if not engine.has_work and not left:
                 break
             if engine.has_work:
                 engine.step()
+
+
+def _mean_length(most: int) -> float:
+    return (most / math.log(most + 1) + (most + 1) / 2) / 2
+
+
+def _length(rng: np.random.Generator, most: int) -> int:
+    """Draws a length: short ones are as frequent as in most traffic, and long ones are not rare."""
+    return _drawn(rng, most) if rng.random() < 0.5 else int(rng.integers(1, most + 1))
 
 
 def _powers(most: int) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from ksana_jax.simulator.measuring import about, exercise, make_engine, serve, w
 from ksana_jax.simulator.one_engine import Served
 from ksana_jax.simulator.replay import ReplayCost
 from ksana_jax.simulator.run import simulate
-from ksana_jax.simulator.step_file import Steps, device_seconds, size_of
+from ksana_jax.simulator.step_file import Steps, device_seconds, sizes_of
 from ksana_jax.workload.base import WorkloadSettings
 from ksana_jax.workload.items import WorkItem
 from ksana_jax.workload.sessions import Sessions
@@ -98,9 +100,12 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Steps of many sizes, and then the workload that is predicted: what became of it, and its steps."""
+    """The workload that is predicted, between steps of many sizes: what became of it, and its steps.
 
-    exercised: list[StepRecord]
+    exercised: steps of many sizes before and after it.
+    """
+
+    exercised: tuple[list[StepRecord], list[StepRecord]]
     served: list[Served]
     steps: list[StepRecord]
 
@@ -120,8 +125,8 @@ def predict(
 
     Rounds alternate between steps of many sizes, from which costs are fitted, and the workload that is predicted, at
     LOAD of the rate that the engine reaches. One fit is made of all rounds. A machine that others use is slower for
-    seconds at a time, so each round's prediction takes the speed of the steps just before it; no time of the predicted
-    workload is used.
+    seconds at a time, so each round's prediction takes the speed of the steps just before and just after it; no time of
+    the predicted workload is used.
 
     Args:
       workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.
@@ -136,20 +141,25 @@ def predict(
     rate = LOAD * len(at_once) / max(s.finished_s for s in serve(engine, at_once))
     items = with_known_lengths(made.scaled(rate).items)
     say(f"{model}, {workload}: {rate:,.1f} requests/s, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
-    measured = []
-    for number in range(rounds):
+
+    def exercised(number: int) -> list[StepRecord]:
         engine.records.clear()
         exercise(engine, seconds, max_prompt=longest, max_output=longest, seed=seed + number)
-        exercised = list(engine.records)
+        return list(engine.records)
+
+    runs, around = [], [exercised(0)]
+    for number in range(rounds):
         engine.records.clear()
-        measured.append(Round(exercised, serve(engine, items), list(engine.records)))
-    cost = fit(Steps(about(engine), [record for one in measured for record in one.exercised]))
+        runs.append((serve(engine, items), list(engine.records)))
+        around.append(exercised(number + 1))
+    measured = [Round(pair, *run) for pair, run in zip(itertools.pairwise(around), runs, strict=True)]
+    cost = fit(Steps(about(engine), [record for records in around for record in records]))
     return _compare(engine, items, cost, measured, seed)
 
 
 def speed(cost: FittedCost, records: Sequence[StepRecord]) -> float:
     """Returns the time of steps over what the costs say."""
-    return sum(device_seconds(records)) / sum(cost.seconds(size_of(record)) for record in records)
+    return sum(device_seconds(records)) / sum(map(cost.seconds, sizes_of(records)))
 
 
 def _compare(
@@ -158,7 +168,7 @@ def _compare(
     def simulated(cost: Cost, seed: int | None = None) -> list[Served]:
         return simulate(items, engine.model, engine.config, cost, seed=seed).served
 
-    speeds = [speed(cost, one.exercised) for one in measured]
+    speeds = [math.sqrt(math.prod(speed(cost, records) for records in one.exercised)) for one in measured]
     noisy = [simulated(cost.times(s), seed + i) for i, s in enumerate(speeds)]
     plain = [simulated(cost.times(s)) for s in speeds]
     replayed = [simulated(ReplayCost.of(one.steps, spare=len(one.steps))) for one in measured]

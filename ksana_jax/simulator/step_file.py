@@ -74,8 +74,13 @@ def read_shape(given: Sequence[Any]) -> StepShape:
     return StepShape(tuple(Part(*part) for part in parts), *others)
 
 
-def size_of(record: StepRecord) -> StepSize:
-    """Returns the size of a recorded step."""
+def sizes_of(records: Sequence[StepRecord]) -> list[StepSize]:
+    """Returns the sizes of recorded steps."""
+    chunks = [False, *(record.num_chunks > 0 for record in records)]
+    return [_size_of(record, after_chunk) for record, after_chunk in zip(records, chunks, strict=False)]
+
+
+def _size_of(record: StepRecord, after_chunk: bool) -> StepSize:
     return StepSize(
         record.shape,
         record.num_sampled,
@@ -86,6 +91,7 @@ def size_of(record: StepRecord) -> StepSize:
         record.num_saved,
         record.num_copied,
         record.num_loaded,
+        after_chunk,
     )
 
 

@@ -50,8 +50,17 @@ class StepSeconds:
             num_rows=rows + len(chunks),
         )
         self._size = size
-        device_s, host_s = self._cost.seconds(size), self._cost.host_seconds(size)
+        device_s, host_s = self._cost.seconds(size) + self._after(size), self._cost.host_seconds(size)
         return max(device_s, host_s) if self._overlaps else device_s + host_s
+
+    def _after(self, size: StepSize) -> float:
+        """Returns the seconds by which a step with chunks makes the one after it longer."""
+        if not size.num_chunked or not self._has_shapes:
+            return 0.0
+        rows = size.num_rows
+        shape = self._shape(rows, size.num_attended, ())
+        decode = StepSize(shape, self._buckets.num_sampled(rows), rows, 0, rows, rows)
+        return self._cost.seconds(decode._replace(after_chunk=True)) - self._cost.seconds(decode)
 
     def count(self, steps: int, step_s: float) -> None:
         """Counts steps of the size that was last asked for: not all that are asked for are computed."""

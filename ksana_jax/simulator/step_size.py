@@ -22,6 +22,7 @@ class StepSize(NamedTuple):
     num_tokens: tokens computed, without padding; num_chunked: those of them in chunks. num_attended: sum over these
     tokens of the cached tokens up to each, see `StepInput`. num_rows: sequences.
     num_saved, num_copied, num_loaded: blocks that move to the host, on the device and from the host.
+    after_chunk: whether the step before it had chunks: its arrays then are built anew, and caches hold other things.
     """
 
     shape: StepShape
@@ -33,6 +34,7 @@ class StepSize(NamedTuple):
     num_saved: int = 0
     num_copied: int = 0
     num_loaded: int = 0
+    after_chunk: bool = False
 
     def with_moves(self, moves: Moves | None) -> StepSize:
         if moves is None:
@@ -70,6 +72,7 @@ class SizeBuilder(BatchBuilder):
 
     tokens: Tokens
     sized: Callable[[StepSize], None]
+    _after_chunk: bool = dataclasses.field(default=False, init=False)
 
     @classmethod
     def like(cls, builder: BatchBuilder, tokens: Tokens, sized: Callable[[StepSize], None]) -> SizeBuilder:
@@ -90,7 +93,9 @@ class SizeBuilder(BatchBuilder):
             num_chunked=int(batch.counts.sum()) if len(batch.chunks) else 0,
             num_attended=_attended(computed - rows.num_evicted[:, running], counts),
             num_rows=len(computed),
+            after_chunk=self._after_chunk,
         )
+        self._after_chunk = size.num_chunked > 0
         tokens = self.tokens.of(batch, lengths, rows)
         self.sized(size)
         return SizedStep(shape, _NO_ARRAYS, num_sampled, size.num_attended, size=size, tokens=tokens), lengths

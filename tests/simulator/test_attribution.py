@@ -2,10 +2,10 @@
 
 import pytest
 
-from ksana_jax.simulator.attribution import beside_chunks, chunk_seconds
+from ksana_jax.simulator.attribution import before_chunks, chunk_seconds
 from ksana_jax.simulator.fit import fit
 from ksana_jax.simulator.run import simulate
-from ksana_jax.simulator.step_file import Steps, device_seconds, size_of
+from ksana_jax.simulator.step_file import Steps, device_seconds, sizes_of
 from tests.simulator.items import MODEL, config, drawn_items
 from tests.simulator.test_costs import TRUE
 
@@ -26,7 +26,7 @@ def mixed_up(records, share=0.5):
 
 def test_a_chunk_gets_the_time_back_that_the_step_before_it_was_seen_to_take():
     records = mixed_up(records_of(True))
-    sizes = [size_of(r) for r in records]
+    sizes = sizes_of(records)
     true = [TRUE.seconds(size) for size in sizes]
     measured = device_seconds(records)
     found = chunk_seconds(records, measured, sizes, TRUE.seconds)
@@ -38,7 +38,7 @@ def test_a_chunk_gets_the_time_back_that_the_step_before_it_was_seen_to_take():
 def test_costs_do_not_depend_on_how_often_chunks_come():
     cost = fit(Steps({}, mixed_up(records_of(True))))
     for chunks in (True, False):
-        sizes = [size_of(r) for r in records_of(False) if (r.num_chunks > 0) == chunks]
+        sizes = [size for size in sizes_of(records_of(False)) if (size.num_chunked > 0) == chunks]
         total, true = (sum(map(of.seconds, sizes)) for of in (cost, TRUE))
         assert total == pytest.approx(true, rel=0.01)
 
@@ -46,9 +46,22 @@ def test_costs_do_not_depend_on_how_often_chunks_come():
 def test_steps_that_wait_for_each_other_keep_their_times():
     records = records_of(False)
     seconds = device_seconds(records)
-    assert chunk_seconds(records, seconds, [size_of(r) for r in records], lambda size: 0.0) == seconds
+    assert chunk_seconds(records, seconds, sizes_of(records), lambda size: 0.0) == seconds
 
 
-def test_neighbours_of_chunks():
+def test_steps_before_chunks():
     records = [r._replace(num_chunks=n) for r, n in zip(records_of(False), (0, 0, 1, 0, 0), strict=False)]
-    assert beside_chunks(records) == [False, True, False, True, False]
+    assert before_chunks(records) == [False, True, False, False, False]
+
+
+def test_what_a_chunk_costs_the_step_after_it_is_found():
+    records = records_of(False)
+    longer, late_s = [], 0.0
+    for record, size in zip(records, sizes_of(records), strict=True):
+        late_s += 0.003 if size.after_chunk and not size.num_chunked else 0.0
+        longer.append(record._replace(ended_s=record.ended_s + late_s, began_s=record.began_s + late_s))
+        if size.after_chunk and not size.num_chunked:
+            longer[-1] = longer[-1]._replace(began_s=record.began_s + late_s - 0.003)
+    cost = fit(Steps({}, longer))
+    assert cost.phases["decode"]["after_chunk"] == pytest.approx(0.003, rel=0.02)
+    assert sum(map(cost.seconds, sizes_of(longer))) == pytest.approx(sum(device_seconds(longer)), rel=0.01)
