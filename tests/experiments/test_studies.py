@@ -10,7 +10,10 @@ from ksana_jax.shipped import model_path
 
 ROOT = Path(__file__).parents[2]
 # Models that a study trains first.
-TRAINED = ("plain", "bos", "off_by_one", "learned")
+TRAINED = (
+    *(f"siblings/{name}/export" for name in ("plain", "bos", "off_by_one", "learned")),
+    *(f"spec/{name}" for name in ("target", "aligned/export", "unaligned/export")),
+)
 STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
 
 
@@ -25,9 +28,9 @@ def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
 def test_a_study_has_the_rows_of_its_configuration(study, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in TRAINED:  # rows do not depend on what is in a model
-        folder = tmp_path / "runs/siblings" / name
-        folder.mkdir(parents=True)
-        (folder / "export").symlink_to(model_path("ksana-tiny"))
+        folder = tmp_path / "runs" / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.symlink_to(model_path("ksana-tiny"))
     rows = [(row.label, row.point) for row in read_report(study).rows]
     assert rows == [(row.label, row.point) for row in load(study.name).rows]
 

@@ -35,7 +35,7 @@ from ksana_jax.experiments.tasks.base import (
     check_counts,
     number,
 )
-from ksana_jax.experiments.tasks.paired import caveat, forced, of_side, pairs
+from ksana_jax.experiments.tasks.paired import Side, caveat, forced, of_side, pairs
 from ksana_jax.experiments.tasks.speculative_prompts import PROMPTS
 from ksana_jax.speculative import read_speculative
 
@@ -116,28 +116,34 @@ class Speculative(BaseTask):
         drafting = with_drafts(plain, settings.speculative_config)
         asked, known, preloaded = _requests(settings, plain, trial.seed)
         outputs = _outputs(plain, preloaded, settings, trial.seed) if preloaded else []
+        written: dict[Side, list[list[int]]] = {}
 
         def serve(llm: LLM, salt: str) -> Measurement:
             if llm is drafting:
                 for text in outputs:
                     llm.engine.scheduler.speculation.proposer.learn(np.array(text, np.int32), salt)  # pyright: ignore
-            if known:
-                _outputs(llm, known, settings, trial.seed, salt)
-            return _timed(llm, asked, settings, trial.seed, salt)
+                if known:
+                    _outputs(llm, known, settings, trial.seed, salt)
+            measured, written["with" if llm is drafting else "without"] = _timed(llm, asked, settings, trial.seed, salt)
+            return measured
 
         sides, runs = (functools.partial(serve, plain), functools.partial(serve, drafting)), []
         for done, measurement in enumerate(pairs(*sides, settings.num_pairs, trial.seed), start=1):
             runs.append(measurement)
             yield measurement
             trial.progress(done / (2 * settings.num_pairs))
-        if _lossless(settings) and plain.config.numerics == "invariant" and (same := _same(runs)) < 1:
+        if not _lossless(settings):
+            for side, outputs in written.items():
+                yield {"metric": "quality", "side": side, "nll": _nll(plain, asked, outputs)}
+        elif plain.config.numerics == "invariant" and (same := _same(runs)) < 1:
             raise AssertionError(f"{1 - same:.1%} of the texts differ from those without speculation")
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes gain, seconds without / seconds with, median over pairs, gain_least and gain_most among them;
         acceptance_rate, acceptance_length, per_forward; alpha, the accepted fraction of the draft tokens that were not
         behind a rejected one; drafting, seconds of drafts as a fraction of those of a plain step; formula, the gain if
-        verification took as long as a plain step; same, the fraction of texts that are those without speculation."""
+        verification took as long as a plain step; same, the fraction of texts that are those without speculation;
+        nll_*, nats per token of the texts of a side under the target, of methods that may change texts."""
         without, with_ = of_side(measurements, "without"), of_side(measurements, "with")
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(without, with_, strict=True)]
         result = {"gain": statistics.median(ratios), "gain_least": min(ratios), "gain_most": max(ratios)}
@@ -149,6 +155,7 @@ class Speculative(BaseTask):
         result["drafting"] = totals["proposer_s"] / totals["num_steps"] / step_s
         result["formula"] = result["per_forward"] / (1 + result["drafting"])
         result["same"] = _same(measurements)
+        result |= {f"nll_{m['side']}": m["nll"] for m in measurements if m["metric"] == "quality"}
         result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in (*without, *with_))
         return result
 
@@ -165,6 +172,11 @@ class Speculative(BaseTask):
             Column("gain_least", "least", number(2)),
             Column("gain_most", "most", number(2)),
             Column("same", "same texts, %", _percent, exact=True),
+            *(
+                Column(f"nll_{side}", f"nats/token {title}", number(3))
+                for side, title in (("without", "off"), ("with", "on"))
+                if any(row.mean(f"nll_{side}") is not None for row in rows)
+            ),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -176,6 +188,8 @@ class Speculative(BaseTask):
             "Drafting: seconds per step, of a step without speculation. Formula: tokens/forward / (1 + drafting), the "
             "speed-up if a step took as long with drafts as without.",
         ]
+        if any(row.mean("nll_with") is not None for row in rows):
+            said.append("Nats/token: of the texts of both sides under the model that was to write them.")
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")
         return said
@@ -236,8 +250,11 @@ def _outputs(llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, 
     return [list(output.check().outputs[0].token_ids) for output in outputs]
 
 
-def _timed(llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, salt: str) -> Measurement:
-    """Serves prompts, batch by batch; measures seconds, what became of drafts, and digests of the texts."""
+def _timed(
+    llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, salt: str
+) -> tuple[Measurement, list[list[int]]]:
+    """Serves prompts, batch by batch; measures seconds, what became of drafts, and digests of the texts. Returns the
+    texts, too."""
     params, size = _params(settings, len(prompts), seed), settings.batch_size
     asked = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
     llm.clear_records()
@@ -246,8 +263,8 @@ def _timed(llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, sa
     for at in range(0, len(asked), size):
         outputs += llm.generate(asked[at : at + size], params[at : at + size])
     seconds, after = time.perf_counter() - began, _counted(llm)
-    tokens = [output.check().outputs[0].token_ids for output in outputs]
-    return {
+    tokens = [list(output.check().outputs[0].token_ids) for output in outputs]
+    measured = {
         "seconds": seconds,
         "compiled_while_timed": llm.num_compilations - compiled,
         "num_requests": len(outputs),
@@ -256,6 +273,22 @@ def _timed(llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, sa
         **{key: (np.array(after[key]) - before[key]).tolist() for key in after},
         "digests": [hashlib.sha256(np.array(ids, "<i4").tobytes()).hexdigest()[:12] for ids in tokens],
     }
+    return measured, tokens
+
+
+def _nll(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
+    """Returns the mean nats per token of outputs after prompts under a model, but for their last tokens."""
+    from ksana_jax import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    whole = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, outputs, strict=True)]
+    losses = []
+    for prompt, text, scored in zip(
+        prompts, whole, llm.generate(prompt_token_ids=whole, sampling_params=params), strict=True
+    ):
+        entries = scored.check().prompt_logprobs or []
+        losses += [-entries[at][text[at]].logprob for at in range(len(prompt), len(text))]  # pyright: ignore
+    return statistics.fmean(losses)
 
 
 def _counted(llm: LLM) -> dict[str, Any]:
