@@ -17,9 +17,13 @@ class DraftModelProposer(Proposer):
     Args:
       lengths: numbers of draft tokens for which it is compiled.
       distributions: whether drafts come with the distributions that they were drawn from.
+
+    Attributes:
+      least: log-probability below which a token ends its draft, see `SmallModel.decode`; None without such an end.
     """
 
     needs_blocks = True
+    least: np.float32 | None = None
 
     def __init__(self, model: SmallModel, lengths: Sequence[int], distributions: bool):
         self.model, self._lengths, self._distributions = model, tuple(lengths), distributions
@@ -33,7 +37,7 @@ class DraftModelProposer(Proposer):
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
         """Compiles ahead of time; see `SmallModel.warm_up`."""
-        self.model.warm_up(max_width, self._lengths, samples, self._distributions, workers)
+        self.model.warm_up(max_width, self._lengths, samples, self._distributions, workers, self.least is not None)
 
     def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
         if not (longest := int(most.max(initial=0))):
@@ -41,4 +45,4 @@ class DraftModelProposer(Proposer):
         assert texts.rows is not None
         length = next(length for length in self._lengths if length >= longest)
         self.model.catch_up(texts.rows, rows)
-        return self.model.decode(texts.rows, rows, most, length, self._distributions)
+        return self.model.decode(texts.rows, rows, most, length, self._distributions, self.least)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.config import EngineConfig
-from ksana_jax.runner.decode_loop import LoopKey
+from ksana_jax.runner.decode_loop import LoopKey, Stop
 from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.sequence import Rows
+from ksana_jax.speculative.base import MAX_DRAFTS
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepInput, StepShape, most_tiles
@@ -42,15 +44,26 @@ class SmallModel:
         self._tiles = most_tiles(config.max_num_batched_tokens, config.query_tile)
         self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
         self.num_computed = np.zeros(config.max_num_seqs, np.int32)
+        # The last draft tokens [R, K] that were computed, and the places of the first of them in the texts.
+        self._drafted = np.zeros((config.max_num_seqs, MAX_DRAFTS), np.int32)
+        self._drafted_at = np.zeros(config.max_num_seqs, np.int32)
 
-    def warm_up(self, max_width: int, lengths: Sequence[int], samples: bool, distributions: bool, workers: int) -> None:
-        """Compiles what drafts of some lengths can need, for block tables up to a width."""
+    def warm_up(
+        self,
+        max_width: int,
+        lengths: Sequence[int],
+        samples: bool,
+        distributions: bool,
+        workers: int,
+        stops: bool = False,
+    ) -> None:
+        """Compiles what drafts of some lengths can need, for block tables up to a width; stops: see `LoopKey`."""
         shapes = self._buckets.plain_shapes(max_width)
         keys: list[Any] = keys_for(shapes, (), (), 1, self.runner.config.vocab_size)
         decodes = [shape for shape in shapes if [part.width for part in shape.parts] == [1]]
         for some in {False, samples}:
             keys += [
-                LoopKey(shape, length + 1, some, None, some and distributions)
+                LoopKey(shape, length + 1, some, 0 if stops else None, some and distributions, stops)
                 for shape in decodes
                 for length in lengths
             ]
@@ -58,7 +71,7 @@ class SmallModel:
 
     def catch_up(self, rows: Rows, which: np.ndarray) -> None:
         """Computes the tokens of some rows that the target has computed, and this model has not."""
-        self.num_computed[which] = np.minimum(self.num_computed[which], rows.num_computed[which])
+        self._forget_rejected(rows, which)
         view = copy.copy(rows)
         view.num_computed, view.num_asking = self.num_computed, 0
         while len(behind := which[self.num_computed[which] < rows.num_computed[which]]):
@@ -73,24 +86,51 @@ class SmallModel:
             self.runner.submit(step).result()
             self.num_computed[of_rows] += counts
 
-    def decode(self, rows: Rows, which: np.ndarray, most: np.ndarray, length: int, distributions: bool) -> Drafts:
-        """Decodes `length` tokens after the newest one of each row, and computes all of them.
+    def _forget_rejected(self, rows: Rows, which: np.ndarray) -> None:
+        """Takes back from `num_computed` what is not as in the texts of some rows: draft tokens that were rejected."""
+        at = self._drafted_at[which, None] + np.arange(MAX_DRAFTS)
+        texts = rows.token_ids[which[:, None], np.minimum(at, rows.token_ids.shape[1] - 1)]
+        right = self._drafted_at[which] + np.cumprod(texts == self._drafted[which], axis=1).sum(axis=1)
+        computed = np.minimum(self.num_computed[which], rows.num_computed[which])
+        self.num_computed[which] = np.minimum(computed, right)
+
+    def decode(
+        self,
+        rows: Rows,
+        which: np.ndarray,
+        most: np.ndarray,
+        length: int,
+        distributions: bool,
+        least: np.float32 | None = None,
+    ) -> Drafts:
+        """Decodes `length` tokens after the newest one of each row, and computes all that are drafts.
 
         Args:
           which: [n] rows, with blocks for `most` [n] tokens more. Beyond these a row's tokens are anything.
           distributions: whether the distributions that they were drawn from are wanted, of rows that sample.
+          least: a draft ends before a token with a smaller log-probability. Tokens are then the most probable ones, and
+            nothing is decoded once all drafts have ended. None for no such end.
 
         Returns:
-          `length` tokens of each row.
+          `length` tokens of each row, of which `most` or fewer are drafts.
         """
-        steps = self._steps(rows, which, most, length + 1)
+        steps, stop = self._steps(rows, which, most, length + 1), None
+        if least is not None:
+            ends = np.full(steps[0].shape.num_tokens, -1, np.int32)
+            ends[: len(which)], stop = most, Stop(least, ends)
+            steps = [dataclasses.replace(step, sampling=None, num_logprobs=0) for step in steps]
         distributions &= steps[0].sampling is not None
-        submitted = self.runner.run_loop(self.runner.pack_loop(steps, distributions))
-        self.num_computed[which] = rows.num_computed[which] + 1 + most
-        ids = np.stack([step.result().tokens[: len(which)] for step in submitted[:length]], axis=1)
-        # A token without finite scores is -1, which is no draft.
-        usable = np.cumprod(ids >= 0, axis=1).sum(axis=1)
-        return Drafts(np.maximum(ids, 0), np.minimum(most, usable).astype(np.int32), submitted[0].drawn_from)
+        submitted = self.runner.run_loop(self.runner.pack_loop(steps, distributions, stop))
+        outputs = [step.result() for step in submitted[:length]]
+        ids = np.stack([output.tokens for output in outputs], axis=1)[: len(which)]
+        usable = ids >= 0  # A token without finite scores is -1, which is no draft.
+        if least is not None:
+            logprobs = np.stack([output.scores.logprob for output in outputs if output.scores is not None], axis=1)
+            usable &= logprobs[: len(which)] >= least
+        ids, counts = np.maximum(ids, 0), np.minimum(most, np.cumprod(usable, axis=1).sum(axis=1)).astype(np.int32)
+        self.num_computed[which] = rows.num_computed[which] + 1 + counts
+        self._drafted[which, :length], self._drafted_at[which] = ids, rows.num_tokens[which]
+        return Drafts(ids, counts, submitted[0].drawn_from)
 
     def _steps(self, rows: Rows, which: np.ndarray, most: np.ndarray, count: int) -> list[StepInput]:
         """Returns `count` steps of decodes, each of which takes the tokens that the one before it samples."""

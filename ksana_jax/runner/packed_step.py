@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ksana_jax.kv.moves import Moves
-from ksana_jax.runner.decode_loop import LoopKey
+from ksana_jax.runner.decode_loop import LoopKey, Stop
 from ksana_jax.runner.token_programs import VerificationKey
+from ksana_jax.sampling.acceptance import rule_of
 from ksana_jax.step.contract import StepInput, StepShape
 from ksana_jax.step.drafts import Drafts
 
@@ -65,22 +66,25 @@ class PackedStep(NamedTuple):
         """What the program that verifies its drafts is compiled for."""
         assert self.drafts is not None
         drawn, dense = self.drafts.drawn_from, self.dense is not None
-        rule = self.acceptance if self.samples else "sampled"
         return VerificationKey(
             self.num_sampled,
             self.shape.parts[0].width,
             self.samples,
             dense,
             self.num_top,
-            rule,
+            rule_of(self.acceptance, self.samples),
             None if drawn is None else tuple(drawn.shape[:2]),
         )
 
 
 class PackedLoop(NamedTuple):
-    """Decode steps of one call. vectors: [steps, n], see `PackedStep`. num_sampled: of each step."""
+    """Decode steps of one call. vectors: [steps, n], see `PackedStep`. num_sampled: of each step.
+
+    stop: when it ends early; None for never.
+    """
 
     key: LoopKey
     vectors: np.ndarray
     num_sampled: int
     moves: Moves | None
+    stop: Stop | None = None

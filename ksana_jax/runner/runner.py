@@ -30,7 +30,7 @@ from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.runner.array_shapes import array_shapes
 from ksana_jax.runner.compiling import compile_all, compiled
-from ksana_jax.runner.decode_loop import LoopKey, lower_loop
+from ksana_jax.runner.decode_loop import LoopKey, Stop, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packed_step import PackedLoop, PackedStep
@@ -217,13 +217,15 @@ class Runner:
         vector = self.packed(step.shape, step.arrays, step.sampling)
         return PackedStep.of(step, vector, rows, functools.partial(bucket_of_top, vocab_size=self.config.vocab_size))
 
-    def pack_loop(self, steps: Sequence[StepInput], distributions: bool = False) -> PackedLoop:
-        """Returns all that `run_loop` takes of several steps. distributions: see `LoopKey`."""
+    def pack_loop(
+        self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
+    ) -> PackedLoop:
+        """Returns all that `run_loop` takes of several steps. distributions: see `LoopKey`. stop: when they end."""
         step = steps[0]
         top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        key = LoopKey(step.shape, len(steps), step.sampling is not None, top, distributions)
+        key = LoopKey(step.shape, len(steps), step.sampling is not None, top, distributions, stop is not None)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
-        return PackedLoop(key, vectors, step.num_sampled, step.moves)
+        return PackedLoop(key, vectors, step.num_sampled, step.moves, stop)
 
     def run(self, step: PackedStep) -> Submitted:
         """Starts one step."""
@@ -257,7 +259,7 @@ class Runner:
         saved, move_s = self._start_moves(loop.moves)
         run, given = self._program(loop.key), self._fed(loop.key.shape)
         self.cache, self._sampled, reports, drawn_from = run(
-            self.params, self.cache, loop.vectors, given, self._seen.arrays
+            self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop
         )
         fetched = Fetched(reports, report_packing(loop.num_sampled, loop.key.num_top))
         compiled = self.num_compilations > before

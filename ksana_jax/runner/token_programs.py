@@ -18,9 +18,9 @@ from ksana_jax.parallel.placement import Placement
 from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
-from ksana_jax.sampling.acceptance import RULES, accept_sampled
+from ksana_jax.sampling.acceptance import RULES, accept_bild, accept_sampled
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
-from ksana_jax.sampling.sampler import distribution, sample, score
+from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.step.contract import SamplingArrays, TokenScores
 from ksana_jax.step.drafts import Drafts
@@ -117,7 +117,8 @@ class OutputHead:
         drawn_from = None
         if key.drawn_from is not None:
             drawn_from = jax.ShapeDtypeStruct((*key.drawn_from, vocab_size), jnp.float32)
-        drafts = Drafts(ints((rows, key.tile - 1)), ints((rows,)), drawn_from)
+        rollback = jax.ShapeDtypeStruct((), jnp.float32) if key.acceptance == "bild" else None
+        drafts = Drafts(ints((rows, key.tile - 1)), ints((rows,)), drawn_from, rollback)
         settings = ints((settings_packing(count).size,)) if key.samples else None
         dense = sampling_shapes(count, vocab_size)[-3:] if key.dense else None
         return lower(run, params, hidden, settings, dense, drafts)
@@ -194,18 +195,31 @@ def verify_tokens(params, hidden, settings, dense, drafts: Drafts, *, head: Outp
     """
     scores_SV = head(params, hidden)
     sampling = _sampling_of(settings, dense, hidden, len(hidden), head)
-    if key.acceptance == "sampled" or sampling is None:  # of the most probable tokens all rules accept the same
-        tokens = sample(scores_SV, sampling, head.vocabulary)
-        num_accepted = accept_sampled(tokens.reshape(-1, key.tile), drafts.ids, drafts.counts, jnp)
-    else:
+    if key.acceptance in RULES and sampling is not None:
         tokens, num_accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
+    else:
+        tokens = sample(scores_SV, sampling, head.vocabulary)
+        tokens, num_accepted = _by_token(scores_SV, tokens.reshape(-1, key.tile), sampling, drafts, head)
     scores = () if key.num_top is None else score(scores_SV, tokens, key.num_top, head.vocabulary)
     return packed((tokens, num_accepted.astype(jnp.int32), scores))
 
 
+def _by_token(scores_SV, tokens, sampling: SamplingArrays | None, drafts: Drafts, head: OutputHead):
+    """Accepts drafts by what was sampled in their places, tokens [R, K + 1], and by the model's scores of them if there
+    is a threshold for these; returns tokens [R * (K + 1)] and how many [R]."""
+    ids, counts, _, rollback = drafts
+    if rollback is None:
+        return tokens.reshape(-1), accept_sampled(tokens, ids, counts, jnp)
+    drafted = jnp.pad(ids, ((0, 0), (0, 1)))
+    adjusted = scores_SV if sampling is None else adjust(scores_SV, sampling)
+    logprobs = score(adjusted, drafted.reshape(-1), 0, head.vocabulary)[0].reshape(drafted.shape)[:, :-1]
+    number = accept_bild(tokens, ids, counts, logprobs, rollback, jnp)
+    return jnp.where(jnp.arange(tokens.shape[1]) < number[:, None], drafted, tokens).reshape(-1), number
+
+
 def _by_distribution(scores_SV, sampling: SamplingArrays, drafts: Drafts, head: OutputHead, key: VerificationKey):
     """Accepts drafts by the distributions of target and draft; returns tokens [R * (K + 1)] and how many [R]."""
-    ids, counts, drawn_from = drafts
+    ids, counts, drawn_from, _ = drafts
     rows, most = ids.shape
     p = distribution(scores_SV, sampling).reshape(rows, key.tile, -1)
     if drawn_from is None:

@@ -29,6 +29,24 @@ def accept_sampled(tokens: Array, ids: Array, counts: Array, xp: Any) -> Array:
     return xp.cumprod(same.astype(xp.int32), axis=1).sum(axis=1)
 
 
+def accept_bild(tokens: Array, ids: Array, counts: Array, logprobs: Array, rollback: Array, xp: Any) -> Array:
+    """Accepts draft tokens up to the first that the model has not chosen and that is too improbable to it.
+
+    Lossy: an accepted token may be another than the model's own. With a threshold of 0 only its own are accepted.
+
+    Args:
+      tokens, ids, counts: see `accept_sampled`.
+      logprobs: [R, K] log-probabilities of the draft tokens. rollback: the most that their negatives may be.
+
+    Returns:
+      [R] number of accepted draft tokens. After these, the next of `tokens` follows.
+
+    Source: Big Little Decoder, Kim et al., arXiv:2302.07863, section 3.2 (rollback).
+    """
+    usable = (tokens[:, :-1] == ids) | (-logprobs <= rollback)
+    return xp.cumprod((usable & (xp.arange(ids.shape[1]) < counts[:, None])).astype(xp.int32), axis=1).sum(axis=1)
+
+
 def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
     """Returns the probability [R, K] with which each draft token is accepted, given that those before it are.
 
@@ -92,7 +110,18 @@ def accept_block(p: Array, q: Array, ids: Array, counts: Array, uniforms: Array,
     return number, _after(p, q, number, counts, xp.take_along_axis(weight, number[:, None], axis=1)[:, 0], xp)
 
 
+# Rules that compare distributions.
 RULES = {"rejection": accept_rejection, "block": accept_block}
+
+
+def rule_of(acceptance: str, samples: bool) -> str:
+    """Returns the rule that a program needs for one by which drafts are accepted.
+
+    Args:
+      samples: whether there are sampling settings. Of the most probable tokens, rules that compare distributions accept
+        the same as "sampled".
+    """
+    return "sampled" if acceptance in RULES and not samples else acceptance
 
 
 def _of_tokens(distributions: Array, ids: Array, xp: Any) -> Array:

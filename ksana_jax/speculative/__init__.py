@@ -18,6 +18,7 @@ PROPOSERS: dict[str, str] = {
     "trie": "ksana_jax.speculative.trie:TrieLookup",
     "suffix": "ksana_jax.speculative.suffix:Suffix",
     "draft_model": "ksana_jax.draft_models.draft_model:DraftModel",
+    "bild": "ksana_jax.draft_models.bild:Bild",
 }
 
 

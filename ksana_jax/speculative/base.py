@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -102,6 +102,9 @@ class Proposer(Protocol):
 class SpeculativeMethod:
     """Decides which tokens are drafted, and how many. Base of all methods.
 
+    Attributes:
+      rules: what `acceptance` may be.
+
     Args:
       num_speculative_tokens: most draft tokens of a row in a step.
       acceptance: "sampled" accepts draft tokens that equal what the model samples in their place, so that texts are
@@ -115,15 +118,17 @@ class SpeculativeMethod:
         the same from run to run.
     """
 
+    rules: ClassVar[tuple[str, ...]] = ("sampled", "rejection", "block")
+
     num_speculative_tokens: int
-    acceptance: Literal["sampled", "rejection", "block"] = "sampled"
+    acceptance: str = "sampled"
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     adaptive: Literal["off", "goodput"] = "off"
 
     def __post_init__(self):
         checks.require(
             checks.integer("speculative_config: num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS),
-            checks.one_of("speculative_config: acceptance", self.acceptance, ("sampled", "rejection", "block")),
+            checks.one_of("speculative_config: acceptance", self.acceptance, self.rules),
             checks.one_of("speculative_config: adaptive", self.adaptive, ("off", "goodput")),
             error=ConfigError,
         )

@@ -116,7 +116,7 @@ class Speculation:
         used = np.arange(ids.shape[1]) < counts[:, None]
         if np.count_nonzero(used & ((ids < 0) | (ids >= self.vocab_size))):
             raise ValueError(f"a draft token is not in the vocabulary of {self.vocab_size:,} ids")
-        return Drafts(ids, counts, drafts.drawn_from)
+        return drafts._replace(ids=ids, counts=counts)
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
         try:

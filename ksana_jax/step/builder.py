@@ -136,7 +136,7 @@ class BatchBuilder:
         num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
         [(count, tile)] = shape.parts
         ids = _padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0)
-        padded = Drafts(ids, _padded(drafts.counts, (count,), 0), drafts.drawn_from)
+        padded = drafts._replace(ids=ids, counts=_padded(drafts.counts, (count,), 0))
         step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded, acceptance=self.acceptance)
         ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
         self._ask(step, batch, rows, ends)

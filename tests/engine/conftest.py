@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.drafters import drafters  # noqa: F401  a fixture
 from tests.engine.small import Letters, assert_idle, make_llm
 
 

@@ -1,15 +1,11 @@
 """A draft model changes no token, and drafts as the target would as far as it is like it."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.loading.export import export_hf
-from ksana_jax.models.params import init_params
 from ksana_jax.sampling.acceptance import RULES
 from tests.engine.small import SMALL, VOCAB, Letters, assert_idle, make_llm, model
 
@@ -17,20 +13,6 @@ PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, max_tokens=24, ignore_eos=True, logprobs=1)
-
-
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory):
-    """Directories of draft models: the target itself, its first layer, and another model."""
-    config, params = model()
-    found = {name: tmp_path_factory.mktemp(name) for name in ("itself", "first", "other", "larger")}
-    export_hf(found["itself"], config, params)
-    first = params.replace(layers=params.layers[:1])  # pyright: ignore[reportAttributeAccessIssue]  flax adds it
-    export_hf(found["first"], config.first_layers(1), first)
-    export_hf(found["other"], config, init_params(config, seed=9, std=0.5))
-    larger = dataclasses.replace(config, vocab_size=VOCAB + 64)
-    export_hf(found["larger"], larger, init_params(larger, seed=1))
-    return {name: str(path) for name, path in found.items()}
 
 
 def drafting(drafter: str, count: int = 3, acceptance: str = "sampled", **settings) -> LLM:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.sampling import acceptance
-from ksana_jax.sampling.acceptance import accept_block, accept_rejection, accept_sampled
+from ksana_jax.sampling.acceptance import accept_bild, accept_block, accept_rejection, accept_sampled
 
 
 def tables(rng: np.random.Generator, vocab: int, length: int, sharp: float = 1.0) -> dict[tuple[int, ...], np.ndarray]:
@@ -25,6 +25,17 @@ def tables(rng: np.random.Generator, vocab: int, length: int, sharp: float = 1.0
 def along(table, text: tuple[int, ...], count: int) -> np.ndarray:
     """The distributions [1, count, V] along a text."""
     return np.stack([table[text[:size]] for size in range(count)])[None]
+
+
+def test_bild_accepts_up_to_the_first_token_that_is_another_and_too_improbable():
+    ids, tokens = np.array([[3, 4, 5]] * 5), np.array([[3, 9, 5, 7]] * 5)
+    logprobs, counts = np.array([[-9.0, -2.0, -0.5]] * 5), np.array([3, 3, 3, 1, 0])
+    for rollback, expected in ((0.0, [1, 1, 1, 1, 0]), (2.0, [3, 3, 3, 1, 0]), (1.9, [1, 1, 1, 1, 0])):
+        for xp in (np, jnp):
+            got = accept_bild(tokens, ids, counts, logprobs, np.float32(rollback), xp)
+            assert np.asarray(got).tolist() == expected
+    # Scores that are not finite accept nothing.
+    assert accept_bild(-np.ones_like(tokens), ids, counts, np.full(ids.shape, np.nan), np.float32(5), np).sum() == 0
 
 
 def rejections(p, q, ids, counts):
