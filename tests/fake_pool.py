@@ -88,6 +88,11 @@ class StoringExecutor(FakeExecutor):
         with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
             return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
 
+    def _move_slots(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        (block, offset), (to_block, to_offset) = (np.divmod(slots, self.block_size) for slots in (sources, targets))
+        for leaf in self.leaves.values():
+            leaf[to_block, :, :, :, to_offset] = leaf[block, :, :, :, offset]
+
     def _decoded(self, at: int, get) -> list[np.ndarray]:
         codec, leaves, layer = self._part(at)
         names = find_codec(codec).arrays(HEAD_DIM)

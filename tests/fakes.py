@@ -20,7 +20,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.patterns import FAR
 from ksana_jax.request import SamplingParams
 from ksana_jax.sequence import Rows
-from ksana_jax.speculative import draft_lengths
+from ksana_jax.speculative import draft_lengths, draws_trees
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import (
@@ -136,7 +136,7 @@ class FakeExecutor:
         a, shape = step.arrays, step.shape
         a = a._replace(tokens=fed(a.tokens, self._sampled, np))
         tile_of = np.arange(shape.num_tiles).repeat(np.concatenate([[part.width] * part.count for part in shape.parts]))
-        groups = [self._read(a.of_group(group), shape) for group in range(len(self.layout.groups))]
+        groups = [self._read(a, group, shape) for group in range(len(self.layout.groups))]
         hidden = embed(a.tokens, np.maximum(a.positions, 0))
         for layer in range(len(self.layout.places)):
             hidden = self._attend(layer, a, groups, tile_of, hidden)
@@ -146,8 +146,10 @@ class FakeExecutor:
             seeds = (u64(s.seeds[:, 0]) << np.uint64(32)) + u64(s.seeds[:, 1])
             tokens = np.where(s.temperature > 0, choose(last, self.vocab, seeds, s.num_outputs), tokens)
         self._sampled = np.append(tokens, -1)  # never empty
-        num_accepted = None
-        if step.drafts is not None:
+        num_accepted, sampled = None, tokens if shape.tree else None
+        if shape.tree:
+            tokens, last, num_accepted = self._accept_trees(step, tokens, last)
+        elif step.drafts is not None:
             [(tiles, width)] = shape.parts
             assert step.num_sampled == tiles * width and step.drafts.ids.shape == (tiles, width - 1)
             assert np.array_equal((a.positions.reshape(tiles, width) >= 0)[:, 1:].sum(axis=1), step.drafts.counts)
@@ -165,7 +167,35 @@ class FakeExecutor:
             if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
             num_accepted=num_accepted,
+            sampled=sampled,
         )
+
+    def _accept_trees(self, step: StepInput, tokens: np.ndarray, hidden: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Walks down each tree with the tokens [T] sampled after its nodes, and moves what is there to dense slots.
+
+        Returns:
+          Tokens and hidden [T] in the order of the ways, and how many drafts of each tree are accepted.
+        """
+        drafts, [(tiles, width)], slots = step.drafts, step.shape.parts, step.arrays.slots
+        assert drafts is not None and drafts.parents is not None
+        order, accepted = np.arange(tiles * width), np.zeros(tiles, np.int32)
+        for tile in range(tiles):
+            count, node = int(drafts.counts[tile]), 0
+            ids, parents = drafts.ids[tile, :count].tolist(), drafts.parents[tile, :count].tolist()
+            while True:
+                sampled = tokens[tile * width + node]
+                after = [i + 1 for i in range(count) if (parents[i], ids[i]) == (node - 1, sampled)]
+                if not after:
+                    break
+                node, accepted[tile] = after[0], accepted[tile] + 1
+                order[tile * width + accepted[tile]] = tile * width + node
+        moved = order != np.arange(len(order))
+        self._move_slots(slots[:, order[moved]].ravel(), slots[:, moved].ravel())
+        return tokens[order], hidden[order], accepted
+
+    def _move_slots(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies all that lies in some slots to others; all are read before one is written."""
+        self.keys[:, targets] = self.keys[:, sources]
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[StepOutput]:
         assert len(steps) > 1 and share_a_call(steps)
@@ -178,8 +208,27 @@ class FakeExecutor:
         kv_slots, kv_positions, weights = groups[group]
         keys = self._write_and_read(at, a, group, hidden, kv_slots)
         visible = pattern.visible(a.cache_positions[group][:, None], kv_positions[tile_of])
+        if a.ancestors is not None:
+            visible &= self._on_the_way(a, group, kv_slots)[0]
         self._observe(at, a, group, hidden, (keys[tile_of], kv_slots[tile_of], visible))
         return attend(hidden, (keys * weights)[tile_of], visible)
+
+    def _on_the_way(self, a: StepArrays, group: int, kv_slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For slots [S, C] that tiles can see: whether they are before the tree or on the way to each token [T, C]; and
+        at what cache position [S, C] the keys of nodes are, -1 for others."""
+        ancestors, positions = a.ancestors, a.cache_positions[group]
+        assert ancestors is not None
+        width = len(ancestors) // len(kv_slots)
+        seen, node_positions = np.ones((len(ancestors), kv_slots.shape[1]), bool), np.full(kv_slots.shape, -1)
+        for tile, row in enumerate(kv_slots):
+            tokens = range(tile * width, (tile + 1) * width)
+            for j, token in enumerate(tokens):
+                if positions[token] >= 0:
+                    here = row == a.slots[group][token]
+                    node_positions[tile, here] = positions[token]
+                    for query in tokens:
+                        seen[query, here] = ancestors[query] >> j & 1
+        return seen, node_positions
 
     def _write_and_read(self, at: int, a: StepArrays, group: int, hidden, kv_slots: np.ndarray) -> np.ndarray:
         """Stores hidden [T] in a layer of a group; returns what lies there at some slots."""
@@ -189,9 +238,9 @@ class FakeExecutor:
     def _observe(self, at: int, a: StepArrays, group: int, hidden, seen: tuple) -> None:
         """Notes what queries pay to keys; seen: keys, slots and whether they are visible, [T, C] each."""
 
-    def _read(self, a: StepArrays, shape: StepShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _read(self, arrays: StepArrays, group: int, shape: StepShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, positions and weights [S, P * B] of what each tile can see in the layers of one group."""
-        offsets, size = np.arange(self.block_size), shape.num_tiles
+        offsets, size, a = np.arange(self.block_size), shape.num_tiles, arrays.of_group(group)
         tables, starts = a.block_tables, a.block_starts
         if a.shared_tables is not None and a.shared_starts is not None:
             shared = np.zeros((2, size, tables.shape[1]), np.int32) + np.array([0, FAR], np.int32)[:, None, None]
@@ -200,6 +249,11 @@ class FakeExecutor:
             tables, starts = np.hstack([shared[0], tables]), np.hstack([shared[1], starts])
         kv_slots = (tables[:, :, None] * self.block_size + offsets).reshape(size, -1)
         kv_positions = (starts[:, :, None] + offsets).reshape(size, -1)
+        if a.ancestors is not None:
+            _, of_nodes = self._on_the_way(arrays, group, kv_slots)
+            roots = a.cache_positions.reshape(size, -1)[:, :1]
+            of_nodes = np.where(of_nodes >= 0, of_nodes, FAR)
+            kv_positions = np.where((kv_positions < roots) | (kv_positions >= FAR), kv_positions, of_nodes)
         return kv_slots, kv_positions, weights_of(kv_positions)
 
     def move(self, moves: Moves) -> None:
@@ -240,7 +294,16 @@ class FakeExecutor:
         slots = a.slots[:, real].ravel()
         assert (a.positions[~real] == -1).all() and (a.cache_positions[:, ~real] == -1).all()
         assert (a.cache_positions[:, real] <= a.positions[real]).all()
-        assert (a.cache_positions[:, real] % self.block_size == a.slots[:, real] % self.block_size).all()
+        stored_at = a.cache_positions
+        if shape.tree:
+            [(tiles, width)] = shape.parts
+            stored_at = (stored_at.reshape(groups, tiles, width)[:, :, :1] + np.arange(width)).reshape(groups, -1)
+            assert step.drafts is not None and step.drafts.branches
+            assert a.ancestors is not None and a.ancestors.shape == (tokens,) and a.ancestors.dtype == np.int32
+            assert ((a.ancestors != 0) == real).all()
+        else:
+            assert a.ancestors is None and (step.drafts is None or step.drafts.parents is None)
+        assert (stored_at[:, real] % self.block_size == a.slots[:, real] % self.block_size).all()
         assert (a.slots[:, ~real] == self.num_blocks * self.block_size).all()
         assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"
         assert len(slots) and slots.min() >= 0 and slots.max() < self.num_blocks * self.block_size
@@ -342,7 +405,8 @@ def make_engine(
     executor = make_executor(
         patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots, layout=layout
     )
-    buckets = dataclasses.replace(Buckets.of(config, "cpu", draft_lengths(config)), shared_rows=shared_rows)
+    buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
+    buckets = dataclasses.replace(buckets, shared_rows=shared_rows)
     engine = build_engine(
         model,
         None,

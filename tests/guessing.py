@@ -23,12 +23,18 @@ class Guessing(SpeculativeMethod):
     Args:
       guesses: one of GUESSES: "right at first" goes wrong somewhere, "stops" has ids that end a text in it.
       stop_ids: those ids. vocab_size: of the model. seed: of what is random.
+      trees: whether each draft is made a tree: beside its tokens it has others, in any order that a tree allows.
     """
 
     guesses: str = "right"
     stop_ids: tuple[int, ...] = (0,)
     vocab_size: int = VOCAB
     seed: int = 0
+    trees: bool = False
+
+    @property
+    def draws_trees(self) -> bool:
+        return self.trees
 
     def proposer(self, context: ProposerContext) -> Any:
         return Guesser(self)
@@ -69,8 +75,26 @@ class Guesser(Proposer):
                 ids[place, at] = (ids[place, at] + 1) % vocab
             if kind == "stops" and self.rng.random() < 0.5:
                 ids[place, self.rng.integers(0, ids.shape[1])] = self.rng.choice(self.method.stop_ids)
+        if self.method.trees and kind not in ("nothing", "raises"):
+            return self._planted(ids, most)
         counts = most if kind == "right" or self.rng.random() < 0.7 else self.rng.integers(0, most + 1)
         return Drafts(ids, np.zeros_like(most) if kind == "nothing" else counts)
+
+    def _planted(self, ids: np.ndarray, most: np.ndarray) -> Drafts:
+        """Puts the tokens of a draft into a tree, among others that are random, or that it has elsewhere."""
+        planted, counts = np.zeros_like(ids), np.zeros(len(ids), np.int32)
+        parents = np.full(ids.shape, -1, np.int32)
+        for row, (draft, room) in enumerate(zip(ids.tolist(), most.tolist(), strict=True)):
+            last, taken = -1, 0
+            for node in range(int(self.rng.integers(0, room + 1)) if self.rng.random() < 0.2 else room):
+                if self.rng.random() < 0.5:  # the draft goes on
+                    planted[row, node], parents[row, node] = draft[taken], last
+                    last, taken = node, taken + 1
+                else:
+                    parents[row, node] = self.rng.integers(-1, node)
+                    planted[row, node] = self.rng.choice([self.rng.integers(self.method.vocab_size), *draft])
+                counts[row] = node + 1
+        return Drafts(planted, counts, parents=parents)
 
     def _following(self, texts: Texts, row: int) -> list[int]:
         prompt = self.prompts[row]

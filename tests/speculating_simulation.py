@@ -8,6 +8,7 @@ import numpy as np
 
 from ksana_jax.kv.eviction import read_eviction
 from tests.expected import STOP_IDS
+from tests.fakes import FakeExecutor
 from tests.guessing import ANSWERS, GUESSES
 from tests.simulation import Expected, Simulation
 from tests.storing_simulation import StoringSimulation
@@ -21,6 +22,8 @@ class Speculating(Simulation):
         rng, most = self.rng, self.settings["max_num_batched_tokens"]
         if most < 2:
             self.settings["max_num_batched_tokens"] = most = 2
+        if trees := rng.random() < 0.5:
+            self.settings["max_num_batched_tokens"] = most = max(most, rng.randint(16, 40))
         most_drafts = rng.randint(1, min(most - 1, 9))
         self.guesses = rng.choice(GUESSES)
         self.settings["speculative_config"] = config = {
@@ -29,6 +32,7 @@ class Speculating(Simulation):
             "guesses": self.guesses,
             "stop_ids": tuple(STOP_IDS),
             "seed": rng.randint(0, 999),
+            "trees": trees,
             "adaptive": rng.choice(["off", "off", "goodput"]),
         }
         if rng.random() < 0.3:
@@ -53,6 +57,9 @@ class Speculating(Simulation):
         speculation = self.engine.scheduler.speculation
         assert speculation is not None
         counts = speculation.counts
+        executor = self.engine.executor
+        assert isinstance(executor, FakeExecutor)
+        self.seen["steps with trees"] += bool(executor.steps) and executor.steps[-1].shape.tree
         self.seen["accepted"] += counts.num_accepted_tokens
         self.seen["rejected"] += counts.num_draft_tokens - counts.num_accepted_tokens
         self.seen["failures of the proposer"] += counts.num_failures

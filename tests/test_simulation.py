@@ -13,6 +13,7 @@ from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
 from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
@@ -143,3 +144,10 @@ def test_lives_find_a_planted_bug(plant, monkeypatch):
         except AssertionError:
             return
     raise AssertionError("60 lives ended well")
+
+
+def test_lives_find_accepted_tokens_that_stay_on_their_branches(monkeypatch):
+    monkeypatch.setattr(FakeExecutor, "_move_slots", lambda executor, sources, targets: None)
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            live_a_life(random.Random(seed), num_steps=40, kind=SpeculatingSimulation)

@@ -21,7 +21,7 @@ from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.speculative import draft_lengths, read_speculative
+from ksana_jax.speculative import draft_lengths, draws_trees, read_speculative
 from ksana_jax.speculative.base import ProposerContext
 from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.buckets import Buckets
@@ -174,7 +174,7 @@ def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Batc
     speculative = read_speculative(config.speculative_config)
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     return BatchBuilder(
-        buckets or Buckets.of(config, half.platform, draft_lengths(config)),
+        buckets or Buckets.of(config, half.platform, draft_lengths(config), draws_trees(config)),
         config.block_size,
         config.num_blocks,
         vocab_size,

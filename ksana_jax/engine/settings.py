@@ -14,6 +14,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.scheduler.policies import find_scheduling_policy
 from ksana_jax.speculative import read_speculative
+from ksana_jax.speculative.base import SpeculativeMethod
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -56,9 +57,28 @@ def check_policies(config: EngineConfig) -> EngineConfig:
             f'speculative_config: acceptance "{method.acceptance}" compares whole distributions, of which each of '
             f'tensor_parallel_size {config.tensor_parallel_size} devices has a part: use "sampled"'
         )
+    if method is not None and method.draws_trees:
+        _check_trees(config, method)
     if method is not None and method.num_speculative_tokens >= most:
         raise ConfigError(
             f"speculative_config: {method.num_speculative_tokens} draft tokens and one more do not fit into a step of "
             f"max_num_batched_tokens {most}"
         )
     return config
+
+
+def _check_trees(config: EngineConfig, method: SpeculativeMethod) -> None:
+    """Checks settings that drafts with branches do not serve.
+
+    Raises:
+      ConfigError: the message says which.
+    """
+    if method.acceptance != "sampled":
+        raise ConfigError(
+            f'speculative_config: acceptance "{method.acceptance}" is a rule for drafts without branches: use "sampled"'
+        )
+    if config.numerics == "invariant":
+        raise ConfigError(
+            'speculative_config: drafts with branches do not go with numerics "invariant": the attention of their '
+            "steps is XLA's, which adds in an order of its own"
+        )

@@ -39,11 +39,15 @@ class Step:
         return 1 if self.input.drafts is None else self.input.shape.parts[0].width
 
     def of_rows(self, output: StepOutput) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns an output without padding: tokens [n], with drafts [n, tile], and how many drafts are accepted."""
+        """Returns an output without padding: tokens [n], with drafts [n, tile], and how many drafts are accepted; and
+        writes into the batch's drafts what was sampled after them."""
         count = len(self.batch.sampled)
         if self.input.drafts is None:
             return output.tokens[:count], None
         assert output.num_accepted is not None, "the executor was given drafts and does not say which it accepts"
+        assert self.batch.drafts is not None
+        sampled = output.tokens if output.sampled is None else output.sampled
+        self.batch.drafts = self.batch.drafts._replace(sampled=sampled.reshape(-1, self.tile)[:count])
         return output.tokens.reshape(-1, self.tile)[:count], output.num_accepted[:count]
 
 

@@ -97,13 +97,14 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     """
     batch, shape = context.batch, context.shape
     q, q_sink = queries
-    of_tokens = q, q_sink, batch.cache_positions, batch.positions, batch.query_numbers
+    of_tokens = q, q_sink, batch.cache_positions, batch.positions, batch.query_numbers, batch.ancestors
     parts, masses = [], []
     for part, tokens, tiles in shape.places():
         tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in of_tokens]
         found = []
         for source in sources(cache, context):
-            asked = _Tiles(*tiled, tables=source.tables.blocks[tiles], starts=source.tables.starts[tiles])
+            tables, starts = source.tables.blocks[tiles], source.tables.starts[tiles]
+            asked = _Tiles(*tiled[:-1], tables=tables, starts=starts, ancestors=tiled[-1])
             seen, mass = _attend_tiles(asked, source, context)
             found.append(seen)
             masses += [] if mass is None else [mass]
@@ -148,7 +149,8 @@ class _Tiles(NamedTuple):
     """Tiles of Q queries, each with its own block table; or one value for each of these arrays.
 
     q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. text_positions,
-    numbers: [S, Q], for an observer. tables: [S, P], or [S, P, 2], see `Source`. starts: [S, P].
+    numbers: [S, Q], for an observer. tables: [S, P], or [S, P, 2], see `Source`. starts: [S, P]. ancestors: [S, Q] of
+    trees, see `StepArrays`; else None.
     """
 
     q: Any
@@ -158,9 +160,37 @@ class _Tiles(NamedTuple):
     numbers: Any
     tables: Any
     starts: Any
+    ancestors: Any = None
+
+    def nodes(self, slot_positions):
+        """Returns for slots [S, C] at some positions which tokens of their tile they hold; before its first, less than
+        0."""
+        return slot_positions - self.positions[:, :1]
+
+    def key_positions(self, slot_positions):
+        """Returns at what positions [S, C] the keys in slots are seen: those of tree nodes at that of their queries."""
+        if self.ancestors is None:
+            return slot_positions
+        nodes, last = self.nodes(slot_positions), self.positions.shape[1] - 1
+        of_nodes = jnp.take_along_axis(self.positions, jnp.clip(nodes, 0, last), axis=1)
+        used = (nodes <= last) & (of_nodes >= 0)
+        return jnp.where(nodes < 0, slot_positions, jnp.where(used, of_nodes, FAR))
+
+    def on_the_way(self, slot_positions):
+        """Returns whether slots hold tokens before the tree, or on the way to each query: [S, Q, C]."""
+        nodes = self.nodes(slot_positions)[:, None]
+        bits = jnp.right_shift(self.ancestors[:, :, None], jnp.clip(nodes, 0, 31)) & 1
+        return (nodes < 0) | (bits == 1)
+
+    def slots_end(self, end):
+        """Returns the positions [S] after the last slots that hold tokens. end: see `Source`."""
+        newest = self.positions.max(axis=1)
+        if self.ancestors is not None:
+            newest = jnp.where(newest < 0, newest, self.positions[:, 0] + (self.positions >= 0).sum(axis=1) - 1)
+        return end(newest)
 
 
-PADDING = _Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR)
+PADDING = _Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR, ancestors=0)
 
 
 def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialAttention:
@@ -244,10 +274,10 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
         tables, starts = (
             jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
         )
-        return _read(source, tables, starts, context)
+        return _read(tiles, tables, starts, source, context)
 
     # Blocks after those that a tile reads come last.
-    ends = source.end(tiles.positions.max(axis=1))[:, None]
+    ends = tiles.slots_end(source.end)[:, None]
     num_pieces = -(-jnp.max(jnp.sum(tiles.starts < ends, axis=1)) // piece)
     most = tiles.tables.shape[1] // piece
     # Later pieces have no visible key, and leave the softmax as it is.
@@ -292,11 +322,11 @@ def _slot_positions(starts_SP, block_size: int):
     return (starts_SP[:, :, None] + jnp.arange(block_size)).reshape(len(starts_SP), -1)
 
 
-def _read(source: Source, tables, starts, context: AttentionContext):
-    """Returns keys, rotated, and values [S, K, P*B, H] of blocks, and their positions [S, P*B]."""
+def _read(tiles: _Tiles, tables, starts, source: Source, context: AttentionContext):
+    """Returns keys, rotated, and values [S, K, P*B, H] of blocks, and the positions [S, P*B] of their slots."""
     k, v = source.read(tables)
-    kv_pos = _slot_positions(starts, source.block_size)
-    return _rotated(k, kv_pos, context.rope) if source.unrotated_keys else k, v, kv_pos
+    slot_pos = _slot_positions(starts, source.block_size)
+    return _rotated(k, tiles.key_positions(slot_pos), context.rope) if source.unrotated_keys else k, v, slot_pos
 
 
 def _absorb_sinks(
@@ -304,11 +334,11 @@ def _absorb_sinks(
 ) -> PartialAttention:
     """Adds the repositioned sinks, which are in the first blocks of a table."""
     first, rope = slice(-(-context.num_repositioned_sinks // source.block_size)), context.rope
-    k, v, kv_pos_SC = _read(source, tiles.tables[:, first], tiles.starts[:, first], context)
+    k, v, slot_pos_SC = _read(tiles, tiles.tables[:, first], tiles.starts[:, first], source, context)
     # "ceiling" wants one distance for all sinks: their keys are turned back to position 0.
-    back = jnp.where(context.pattern.sink_position == CEILING, -kv_pos_SC, 0)
+    back = jnp.where(context.pattern.sink_position == CEILING, -tiles.key_positions(slot_pos_SC), 0)
     k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
-    return _absorb(state, q_sink_SKRH, k, v, kv_pos_SC, tiles, source, context, sinks=True)
+    return _absorb(state, q_sink_SKRH, k, v, slot_pos_SC, tiles, source, context, sinks=True)
 
 
 def _absorb(
@@ -316,7 +346,7 @@ def _absorb(
     q_SKRH,
     k_SKCH,
     v_SKCH,
-    kv_pos_SC,
+    slot_pos_SC,
     tiles: _Tiles,
     source: Source,
     context: AttentionContext,
@@ -326,10 +356,10 @@ def _absorb(
     # Queries are not rounded to the type of stored keys: a pool may be narrower than the engine's dtype, or wider.
     k_SKCH, v_SKCH = (x.astype(_wide_enough(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
     # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
-    end_S = source.end(tiles.positions.max(axis=1))
-    v_SKCH = jnp.where((kv_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)
+    end_S = tiles.slots_end(source.end)
+    v_SKCH = jnp.where((slot_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)
     top, total, out = state
-    scores = _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles, source, context, sinks)
+    scores = _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles, source, context, sinks)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # exp(-inf - 0) is 0 for queries that have seen nothing yet.
     base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
@@ -339,10 +369,12 @@ def _absorb(
     return PartialAttention(new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more)
 
 
-def _scores(q_SKRH, k_SKCH, kv_pos_SC, tiles: _Tiles, source: Source, context: AttentionContext, sinks=False):
+def _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles: _Tiles, source: Source, context: AttentionContext, sinks=False):
     """Returns scores [S, K, R, C] in float32; -inf for keys that are not visible, or not repositioned sinks."""
-    q_pos, kv_pos = tiles.positions[:, :, None], kv_pos_SC[:, None, :]
+    q_pos, kv_pos = tiles.positions[:, :, None], tiles.key_positions(slot_pos_SC)[:, None, :]
     chosen_SQC = context.pattern.visible(q_pos, kv_pos)
+    if tiles.ancestors is not None:
+        chosen_SQC &= tiles.on_the_way(slot_pos_SC)
     if source.has is not None:
         chosen_SQC &= source.has(q_pos, kv_pos)
     if tiles.q_sink is not None:

@@ -17,6 +17,7 @@ from ksana_jax.operator_settings import ATTENTION_GROUP
 from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.step.contract import StepShape
 
 
 class Implementation(NamedTuple):
@@ -26,6 +27,7 @@ class Implementation(NamedTuple):
       is nothing to share.
     unsupported: why it cannot serve some needs, or None.
     needs: hardware and software that it runs on, for readers; empty where there are no special needs.
+    trees: whether it reads `StepArrays.ancestors`; steps with trees of drafts take the reference otherwise.
     """
 
     name: str
@@ -34,6 +36,11 @@ class Implementation(NamedTuple):
     schedule: Callable[..., Any] | None
     unsupported: Callable[[Requirements], str | None]
     needs: str = ""
+    trees: bool = False
+
+    def of_step(self, shape: StepShape) -> Implementation:
+        """Returns the implementation for steps of one shape, of an engine that has chosen this one."""
+        return IMPLEMENTATIONS[-1] if shape.tree and not self.trees else self
 
 
 def _not_hopper(needs: Requirements) -> str | None:
@@ -91,7 +98,7 @@ IMPLEMENTATIONS = (
         f"{_GPU} 8.0 or later",
     ),
     Implementation("native", *_of("native_kernels", "NATIVE")[:2], None, _not_native, "a CPU and a C++ compiler"),
-    Implementation("xla", write, ragged_paged_attention, None, lambda needs: None),
+    Implementation("xla", write, ragged_paged_attention, None, lambda needs: None, trees=True),
 )
 
 

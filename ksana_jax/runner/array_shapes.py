@@ -32,4 +32,6 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
         arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
     if layout.sealed is not None:
         arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))
+    if shape.tree:
+        arrays = arrays._replace(ancestors=ints((tokens,)))
     return arrays

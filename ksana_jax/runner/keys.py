@@ -9,6 +9,7 @@ from typing import Any
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.token_programs import VerificationKey, bucket_of_top
+from ksana_jax.runner.tree_paths import PathKey
 from ksana_jax.sampling.acceptance import rule_of
 from ksana_jax.step.contract import StepShape
 
@@ -43,9 +44,12 @@ def keys_for(
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
         keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
     keys |= dict.fromkeys(verifying)
-    for count, tile in {(shape.max_sampled, shape.parts[0].width) for shape in verifying}:
+    for part, tree in {(shape.parts[0], shape.tree) for shape in verifying}:
+        if tree:
+            keys[PathKey(*part)] = None
+        count, tile = part.count * part.width, part.width
         for (samples, dense), top in itertools.product(kinds, tops):
-            key = VerificationKey(count, tile, samples, dense, top, rule_of(acceptance, samples))
+            key = VerificationKey(count, tile, samples, dense, top, rule_of(acceptance, samples), tree=tree)
             drawn = [shape for shape in drawn_shapes if shape[0] >= tile] if samples else []
             keys |= dict.fromkeys(key._replace(drawn_from=shape) for shape in drawn or [None])
     if num_steps > 1:

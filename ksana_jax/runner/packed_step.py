@@ -22,7 +22,7 @@ class PackedStep(NamedTuple):
     samples: whether there are sampling settings. dense: counts, in_prompt and bias of `SamplingArrays`, or None.
     num_top, num_prompt_top: most probable tokens to report of sampled tokens and of prompts; None scores nothing.
     rows: [T, D] embedded tokens, where the embedding is on the host; otherwise None.
-    drafts, acceptance: see `StepInput`.
+    drafts, acceptance: see `StepInput`. slots: [Gk, T] of its tokens, where drafts branch.
     """
 
     shape: StepShape
@@ -37,6 +37,7 @@ class PackedStep(NamedTuple):
     rows: Any = None
     drafts: Drafts | None = None
     acceptance: str = "sampled"
+    slots: np.ndarray | None = None
 
     @classmethod
     def of(cls, step: StepInput, vector: np.ndarray, rows: Any, bucket_of_top: Callable[[int], int]) -> PackedStep:
@@ -59,6 +60,7 @@ class PackedStep(NamedTuple):
             rows,
             step.drafts,
             step.acceptance,
+            step.arrays.slots if step.shape.tree else None,
         )
 
     @property
@@ -74,6 +76,7 @@ class PackedStep(NamedTuple):
             self.num_top,
             rule_of(self.acceptance, self.samples),
             None if drawn is None else tuple(drawn.shape[:2]),
+            self.shape.tree,
         )
 
 

@@ -46,6 +46,7 @@ from ksana_jax.runner.token_programs import (
     settings_packing,
     verification_packing,
 )
+from ksana_jax.runner.tree_paths import PathKey, lower_moves
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepShape
 
 
@@ -154,7 +155,7 @@ class Runner:
 
     @property
     def programs(self) -> dict[Any, Any]:
-        """Compiled programs: steps by StepShape, loops of them by LoopKey, others by tuples of "sample" or "score"."""
+        """Compiled programs: steps by StepShape, loops of them by LoopKey, others by their keys."""
         return dict(self._compiled)
 
     @property
@@ -241,10 +242,12 @@ class Runner:
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
         if step.drafts is not None:
             key = step.verification_key
-            report = self._program(key)(
+            report, path = self._program(key)(
                 self.params, sampled, settings if step.samples else None, step.dense, step.drafts
             )
-            tokens = Fetched(report, verification_packing(key.count, key.tile, key.num_top))
+            if path is not None:
+                self.cache = self._program(PathKey(*step.shape.parts[0]))(self.cache, step.slots, path)
+            tokens = Fetched(report, verification_packing(key.count, key.tile, key.num_top, key.tree))
         elif step.num_sampled:
             count, dense, top = step.num_sampled, step.dense, step.num_top
             choose = self.compile_sampler(sampled, count, step.samples, dense is not None, top)
@@ -319,6 +322,8 @@ class Runner:
             return functools.partial(self._lower_loop, key)
         if isinstance(key, VerificationKey):
             return functools.partial(self._head.lower_verification, self.params, key)
+        if isinstance(key, PathKey):
+            return functools.partial(lower_moves, self.placement, self.cache, len(self.layout.groups), key)
         kind, size, *rest = key
         if kind == "score":
             return functools.partial(self._head.lower_scores, self.params, size, *rest)

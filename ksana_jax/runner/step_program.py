@@ -257,7 +257,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
         ropes=network.ropes,
         angles=[angles[kind] for kind in network.rope_kinds],
         num_repositioned_sinks=network.num_repositioned_sinks,
-        implementation=network.implementation,
+        implementation=network.implementation.of_step(shape),
         alike=alike,
         sink_logits=[
             sink_logits(p, layer.attention) for p, layer in zip(params.layers, network.config.layers, strict=True)
@@ -301,7 +301,7 @@ def _step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, netwo
         ropes=(network.ropes[kind],),
         angles=(angles,),
         num_repositioned_sinks=network.num_repositioned_sinks,
-        implementation=network.implementation,
+        implementation=network.implementation.of_step(shape),
         alike=(0,),
         sink_logits=(sink_logits(p, spec.attention),),
         places=((0, at),),

@@ -40,7 +40,8 @@ class FetchedStep(NamedTuple):
 class Submitted(NamedTuple):
     """A step that the device is computing; see `step.Pending`.
 
-    tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, scores); None if none are sampled.
+    tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, sampled, scores) of `StepOutput`;
+      None if none are sampled.
     prompt_scores: `TokenScores`, or None.
     compiled: whether a program was compiled for the step.
     drawn_from: of the first step of a loop, the distributions of all steps on the device, see `LoopKey`.
@@ -55,7 +56,6 @@ class Submitted(NamedTuple):
 
     def result(self) -> StepOutput:
         self.finish_moves()  # while the device computes
-        tokens, *accepted, scores = (_NO_TOKENS, None) if self.tokens is None else self.tokens.result()
+        tokens, *of_drafts, scores = (_NO_TOKENS, None) if self.tokens is None else self.tokens.result()
         prompt_scores = None if self.prompt_scores is None else self.prompt_scores.result()
-        num_accepted = accepted[0] if accepted else None
-        return StepOutput(tokens, scores, prompt_scores, self.move_s, self.compiled, num_accepted)
+        return StepOutput(tokens, scores, prompt_scores, self.move_s, self.compiled, *of_drafts)

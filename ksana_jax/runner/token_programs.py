@@ -18,7 +18,7 @@ from ksana_jax.parallel.placement import Placement
 from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
-from ksana_jax.sampling.acceptance import RULES, accept_bild, accept_sampled
+from ksana_jax.sampling.acceptance import RULES, accept_bild, accept_sampled, accept_tree
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
@@ -60,10 +60,11 @@ def report_packing(count: int, num_top: int | None) -> Packing:
 
 
 @functools.cache
-def verification_packing(count: int, tile: int, num_top: int | None) -> Packing:
+def verification_packing(count: int, tile: int, num_top: int | None, tree: bool) -> Packing:
     """Returns how the host gets the result of `verify_tokens`, of `count` tokens in tiles of `tile`."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    return Packing((ints((count,)), ints((count // tile,)), None if num_top is None else _scores(count, num_top)))
+    tokens, scores = ints((count,)), None if num_top is None else _scores(count, num_top)
+    return Packing((tokens, ints((count // tile,)), tokens if tree else None, scores))
 
 
 @functools.cache
@@ -118,7 +119,8 @@ class OutputHead:
         if key.drawn_from is not None:
             drawn_from = jax.ShapeDtypeStruct((*key.drawn_from, vocab_size), jnp.float32)
         rollback = jax.ShapeDtypeStruct((), jnp.float32) if key.acceptance == "bild" else None
-        drafts = Drafts(ints((rows, key.tile - 1)), ints((rows,)), drawn_from, rollback)
+        parents = ints((rows, key.tile - 1)) if key.tree else None
+        drafts = Drafts(ints((rows, key.tile - 1)), ints((rows,)), drawn_from, rollback, parents)
         settings = ints((settings_packing(count).size,)) if key.samples else None
         dense = sampling_shapes(count, vocab_size)[-3:] if key.dense else None
         return lower(run, params, hidden, settings, dense, drafts)
@@ -171,7 +173,7 @@ class VerificationKey(NamedTuple):
 
     count: tokens, in tiles of `tile`. samples, dense: whether there are sampling settings, and penalties and biases.
     num_top: most probable tokens to score; None scores nothing. acceptance: see `StepInput`.
-    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it.
+    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: whether drafts branch.
     """
 
     count: int
@@ -181,6 +183,7 @@ class VerificationKey(NamedTuple):
     num_top: int | None
     acceptance: str = "sampled"
     drawn_from: tuple[int, int] | None = None
+    tree: bool = False
 
 
 def verify_tokens(params, hidden, settings, dense, drafts: Drafts, *, head: OutputHead, key: VerificationKey):
@@ -191,23 +194,30 @@ def verify_tokens(params, hidden, settings, dense, drafts: Drafts, *, head: Outp
       drafts: ids [R, K], counts [R].
 
     Returns:
-      A vector of `verification_packing`.
+      A vector of `verification_packing`; and of trees the path [R, K + 1] of `accept_tree`, in whose order the tokens
+      are, else None.
     """
-    scores_SV = head(params, hidden)
+    scores_SV, path, in_order = head(params, hidden), None, ()
     sampling = _sampling_of(settings, dense, hidden, len(hidden), head)
-    if key.acceptance in RULES and sampling is not None:
+    if drafts.parents is not None:
+        in_order = sample(scores_SV, sampling, head.vocabulary)
+        of_rows = in_order.reshape(-1, key.tile)
+        num_accepted, path = accept_tree(of_rows, drafts.ids, drafts.parents, drafts.counts, jnp)
+        at = (jnp.arange(len(path))[:, None] * key.tile + path).reshape(-1)
+        tokens, scores_SV = in_order[at], scores_SV if key.num_top is None else scores_SV[at]
+    elif key.acceptance in RULES and sampling is not None:
         tokens, num_accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
     else:
         tokens = sample(scores_SV, sampling, head.vocabulary)
         tokens, num_accepted = _by_token(scores_SV, tokens.reshape(-1, key.tile), sampling, drafts, head)
     scores = () if key.num_top is None else score(scores_SV, tokens, key.num_top, head.vocabulary)
-    return packed((tokens, num_accepted.astype(jnp.int32), scores))
+    return packed((tokens, num_accepted.astype(jnp.int32), in_order, scores)), path
 
 
 def _by_token(scores_SV, tokens, sampling: SamplingArrays | None, drafts: Drafts, head: OutputHead):
     """Accepts drafts by what was sampled in their places, tokens [R, K + 1], and by the model's scores of them if there
     is a threshold for these; returns tokens [R * (K + 1)] and how many [R]."""
-    ids, counts, _, rollback = drafts
+    ids, counts, _, rollback, *_ = drafts
     if rollback is None:
         return tokens.reshape(-1), accept_sampled(tokens, ids, counts, jnp)
     drafted = jnp.pad(ids, ((0, 0), (0, 1)))
@@ -219,7 +229,7 @@ def _by_token(scores_SV, tokens, sampling: SamplingArrays | None, drafts: Drafts
 
 def _by_distribution(scores_SV, sampling: SamplingArrays, drafts: Drafts, head: OutputHead, key: VerificationKey):
     """Accepts drafts by the distributions of target and draft; returns tokens [R * (K + 1)] and how many [R]."""
-    ids, counts, drawn_from, _ = drafts
+    ids, counts, drawn_from, *_ = drafts
     rows, most = ids.shape
     p = distribution(scores_SV, sampling).reshape(rows, key.tile, -1)
     if drawn_from is None:

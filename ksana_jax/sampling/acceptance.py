@@ -47,6 +47,34 @@ def accept_bild(tokens: Array, ids: Array, counts: Array, logprobs: Array, rollb
     return xp.cumprod((usable & (xp.arange(ids.shape[1]) < counts[:, None])).astype(xp.int32), axis=1).sum(axis=1)
 
 
+def accept_tree(tokens: Array, ids: Array, parents: Array, counts: Array, xp: Any) -> tuple[Array, Array]:
+    """Accepts draft tokens that are nodes of trees: from the root on the child that equals what the model has sampled
+    after the node, as long as there is one.
+
+    Args:
+      tokens: [R, K + 1] sampled after each row's newest token and after each of its draft tokens.
+      ids, counts: see `accept_sampled`. parents: [R, K], see `Drafts`.
+
+    Returns:
+      [R] number of accepted draft tokens; and [R, K + 1] the place among `tokens` of the row's newest token, of the
+      first accepted one, and so on. Beyond those accepted it is the place's own number.
+
+    Source: SpecInfer, Miao et al., arXiv:2305.09781, algorithm 2, with the sampled token for its stochastic choice.
+    """
+    rows, most = ids.shape
+    nth, used = xp.arange(most), xp.arange(most) < counts[:, None]
+    node = number = xp.zeros(rows, xp.int32)
+    path = [node]
+    for depth in range(1, most + 1):
+        sampled = xp.take_along_axis(tokens, node[:, None], axis=1)
+        children = used & (parents == node[:, None] - 1) & (ids == sampled)
+        found = children.any(axis=1)
+        node = xp.where(found, xp.where(children, nth, most).min(axis=1) + 1, node)
+        number = number + found
+        path.append(xp.where(found, node, depth))
+    return number, xp.stack(path, axis=1)
+
+
 def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
     """Returns the probability [R, K] with which each draft token is accepted, given that those before it are.
 

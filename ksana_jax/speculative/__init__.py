@@ -17,6 +17,7 @@ PROPOSERS: dict[str, str] = {
     "ngram": "ksana_jax.speculative.ngram:NGram",
     "trie": "ksana_jax.speculative.trie:TrieLookup",
     "suffix": "ksana_jax.speculative.suffix:Suffix",
+    "jacobi": "ksana_jax.speculative.jacobi:Jacobi",
     "draft_model": "ksana_jax.draft_models.draft_model:DraftModel",
     "bild": "ksana_jax.draft_models.bild:Bild",
 }
@@ -41,3 +42,9 @@ def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
     """Returns the numbers of draft tokens for which an engine's steps are compiled; none without speculation."""
     method = read_speculative(config.speculative_config)
     return () if method is None else method.draft_lengths
+
+
+def draws_trees(config: EngineConfig) -> bool:
+    """Whether an engine's steps may have drafts that branch."""
+    method = read_speculative(config.speculative_config)
+    return method is not None and method.draws_trees

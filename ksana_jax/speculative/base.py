@@ -89,6 +89,13 @@ class Proposer(Protocol):
         """
         ...
 
+    def observe(self, rows: np.ndarray, drafts: Drafts) -> None:
+        """Takes note of what the model has sampled after its drafts, of rows [n] whose texts still end as they did.
+
+        Args:
+          drafts: of the rows, perhaps fewer tokens than it has proposed, with `sampled`.
+        """
+
     def end(self, row: int, token_ids: np.ndarray, completed: bool) -> None:
         """Takes note that a text has left its row: it has ended, or waits again after a preemption.
 
@@ -165,6 +172,11 @@ class SpeculativeMethod:
         """Returns the numbers of draft tokens for which steps are compiled; a draft takes the next one."""
         most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
         return tuple(sorted({k for k in (*most, -(-max(most) // 2)) if k}))
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether its drafts may branch, so that steps with trees are compiled."""
+        return False
 
     def proposer(self, context: ProposerContext) -> Proposer:
         """Creates the proposer of an engine."""

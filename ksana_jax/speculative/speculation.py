@@ -116,7 +116,18 @@ class Speculation:
         used = np.arange(ids.shape[1]) < counts[:, None]
         if np.count_nonzero(used & ((ids < 0) | (ids >= self.vocab_size))):
             raise ValueError(f"a draft token is not in the vocabulary of {self.vocab_size:,} ids")
-        return drafts._replace(ids=ids, counts=counts)
+        checked = drafts._replace(ids=ids, counts=counts)
+        if drafts.parents is not None:
+            checked = checked._replace(parents=np.asarray(drafts.parents, np.int32))
+            self._check_parents(checked, used)
+        return checked.shortened(most)
+
+    def _check_parents(self, drafts: Drafts, used: np.ndarray) -> None:
+        parents, nth = np.asarray(drafts.parents), np.arange(drafts.ids.shape[1])
+        if parents.shape != drafts.ids.shape or np.count_nonzero(used & ((parents < -1) | (parents >= nth))):
+            raise ValueError("a draft token follows one that does not come before it")
+        if drafts.branches and not self.method.draws_trees:
+            raise ValueError(f"{type(self.method).__name__} drafts branches, and does not say so: see draws_trees")
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
         try:
@@ -142,8 +153,9 @@ class Speculation:
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
         """Counts what became of the drafts of rows [n]; num_accepted: [n] their accepted tokens."""
         counts, drafted = self.counts, drafts.counts
+        self._asked(functools.partial(self.proposer.observe, rows, drafts))
         if self.goodput is not None:
-            self.goodput.observe_drafts(rows, drafted, num_accepted)
+            self.goodput.observe_drafts(rows, drafts.lengths, num_accepted)
         self._of_rows[rows] += np.stack([drafted > 0, drafted, num_accepted], axis=1)
         counts.num_drafts += int(np.count_nonzero(drafted))
         counts.num_draft_tokens += int(drafted.sum())

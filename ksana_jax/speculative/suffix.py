@@ -14,6 +14,7 @@ from typing import Literal
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
+from ksana_jax.speculative.draft_tree import DraftTree
 from ksana_jax.speculative.trie_proposer import TrieProposer
 from ksana_jax.speculative.tries import Trie
 
@@ -56,16 +57,16 @@ class Suffix(SpeculativeMethod):
         return TrieProposer(depth, depth - 1, self.max_nodes, own_outputs=True, shares=shares, continued=continued)
 
 
-def _continued(own: Trie, outputs: Trie, newest: list[int], room: int, *, factor: float, least: float) -> list[int]:
-    """Returns the draft of the two tries from which more tokens are to be expected."""
+def _continued(own: Trie, outputs: Trie, newest: list[int], draft: DraftTree, *, factor: float, least: float) -> None:
+    """Drafts from the trie from which more tokens are to be expected."""
     best: tuple[float, list[int]] = 0.0, []
     for trie in (own, outputs):
         for start in range(len(newest)):
             if (node := trie.find(newest[start:])) is not None:
-                most = min(room, int(factor * (len(newest) - start)))
+                most = min(draft.room, int(factor * (len(newest) - start)))
                 best = max(best, _probable_branch(trie, node, newest[start:], most, least), key=lambda found: found[0])
                 break
-    return best[1]
+    draft.set_run(best[1])
 
 
 def _probable_branch(trie: Trie, node: int, run: list[int], most: int, least: float) -> tuple[float, list[int]]:

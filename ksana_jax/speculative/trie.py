@@ -1,20 +1,23 @@
 """Lookahead: drafts the most frequent continuation in a trie of the row's prompt and of what the engine has generated.
 
-Source: Lookahead, Zhao et al., arXiv:2312.12728, with its best branch alone: prompts before outputs, and elimination
-by halving counts.
+Source: Lookahead, Zhao et al., arXiv:2312.12728, section 4.2: its best branch alone, or hierarchical branches; prompts
+before outputs, and elimination by halving counts. Branches are weighed by the share of texts that went on like them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
+from collections.abc import Iterator
 from typing import Literal
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
-from ksana_jax.speculative.trie_proposer import TrieProposer
-from ksana_jax.speculative.tries import Trie
+from ksana_jax.speculative.draft_tree import AFTER_TEXT, DraftTree
+from ksana_jax.speculative.trie_proposer import Continue, TrieProposer
+from ksana_jax.speculative.tries import ROOT, Trie
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,8 @@ class TrieLookup(SpeculativeMethod):
     Args:
       branch_length: tokens of the runs that are kept, those that are looked up included.
       match_length: most tokens at the end of the text that are looked up; the longest match is continued.
+      decoding_mode: "one" drafts the best branch. "hier" drafts a tree of num_speculative_tokens tokens: the most
+        probable continuations of the longest match, those of the prompt first, then those of shorter matches.
       max_nodes: runs kept of outputs. Beyond them counts are halved, and what has been seen once is removed.
       trie_scope: "salt" learns from the outputs of requests with the same cache salt, since the speed of a guess tells
         what others have generated; "request" from the row's own output alone.
@@ -31,6 +36,7 @@ class TrieLookup(SpeculativeMethod):
 
     branch_length: int = 8
     match_length: int = 4
+    decoding_mode: Literal["one", "hier"] = "one"
     max_nodes: int = 65_536
     trie_scope: Literal["salt", "request"] = "salt"
 
@@ -40,9 +46,14 @@ class TrieLookup(SpeculativeMethod):
             checks.integer("speculative_config: branch_length", self.branch_length, 2, 64),
             checks.integer("speculative_config: match_length", self.match_length, 1, self.branch_length - 1),
             checks.integer("speculative_config: max_nodes", self.max_nodes, 1024),
+            checks.one_of("speculative_config: decoding_mode", self.decoding_mode, tuple(MODES)),
             checks.one_of("speculative_config: trie_scope", self.trie_scope, ("salt", "request")),
             error=ConfigError,
         )
+
+    @property
+    def draws_trees(self) -> bool:
+        return self.decoding_mode == "hier"
 
     def proposer(self, context: ProposerContext) -> TrieProposer:
         shares = self.trie_scope == "salt"
@@ -52,16 +63,53 @@ class TrieLookup(SpeculativeMethod):
             self.max_nodes,
             own_outputs=not shares,
             shares=shares,
-            continued=_continued,
+            continued=MODES[self.decoding_mode],
         )
 
 
-def _continued(own: Trie, outputs: Trie, newest: list[int], room: int) -> list[int]:
-    """Returns the most frequent continuation of the longest match."""
+def _matches(own: Trie, outputs: Trie, newest: list[int]) -> Iterator[tuple[Trie, int, list[int]]]:
+    """Yields the runs at the end of the text that have continuations, the longest first, with their tries and nodes."""
     for start in range(len(newest)):
         run = newest[start:]
         # Their weight of the own text is ten thousand times that of others: it decides as long as it goes on.
         for trie in (own, outputs):
             if (node := trie.find(run)) is not None:
-                return [token for token, _ in itertools.islice(trie.branch(node, run), room)]
-    return []
+                yield trie, node, run
+
+
+def _best_branch(own: Trie, outputs: Trie, newest: list[int], draft: DraftTree) -> None:
+    """Drafts the most frequent continuation of the longest match."""
+    for trie, node, run in _matches(own, outputs, newest):
+        draft.set_run(token for token, _ in trie.branch(node, run))
+        return
+
+
+def _branches(own: Trie, outputs: Trie, newest: list[int], draft: DraftTree) -> None:
+    """Drafts the most probable continuations of the longest match, then of shorter ones."""
+    for trie, node, run in _matches(own, outputs, newest):
+        _grow(draft, trie, node, run)
+        if draft.is_full:
+            return
+
+
+def _grow(draft: DraftTree, trie: Trie, node: int, run: list[int]) -> None:
+    """Adds the continuations of a run, the most probable first."""
+    counts, tokens, number = trie.counts, trie.tokens, itertools.count()
+    found: list[tuple[float, int, int, int, list[int]]] = []
+
+    def follow(place: int, node: int, run: list[int], probability: float) -> None:
+        node, run = trie.continued(node, run)
+        if node != ROOT:
+            share = probability / (counts[node] + 1)  # one text more may go on in another way
+            for child in trie.children(node):  # of equals the one that is newer comes first
+                heapq.heappush(found, (-share * counts[child], next(number), place, child, run))
+
+    follow(AFTER_TEXT, node, run, 1.0)
+    while found:
+        probability, _, before, node, run = heapq.heappop(found)
+        if (place := draft.add(before, tokens[node])) is None:
+            return
+        follow(place, node, [*run, tokens[node]], -probability)
+
+
+MODES: dict[str, Continue] = {"one": _best_branch, "hier": _branches}

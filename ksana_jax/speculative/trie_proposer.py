@@ -8,12 +8,13 @@ from typing import TypeAlias
 import numpy as np
 
 from ksana_jax.speculative.base import Proposer, Texts
+from ksana_jax.speculative.draft_tree import DraftTree, drafts_of
 from ksana_jax.speculative.shared_tries import SharedTries
 from ksana_jax.speculative.tries import Cursor, Trie
 from ksana_jax.step.drafts import Drafts
 
-# (trie of the row's own text, trie of outputs, newest tokens, most tokens) -> draft.
-Continue: TypeAlias = Callable[[Trie, Trie, list[int], int], list[int]]
+# (trie of the row's own text, trie of outputs, newest tokens, empty draft) puts tokens into the draft.
+Continue: TypeAlias = Callable[[Trie, Trie, list[int], DraftTree], None]
 
 
 class _Row:
@@ -36,7 +37,7 @@ class TrieProposer(Proposer):
       max_nodes: of the tries of outputs together.
       own_outputs: whether the row's own trie has its output, too; the prompt is always there.
       shares: whether there are tries of outputs of others.
-      continued: decides what follows.
+      continued: decides what follows the newest tokens.
     """
 
     def __init__(
@@ -63,17 +64,14 @@ class TrieProposer(Proposer):
         self.shared.cursor(salt).put(token_ids.tolist())
 
     def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
-        ids, counts = np.zeros((len(rows), int(most.max(initial=0))), np.int32), np.zeros(len(rows), np.int32)
-        for place, (row, length, room) in enumerate(
-            zip(rows.tolist(), texts.lengths[rows].tolist(), most.tolist(), strict=True)
-        ):
+        drafts = [DraftTree(room) for room in most.tolist()]
+        for row, length, draft in zip(rows.tolist(), texts.lengths[rows].tolist(), drafts, strict=True):
             state = self._rows[row]
             if length > state.length:
                 state.put(texts.token_ids[row, state.length : length].tolist())
-            if room:
+            if draft.room:
                 newest = texts.token_ids[row, max(length - self._match_length, 0) : length].tolist()
                 outputs = state.outputs[0].trie if state.outputs else state.own.trie
-                draft = self._continued(state.own.trie, outputs, newest, room)
-                ids[place, : len(draft)], counts[place] = draft, len(draft)
+                self._continued(state.own.trie, outputs, newest, draft)
         self.shared.shrink()
-        return Drafts(ids, counts)
+        return drafts_of(drafts)

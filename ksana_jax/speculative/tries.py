@@ -26,6 +26,8 @@ class Trie:
     def __init__(self, depth: int):
         self.depth, self.generation = depth, 0
         self.counts, self.tokens, self.best = [0], [0], [0]
+        # The newest child of each node, and the next older child of its parent; 0 if there is none.
+        self._newest, self._older = [0], [0]
         self._children: dict[int, int] = {}  # node and token; nodes in the order of their numbers
 
     @property
@@ -43,18 +45,31 @@ class Trie:
             node = found
         return node if self.best[node] else None
 
+    def children(self, node: int) -> Iterator[int]:
+        """Yields the nodes of the runs that are a token longer."""
+        child = self._newest[node]
+        while child:
+            yield child
+            child = self._older[child]
+
+    def continued(self, node: int, run: list[int]) -> tuple[int, list[int]]:
+        """Returns a run and its node, for one of the greatest length, which has no children, its second half: that goes
+        on, or is ROOT."""
+        if len(run) >= self.depth:
+            run = run[len(run) - self.depth // 2 :]
+            node = self.find(run) or ROOT
+        return node, run
+
     def branch(self, node: int, run: list[int]) -> Iterator[tuple[int, float]]:
         """Yields the most frequent tokens after a run, one after the other, and the share of texts that went on so.
 
         Args:
-          node: of the run. One of the greatest length has no children: its second half goes on.
+          node: of the run.
         """
         while True:
-            if len(run) >= self.depth:
-                run = run[len(run) - self.depth // 2 :]
-                node = self.find(run) or ROOT
-                if node == ROOT:
-                    return
+            node, run = self.continued(node, run)
+            if node == ROOT:
+                return
             if not (child := self.best[node]):
                 return
             yield self.tokens[child], self.counts[child] / self.counts[node]
@@ -63,6 +78,7 @@ class Trie:
     def extend(self, nodes: Iterable[int], token: int) -> list[int]:
         """Counts one token more after each of some runs; returns the nodes of the longer runs."""
         children, counts, best, found = self._children, self.counts, self.best, []
+        newest, older = self._newest, self._older
         for node in nodes:
             key = node << _TOKEN_BITS | token
             child = children.get(key)
@@ -72,6 +88,9 @@ class Trie:
                 counts.append(1)
                 self.tokens.append(token)
                 best.append(0)
+                newest.append(0)
+                older.append(newest[node])
+                newest[node] = child
             else:
                 count = counts[child] = counts[child] + 1
             if count >= counts[best[node]] or not best[node]:
@@ -94,6 +113,12 @@ class Trie:
         best[parents[order]] = order  # of several children the last one, which has the highest count
         self.counts, self.tokens, self.best = counts.tolist(), tokens.tolist(), best.tolist()
         keys = (parents << _TOKEN_BITS) | tokens
+        siblings = 1 + parents[1:].argsort(kind="stable")
+        newest, older = np.zeros(len(counts), np.int64), np.zeros(len(counts), np.int64)
+        newest[parents[siblings]] = siblings  # of several the last one
+        same = parents[siblings[1:]] == parents[siblings[:-1]]
+        older[siblings[1:]] = np.where(same, siblings[:-1], 0)
+        self._newest, self._older = newest.tolist(), older.tolist()
         self._children = dict(zip(keys[1:].tolist(), range(1, len(keys)), strict=True))
         self.generation += 1
 

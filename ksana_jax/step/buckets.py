@@ -71,6 +71,7 @@ class Buckets:
       shared_rows: decodes per group that may share leading blocks; 0 turns sharing off. Steps without sharing have
         their own shapes: checking for shared blocks in every layer would cost about 6 % (8 layers, 32 rows, CPU).
       verifications: parts of steps that verify drafts, see `verification_parts`.
+      trees: whether drafts may branch.
     """
 
     decodes: tuple[int, ...]
@@ -78,9 +79,12 @@ class Buckets:
     widths: tuple[int, ...]
     shared_rows: int = 0
     verifications: tuple[Part, ...] = ()
+    trees: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, platform: str, draft_lengths: Collection[int] = ()) -> Buckets:
+    def of(
+        cls, config: EngineConfig, platform: str, draft_lengths: Collection[int] = (), trees: bool = False
+    ) -> Buckets:
         """Returns the buckets for an engine's steps: ladders of factors of two; for widths, of four from 64, because
         a table costs little beyond its bytes.
 
@@ -91,7 +95,7 @@ class Buckets:
 
         Args:
           config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
-          draft_lengths: see `verification_parts`.
+          draft_lengths: see `verification_parts`. trees: whether drafts may branch.
         """
         assert config.max_model_len is not None
         min_rows = least_rows(config, platform)
@@ -101,6 +105,7 @@ class Buckets:
             widths=ladder(64, -(-config.max_model_len // config.block_size), 4.0),
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
             verifications=verification_parts(config, draft_lengths, min_rows),
+            trees=trees,
         )
 
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
@@ -124,13 +129,17 @@ class Buckets:
         """Returns the most draft tokens of each row that a step of num_rows decodes can verify."""
         return max((part.width - 1 for part in self.verifications if part.count >= num_rows), default=0)
 
-    def verification(self, num_rows: int, most_drafts: int, width: int) -> StepShape:
-        """Returns the smallest bucket for decodes with up to most_drafts draft tokens; width as in `shape`."""
-        part = next(p for p in self.verifications if p.count >= num_rows and p.width > most_drafts)
-        return self._verification(part, _at_least(self.widths, width))
+    def verification(self, num_rows: int, most_drafts: int, width: int, tree: bool = False) -> StepShape:
+        """Returns the smallest bucket for decodes with up to most_drafts draft tokens; width as in `shape`.
 
-    def _verification(self, part: Part, width: int) -> StepShape:
-        return StepShape((part,), width, max_sampled=part.count * part.width)
+        Args:
+          tree: whether drafts branch.
+        """
+        part = next(p for p in self.verifications if p.count >= num_rows and p.width > most_drafts)
+        return self._verification(part, _at_least(self.widths, width), tree)
+
+    def _verification(self, part: Part, width: int, tree: bool) -> StepShape:
+        return StepShape((part,), width, max_sampled=part.count * part.width, tree=tree)
 
     def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
         return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
@@ -157,7 +166,13 @@ class Buckets:
 
     def verification_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Returns the shapes of steps with drafts, as `all_shapes` does."""
-        return [self._verification(part, width) for width in self._widths(max_width) for part in self.verifications]
+        kinds = (False, True) if self.trees else (False,)
+        return [
+            self._verification(part, width, tree)
+            for width in self._widths(max_width)
+            for part in self.verifications
+            for tree in kinds
+        ]
 
     def _widths(self, max_width: int | None) -> list[int]:
         top = _at_least(self.widths, min(max_width or self.widths[-1], self.widths[-1]))

@@ -131,12 +131,15 @@ class BatchBuilder:
         """Returns what `build` does for a step with drafts."""
         decodes, most = batch.decodes, int(drafts.counts.max())
         width = int(rows.num_blocks.take(decodes, axis=1).max())
-        shape = self.buckets.verification(len(decodes), most, width)
+        shape = self.buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
         arrays = verification_arrays(shape, decodes, drafts, rows, self.block_size, self.num_blocks)
         num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
         [(count, tile)] = shape.parts
         ids = _padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0)
-        padded = drafts._replace(ids=ids, counts=_padded(drafts.counts, (count,), 0))
+        parents = drafts.parents
+        if parents is not None:
+            parents = _padded(np.ascontiguousarray(parents[:, : tile - 1], np.int32), (count, tile - 1), -1)
+        padded = drafts._replace(ids=ids, counts=_padded(drafts.counts, (count,), 0), parents=parents)
         step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded, acceptance=self.acceptance)
         ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
         self._ask(step, batch, rows, ends)
@@ -264,6 +267,9 @@ class BatchBuilder:
         """Returns the settings of a step's sampled tokens; with drafts those of each row for its whole tile."""
         size, width = step.num_sampled, 1 if step.drafts is None else step.shape.parts[0].width
         of_tokens, nth = np.repeat(sampled, width), np.tile(np.arange(width, dtype=np.int32), len(sampled))
+        if step.shape.tree:
+            assert step.drafts is not None
+            nth = np.pad(step.drafts.depths()[: len(sampled)], ((0, 0), (1, 0))).reshape(-1)
 
         def padded(values: np.ndarray, default: float) -> np.ndarray:
             return _padded(values, (size, *values.shape[1:]), default)
@@ -289,10 +295,10 @@ class BatchBuilder:
             if seq is None or not rows.dense[row]:
                 continue
             split, end = seq.num_prompt, int(rows.num_tokens[row])
-            draft = _NO_TOKENS if step.drafts is None else step.drafts.ids[place, : step.drafts.counts[place]]
-            output = np.append(rows.token_ids[row, split:end], draft)
-            for at, length in enumerate(range(end - split, len(output) + 1), place * width):
+            runs = [_NO_TOKENS] if step.drafts is None else step.drafts.runs(place)
+            for at, run in enumerate(runs, place * width):
+                output = np.append(rows.token_ids[row, split:end], run)
                 in_prompt[at, rows.token_ids[row, :split]] = True
-                counts[at] = np.bincount(output[:length], minlength=self.vocab_size)
-                bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output[:length], self.vocab_size)
+                counts[at] = np.bincount(output, minlength=self.vocab_size)
+                bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
         return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)

@@ -116,13 +116,14 @@ class StepShape(NamedTuple):
 
     parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
     tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
-    0 if none do.
+    0 if none do. tree: whether the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
     """
 
     parts: tuple[Part, ...]
     table_width: int
     max_sampled: int
     shared_rows: int = 0
+    tree: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +177,9 @@ class StepArrays(NamedTuple):
     query_numbers: [Gk, T] float32, see `EvictionMethod.query_numbers`; None if the method gives none.
     full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
       number; F is `StepShape.most_full`. None without a block codec.
+    ancestors: [T] of a tile whose tokens are nodes of a tree, first its root, those that each token sees: bit j for the
+      j-th token of the tile. The slot of the j-th lies j positions after the root's; at what position its key is seen,
+      `cache_positions` says. Tokens before the root are seen as ever. None unless shape.tree.
     """
 
     tokens: Array
@@ -189,6 +193,7 @@ class StepArrays(NamedTuple):
     shared_starts: Array | None = None
     query_numbers: Array | None = None
     full_blocks: Array | None = None
+    ancestors: Array | None = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""
@@ -298,6 +303,7 @@ class StepOutput:
 
     num_accepted: [tiles] with drafts, how many of each tile's draft tokens are accepted. The tile yields its first
       num_accepted + 1 tokens, which are these and one that the model has sampled.
+    sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, which `tokens` are not in.
     move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
     compiled: whether a program was compiled for the step.
     """
@@ -308,6 +314,7 @@ class StepOutput:
     move_s: float = 0.0
     compiled: bool = False
     num_accepted: np.ndarray | None = None
+    sampled: np.ndarray | None = None
 
     def result(self) -> StepOutput:
         """Returns itself, for executors that compute a step at once."""

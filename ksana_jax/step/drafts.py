@@ -10,19 +10,70 @@ Array: TypeAlias = Any  # NumPy on the host, jax inside a compiled step
 
 
 class Drafts(NamedTuple):
-    """Tokens that may follow the newest one of each of n rows.
+    """Tokens that may follow the newest one of each of n rows: one run of them, or the nodes of a tree.
 
     ids: [n, K] int32; anything beyond a row's number. counts: [n] int32, how many there are of each row.
     drawn_from: [at least K, at least n, V] on the device, the distribution that each token was drawn from; None where
       a proposer has drawn none, but guesses.
     rollback: [] float32, threshold of the rule "bild", see `accept_bild`; None with other rules.
+    parents: [n, K] int32, the index of the draft token that each one follows, below its own; -1 where it follows the
+      row's newest token. None where each follows the one before it.
+    sampled: [n, at least K + 1] what the model has sampled after the newest token and after each draft token, after the
+      step; -1 without finite scores. None before.
     """
 
     ids: Array
     counts: Array
     drawn_from: Array | None = None
     rollback: Array | None = None
+    parents: Array | None = None
+    sampled: np.ndarray | None = None
 
     def shortened(self, most: np.ndarray) -> Drafts:
-        """Returns drafts of at most `most` [n] tokens."""
-        return self._replace(counts=np.minimum(self.counts, np.maximum(most, 0)))
+        """Returns drafts of at most `most` [n] tokens, without parents if they do not branch."""
+        found = self._replace(counts=np.minimum(self.counts, np.maximum(most, 0)))
+        return found if found.branches else found._replace(parents=None)
+
+    @property
+    def branches(self) -> bool:
+        """Whether a token follows another one than that before it."""
+        if self.parents is None:
+            return False
+        nth = np.arange(self.ids.shape[1])
+        return bool(np.count_nonzero((self.parents != nth - 1) & (nth < self.counts[:, None])))
+
+    def runs(self, row: int) -> list[np.ndarray]:
+        """Returns the draft tokens of a row on the way to its newest token, which are none, and to each draft token,
+        itself included."""
+        found = [np.zeros(0, np.int32)]
+        for i in range(int(self.counts[row])):
+            before = i if self.parents is None else int(self.parents[row, i]) + 1
+            found.append(np.append(found[before], self.ids[row, i]))
+        return found
+
+    def depths(self) -> np.ndarray:
+        """Returns how far [n, K] each token is from the row's newest one: 1 if it follows that."""
+        return self.ancestry()[1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The most tokens [n] of each row that can be accepted together."""
+        if self.parents is None:
+            return self.counts
+        used = np.arange(self.ids.shape[1]) < self.counts[:, None]
+        return np.where(used, self.depths(), 0).max(axis=1, initial=0)
+
+    def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which tokens lie on the way to each, and how many these are.
+
+        Returns:
+          [n, K] int32 whose bit 0 stands for the row's newest token and bit i + 1 for draft token i, those of a token's
+          own way and itself set; and [n, K] depths.
+        """
+        rows, count = np.arange(len(self.ids)), self.ids.shape[1]
+        ways, depths = np.ones((len(rows), 1 + count), np.uint32), np.zeros((len(rows), 1 + count), np.int32)
+        for i in range(count):
+            before = np.full(len(rows), i) if self.parents is None else np.clip(self.parents[:, i] + 1, 0, i)
+            ways[:, i + 1] = ways[rows, before] | np.uint32(1 << (i + 1))
+            depths[:, i + 1] = depths[rows, before] + 1
+        return ways[:, 1:].view(np.int32), depths[:, 1:]

@@ -1,4 +1,8 @@
-"""The arrays of a step that verifies drafts: a tile for each row, of its newest token and its draft tokens. No jax."""
+"""The arrays of a step that verifies drafts: a tile for each row, of its newest token and its draft tokens. No jax.
+
+Tokens of a tree that are equally far from the row's newest one have the same text position, and each has a slot of its
+own: that of the n-th draft token is n slots after the newest one's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ def verification_arrays(
     """Returns the arrays of a step whose n decodes have blocks for their draft tokens.
 
     Args:
-      shape: one part, of at least n tiles that hold the longest draft and one token. num_blocks: of the pool.
+      shape: one part, of at least n tiles that hold the longest draft and one token; with `tree` if drafts branch.
+      num_blocks: of the pool.
     """
     [(count, width)], groups, n = shape.parts, rows.num_groups, len(decodes)
     nth = np.arange(width, dtype=np.int32)
@@ -26,17 +31,24 @@ def verification_arrays(
     tokens[:n, 1 : 1 + longest] = drafts.ids[:, :longest]
     real = np.zeros((count, width), bool)
     real[:n] = nth <= drafts.counts[:, None]
+    root, depth, ancestors = rows.num_computed[decodes, None], nth, None
+    if shape.tree:
+        ancestors, depth = np.zeros((count, width), np.int32), np.zeros((n, width), np.int32)
+        ancestors[:n, 0] = 1
+        ancestors[:n, 1 : 1 + longest], depth[:, 1 : 1 + longest] = (x[:, :longest] for x in drafts.ancestry())
     positions = np.full((count, width), -1, np.int32)
-    positions[:n] = rows.num_computed[decodes, None] + nth
+    positions[:n] = root + depth
+    evicted = rows.num_evicted[:, decodes, None]
     cached_at = np.full((groups, count, width), -1, np.int32)
-    cached_at[:, :n] = positions[:n] - rows.num_evicted[:, decodes, None]
+    cached_at[:, :n] = positions[:n] - evicted
+    stored_at = root + nth - evicted
     # The blocks of a row's newest tokens lie one after the other at the end of its tables.
     end = (rows.allocated_until[decodes] - rows.num_evicted[:, decodes]) // block_size
-    entry = (rows.num_blocks[:, decodes] - end)[..., None] + cached_at[:, :n] // block_size
+    entry = (rows.num_blocks[:, decodes] - end)[..., None] + stored_at // block_size
     entry = np.minimum(entry, rows.block_tables.shape[2] - 1)  # of padding
     slots = np.full((groups, count, width), num_blocks * block_size, np.int32)
     blocks = rows.block_tables[np.arange(groups)[:, None, None], decodes[:, None], entry]
-    slots[:, :n] = blocks * block_size + cached_at[:, :n] % block_size
+    slots[:, :n] = blocks * block_size + stored_at % block_size
     tables = np.zeros((groups, count, shape.table_width), np.int32)
     starts = np.full((groups, count, shape.table_width), FAR, np.int32)
     used = min(shape.table_width, rows.block_tables.shape[2])
@@ -52,4 +64,5 @@ def verification_arrays(
         block_tables=tables,
         block_starts=starts,
         sampled=np.arange(count * width, dtype=np.int32),
+        ancestors=None if ancestors is None else np.where(real, ancestors, 0).reshape(-1),
     )

@@ -17,7 +17,7 @@ from ksana_jax.kv.layout import group_layers
 from ksana_jax.models.params import init_params
 from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.request import CompletionOutput
-from ksana_jax.speculative import draft_lengths
+from ksana_jax.speculative import draft_lengths, draws_trees
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import Piece
@@ -102,7 +102,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
     key = _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction))
-    buckets = Buckets.of(config, "cpu", draft_lengths(config))
+    buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
     few = dataclasses.replace(
         buckets,
         decodes=buckets.decodes[-1:],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.sampling import acceptance
-from ksana_jax.sampling.acceptance import accept_bild, accept_block, accept_rejection, accept_sampled
+from ksana_jax.sampling.acceptance import accept_bild, accept_block, accept_rejection, accept_sampled, accept_tree
 
 
 def tables(rng: np.random.Generator, vocab: int, length: int, sharp: float = 1.0) -> dict[tuple[int, ...], np.ndarray]:
@@ -199,3 +199,16 @@ def test_tokens_that_were_sampled_alike_are_accepted():
     tokens = np.array([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
     ids, counts = np.array([[1, 2]] * 4), np.array([2, 2, 2, 1])
     assert accept_sampled(tokens, ids, counts, np).tolist() == [2, 1, 0, 1]
+
+
+def test_a_tree_is_walked_down_from_the_root():
+    # 1 and 5 follow the root, 2 and 3 the token 1, 4 the token 3; the second row's tree ends before its last two nodes.
+    ids, parents = np.array([[1, 5, 2, 3, 4]] * 4), np.array([[-1, -1, 0, 0, 3]] * 4)
+    counts = np.array([5, 3, 5, 5])
+    # Sampled after the newest token and after each of 1, 5, 2, 3, 4.
+    tokens = np.array([[1, 3, 0, 0, 4, 9], [1, 3, 0, 0, 4, 9], [5, 3, 7, 0, 4, 9], [8, 3, 0, 0, 4, 9]])
+    number, path = accept_tree(tokens, ids, parents, counts, np)
+    assert number.tolist() == [3, 1, 1, 0]
+    yielded = [tokens[row, path[row, : n + 1]].tolist() for row, n in enumerate(number)]
+    assert yielded == [[1, 3, 4, 9], [1, 3], [5, 7], [8]]
+    assert path[0].tolist() == [0, 1, 4, 5, 4, 5] and path[3].tolist() == [0, 1, 2, 3, 4, 5]

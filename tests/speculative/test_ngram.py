@@ -44,7 +44,7 @@ def test_drafts_are_those_of_the_definition_however_the_text_arrives(text, low, 
     lengths = np.zeros(3, np.int32)
     while lengths[1] < len(text):
         lengths[1] += data.draw(st.integers(1, len(text) - int(lengths[1])))
-        ids, counts, _ = proposer.propose(Texts(token_ids, lengths), np.array([1]), np.array([count]))
+        ids, counts, *_ = proposer.propose(Texts(token_ids, lengths), np.array([1]), np.array([count]))
         assert ids[0, : counts[0]].tolist() == looked_up(text[: lengths[1]], low, low + more, count, latest)
 
 
@@ -54,7 +54,7 @@ def test_rows_have_their_own_texts_and_a_new_text_starts_anew():
     for row in range(2):
         proposer.begin(row, token_ids[row], 4, "")
     rows, most = np.arange(2), np.array([2, 1])
-    ids, counts, _ = proposer.propose(Texts(token_ids, np.array([6, 7])), rows, most)
+    ids, counts, *_ = proposer.propose(Texts(token_ids, np.array([6, 7])), rows, most)
     assert counts.tolist() == [2, 1] and ids[0, :2].tolist() == [7, 8] and ids[1, 0] == 9
     proposer.end(0, token_ids[0], True)
     token_ids[0, :2] = 5, 6

@@ -12,6 +12,7 @@ from ksana_jax.speculative import read_speculative
 from ksana_jax.speculative.base import Texts
 from ksana_jax.speculative.shared_tries import MAX_SALTS, SharedTries
 from ksana_jax.speculative.tries import Cursor, Trie
+from ksana_jax.step.drafts import Drafts
 from tests.speculative.contexts import context_of
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=4)
@@ -42,6 +43,8 @@ def check_best(trie: Trie) -> None:
     for run in [(), *found]:
         following = {longer: count for longer, count in found.items() if longer[:-1] == run}
         node = trie.find(run)
+        children = [(*run, trie.tokens[child]) for child in ([] if node is None else trie.children(node))]
+        assert sorted(children) == sorted(following)
         assert (node is not None) == bool(following)
         if node is not None:
             best = trie.best[node]
@@ -86,12 +89,17 @@ def test_shared_tries_stay_within_their_nodes_and_salts_apart():
     assert shared.num_nodes == MAX_SALTS
 
 
-def proposals(proposer, text: list[int], most: int, row: int = 0) -> list[int]:
+def proposed(proposer, text: list[int], most: int, row: int = 0) -> Drafts:
     token_ids = np.zeros((row + 1, 64), np.int32)
     token_ids[row, : len(text)] = text
     lengths = np.full(row + 1, len(text), np.int32)
-    ids, counts, _ = proposer.propose(Texts(token_ids, lengths), np.array([row]), np.array([most]))
-    return ids[0, : counts[0]].tolist()
+    return proposer.propose(Texts(token_ids, lengths), np.array([row]), np.array([most]))
+
+
+def proposals(proposer, text: list[int], most: int, row: int = 0) -> list[int]:
+    drafts = proposed(proposer, text, most, row)
+    assert not drafts.branches
+    return drafts.ids[0, : drafts.counts[0]].tolist()
 
 
 def proposer_of(method: str, **settings):
@@ -152,6 +160,38 @@ def test_a_text_that_was_preempted_is_not_learnt_twice(method):
     assert contents(trie)[(3,)] == contents(trie)[(4,)] == contents(trie)[(5,)] == 1
 
 
+def runs_in(drafts: Drafts) -> set[tuple[int, ...]]:
+    """The runs from the text on that a row's tree has."""
+    return {tuple(run.tolist()) for run in drafts.runs(0)[1:]}
+
+
+def test_branches_are_the_most_probable_continuations_within_the_budget():
+    proposer = proposer_of("trie", decoding_mode="hier", match_length=2)
+    prompt = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2]
+    proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
+    # After 1, 2 came 4 twice, then 8 or 9, and 3 once, then 9.
+    assert runs_in(proposed(proposer, prompt, 1)) == {(4,)}
+    assert runs_in(proposed(proposer, prompt, 3)) == {(4,), (3,), (4, 8)}
+    whole = proposed(proposer, prompt, 6)
+    assert whole.branches and {(4,), (4, 8), (4, 9), (3,)} < runs_in(whole) and whole.counts[0] == 6
+
+
+def test_branches_follow_longer_matches_first_and_the_own_text_before_others():
+    proposer = proposer_of("trie", decoding_mode="hier", match_length=2)
+    for _ in range(5):
+        lived(proposer, [7], [11, 12, 50, 51, 99])
+        lived(proposer, [7], [12, 60, 98, 97, 96])
+    prompt = [20, 11, 12]
+    proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
+    longest = {(50,), (50, 51), (50, 51, 99)}
+    assert runs_in(proposed(proposer, prompt, 3)) == longest
+    assert runs_in(proposed(proposer, prompt, 6)) == longest | {(60,), (60, 98), (60, 98, 97)}
+    proposer.end(0, np.array(prompt, np.int32), True)
+    prompt = [11, 12, 40, 41, 42, 43, 44, 11, 12]
+    proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
+    assert {run[0] for run in runs_in(proposed(proposer, prompt, 5))} == {40}
+
+
 def test_a_learnt_text_is_continued():
     proposer = proposer_of("trie")
     proposer.learn(np.array([5, 6, 7, 8, 9]))
@@ -181,6 +221,8 @@ def test_suffix_drafts_as_long_as_it_matches_and_is_probable():
         ({"method": "trie", "max_nodes": 10}, "max_nodes is 10, must be an integer from 1,024"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "above 0"),
+        ({"method": "trie", "decoding_mode": "par"}, "decoding_mode is 'par', must be one of one, hier"),
+        ({"method": "jacobi", "num_speculative_tokens": 16}, "take 17 draft tokens with one guess"),
         ({"method": "suffix", "trie_scope": "all"}, "must be one of salt, request"),
     ],
 )
