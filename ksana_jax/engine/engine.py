@@ -83,7 +83,8 @@ class Engine:
         feeds = config.embedding_device == "device"
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
-        self._changes = Changes(self._reset)
+        # Runs every change of the engine, one at a time.
+        self.changes = Changes(self._reset)
 
     @property
     def memory(self) -> KVMemory:
@@ -119,7 +120,7 @@ class Engine:
         Raises:
           ValueError: an id is taken.
         """
-        self._changes.run(self._add, requests)
+        self.changes.run(self._add, requests)
 
     def _add(self, requests: Collection[Request]) -> None:
         for request in requests:
@@ -128,7 +129,7 @@ class Engine:
         leaders = [next(iter(request.sequences)) for request in requests]
         for leader in leaders:
             self.scheduler.rank(leader)
-        self._changes.begin()
+        self.changes.begin()
         if not self.scheduler.has_work:
             self._reported_s = None
         for request, leader in zip(requests, leaders, strict=True):
@@ -144,15 +145,15 @@ class Engine:
             self._abort_all([request])
 
     def _abort_all(self, requests: Collection[Request]) -> None:
-        if self._changes.running_here:  # Python collects a stream that was dropped, in the middle of a step
-            self._changes.defer(functools.partial(self._abort, requests))
+        if self.changes.running_here:  # Python collects a stream that was dropped, in the middle of a step
+            self.changes.defer(functools.partial(self._abort, requests))
         else:
-            self._changes.run(self._abort, requests)
+            self.changes.run(self._abort, requests)
 
     def _abort(self, requests: Collection[Request]) -> None:
         for request in requests:
             if self.requests.get(request.request_id) is request:
-                self._changes.begin()
+                self.changes.begin()
                 self._end(request, FinishReason.ABORT)
                 self._close(request)
                 request.notify()
@@ -180,10 +181,10 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    outputs = interrupts.defer(self._changes.run, self._advance, news, lambda r: report(r.checked()))
+                    outputs = interrupts.defer(self.changes.run, self._advance, news, lambda r: report(r.checked()))
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
-                    self._changes.give_way()
+                    self.changes.give_way()
             finally:
                 self._abort_all(requests)
         finally:  # again: an interrupt may come before the first word of the line above
@@ -197,8 +198,8 @@ class Engine:
         Args:
           news: the requests with something new, `Request.news` of each of the caller's; empty afterwards.
         """
-        outputs = self._changes.run(self._advance, news, report)
-        self._changes.give_way()
+        outputs = self.changes.run(self._advance, news, report)
+        self.changes.give_way()
         return outputs
 
     def _advance(self, news: dict[Request, None], report: Callable[[Request], RequestOutput]) -> list[RequestOutput]:
@@ -216,10 +217,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes and reports one step, or reports the next one of a call that computed several; returns requests with
         something new: a completion that ended, text of one that streams."""
-        return self._changes.run(self._step)
+        return self.changes.run(self._step)
 
     def _step(self) -> list[Request]:
-        self._changes.begin()
+        self.changes.begin()
         if not self._running:
             since = self.clock() if self._reported_s is None else self._reported_s
             if not self._ahead:
@@ -317,12 +318,12 @@ class Engine:
           RuntimeError: requests are running.
           ValueError: the executor cannot serve these patterns.
         """
-        self._changes.run(self._set_patterns, patterns)
+        self.changes.run(self._set_patterns, patterns)
 
     def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         self._check_idle("the pattern changes only in between")
         layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
-        self._changes.begin()
+        self.changes.begin()
         self.executor.set_patterns(patterns)
         self.scheduler.set_layout(layout, self.memory.index.scope.seen_through(patterns))
 
@@ -333,12 +334,12 @@ class Engine:
           RuntimeError: requests are running.
           ConfigError: see `KVLayout.with_eviction`.
         """
-        self._changes.run(self._set_eviction, method)
+        self.changes.run(self._set_eviction, method)
 
     def _set_eviction(self, method: EvictionMethod) -> None:
         self._check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method)
-        self._changes.begin()
+        self.changes.begin()
         if self.builder.eviction is not None:
             self.builder = dataclasses.replace(self.builder, eviction=method)
         self.scheduler.set_layout(layout)
@@ -363,11 +364,11 @@ class Engine:
 
     def flush(self) -> None:
         """Writes cached prefixes to disk, if there is a disk tier; raises RuntimeError while requests are running."""
-        self._changes.run(self._flush)
+        self.changes.run(self._flush)
 
     def _flush(self) -> None:
         self._check_idle("prefixes are written to the disk only in between")
-        self._changes.begin()
+        self.changes.begin()
         self._make_moves()
         for _ in self.memory.flush():
             self._make_moves()

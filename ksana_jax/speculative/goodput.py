@@ -1,6 +1,7 @@
 """How long to draft: the length with the most tokens to be expected a second, by measured times of steps. NumPy.
 
-A step costs what its padded shape costs, so the choice is between shapes, not numbers of tokens.
+A step costs what its padded shape costs, so the choice is between shapes, not numbers of tokens. What drafts lose
+against plain decoding is booked: an allowance, a small share of the time, pays for it.
 
 Source: SmartSpec, Liu et al., arXiv:2406.14066, section 4, with measured times in place of a model of them.
 """
@@ -12,71 +13,118 @@ import dataclasses
 
 import numpy as np
 
+from ksana_jax.speculative.step_costs import StepCosts
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part
 
-# Weight of a new measurement, of a step's seconds and of what became of a draft.
-NEW_STEP, NEW_DRAFT = 0.2, 0.1
-# Measurements of a shape before its seconds are trusted.
-FEW = 3
+# Least weight of a new measurement of what became of a draft.
+NEW_DRAFT = 0.05
 # Drafts must promise so much more than plain decoding.
 LEAST_GAIN = 1.03
-# Steps without drafts after drafts did not pay, doubled each time in turn up to the most.
+# A shape must promise so much more than that of the step before, because a change takes time.
+SWITCH = 1.1
+# Share of the time that drafts may lose, and what of it may be saved up and is there at first, in plain steps.
+LOSS, MOST_SAVED, FIRST_SAVED = 0.015, 16, 5
+# Steps without drafts after drafts did not pay, doubled each time in turn up to the most; 1 at first where the proposer
+# found none.
 LEAST_REST, MOST_REST = 8, 256
+# Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one.
+TRIAL, REST_BEFORE_TRIAL = 4, 32
+# Steps with drafts after which a few have none, to see what these take by now.
+LONGEST_RUN, PAUSE = 256, 5
 
 
 @dataclasses.dataclass
 class _Rest:
-    """Steps of one shape without drafts. left: until drafts are tried again. last: how many there were last time."""
+    """Steps of one shape without drafts.
+
+    left: until drafts are asked for again. last: how many there were last time. trial: steps that it still has.
+    run: steps with drafts since the last one without.
+    """
 
     left: int = 0
     last: int = 0
-    tries: bool = False
+    trial: int = 0
+    run: int = 0
+
+    def begin(self, least: int) -> None:
+        """Begins a rest twice as long as the last one."""
+        self.left = self.last = min(max(2 * self.last, least), MOST_REST)
+        self.trial = self.run = 0
 
     def step(self) -> None:
-        if self.left:
-            self.left -= 1
-            self.tries = not self.left
+        self.left = max(self.left - 1, 0)
 
 
 class Goodput:
     """Chooses the longest drafts of a step.
 
     Args:
-      buckets: of the engine's steps. num_rows: of the engine.
+      buckets: of the engine's steps. num_rows: of the engine. steps_per_call: see `StepCosts`.
     """
 
-    def __init__(self, buckets: Buckets, num_rows: int):
+    def __init__(self, buckets: Buckets, num_rows: int, steps_per_call: int = 1):
         self._buckets = buckets
-        self.seconds: dict[Part, float] = {}
-        self._num_measured: dict[Part, int] = {}
-        # Of all rows and of each: accepted draft tokens and drafts that were rejected somewhere, older ones weigh less.
+        self.costs = StepCosts(steps_per_call)
+        # Of all rows and of each: accepted draft tokens, drafts that were rejected somewhere, and of how many drafts
+        # this is the mean; the first two drafts are imagined.
         self._accepted, self._rejected = np.zeros(num_rows), np.zeros(num_rows)
-        self._all = np.array([1.0, 1.0])
+        self._number = np.zeros(num_rows)
+        self._all, self._number_of_all = np.array([1.0, 1.0]), 2
         self._rests: collections.defaultdict[Part, _Rest] = collections.defaultdict(_Rest)
+        self._last: Part | None = None
+        self._asked = False
+        # Seconds that drafts may still lose; None until plain steps are measured.
+        self._allowance_s: float | None = None
+        self._verified_s: float | None = None
 
     def observe_step(self, part: Part, seconds: float) -> None:
         """Takes note of the seconds from the end of the step before to that of a step of one part."""
-        known = self.seconds.get(part, seconds)
-        self._num_measured[part] = number = self._num_measured.get(part, 0) + 1
-        weight = max(NEW_STEP, 1 / number)
+        known = self.costs.in_service(part)
         # One slow step in a while is the machine's.
-        self.seconds[part] = known + weight * (min(seconds, 3 * known) - known)
-        if part.width == 1:
+        booked = seconds if known is None else min(seconds, 3 * known)
+        after_drafts = self._last is not None and self._last.width > 1
+        is_first = part != self._last or (part.width == 1 and self._asked)
+        self.costs.observe(part, seconds, is_first)
+        if part.width > 1:
+            self._verified_s = booked
+        else:
             self._rests[part].step()
+            # What is saved up pays for questions to the proposer too, and for the way back from drafts.
+            lost = booked - (known or booked) if self._asked or after_drafts else 0.0
+            self._book(part, LOSS * booked - max(lost, 0.0))
+        self._last, self._asked = part, False
+
+    def _book(self, plain: Part, saved_s: float) -> None:
+        plain_s = self.costs.plain_s(plain)
+        if self._allowance_s is not None:
+            self._allowance_s = min(self._allowance_s + saved_s, MOST_SAVED * plain_s)
+        elif self.costs.is_measured(plain):
+            self._allowance_s = FIRST_SAVED * plain_s
 
     def observe_drafts(self, rows: np.ndarray, counts: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Takes note of drafts of rows [n]: of `counts` [n] tokens num_accepted [n] were accepted."""
+        """Takes note of drafts of rows [n], all those of a step: of `counts` [n] tokens num_accepted [n] were
+        accepted."""
+        if self._verified_s is not None:  # else it was not measured: something was compiled
+            plain = self._plain(len(rows))
+            steps_saved = 1 + num_accepted.sum() / len(rows)
+            self._book(plain, LOSS * self._verified_s + steps_saved * self.costs.plain_s(plain) - self._verified_s)
+            self._verified_s = None
         drafted = counts > 0
         rows, accepted, rejected = rows[drafted], num_accepted[drafted], (num_accepted < counts)[drafted]
-        self._accepted[rows] += NEW_DRAFT * accepted - NEW_DRAFT * self._accepted[rows]
-        self._rejected[rows] += NEW_DRAFT * rejected - NEW_DRAFT * self._rejected[rows]
+        self._number[rows] += 1
+        weight = np.maximum(NEW_DRAFT, 1 / self._number[rows])
+        self._accepted[rows] += weight * (accepted - self._accepted[rows])
+        self._rejected[rows] += weight * (rejected - self._rejected[rows])
         if len(rows):
-            self._all += NEW_DRAFT * (np.array([accepted.mean(), rejected.mean()]) - self._all)
+            self._number_of_all += 1
+            weight = max(NEW_DRAFT, 1 / self._number_of_all)
+            self._all += weight * (np.array([accepted.mean(), rejected.mean()]) - self._all)
 
     def begin(self, row: int) -> None:
         """Takes note that another text has entered a row: it is expected to be like all others."""
         self._accepted[row], self._rejected[row] = self._all
+        self._number[row] = 2
 
     def acceptance(self, rows: np.ndarray) -> np.ndarray:
         """Returns the probability [n] that a row's next draft token is accepted, given that those before it are."""
@@ -85,8 +133,8 @@ class Goodput:
 
     def rests(self, num_rows: int) -> bool:
         """Whether steps of num_rows decodes go without drafts, so that the engine need not wait for tokens."""
-        part = self._plain(num_rows)
-        return self._num_measured.get(part, 0) < FEW or self._rests[part].left > 0
+        plain = self._plain(num_rows)
+        return not self.costs.is_measured(plain) or self._rests[plain].left > 0
 
     def choose(self, rows: np.ndarray, counts: np.ndarray) -> int:
         """Returns the most draft tokens of each row in this step, 0 for none.
@@ -94,28 +142,42 @@ class Goodput:
         Args:
           rows: [n] rows. counts: [n] draft tokens of each.
         """
-        plain, parts = self._plain(len(rows)), self._candidates(len(rows), int(counts.max(initial=0)))
-        rest = self._rests[plain]
-        for part in parts:
-            if self._num_measured.get(part, 0) < FEW:
-                return part.width - 1
-        acceptance = self.acceptance(rows)
-        gains = [self._tokens(acceptance, np.minimum(counts, p.width - 1)) / self.seconds[p] for p in parts]
-        at = int(np.argmax(gains))
-        if gains[at] >= LEAST_GAIN * len(rows) / self.seconds[plain]:
-            rest.last = 0
-            return parts[at].width - 1
-        if rest.tries:  # what becomes of drafts is not known from steps without them
-            rest.tries = False
-            return parts[-1].width - 1
-        rest.left = rest.last = min(max(2 * rest.last, LEAST_REST), MOST_REST)
+        self._asked = True
+        plain = self._plain(len(rows))
+        rest, plain_s = self._rests[plain], self.costs.plain_s(plain)
+        parts = self._candidates(len(rows), int(counts.max(initial=0)))
+        if not parts:
+            rest.begin(1)
+            return 0
+        if rest.run == LONGEST_RUN:
+            rest.run, rest.left = 0, PAUSE
+            return 0
+        saved_s = self._allowance_s or 0.0
+        if saved_s >= 0:
+            seconds = np.array([self.costs.seconds(part, plain) for part in parts])
+            gains = self._gains(self.acceptance(rows), counts, parts) * plain_s / seconds
+            at = int(np.argmax([gain * (SWITCH if part == self._last else 1) for gain, part in zip(gains, parts)]))
+            if gains[at] >= LEAST_GAIN:
+                rest.last, rest.trial, rest.run = 0, max(rest.trial - 1, 0), rest.run + 1
+                return parts[at].width - 1
+            best = self._gains(np.full(len(rows), 0.999), counts, parts) * plain_s / seconds
+            [may_pay] = np.nonzero(best >= LEAST_GAIN)
+            # The time of a trial: as long as nothing is accepted, and of a step until the device has its data again.
+            if len(may_pay) and not rest.trial and rest.last >= REST_BEFORE_TRIAL:
+                if TRIAL * (seconds[may_pay[0]] - plain_s) + plain_s <= saved_s:
+                    rest.trial = TRIAL
+            if len(may_pay) and rest.trial:
+                rest.trial -= 1
+                return parts[may_pay[0]].width - 1
+        rest.begin(LEAST_REST)
         return 0
 
     def _candidates(self, num_rows: int, most: int) -> list[Part]:
-        """Returns for each width the smallest part for num_rows rows, up to the first that holds `most` drafts."""
+        """Returns for each width the smallest part for num_rows rows, up to the first that holds `most` drafts; none
+        without drafts, or whose program would have to be compiled in service."""
         parts: dict[int, Part] = {}
         for part in self._buckets.verifications:
-            if part.count >= num_rows:
+            if most and part.count >= num_rows and self.costs.may_run(part):
                 parts.setdefault(part.width, part)
         found = sorted(parts.values(), key=lambda part: part.width)
         return found[: 1 + sum(part.width <= most for part in found)]
@@ -124,6 +186,8 @@ class Goodput:
         return next(Part(count, 1) for count in self._buckets.decodes if count >= num_rows)
 
     @staticmethod
-    def _tokens(acceptance: np.ndarray, counts: np.ndarray) -> float:
-        """Returns the tokens that rows yield together, (1 - a^(k + 1)) / (1 - a) of a row with k draft tokens."""
-        return float(((1 - acceptance ** (counts + 1)) / (1 - acceptance)).sum())
+    def _gains(acceptance: np.ndarray, counts: np.ndarray, parts: list[Part]) -> np.ndarray:
+        """Returns the tokens of a row to be expected from a step of each part, (1 - a^(k + 1)) / (1 - a) of a row with
+        k draft tokens, as a mean over rows."""
+        most = np.array([[part.width - 1] for part in parts])
+        return ((1 - acceptance ** (np.minimum(counts, most) + 1)) / (1 - acceptance)).mean(axis=1)

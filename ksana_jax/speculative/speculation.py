@@ -60,7 +60,10 @@ class Speculation:
         self.method, self.proposer = method, proposer
         self.vocab_size, self.buckets = context.vocab_size, context.buckets
         self.counts = SpeculationCounts(np.zeros(method.num_speculative_tokens, np.int64))
-        self.goodput = Goodput(context.buckets, context.config.max_num_seqs) if method.adaptive == "goodput" else None
+        self.goodput = None
+        if method.adaptive == "goodput":
+            config = context.config
+            self.goodput = Goodput(context.buckets, config.max_num_seqs, config.num_scheduler_steps)
         self._last_end_s = 0.0
         # Of each row's sequence: drafts, their tokens, accepted ones.
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
@@ -102,8 +105,9 @@ class Speculation:
         began = time.perf_counter()
         texts = Texts(rows.token_ids, rows.num_tokens, rows)
         drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
-        if drafts is not None and self.goodput is not None and np.count_nonzero(drafts.counts):
-            drafts = drafts.shortened(np.full(len(decodes), self.goodput.choose(decodes, drafts.counts)))
+        if self.goodput is not None:
+            length = self.goodput.choose(decodes, np.zeros_like(most) if drafts is None else drafts.counts)
+            drafts = None if drafts is None else drafts.shortened(np.full(len(decodes), length))
         self.counts.proposer_s += time.perf_counter() - began
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
 

@@ -8,14 +8,16 @@ from ksana_jax.config import EngineConfig
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.speculation import SpeculationCounts
+from ksana_jax.step.contract import Part
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, complete, make_llm
 from tests.guessing import ANSWERS, GUESSES
 
 PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]
 
 
-def guessing(guesses: str, count: int = 5, **settings):
+def guessing(guesses: str, count: int = 5, adaptive: str = "off", **settings):
     config = {"method": "tests.guessing:Guessing", "guesses": guesses, "num_speculative_tokens": count}
+    config["adaptive"] = adaptive
     return make_llm(Letters(), speculative_config=config | {"vocab_size": VOCAB, "stop_ids": (EOS, 63)}, **settings)
 
 
@@ -168,7 +170,7 @@ def test_each_request_and_each_step_counts_its_drafts(plain):
         assert min(of_requests) > 0 and sum(of_requests) == getattr(counts, name)
         if name != "num_drafts":
             assert sum(getattr(record, name) for record in llm.engine.records) == getattr(counts, name)
-    assert all(m.mean_acceptance_length > 1 for m in metrics)
+    assert all((m.mean_acceptance_length or 0) > 1 for m in metrics)
     assert sum(record.num_chunk_tokens for record in llm.engine.records) < sum(m.num_output_tokens for m in metrics)
 
 
@@ -181,6 +183,23 @@ def test_nothing_is_compiled_after_the_warm_up():
             PROMPTS[:count], SamplingParams(temperature=1.0, seed=2, max_tokens=20, logprobs=1, ignore_eos=True)
         )
     assert llm.runner.num_compilations == before
+
+
+def test_the_warm_up_measures_steps_and_leaves_the_pool_as_it_was():
+    llm = guessing("right", 5, adaptive="goodput", enable_prefix_caching=True)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    first = llm.generate(PROMPTS, params)
+    llm.warm_up(64)
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None and speculation.goodput is not None
+    buckets, costs = llm.engine.builder.buckets, speculation.goodput.costs
+    assert all(costs.ahead[part] > 0 for part in buckets.verifications)
+    assert all(costs.ahead[Part(count, 1)] > 0 for count in buckets.decodes)
+    compiled = llm.runner.num_compilations
+    again = llm.generate(PROMPTS, params)
+    same(again, first)
+    assert max(output.num_cached_tokens for output in again) > 0
+    assert llm.runner.num_compilations == compiled
 
 
 @pytest.mark.parametrize(
