@@ -41,6 +41,7 @@ class Bild(DraftModel):
     """
 
     rules: ClassVar[tuple[str, ...]] = ("bild",)
+    shortens: ClassVar[bool] = True
 
     num_speculative_tokens: int = 10
     acceptance: str = "bild"
@@ -75,7 +76,7 @@ class BildProposer(DraftModelProposer):
     """
 
     def __init__(self, model: SmallModel, length: int, fallback_threshold: float, rollback_threshold: float):
-        super().__init__(model, (length,), distributions=False)
+        super().__init__(model, length, distributions=False)
         self.set_thresholds(fallback_threshold, rollback_threshold)
 
     def set_thresholds(self, fallback: float, rollback: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any
+from typing import Any, ClassVar
 
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.draft_models.proposer import DraftModelProposer
@@ -35,6 +35,8 @@ class DraftModel(SpeculativeMethod):
       model: the path of a directory, or the name of a shipped model.
     """
 
+    shortens: ClassVar[bool] = False
+
     model: str = ""
 
     def __post_init__(self):
@@ -57,7 +59,7 @@ class DraftModel(SpeculativeMethod):
 
     def proposer(self, context: ProposerContext) -> DraftModelProposer:
         check(self.model, self.config, context)
-        return DraftModelProposer(self.small_model(context), self.draft_lengths, self.acceptance != "sampled")
+        return DraftModelProposer(self.small_model(context), self.num_speculative_tokens, self.acceptance != "sampled")
 
     def small_model(self, context: ProposerContext) -> SmallModel:
         """Loads the draft model, with a pool of as many blocks as the target's."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ksana_jax.draft_models.small_model import SmallModel
@@ -15,7 +13,7 @@ class DraftModelProposer(Proposer):
     """Decodes with a small model, one token more than it drafts, so that the last draft token is computed too.
 
     Args:
-      lengths: numbers of draft tokens for which it is compiled.
+      length: most tokens of a draft.
       distributions: whether drafts come with the distributions that they were drawn from.
 
     Attributes:
@@ -25,9 +23,9 @@ class DraftModelProposer(Proposer):
     needs_blocks = True
     least: np.float32 | None = None
 
-    def __init__(self, model: SmallModel, lengths: Sequence[int], distributions: bool):
-        self.model, self._lengths, self._distributions = model, tuple(lengths), distributions
-        self.drawn_shapes = [(length + 1, model.num_sampled) for length in lengths] if distributions else []
+    def __init__(self, model: SmallModel, length: int, distributions: bool):
+        self.model, self._length, self._distributions = model, length, distributions
+        self.drawn_shapes = [(length + 1, model.num_sampled)] if distributions else []
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
         self.model.num_computed[row] = 0
@@ -37,12 +35,11 @@ class DraftModelProposer(Proposer):
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
         """Compiles ahead of time; see `SmallModel.warm_up`."""
-        self.model.warm_up(max_width, self._lengths, samples, self._distributions, workers, self.least is not None)
+        self.model.warm_up(max_width, self._length, samples, self._distributions, workers, self.least is not None)
 
     def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
-        if not (longest := int(most.max(initial=0))):
+        if not most.any():
             return Drafts(np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32))
         assert texts.rows is not None
-        length = next(length for length in self._lengths if length >= longest)
         self.model.catch_up(texts.rows, rows)
-        return self.model.decode(texts.rows, rows, most, length, self._distributions, self.least)
+        return self.model.decode(texts.rows, rows, most, self._length, self._distributions, self.least)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.config import EngineConfig
-from ksana_jax.runner.decode_loop import LoopKey, Stop
-from ksana_jax.runner.keys import keys_for
+from ksana_jax.runner.decode_loop import LoopKey, Stop, only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.sequence import Rows
@@ -51,22 +49,23 @@ class SmallModel:
     def warm_up(
         self,
         max_width: int,
-        lengths: Sequence[int],
+        length: int,
         samples: bool,
         distributions: bool,
         workers: int,
-        stops: bool = False,
+        scores: bool = False,
     ) -> None:
-        """Compiles what drafts of some lengths can need, for block tables up to a width; stops: see `LoopKey`."""
+        """Compiles what drafts of up to `length` tokens can need, for block tables up to a width.
+
+        Args:
+          samples, distributions: see `LoopKey`. scores: whether drafts end at improbable tokens.
+        """
         shapes = self._buckets.plain_shapes(max_width)
-        keys: list[Any] = keys_for(shapes, (), (), 1, self.runner.config.vocab_size)
-        decodes = [shape for shape in shapes if [part.width for part in shape.parts] == [1]]
-        for some in {False, samples}:
-            keys += [
-                LoopKey(shape, length + 1, some, 0 if stops else None, some and distributions, stops)
-                for shape in decodes
-                for length in lengths
-            ]
+        # Texts are computed in chunks, even a single token.
+        keys: list[Any] = [shape for shape in shapes if not only_decodes(shape)]
+        for shape in filter(only_decodes, shapes):
+            for some in {False, samples}:
+                keys.append(LoopKey(shape, length + 1, some, 0 if scores else None, some and distributions, True))
         self.runner.compile(keys, workers)
 
     def catch_up(self, rows: Rows, which: np.ndarray) -> None:
@@ -103,21 +102,21 @@ class SmallModel:
         distributions: bool,
         least: np.float32 | None = None,
     ) -> Drafts:
-        """Decodes `length` tokens after the newest one of each row, and computes all that are drafts.
+        """Decodes up to `length` tokens after the newest one of each row, and computes all that are drafts.
 
         Args:
           which: [n] rows, with blocks for `most` [n] tokens more. Beyond these a row's tokens are anything.
           distributions: whether the distributions that they were drawn from are wanted, of rows that sample.
-          least: a draft ends before a token with a smaller log-probability. Tokens are then the most probable ones, and
-            nothing is decoded once all drafts have ended. None for no such end.
+          least: a draft ends before a token with a smaller log-probability, and all tokens are the most probable ones;
+            None ends no draft.
 
         Returns:
-          `length` tokens of each row, of which `most` or fewer are drafts.
+          At most `most` tokens of each row. Nothing is decoded once all drafts have ended.
         """
-        steps, stop = self._steps(rows, which, most, length + 1), None
+        steps = self._steps(rows, which, most, length + 1)
+        stop = Stop(np.full(steps[0].shape.num_tokens, -1, np.int32), least)
+        stop.most[: len(which)] = most
         if least is not None:
-            ends = np.full(steps[0].shape.num_tokens, -1, np.int32)
-            ends[: len(which)], stop = most, Stop(least, ends)
             steps = [dataclasses.replace(step, sampling=None, num_logprobs=0) for step in steps]
         distributions &= steps[0].sampling is not None
         submitted = self.runner.run_loop(self.runner.pack_loop(steps, distributions, stop))

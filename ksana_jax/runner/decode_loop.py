@@ -24,7 +24,7 @@ class LoopKey(NamedTuple):
 
     samples: whether there are sampling settings. num_top: most probable tokens to score; None scores nothing.
     distributions: whether the probabilities that tokens were drawn with are wanted; with samples only.
-    stops: whether it may end early, see `Stop`; with scores, and without distributions.
+    stops: whether it may end early, see `Stop`.
     """
 
     shape: StepShape
@@ -36,15 +36,15 @@ class LoopKey(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """When a loop ends before its last step: once each row has sampled a token less probable than it may be, or as many
-    tokens as it may.
+    """When a loop ends before its last step: once each row has as many tokens as it may, and one step more for the last
+    of them, or has sampled a token less probable than it may be.
 
-    least: [] float32 log-probability. most: [T] int32 tokens of each row, which are followed by one step more; -1 for
-      padding. Reports of the steps that are left out are zeros.
+    most: [T] int32 tokens of each row; -1 for padding. least: [] float32 log-probability, of loops with scores; None in
+      others. What steps that are left out report are zeros.
     """
 
-    least: Any
     most: Any
+    least: Any = None
 
 
 def only_decodes(shape: StepShape) -> bool:
@@ -72,7 +72,7 @@ def lower_loop(
     stop = None
     if key.stops:
         rows = jax.ShapeDtypeStruct((key.shape.num_tokens,), jnp.int32)
-        stop = Stop(jax.ShapeDtypeStruct((), jnp.float32), rows)
+        stop = Stop(rows, None if key.num_top is None else jax.ShapeDtypeStruct((), jnp.float32))
     vectors = jax.ShapeDtypeStruct((key.num_steps, *vector.shape), vector.dtype)
     run = network.jit_donating(run_loop, 4, key=key, alike=alike, packing=packing, head=head)
     return lower(run, params, cache, vectors, given, patterns, stop)
@@ -92,26 +92,29 @@ def run_loop(params, cache, vectors, given, patterns, stop, *, network: Network,
 
     if stop is None:
         (cache, given), (reports, drawn_from) = jax.lax.scan(body, (cache, given), vectors)
-        return cache, given, reports, drawn_from
-    return *_until(stop, body, cache, vectors, given, key), None
+    else:
+        (cache, given), (reports, drawn_from) = _until(stop, body, (cache, given), vectors, key)
+    return cache, given, reports, drawn_from
 
 
-def _until(stop: Stop, body, cache, vectors, given, key: LoopKey):
-    """Runs the steps of a loop until it ends; returns cache, tokens and reports, as `run_loop` does."""
-    assert key.num_top is not None and not key.distributions
+def _until(stop: Stop, body, carry, vectors, key: LoopKey):
+    """Returns what `jax.lax.scan` does, of the steps until the loop ends."""
     packing = report_packing(key.shape.num_tokens, key.num_top)
+    _, of_one = jax.eval_shape(body, carry, vectors[0])
+    nothing = jax.tree.map(lambda x: jnp.zeros((key.num_steps, *x.shape), x.dtype), of_one)
 
     def goes_on(state):
         at, going, *_ = state
         return (at < key.num_steps) & jnp.any(going)
 
     def step(state):
-        at, going, carry, reports = state
-        carry, (report, _) = body(carry, jax.lax.dynamic_index_in_dim(vectors, at, keepdims=False))
-        _, scores = packing.unpack(report)
-        going &= (scores.logprob >= stop.least) & (at < stop.most)
-        return at + 1, going, carry, reports.at[at].set(report)
+        at, going, carry, found = state
+        carry, new = body(carry, jax.lax.dynamic_index_in_dim(vectors, at, keepdims=False))
+        going &= at < stop.most
+        if stop.least is not None:
+            _, scores = packing.unpack(new[0])
+            going &= scores.logprob >= stop.least
+        return at + 1, going, carry, jax.tree.map(lambda all_steps, one: all_steps.at[at].set(one), found, new)
 
-    reports = jnp.zeros((key.num_steps, packing.size), jnp.int32)
-    *_, (cache, given), reports = jax.lax.while_loop(goes_on, step, (0, stop.most >= 0, (cache, given), reports))
-    return cache, given, reports
+    *_, carry, found = jax.lax.while_loop(goes_on, step, (0, stop.most >= 0, carry, nothing))
+    return carry, found

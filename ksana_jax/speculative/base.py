@@ -111,6 +111,7 @@ class SpeculativeMethod:
 
     Attributes:
       rules: what `acceptance` may be.
+      shortens: whether drafts are often shorter than they may be; steps are compiled for such ones too.
 
     Args:
       num_speculative_tokens: most draft tokens of a row in a step.
@@ -126,6 +127,7 @@ class SpeculativeMethod:
     """
 
     rules: ClassVar[tuple[str, ...]] = ("sampled", "rejection", "block")
+    shortens: ClassVar[bool] = True
 
     num_speculative_tokens: int
     acceptance: str = "sampled"
@@ -171,7 +173,9 @@ class SpeculativeMethod:
     def draft_lengths(self) -> tuple[int, ...]:
         """Returns the numbers of draft tokens for which steps are compiled; a draft takes the next one."""
         most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
-        return tuple(sorted({k for k in (*most, -(-max(most) // 2)) if k}))
+        if self.shortens or self.adaptive == "goodput":
+            most.add(-(-self.num_speculative_tokens // 2))
+        return tuple(sorted(most - {0}))
 
     @property
     def draws_trees(self) -> bool:

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.draft_models import draft_model
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.sampling.acceptance import RULES
+from ksana_jax.tokenizers.detokenizer import Piece
 from tests.engine.small import SMALL, VOCAB, Letters, assert_idle, make_llm, model
 
 PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]
@@ -95,6 +97,24 @@ def test_the_planner_counts_the_blocks_of_the_draft_model(plain, drafters):
     layout = KVLayout.of(config, dtype="f32", block_size=SMALL["block_size"])
     pool = llm.engine.scheduler.speculation.proposer.model.runner.cache
     assert sum(leaf.nbytes for leaf in pool.leaves.values()) == llm.num_blocks * layout.block_bytes
+
+
+class Swapped(Letters):
+    """A tokenizer of as many ids, two of which stand for each other's pieces."""
+
+    def piece(self, token_id: int) -> Piece:
+        return super().piece({5: 6, 6: 5}.get(token_id, token_id))
+
+
+def test_a_vocabulary_of_as_many_other_pieces_is_refused_with_both_hashes(drafters, monkeypatch):
+    monkeypatch.setattr(draft_model, "find_tokenizer", lambda path: Swapped())
+    hashes = f"{draft_model.digest(Swapped())} and {draft_model.digest(Letters())}"
+    with pytest.raises(
+        ConfigError, match=f"first0?: its vocabulary is not that of the target: their hashes are {hashes}"
+    ):
+        drafting(drafters["first"])
+    monkeypatch.setattr(draft_model, "find_tokenizer", lambda path: Letters())
+    drafting(drafters["first"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Speculation compiles a bounded number of programs beside those of the plain engine. Nothing is compiled here."""
+
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.runner.decode_loop import LoopKey
+from ksana_jax.runner.runner import Runner
+from ksana_jax.step.contract import StepShape
+
+METHODS = {
+    "ngram": {"num_speculative_tokens": 4},
+    "trie": {"num_speculative_tokens": 8},
+    "draft_model": {"num_speculative_tokens": 4, "model": "ksana-tiny"},
+    "bild": {
+        "num_speculative_tokens": 10,
+        "model": "ksana-tiny",
+        "fallback_threshold": 0.6,
+        "rollback_threshold": 0,
+    },
+}
+ASKED = {
+    "greedy": [],
+    "sampled": [SamplingParams(temperature=1.0)],
+    "all": [SamplingParams(temperature=1.0, logprobs=5), SamplingParams(presence_penalty=0.3)],
+}
+
+
+@pytest.fixture
+def keys_of(monkeypatch):
+    """Returns the keys of the programs that the target, and a draft model if there is one, compile ahead of time."""
+    found: list[list] = []
+    monkeypatch.setattr(Runner, "compile", lambda self, keys, *_, **__: found.append(list(keys)))
+
+    def keys(asked, **settings) -> list[list]:
+        llm = LLM("ksana-tiny", num_blocks=64, max_num_seqs=16, **settings)
+        found.clear()
+        llm.warm_up(256, asked)
+        return list(found)
+
+    return keys
+
+
+def split(keys: list) -> tuple[int, int]:
+    """How many programs compute layers, and how many only choose and accept tokens."""
+    layers = sum(isinstance(key, StepShape | LoopKey) for key in keys)
+    return layers, len(keys) - layers
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_programs_with_layers_are_at_most_twice_as_many_and_a_draft_model_has_no_more_than_the_target(keys_of, asked):
+    [plain] = keys_of(asked)
+    steps, heads = split(plain)
+    for method, settings in METHODS.items():
+        target, *small = keys_of(asked, speculative_config={"method": method} | settings)
+        of_steps, of_heads = split(target)
+        assert steps < of_steps <= 2 * steps
+        # Steps that verify have two lengths where drafts are often short.
+        assert heads < of_heads <= (2 if method == "draft_model" else 3) * heads
+        assert len(small) == ("model" in settings)
+        for keys in small:
+            assert len(set(keys)) == len(keys) <= len(plain)
+            assert split(keys)[1] == 0
