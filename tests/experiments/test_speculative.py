@@ -51,6 +51,18 @@ def test_texts_that_differ_are_an_error_of_the_trial(one_layer, tmp_path, monkey
         reported(plan(given(one_layer)), tmp_path / "out", debug=True)
 
 
+def test_texts_of_a_rule_that_may_change_them_are_scored_by_the_model(one_layer, tmp_path):
+    config = {"method": "ngram", "num_speculative_tokens": 3, "acceptance": "rejection"}
+    made = reported(
+        plan(given(one_layer, settings={"speculative_config": config, "temperature": 1.0})), tmp_path / "out"
+    )
+    (row,) = made.rows
+    assert any("nats/token" in column.title for column in made.columns)
+    # Random weights: every token is about as probable as any other of the 1,024.
+    for side in ("without", "with"):
+        assert abs((row.mean(f"nll_{side}") or 0) - np.log(1024)) < 1
+
+
 def test_the_figure_has_the_formula_over_the_number_of_draft_tokens(one_layer, tmp_path):
     grid = {"settings.speculative_config.num_speculative_tokens": [1, 3]}
     made = reported(plan(given(one_layer, grid=grid)), tmp_path / "out")

@@ -314,7 +314,8 @@ def _acceptance(totals: Mapping[str, float], per_position: Sequence[int]) -> dic
 
 def _lossless(settings: SpeculativeSettings) -> bool:
     method = read_speculative(settings.speculative_config)
-    return method is not None and (method.acceptance == "sampled" or settings.temperature == 0)
+    assert method is not None
+    return method.acceptance == "sampled" or (settings.temperature == 0 and method.acceptance in ("rejection", "block"))
 
 
 def _same(measurements: Sequence[Measurement]) -> float:

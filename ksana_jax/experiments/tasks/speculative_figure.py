@@ -30,6 +30,9 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     """Draws lines over the last key of the grid if it has numbers, with the formula's as dots; bars otherwise."""
     if not rows:
         return
+    if all(row.mean("nll_with") is not None for row in rows):
+        _draw_quality(figure.subplots(), rows)
+        return
     if not against_numbers(rows):
         left, right = figure.subplots(1, 2, sharey=True)
         for axes, key, title, colour in (
@@ -56,6 +59,23 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     handles, labels = above.get_legend_handles_labels()
     if any(labels):
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
+
+
+def _draw_quality(axes: Axes, rows: Sequence[ResultRow]) -> None:
+    """Draws the speed-up over the loss of each row's texts, for methods that change texts; a colour for each label."""
+    labels = list(dict.fromkeys(row.label for row in rows))
+    for row in rows:
+        loss, gain, index = row.mean("nll_with"), row.mean("gain"), labels.index(row.label)
+        first = row is next(other for other in rows if other.label == row.label)
+        style = {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": "os^D"[index % 4], "linestyle": ""}
+        axes.plot(loss, gain, label=row.label if first else None, **style)
+        axes.annotate(" " + "/".join(map(str, row.point.values())), (loss, gain), fontsize=5, va="center")
+    plain = [loss for row in rows if (loss := row.mean("nll_without")) is not None]
+    axes.plot(sum(plain) / len(plain), 1, color="0.2", marker="*", linestyle="", label="no speculation")
+    axes.set_xlabel("nats per token under the target")
+    axes.set_ylabel("speed-up (×)")
+    axes.margins(x=0.15)
+    axes.legend()
 
 
 def _draw_formula(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
