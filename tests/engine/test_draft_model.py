@@ -5,6 +5,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.draft_models import draft_model
+from ksana_jax.draft_models.proposer import DraftModelProposer
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.sampling.acceptance import RULES
@@ -32,6 +33,12 @@ def counts_of(llm: LLM):
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None and not speculation.counts.num_failures
     return speculation.counts
+
+
+def proposer_of(llm: LLM) -> DraftModelProposer:
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None and isinstance(speculation.proposer, DraftModelProposer)
+    return speculation.proposer
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +89,7 @@ def test_several_completions_of_a_prompt(plain, drafters):
 def test_nothing_is_compiled_after_the_warm_up(drafters, acceptance):
     llm = drafting(drafters["first"], acceptance=acceptance)
     llm.warm_up(64, SAMPLED)
-    proposer = llm.engine.scheduler.speculation.proposer
+    proposer = proposer_of(llm)
     before = llm.runner.num_compilations, proposer.model.runner.num_compilations
     for params in (GREEDY, SAMPLED):
         tokens(llm, params)
@@ -95,7 +102,7 @@ def test_the_planner_counts_the_blocks_of_the_draft_model(plain, drafters):
     llm = drafting(drafters["itself"], num_blocks=None, memory_bytes=48 << 10)
     assert llm.num_blocks == alone.num_blocks // 2 > 1  # both have as many layers
     layout = KVLayout.of(config, dtype="f32", block_size=SMALL["block_size"])
-    pool = llm.engine.scheduler.speculation.proposer.model.runner.cache
+    pool = proposer_of(llm).model.runner.cache
     assert sum(leaf.nbytes for leaf in pool.leaves.values()) == llm.num_blocks * layout.block_bytes
 
 
