@@ -77,6 +77,11 @@ def _check_trees(config: EngineConfig, method: SpeculativeMethod) -> None:
         raise ConfigError(
             f'speculative_config: acceptance "{method.acceptance}" is a rule for drafts without branches: use "sampled"'
         )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative_config: drafts with branches are for one device, tensor_parallel_size is "
+            f"{config.tensor_parallel_size}"
+        )
     if config.numerics == "invariant":
         raise ConfigError(
             'speculative_config: drafts with branches do not go with numerics "invariant": the attention of their '

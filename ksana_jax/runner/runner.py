@@ -240,21 +240,18 @@ class Runner:
             count, top = step.shape.num_tokens, step.num_prompt_top
             score_prompt = self._program(("score", count, top))
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
+        asked = settings if step.samples else None, step.dense
         if step.drafts is not None:
-            key = step.verification_key
-            report, path = self._program(key)(
-                self.params, sampled, settings if step.samples else None, step.dense, step.drafts
-            )
+            report, path = self._program(key := step.verification_key)(self.params, sampled, *asked, step.drafts)
             if path is not None:
                 self.cache = self._program(PathKey(*step.shape.parts[0]))(self.cache, step.slots, path)
-            tokens = Fetched(report, verification_packing(key.count, key.tile, key.num_top, key.tree))
+            tokens = Fetched(report, verification_packing(key))
         elif step.num_sampled:
-            count, dense, top = step.num_sampled, step.dense, step.num_top
-            choose = self.compile_sampler(sampled, count, step.samples, dense is not None, top)
-            self._sampled, report = choose(self.params, sampled, settings if step.samples else None, dense)
-            tokens = Fetched(report, report_packing(count, top))
-        compiled = self.num_compilations > before
-        return Submitted(functools.partial(self.mover.finish, saved), move_s, tokens, prompt_scores, compiled)
+            choose = self.compile_sampler(sampled, step.num_sampled, step.samples, step.dense is not None, step.num_top)
+            self._sampled, report = choose(self.params, sampled, *asked)
+            tokens = Fetched(report, report_packing(step.num_sampled, step.num_top))
+        finish, compiled = functools.partial(self.mover.finish, saved), self.num_compilations > before
+        return Submitted(finish, move_s, tokens, prompt_scores, compiled)
 
     def run_loop(self, loop: PackedLoop) -> list[Submitted]:
         """Starts several steps in one call."""
@@ -265,11 +262,10 @@ class Runner:
             self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop
         )
         fetched = Fetched(reports, report_packing(loop.num_sampled, loop.key.num_top))
-        compiled = self.num_compilations > before
-        finish = functools.partial(self.mover.finish, saved)
+        finish, compiled = functools.partial(self.mover.finish, saved), self.num_compilations > before
         first = Submitted(finish, move_s, FetchedStep(fetched, 0), None, compiled, drawn_from)
-        others = range(1, len(loop.vectors))
-        return [first, *(Submitted(lambda: None, 0.0, FetchedStep(fetched, at), None) for at in others)]
+        others = (FetchedStep(fetched, at) for at in range(1, len(loop.vectors)))
+        return [first, *(Submitted(lambda: None, 0.0, other, None) for other in others)]
 
     def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
         """Returns a step's arrays and sampling settings as the vector that its program takes."""
@@ -307,8 +303,7 @@ class Runner:
           keys: of programs, such as those of `keys.keys_for`. workers: programs compiled at once.
           table_width: largest block table whose rows are evicted from. moves: whether blocks will move.
         """
-        new = {key: self._lowering(key) for key in keys if key not in self._compiled}
-        self._compiled |= compile_all(new, workers)
+        self._compiled |= compile_all({k: self._lowering(k) for k in keys if k not in self._compiled}, workers)
         if self.evictor is not None:
             self.evictor.warm_up(min(table_width, self.evictor.table_width))
         if moves:

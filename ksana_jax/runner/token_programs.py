@@ -60,11 +60,11 @@ def report_packing(count: int, num_top: int | None) -> Packing:
 
 
 @functools.cache
-def verification_packing(count: int, tile: int, num_top: int | None, tree: bool) -> Packing:
-    """Returns how the host gets the result of `verify_tokens`, of `count` tokens in tiles of `tile`."""
+def verification_packing(key: VerificationKey) -> Packing:
+    """Returns how the host gets the result of `verify_tokens`."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    tokens, scores = ints((count,)), None if num_top is None else _scores(count, num_top)
-    return Packing((tokens, ints((count // tile,)), tokens if tree else None, scores))
+    tokens, scores = ints((key.count,)), None if key.num_top is None else _scores(key.count, key.num_top)
+    return Packing((tokens, ints((key.count // key.tile,)), tokens if key.tree else None, scores))
 
 
 @functools.cache

@@ -109,6 +109,7 @@ def test_nothing_is_compiled_after_the_warm_up():
     [
         ({"drafts": {"acceptance": "block"}}, 'acceptance "block" is a rule for drafts without branches'),
         ({"numerics": "invariant"}, 'drafts with branches do not go with numerics "invariant"'),
+        ({"tensor_parallel_size": 2}, "branches are for one device, tensor_parallel_size is 2"),
         ({"kv_cache_dtype": {"k": "kivi2", "v": "kivi2"}}, "does not go with kv_cache_dtype k kivi2"),
         ({"kv_eviction": {"method": "h2o", "budget": 16}}, "does not go with kv_eviction H2O"),
     ],
