@@ -24,7 +24,7 @@ LEAST_GAIN = 1.03
 # A shape must promise so much more than that of the step before, because a change takes time.
 SWITCH = 1.1
 # Share of the time that drafts may lose, and what of it may be saved up and is there at first, in plain steps.
-LOSS, MOST_SAVED, FIRST_SAVED = 0.015, 16, 5
+LOSS, MOST_SAVED, FIRST_SAVED = 0.01, 16, 5
 # Steps without drafts after drafts did not pay, doubled each time in turn up to the most; 1 at first where the proposer
 # found none.
 LEAST_REST, MOST_REST = 8, 256
@@ -72,6 +72,10 @@ class Goodput:
         self._number = np.zeros(num_rows)
         self._all, self._number_of_all = np.array([1.0, 1.0]), 2
         self._rests: collections.defaultdict[Part, _Rest] = collections.defaultdict(_Rest)
+        # The last few seconds of the proposer, by the part of a step without drafts.
+        self._proposals_s: collections.defaultdict[Part, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=3)
+        )
         self._last: Part | None = None
         self._asked = False
         # Seconds that drafts may still lose; None until plain steps are measured.
@@ -136,6 +140,25 @@ class Goodput:
         plain = self._plain(num_rows)
         return not self.costs.is_measured(plain) or self._rests[plain].left > 0
 
+    def asks(self, rows: np.ndarray, most: np.ndarray) -> bool:
+        """Whether drafts of up to `most` [n] tokens of rows [n] could pay, or are due for a trial: else it is not worth
+        the time to make them, and a rest begins."""
+        rest = self._rests[self._plain(len(rows))]
+        if rest.run == LONGEST_RUN:
+            rest.run, rest.left = 0, PAUSE
+            return False
+        if (self._allowance_s or 0.0) < 0:  # which says nothing of these drafts
+            rest.left = LEAST_REST
+        elif self._paying(rows, most) or self._on_trial(rows, most):
+            return True
+        else:
+            rest.begin(LEAST_REST)
+        return False
+
+    def observe_proposal(self, num_rows: int, seconds: float) -> None:
+        """Takes note of the seconds that a proposer took for some rows."""
+        self._proposals_s[self._plain(num_rows)].append(seconds)
+
     def choose(self, rows: np.ndarray, counts: np.ndarray) -> int:
         """Returns the most draft tokens of each row in this step, 0 for none.
 
@@ -143,34 +166,58 @@ class Goodput:
           rows: [n] rows. counts: [n] draft tokens of each.
         """
         self._asked = True
+        rest = self._rests[self._plain(len(rows))]
+        if not np.count_nonzero(counts):
+            rest.begin(1)
+        elif part := self._paying(rows, counts):
+            rest.last, rest.trial, rest.run = 0, max(rest.trial - 1, 0), rest.run + 1
+            return part.width - 1
+        elif part := self._on_trial(rows, counts):
+            if not rest.trial:
+                rest.trial = TRIAL
+                self._number[rows] = np.minimum(self._number[rows], 2)  # what it finds weighs as in a new text
+            rest.trial -= 1
+            return part.width - 1
+        else:
+            rest.begin(LEAST_REST)
+        return 0
+
+    def _paying(self, rows: np.ndarray, counts: np.ndarray) -> Part | None:
+        """Returns the part that promises the most tokens a second; None if that is not more than without drafts."""
+        parts, gains = self._promised(self.acceptance(rows), counts)
+        if not parts:
+            return None
+        at = int(np.argmax([gain * (SWITCH if part == self._last else 1) for gain, part in zip(gains, parts)]))
+        return parts[at] if gains[at] >= LEAST_GAIN else None
+
+    def _on_trial(self, rows: np.ndarray, counts: np.ndarray) -> Part | None:
+        """Returns the smallest part that pays if all is accepted, while a trial is under way or can be afforded."""
+        parts, gains = self._promised(np.full(len(rows), 0.999), counts)
+        part = next((part for part, gain in zip(parts, gains) if gain >= LEAST_GAIN), None)
         plain = self._plain(len(rows))
         rest, plain_s = self._rests[plain], self.costs.plain_s(plain)
-        parts = self._candidates(len(rows), int(counts.max(initial=0)))
+        if part is None or rest.trial:
+            return part
+        # As long as nothing is accepted, and a step until the device has its data again.
+        trial_s = TRIAL * (self._seconds(part, plain) - plain_s) + plain_s
+        return part if rest.last >= REST_BEFORE_TRIAL and trial_s <= (self._allowance_s or 0.0) else None
+
+    def _promised(self, acceptance: np.ndarray, counts: np.ndarray) -> tuple[list[Part], list[float]]:
+        """Returns parts for drafts of `counts` [n] tokens, and of each the tokens to be expected in the time of a token
+        without drafts."""
+        plain = self._plain(len(counts))
+        parts = self._candidates(len(counts), int(counts.max(initial=0)))
         if not parts:
-            rest.begin(1)
-            return 0
-        if rest.run == LONGEST_RUN:
-            rest.run, rest.left = 0, PAUSE
-            return 0
-        saved_s = self._allowance_s or 0.0
-        if saved_s >= 0:
-            seconds = np.array([self.costs.seconds(part, plain) for part in parts])
-            gains = self._gains(self.acceptance(rows), counts, parts) * plain_s / seconds
-            at = int(np.argmax([gain * (SWITCH if part == self._last else 1) for gain, part in zip(gains, parts)]))
-            if gains[at] >= LEAST_GAIN:
-                rest.last, rest.trial, rest.run = 0, max(rest.trial - 1, 0), rest.run + 1
-                return parts[at].width - 1
-            best = self._gains(np.full(len(rows), 0.999), counts, parts) * plain_s / seconds
-            [may_pay] = np.nonzero(best >= LEAST_GAIN)
-            # The time of a trial: as long as nothing is accepted, and of a step until the device has its data again.
-            if len(may_pay) and not rest.trial and rest.last >= REST_BEFORE_TRIAL:
-                if TRIAL * (seconds[may_pay[0]] - plain_s) + plain_s <= saved_s:
-                    rest.trial = TRIAL
-            if len(may_pay) and rest.trial:
-                rest.trial -= 1
-                return parts[may_pay[0]].width - 1
-        rest.begin(LEAST_REST)
-        return 0
+            return [], []
+        seconds = np.array([self._seconds(part, plain) for part in parts])
+        return parts, (self._gains(acceptance, counts, parts) * self.costs.plain_s(plain) / seconds).tolist()
+
+    def _seconds(self, part: Part, plain: Part) -> float:
+        """Returns the seconds of a step with drafts, those of the proposer included."""
+        seconds = self.costs.seconds(part, plain)
+        if self.costs.in_service(part) is None:  # a model that drafts reads texts first that are new to it
+            seconds += min(self._proposals_s[plain], default=0.0)
+        return seconds
 
     def _candidates(self, num_rows: int, most: int) -> list[Part]:
         """Returns for each width the smallest part for num_rows rows, up to the first that holds `most` drafts; none

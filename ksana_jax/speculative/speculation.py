@@ -102,13 +102,17 @@ class Speculation:
 
     def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
         """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
+        if self.goodput is not None and not self.goodput.asks(decodes, most):
+            return None
         began = time.perf_counter()
         texts = Texts(rows.token_ids, rows.num_tokens, rows)
         drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
+        seconds = time.perf_counter() - began
+        self.counts.proposer_s += seconds
         if self.goodput is not None:
+            self.goodput.observe_proposal(len(decodes), seconds)
             length = self.goodput.choose(decodes, np.zeros_like(most) if drafts is None else drafts.counts)
             drafts = None if drafts is None else drafts.shortened(np.full(len(decodes), length))
-        self.counts.proposer_s += time.perf_counter() - began
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
 
     def _checked(self, drafts: Drafts, most: np.ndarray) -> Drafts:

@@ -75,15 +75,21 @@ class StepCosts:
     def seconds(self, part: Part, plain: Part) -> float:
         """Returns the seconds of a step with drafts of `part`, given the part of the same rows without drafts.
 
-        A step that was never seen in service takes so much longer than a plain one as the device needs for it, and what
-        was not measured at all is thought to cost nothing until it is.
+        A step that was never seen in service takes so much longer than a plain one as the device needs for it. If that
+        was not measured, it lies between that of a plain step and of one with longer drafts; nothing if there is none.
         """
         found, plain_s = self.in_service(part), self.plain_s(plain)
         if found is not None:
             return found
         if part not in self.ahead or plain not in self.ahead:
-            return plain_s
+            return plain_s + self._more_s(part, plain_s)
         return max(self.ahead[part], plain_s + self.ahead[part] - self.ahead[plain])
+
+    def _more_s(self, part: Part, plain_s: float) -> float:
+        for other in sorted(self._measured):
+            if other.count == part.count and other.width > part.width and (found := self.in_service(other)) is not None:
+                return max(found - plain_s, 0.0) * (part.width - 1) / (other.width - 1)
+        return 0.0
 
     def in_service(self, part: Part) -> float | None:
         """Returns the seconds of steps of this part in service; None before there are any that can be trusted."""

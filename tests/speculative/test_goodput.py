@@ -1,6 +1,7 @@
 """Drafts are as long as pays, on machines of which a test says how long each step takes."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +24,8 @@ class Machine:
     Args:
       seconds: of a step of so many padded tokens. acceptance: of a draft token, by row.
       noise: most of a step's time that comes on top. cold_s: seconds by which the first step of a shape takes longer.
-      found: share of steps for which there are drafts. measured: whether steps were measured ahead of time.
+      found: share of steps for which there are drafts. asked_s: seconds of the proposer, whenever it is asked.
+      measured: whether steps were measured ahead of time.
     """
 
     seconds: Callable[[int], float]
@@ -32,15 +34,18 @@ class Machine:
     noise: float = 0.0
     cold_s: float = 0.0
     found: float = 1.0
+    asked_s: float = 0.0
     measured: bool = False
+    seed: int = 0
 
     def __post_init__(self):
         config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=512, speculative_config=CONFIG)
         self.buckets = Buckets.of(config, "test", draft_lengths(config))
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(self.seed)
         self.goodput = Goodput(self.buckets, 64)
         self.widths = sorted({part.width for part in self.buckets.verifications})
-        self.last_width = 1
+        self.last_width, self.num_asked = 1, 0
+        self._asked_s = 0.0
         for row in range(self.rows):
             self.goodput.begin(row)
         if self.measured:
@@ -56,7 +61,8 @@ class Machine:
     def time(self, width: int) -> float:
         part, first = self.part(width), width != self.last_width
         self.last_width = width
-        seconds = self.seconds(part.count * part.width) + first * self.cold_s
+        seconds = self.seconds(part.count * part.width) + first * self.cold_s + self._asked_s
+        self._asked_s = 0.0
         return seconds * (1 + self.noise * self.rng.random())
 
     def step(self, k: int, most: int) -> tuple[float, int]:
@@ -74,7 +80,10 @@ class Machine:
         """Returns tokens a second with k draft tokens; None lets goodput choose."""
         total_s, tokens = 0.0, 0
         for _ in range(steps):
-            chosen = self.choose(most) if k is None else k * (self.rng.random() < self.found)
+            if k is None:
+                chosen = self.choose(most)
+            else:
+                chosen, self._asked_s = k * (self.rng.random() < self.found), self.asked_s * (k > 0)
             seconds, new = self.step(chosen, most)
             total_s, tokens = total_s + seconds, tokens + new
         return tokens / total_s
@@ -83,6 +92,10 @@ class Machine:
         """Returns what goodput chooses for a step."""
         if self.goodput.rests(self.rows):
             return 0
+        if not self.goodput.asks(np.arange(self.rows), np.full(self.rows, most)):
+            return 0
+        self._asked_s, self.num_asked = self.asked_s, self.num_asked + 1
+        self.goodput.observe_proposal(self.rows, self.asked_s)
         found = most if self.rng.random() < self.found else 0
         return self.goodput.choose(np.arange(self.rows), np.full(self.rows, found))
 
@@ -110,14 +123,19 @@ def slope(tokens: int) -> float:
 def test_it_is_as_fast_as_the_best_fixed_length_and_never_much_slower_than_none(
     rows, acceptance, seconds, cold_s, measured
 ):
-    def machine():
-        return Machine(seconds, rows, np.full(rows, acceptance), noise=0.2, cold_s=cold_s, measured=measured)
+    """The median of runs: how soon a run of luck ends, or begins, differs between them."""
 
-    fixed = {k: machine().speed(300, k) for k in (0, *(width - 1 for width in machine().widths))}
-    chooses = machine()
-    if not measured:
-        chooses.speed(400)  # until all shapes are measured, some of them in a trial
-    speed = chooses.speed(1000)
+    def machine(seed=0):
+        return Machine(seconds, rows, np.full(rows, acceptance), 0.2, cold_s, measured=measured, seed=seed)
+
+    fixed = {k: machine().speed(1000, k) for k in (0, *(width - 1 for width in machine().widths))}
+    speeds = []
+    for seed in range(5):
+        chooses = machine(seed)
+        if not measured:
+            chooses.speed(400)  # until all shapes are measured, some of them in a trial
+        speeds.append(chooses.speed(1000))
+    speed = statistics.median(speeds)
     assert speed > 0.97 * fixed[0]
     # Besides trials, a few steps of many have no drafts so that their time stays known.
     assert speed > 0.93 * max(fixed.values())
@@ -180,3 +198,14 @@ def test_a_row_without_drafts_does_not_count():
     assert acceptance[0] > 0.8 and acceptance[1] < 0.1
     machine.goodput.begin(1)
     assert acceptance[1] < machine.goodput.acceptance(np.array([1]))[0] < acceptance[0]
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.35, 0.9])
+def test_a_proposer_that_takes_long_is_asked_if_its_drafts_pay(acceptance):
+    def machine():
+        return Machine(slope, 8, np.full(8, acceptance), noise=0.2, asked_s=1.5e-3, measured=True)
+
+    plain, fixed, chooses = machine().speed(300, 0), machine().speed(300, 4), machine()
+    speed = chooses.speed(2000)
+    assert speed > 0.97 * max(plain, 0.95 * fixed)
+    assert chooses.num_asked < 100 or fixed > plain
