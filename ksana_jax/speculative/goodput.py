@@ -85,8 +85,9 @@ class Goodput:
     def observe_step(self, part: Part, seconds: float) -> None:
         """Takes note of the seconds from the end of the step before to that of a step of one part."""
         known = self.costs.in_service(part)
-        # One slow step in a while is the machine's.
-        booked = seconds if known is None else min(seconds, 3 * known)
+        # One slow step in a while is the machine's, or a proposer's that compiles.
+        most_s = 3 * known if known else 5 * self.costs.plain_s(Part(part.count, 1))
+        booked = min(seconds, most_s) if most_s else seconds
         after_drafts = self._last is not None and self._last.width > 1
         is_first = part != self._last or (part.width == 1 and self._asked)
         self.costs.observe(part, seconds, is_first)
@@ -100,11 +101,12 @@ class Goodput:
         self._last, self._asked = part, False
 
     def _book(self, plain: Part, saved_s: float) -> None:
+        if not self.costs.is_measured(plain):
+            return
         plain_s = self.costs.plain_s(plain)
-        if self._allowance_s is not None:
-            self._allowance_s = min(self._allowance_s + saved_s, MOST_SAVED * plain_s)
-        elif self.costs.is_measured(plain):
+        if self._allowance_s is None:
             self._allowance_s = FIRST_SAVED * plain_s
+        self._allowance_s = min(self._allowance_s + saved_s, MOST_SAVED * plain_s)
 
     def observe_drafts(self, rows: np.ndarray, counts: np.ndarray, num_accepted: np.ndarray) -> None:
         """Takes note of drafts of rows [n], all those of a step: of `counts` [n] tokens num_accepted [n] were
@@ -144,6 +146,8 @@ class Goodput:
         """Whether drafts of up to `most` [n] tokens of rows [n] could pay, or are due for a trial: else it is not worth
         the time to make them, and a rest begins."""
         rest = self._rests[self._plain(len(rows))]
+        if not np.count_nonzero(most):
+            return False
         if rest.run == LONGEST_RUN:
             rest.run, rest.left = 0, PAUSE
             return False
@@ -156,8 +160,10 @@ class Goodput:
         return False
 
     def observe_proposal(self, num_rows: int, seconds: float) -> None:
-        """Takes note of the seconds that a proposer took for some rows."""
-        self._proposals_s[self._plain(num_rows)].append(seconds)
+        """Takes note of the seconds that a proposer took for some rows. Where the step before had no drafts, they say
+        little: a model that drafts then read the texts that were new to it."""
+        if self._last is not None and self._last.width > 1:
+            self._proposals_s[self._plain(num_rows)].append(seconds)
 
     def choose(self, rows: np.ndarray, counts: np.ndarray) -> int:
         """Returns the most draft tokens of each row in this step, 0 for none.
@@ -215,7 +221,7 @@ class Goodput:
     def _seconds(self, part: Part, plain: Part) -> float:
         """Returns the seconds of a step with drafts, those of the proposer included."""
         seconds = self.costs.seconds(part, plain)
-        if self.costs.in_service(part) is None:  # a model that drafts reads texts first that are new to it
+        if self.costs.in_service(part) is None:
             seconds += min(self._proposals_s[plain], default=0.0)
         return seconds
 
