@@ -58,7 +58,8 @@ class SpeculativeSettings:
       files.
     prompt_tokens, output_tokens: of each request; end-of-text tokens do not end it.
     temperature: of all requests.
-    batch_size: requests that arrive together. num_batches: how often; each batch begins when the one before is done.
+    batch_size: requests that arrive together.
+    num_batches: how often they do; each batch begins when the one before is done.
     traffic: other requests, which are served before and not timed: tries know their outputs.
     preloaded: other requests, whose outputs tries are given without serving them. Methods with tries only.
     num_pairs: timed runs of each side.
