@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ksana_jax.experiments.figures import COLOURS
 from ksana_jax.experiments.tasks.results import ResultRow
@@ -66,8 +66,11 @@ def _draw_quality(axes: Axes, rows: Sequence[ResultRow]) -> None:
     labels = list(dict.fromkeys(row.label for row in rows))
     for row in rows:
         loss, gain, index = row.mean("nll_with"), row.mean("gain"), labels.index(row.label)
+        if loss is None or gain is None:
+            continue
         first = row is next(other for other in rows if other.label == row.label)
-        style = {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": "os^D"[index % 4], "linestyle": ""}
+        colour = COLOURS[1 + index % (len(COLOURS) - 1)]
+        style: dict[str, Any] = {"color": colour, "marker": "os^D"[index % 4], "linestyle": ""}
         axes.plot(loss, gain, label=row.label if first else None, **style)
         axes.annotate(" " + "/".join(map(str, row.point.values())), (loss, gain), fontsize=5, va="center")
     plain = [loss for row in rows if (loss := row.mean("nll_without")) is not None]
@@ -81,9 +84,10 @@ def _draw_quality(axes: Axes, rows: Sequence[ResultRow]) -> None:
 def _draw_formula(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
     last = list(rows[0].point)[-1]
     points = sorted({row.point[last] for row in rows})
-    crosses = {"color": "0.4", "marker": "x", "linestyle": "", "zorder": 3}
+    crosses: dict[str, Any] = {"color": "0.4", "marker": "x", "linestyle": "", "zorder": 3}
     for row in rows:
-        below.plot(row.point[last], row.mean("formula"), **crosses)
+        if (formula := row.mean("formula")) is not None:
+            below.plot(row.point[last], formula, **crosses)
     for row in rows:
         alpha = row.mean("alpha")
         if row.point[last] == points[0] and alpha is not None:
