@@ -23,22 +23,7 @@ from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
 from tests.kv.disk.double import TroubledDisk
-
-
-@dataclasses.dataclass
-class Expected:
-    """What a request must end with: tokens of each completion; of beams their log-probabilities too."""
-
-    tokens: list[list[int]]
-    logprobs: list[float] | None
-    salt: str
-
-
-def _text(branch: int, leaves: int) -> np.ndarray:
-    return np.concatenate([prompt_of(LONGEST)[:leaves], prompt_of(LONGEST, branch)[leaves:]])
-
-
-TEXTS = [_text(branch, leaves) for branch, leaves in enumerate((LONGEST, 0, 9, 22))]
+from tests.simulated_requests import TEXTS, Expected, drawn_beams, drawn_params
 
 
 class Simulation:
@@ -144,28 +129,12 @@ class Simulation:
     def add(self) -> None:
         rng = self.rng
         length = rng.randint(1, 10) if rng.random() < 0.5 else rng.randint(1, LONGEST)
-        max_tokens, scores = rng.randint(1, 24), rng.choice([None, None, None, 0, 2])
-        params = asking(
-            max_tokens,
-            n=rng.choice([1, 1, 1, 2, 3]),
-            temperature=rng.choice([0, 0, 1]),
-            ignore_eos=rng.random() < 0.5,
-            min_tokens=min(rng.choice([0, 0, 5]), max_tokens),
-            logprobs=scores,
-            prompt_logprobs=scores,
-        )
+        params = drawn_params(rng)
         self.request(self.text(length), params, rng.choice(["", "", "other"]))
 
     def add_beams(self) -> None:
-        rng = self.rng
-        params = asking(
-            rng.randint(1, 8),
-            beam_width=(width := rng.randint(1, 3)),
-            n=rng.randint(1, width),
-            length_penalty=rng.choice([0.0, 1.0, 2.0]),
-            ignore_eos=rng.random() < 0.5,
-        )
-        self.request(self.text(rng.randint(1, 12)), params, "")
+        params = drawn_beams(self.rng)
+        self.request(self.text(self.rng.randint(1, 12)), params, "")
 
     def next_turn(self) -> None:
         """A chat goes on: text so far, the model's answer, and something new."""

@@ -10,7 +10,8 @@ from ksana_jax.kv.eviction import read_eviction
 from tests.expected import STOP_IDS
 from tests.fakes import FakeExecutor
 from tests.guessing import ANSWERS, GUESSES
-from tests.simulation import Expected, Simulation
+from tests.simulated_requests import Expected
+from tests.simulation import Simulation
 from tests.storing_simulation import StoringSimulation
 
 

@@ -22,7 +22,8 @@ from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.request import FinishReason, RequestOutput, SamplingParams
 from tests.expected import LONGEST
 from tests.fakes import FakeExecutor, asking, check_books
-from tests.simulation import Expected, Simulation
+from tests.simulated_requests import Expected
+from tests.simulation import Simulation
 
 # A client that waits longer than this hangs.
 TIMEOUT_S = 60.0

@@ -1,0 +1,53 @@
+"""Requests of simulated lives, see `tests.simulation`: texts that share beginnings, and settings of all kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+
+from ksana_jax.request import SamplingParams
+from tests.expected import LONGEST
+from tests.fakes import asking, prompt_of
+
+
+@dataclasses.dataclass
+class Expected:
+    """What a request must end with: tokens of each completion; of beams their log-probabilities too."""
+
+    tokens: list[list[int]]
+    logprobs: list[float] | None
+    salt: str
+
+
+def _text(branch: int, leaves: int) -> np.ndarray:
+    return np.concatenate([prompt_of(LONGEST)[:leaves], prompt_of(LONGEST, branch)[leaves:]])
+
+
+TEXTS = [_text(branch, leaves) for branch, leaves in enumerate((LONGEST, 0, 9, 22))]
+
+
+def drawn_params(rng: random.Random) -> SamplingParams:
+    """Settings of a request without beams."""
+    max_tokens, scores = rng.randint(1, 24), rng.choice([None, None, None, 0, 2])
+    return asking(
+        max_tokens,
+        n=rng.choice([1, 1, 1, 2, 3]),
+        temperature=rng.choice([0, 0, 1]),
+        ignore_eos=rng.random() < 0.5,
+        min_tokens=min(rng.choice([0, 0, 5]), max_tokens),
+        logprobs=scores,
+        prompt_logprobs=scores,
+    )
+
+
+def drawn_beams(rng: random.Random) -> SamplingParams:
+    """Settings of a beam search."""
+    return asking(
+        rng.randint(1, 8),
+        beam_width=(width := rng.randint(1, 3)),
+        n=rng.randint(1, width),
+        length_penalty=rng.choice([0.0, 1.0, 2.0]),
+        ignore_eos=rng.random() < 0.5,
+    )
