@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.experiments.figures import COLOURS
+from ksana_jax.experiments.figures import COLOURS, line_style
 from ksana_jax.experiments.tasks.results import ResultRow
 from ksana_jax.experiments.tasks.row_figure import against_numbers, draw_bars, draw_lines
 
@@ -18,6 +19,7 @@ _LABELS = {
     "batch_size": "requests at once",
     "branch_length": "longest branch (tokens)",
 }
+_MARKS = "os^Dv*"
 
 
 def expected_length(alpha: float, num_drafts: int) -> float:
@@ -31,7 +33,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     if not rows:
         return
     if all(row.mean("nll_with") is not None for row in rows):
-        _draw_quality(figure.subplots(), rows)
+        _draw_quality(figure, rows)
         return
     if not against_numbers(rows):
         left, right = figure.subplots(1, 2, sharey=True)
@@ -61,24 +63,38 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
 
 
-def _draw_quality(axes: Axes, rows: Sequence[ResultRow]) -> None:
-    """Draws the speed-up over the loss of each row's texts, for methods that change texts; a colour for each label."""
-    labels = list(dict.fromkeys(row.label for row in rows))
-    for row in rows:
-        loss, gain, index = row.mean("nll_with"), row.mean("gain"), labels.index(row.label)
-        if loss is None or gain is None:
-            continue
-        first = row is next(other for other in rows if other.label == row.label)
-        colour = COLOURS[1 + index % (len(COLOURS) - 1)]
-        style: dict[str, Any] = {"color": colour, "marker": "os^D"[index % 4], "linestyle": ""}
-        axes.plot(loss, gain, label=row.label if first else None, **style)
-        axes.annotate(" " + "/".join(map(str, row.point.values())), (loss, gain), fontsize=5, va="center")
-    plain = [loss for row in rows if (loss := row.mean("nll_without")) is not None]
-    axes.plot(sum(plain) / len(plain), 1, color="0.2", marker="*", linestyle="", label="no speculation")
-    axes.set_xlabel("nats per token under the target")
-    axes.set_ylabel("speed-up (×)")
-    axes.margins(x=0.15)
-    axes.legend()
+def _draw_quality(figure: Figure, rows: Sequence[ResultRow]) -> None:
+    """Draws the speed-up over the loss of texts, for methods that change texts.
+
+    Each label has a panel, each choice of the grid's keys but the last a line, and each value of the last key a mark.
+    """
+    labels, lines, marks = (list(dict.fromkeys(found)) for found in zip(*map(_choices, rows), strict=True))
+    panels = figure.subplots(len(labels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes in panels:
+        axes.axhline(1, color="0.2", linewidth=0.6)
+        axes.set_ylabel("speed-up (×)")
+    panels[-1].set_xlabel("nats per token under the target")
+    for label, axes in zip(labels, panels, strict=True):
+        axes.set_title(label)
+        for index, line in enumerate(lines):
+            found = [row for row in rows if _choices(row)[:2] == (label, line)]
+            losses, gains = ([row.mean(key) or math.nan for row in found] for key in ("nll_with", "gain"))
+            axes.plot(losses, gains, zorder=2, **line_style(1 + index))
+            for row, loss, gain in zip(found, losses, gains, strict=True):
+                mark = _MARKS[marks.index(_choices(row)[2]) % len(_MARKS)]
+                axes.plot(loss, gain, marker=mark, **line_style(1 + index))
+        plain = [loss for row in rows if row.label == label and (loss := row.mean("nll_without")) is not None]
+        axes.axvline(sum(plain) / len(plain), color="0.2", linewidth=0.6)
+    keys = [panels[0].plot([], [], label=line, **line_style(1 + index))[0] for index, line in enumerate(lines) if line]
+    for mark, value in zip(_MARKS, marks, strict=False):
+        keys += panels[0].plot([], [], color="0.4", marker=mark, linestyle="", label=value)
+    figure.legend(handles=keys, loc="outside upper center", ncols=2)
+
+
+def _choices(row: ResultRow) -> tuple[str, str, str]:
+    """Returns a row's label, its values of the grid's keys but the last, and its value of that."""
+    *others, last = [""] * (not row.point) + [f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items()]
+    return row.label, ", ".join(others), last
 
 
 def _draw_formula(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
