@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 from pallas_kernels.hopper import prefill_work
 from pallas_kernels.hopper.common import ROWS, check_heads, launch, layout, numbers_of
-from pallas_kernels.hopper.prefill_kernel import CONSUMERS, Config, attend_tile
+from pallas_kernels.hopper.prefill_kernel import attend_tile
+from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config
 from pallas_kernels.hopper.prefill_work import TILE, PrefillWork, piece_tokens
 from pallas_kernels.hopper.tiles import Tiles, where_queried
 from pallas_kernels.work import unit_tokens, units_per_block_id

@@ -20,174 +20,18 @@ Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2 (warp specialis
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common import LOG2E, ROWS, int32, key_positions, load
-from pallas_kernels.hopper.prefill_mask import masked_scores, scored_by
-from pallas_kernels.hopper.prefill_work import (
-    DIRTY,
-    FIRST_REPOSITIONED,
-    NEWEST,
-    NUM_MASKED,
-    NUM_PIECES,
-    TILE,
-    piece_tokens,
-)
+from pallas_kernels.hopper.common import LOG2E, ROWS, int32, load
+from pallas_kernels.hopper.prefill_turns import attend_masked, attend_unmasked
+from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config, Refs, Warpgroup
+from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST, NUM_MASKED, NUM_PIECES
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.work import unit_tokens
-
-CONSUMERS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What the kernel is compiled for.
-
-    stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
-    through shared memory. in_place: it adds to the output, else its sums are added afterwards. jax's interpreter of GPU
-    programs can follow neither of the two. num_sink_queries: sink queries, J.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    stages: int
-    soft_cap: float | None
-    take_turns: bool
-    registers: bool
-    in_place: bool
-    num_sink_queries: int
-
-    @property
-    def piece(self) -> int:
-        """Tokens that are read together."""
-        return piece_tokens(self.head_dim)
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of a piece that are masked one after the other."""
-        return self.piece // self.part
-
-    @property
-    def unit(self) -> int:
-        """Tokens of a unit, which one copy reads."""
-        return unit_tokens(self.block_size)
-
-    @property
-    def units_of_piece(self) -> int:
-        return self.piece // self.unit
-
-    @property
-    def units_of_block(self) -> int:
-        return self.block_size // self.unit
-
-    @property
-    def columns(self) -> int:
-        """Columns of the output that are summed together: 64 where the sums need registers of their own."""
-        return self.head_dim if self.in_place or self.head_dim % 64 else 64
-
-    @property
-    def part(self) -> int:
-        """Keys that are masked together: masks of a whole piece would not fit the registers."""
-        return 64 if self.head_dim <= 128 else 32
-
-    @property
-    def staged(self) -> int:
-        """Columns of the output that wait in shared memory at once: 128 bytes, or 64 of a head dim of 96."""
-        return (128 if self.head_dim % 64 == 0 else 64) // self.out_dtype.itemsize
-
-
-class Refs(NamedTuple):
-    """Arrays of the kernel, in its order: inputs, outputs, scratch.
-
-    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which the
-    consumers arrive when they have read what may be overwritten. turn: that at which they take turns.
-    """
-
-    q_g: Any
-    q_sink_g: Any
-    pool_g: Any
-    units_g: Any
-    starts_g: Any
-    tiles_g: Any
-    positions_g: Any
-    sinks_g: Any
-    numbers_g: Any
-    out_g: Any
-    lse_g: Any
-    q_s: Any
-    k_s: Any
-    v_s: Any
-    p_s: Any
-    out_s: Any
-    lse_s: Any
-    q_bar: Any
-    k_bar: Any
-    v_bar: Any
-    k_read: Any
-    v_read: Any
-    turn: Any
-
-
-class Warpgroup(NamedTuple):
-    """One warpgroup and its query tile: the one at `row` of the work, for one kv head."""
-
-    refs: Refs
-    config: Config
-    group: Any
-    row: Any
-    head: Any
-
-    # Numbers are read where they are used, and not kept: registers are scarce.
-    def number(self, which: int):
-        return self.refs.tiles_g[self.row, which]
-
-    def half(self):
-        """Index of this warpgroup's 64 rows among those of all tiles and kv heads."""
-        return (self.number(TILE) * self.config.num_kv_heads + self.head) * CONSUMERS + self.group
-
-    def pattern(self) -> Pattern:
-        return Pattern(*(self.refs.numbers_g[i] for i in range(len(Pattern._fields))))
-
-    def rendezvous(self) -> None:
-        plgpu.barrier_arrive(self.refs.turn)
-        plgpu.barrier_wait(self.refs.turn)
-
-    def fetch_queries(self, queries) -> None:
-        plgpu.copy_gmem_to_smem(queries, self.refs.q_s.at[self.group], self.refs.q_bar.at[self.group])
-        plgpu.barrier_wait(self.refs.q_bar.at[self.group])
-
-    def key_positions(self, i, part, columns: int):
-        """Text positions of `columns` slots: part number `part` of piece i."""
-        size = self.config.unit
-        unit = i * self.config.units_of_piece + part * columns // size
-        offset = lax.rem(int32(part * columns), int32(size))
-        starts = [self.refs.starts_g[self.row, unit + j] for j in range(-(-columns // size))]
-        return key_positions([starts[0] + offset, *starts[1:]], size, columns)
-
-
-class Visit(NamedTuple):
-    """What a consumer does in one turn: part number `part` of piece i, or in the loop without masks all of it.
-
-    first, last: the turn begins, or ends, the piece. query: 0 for the first query where repositioned sinks are in the
-    piece, j for that of q_sink number j - 1; -1 where there are none.
-    """
-
-    i: Any
-    part: Any = 0
-    masked: bool = False
-    first: Any = True
-    last: Any = True
-    query: Any = -1
 
 
 def attend_tile(*refs, config: Config) -> None:
@@ -247,12 +91,8 @@ def _consume(warpgroup: Warpgroup) -> None:
     num_visits = number(NUM_MASKED)
     if config.num_sink_queries:
         num_visits += (number(NUM_MASKED) - number(FIRST_REPOSITIONED)) * config.num_sink_queries
-    masked = functools.partial(_attend_masked, warpgroup)
+    masked, unmasked = functools.partial(attend_masked, warpgroup), functools.partial(attend_unmasked, warpgroup)
     state = lax.fori_loop(0, num_visits * config.num_parts, masked, state)
-
-    def unmasked(i, carry):
-        return _attend_part(warpgroup, Visit(i), carry)
-
     state = lax.fori_loop(number(NUM_MASKED), number(NUM_PIECES), unmasked, state)
     if config.take_turns:
         pl.when(warpgroup.group == 0)(warpgroup.rendezvous)
@@ -273,108 +113,6 @@ def _silence(warpgroup: Warpgroup) -> None:
 
     plgpu.commit_smem()
     warpgroup.rendezvous()
-
-
-def _attend_masked(warpgroup: Warpgroup, j, carry):
-    """Turn j of those that need a mask. Pieces with repositioned sinks are visited once for each query."""
-    refs, config, number = warpgroup.refs, warpgroup.config, warpgroup.number
-    num_parts, num_sinks = config.num_parts, config.num_sink_queries
-    i, part = j // num_parts, lax.rem(j, int32(num_parts))
-    first, last = part == 0, part == num_parts - 1
-    if not num_sinks:
-        return _attend_part(warpgroup, Visit(i, part, True, first, last), carry)
-    beyond = i - number(FIRST_REPOSITIONED)
-    # The first query, and after it each of q_sink; -1 where there is nothing for them.
-    query = jnp.where(beyond < 0, -1, lax.rem(beyond, int32(1 + num_sinks)))
-    i = jnp.where(beyond < 0, i, number(FIRST_REPOSITIONED) + beyond // (1 + num_sinks))
-    pl.when(first & (query > 0))(lambda: warpgroup.fetch_queries(refs.q_sink_g.at[warpgroup.half(), query - 1]))
-    leaves = (query < 0) | (query == num_sinks)
-    carry = _attend_part(warpgroup, Visit(i, part, True, first & (query <= 0), last & leaves, query), carry)
-    pl.when(last & (query == num_sinks))(lambda: warpgroup.fetch_queries(refs.q_g.at[warpgroup.half()]))
-    return carry
-
-
-def _attend_part(warpgroup: Warpgroup, visit: Visit, carry):
-    """One turn of the online softmax."""
-    refs, config = warpgroup.refs, warpgroup.config
-    acc, top, total = carry
-    stage = lax.rem(visit.i, int32(config.stages))
-    columns = config.part if visit.masked else config.piece
-    own = pl.ds(0, columns)
-    slots = pl.ds(pl.multiple_of(visit.part * columns, columns), columns) if visit.masked else own
-    pl.when(visit.first)(lambda: plgpu.barrier_wait(refs.k_bar.at[stage]))
-    s, scale = _scores(warpgroup, visit, stage, slots, columns)
-
-    new_top = jnp.maximum(top, s.max(axis=1) * scale)
-    # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
-    base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if visit.masked else new_top
-    fade = jnp.exp2(top - base)
-    weights = jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0]))
-    total = total * fade + weights.sum(axis=1)
-    weights = weights.astype(config.dtype)
-    acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) for a in acc)
-    if config.registers:
-        acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
-    else:
-        refs.p_s[warpgroup.group, :, own] = weights
-        plgpu.commit_smem()
-        weights = refs.p_s.at[warpgroup.group, :, own]
-    if config.take_turns:
-        plgpu.barrier_arrive(refs.turn)
-    pl.when(visit.first & (visit.i > 0))(lambda: plgpu.barrier_wait(refs.v_bar.at[stage]))
-    if config.take_turns:
-        plgpu.barrier_wait(refs.turn)
-    acc = _add_values(warpgroup, acc, weights, stage, slots)
-    pl.when(visit.last)(lambda: plgpu.barrier_arrive(refs.v_read.at[stage]))
-    return acc, new_top, total
-
-
-def _scores(warpgroup: Warpgroup, visit: Visit, stage, slots, columns: int):
-    """Scores [64, columns] with soft cap and mask, and what they are yet to be multiplied with, which is base 2."""
-    refs, config = warpgroup.refs, warpgroup.config
-
-    def product(ref):
-        plgpu.wgmma(ref, refs.q_s.at[warpgroup.group], refs.k_s.at[stage, slots].transpose((1, 0)))
-        if config.take_turns:
-            warpgroup.rendezvous()
-        return ref[...]
-
-    s = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
-    pl.when(visit.last)(lambda: plgpu.barrier_arrive(refs.k_read.at[stage]))
-    scale = LOG2E
-    if config.soft_cap is not None:
-        s = jnp.tanh(s * (1 / config.soft_cap))
-        scale = config.soft_cap * LOG2E
-    if not visit.masked:
-        return s, scale
-
-    def positions():
-        q_pos = load(refs.positions_g, (warpgroup.row, warpgroup.group))
-        return q_pos, warpgroup.key_positions(visit.i, visit.part, columns)
-
-    s = masked_scores(s, warpgroup.pattern, positions)
-    if config.num_sink_queries:
-        own_keys = functools.partial(scored_by, visit.query, config.num_sink_queries, warpgroup.pattern, positions)
-        s = lax.cond(visit.query < 0, lambda s: s, own_keys, s)
-    return s, scale
-
-
-def _add_values(warpgroup: Warpgroup, acc, weights, stage, slots):
-    """acc plus weights, in registers or shared memory, times values."""
-    refs, config = warpgroup.refs, warpgroup.config
-    width = config.columns
-
-    def add(ref, which=0):
-        plgpu.wgmma(ref, weights, refs.v_s.at[stage, slots, pl.ds(which * width, width)])
-
-    def added(ref, which):
-        add(ref, which)
-        return acc[which] + ref[...]
-
-    if config.in_place:
-        return (pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(acc[0])),)
-    ref = plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32)
-    return tuple(pl.run_scoped(functools.partial(added, which=j), ref) for j in range(len(acc)))
 
 
 def _store(warpgroup: Warpgroup, acc, top, total) -> None:

@@ -1,0 +1,146 @@
+"""A warpgroup of the prefill kernel: its configuration, the arrays that it sees, and where it waits for others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.common import int32, key_positions
+from pallas_kernels.hopper.prefill_work import TILE, piece_tokens
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.work import unit_tokens
+
+CONSUMERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What the kernel is compiled for.
+
+    stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
+    through shared memory. in_place: it adds to the output, else its sums are added afterwards. jax's interpreter of GPU
+    programs can follow neither of the two. num_sink_queries: sink queries, J.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    stages: int
+    soft_cap: float | None
+    take_turns: bool
+    registers: bool
+    in_place: bool
+    num_sink_queries: int
+
+    @property
+    def piece(self) -> int:
+        """Tokens that are read together."""
+        return piece_tokens(self.head_dim)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a piece that are masked one after the other."""
+        return self.piece // self.part
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a unit, which one copy reads."""
+        return unit_tokens(self.block_size)
+
+    @property
+    def units_of_piece(self) -> int:
+        return self.piece // self.unit
+
+    @property
+    def units_of_block(self) -> int:
+        return self.block_size // self.unit
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output that are summed together: 64 where the sums need registers of their own."""
+        return self.head_dim if self.in_place or self.head_dim % 64 else 64
+
+    @property
+    def part(self) -> int:
+        """Keys that are masked together: masks of a whole piece would not fit the registers."""
+        return 64 if self.head_dim <= 128 else 32
+
+    @property
+    def staged(self) -> int:
+        """Columns of the output that wait in shared memory at once: 128 bytes, or 64 of a head dim of 96."""
+        return (128 if self.head_dim % 64 == 0 else 64) // self.out_dtype.itemsize
+
+
+class Refs(NamedTuple):
+    """Arrays of the kernel, in its order: inputs, outputs, scratch.
+
+    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which the
+    consumers arrive when they have read what may be overwritten. turn: that at which they take turns.
+    """
+
+    q_g: Any
+    q_sink_g: Any
+    pool_g: Any
+    units_g: Any
+    starts_g: Any
+    tiles_g: Any
+    positions_g: Any
+    sinks_g: Any
+    numbers_g: Any
+    out_g: Any
+    lse_g: Any
+    q_s: Any
+    k_s: Any
+    v_s: Any
+    p_s: Any
+    out_s: Any
+    lse_s: Any
+    q_bar: Any
+    k_bar: Any
+    v_bar: Any
+    k_read: Any
+    v_read: Any
+    turn: Any
+
+
+class Warpgroup(NamedTuple):
+    """One warpgroup and its query tile: the one at `row` of the work, for one kv head."""
+
+    refs: Refs
+    config: Config
+    group: Any
+    row: Any
+    head: Any
+
+    # Numbers are read where they are used, and not kept: registers are scarce.
+    def number(self, which: int):
+        return self.refs.tiles_g[self.row, which]
+
+    def half(self):
+        """Index of this warpgroup's 64 rows among those of all tiles and kv heads."""
+        return (self.number(TILE) * self.config.num_kv_heads + self.head) * CONSUMERS + self.group
+
+    def pattern(self) -> Pattern:
+        return Pattern(*(self.refs.numbers_g[i] for i in range(len(Pattern._fields))))
+
+    def rendezvous(self) -> None:
+        plgpu.barrier_arrive(self.refs.turn)
+        plgpu.barrier_wait(self.refs.turn)
+
+    def fetch_queries(self, queries) -> None:
+        plgpu.copy_gmem_to_smem(queries, self.refs.q_s.at[self.group], self.refs.q_bar.at[self.group])
+        plgpu.barrier_wait(self.refs.q_bar.at[self.group])
+
+    def key_positions(self, i, part, columns: int):
+        """Text positions of `columns` slots: part number `part` of piece i."""
+        size = self.config.unit
+        unit = i * self.config.units_of_piece + part * columns // size
+        offset = lax.rem(int32(part * columns), int32(size))
+        starts = [self.refs.starts_g[self.row, unit + j] for j in range(-(-columns // size))]
+        return key_positions([starts[0] + offset, *starts[1:]], size, columns)
