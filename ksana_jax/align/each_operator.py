@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from ksana_jax.align.operator_times import operator_times
 from ksana_jax.align.operators import Calls, apart, run_operators
 from ksana_jax.engine.verdict import MeasuredOperator
+from ksana_jax.models.joined import separate
 from ksana_jax.models.packed_matrix import packed, unpacked
 from ksana_jax.ops.implementations import implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
@@ -40,7 +41,7 @@ def operator_errors(runner: Runner, tokens: Sequence[int], exact: Calls) -> dict
     attention = [i for i in implementations() if i.unsupported(runner.requirements) is None]
     linear = [i for i in LINEAR_IMPLEMENTATIONS if i.unsupported(runner.platform, dtype) is None]
     norms = [i for i in NORM_IMPLEMENTATIONS if i.unsupported(runner.platform, dtype, kinds) is None]
-    params, found = unpacked(runner.params), {}
+    params, found = separate(unpacked(runner.params), runner.config), {}
     # Each call has the inputs of the float32 model, so that one run shows an implementation of each operator.
     count = max(map(len, (attention, linear, norms)))
     for a, b, c in itertools.islice(zip(*map(itertools.cycle, (attention, linear, norms)), strict=False), count):

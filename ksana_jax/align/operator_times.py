@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.devices.tuning import tuning
+from ksana_jax.models.joined import separate
 from ksana_jax.models.packed_matrix import can_pack, pack, unpacked
 from ksana_jax.ops.implementations import Implementation, implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
@@ -71,7 +72,7 @@ def _calls(runner: Runner, shape: StepShape, context: int) -> Iterator[tuple[tup
     for i in implementations():
         if i.unsupported(runner.requirements) is None:
             yield from _attention_calls(i, options, given, runner.config.num_heads)
-    params, dtype = unpacked(runner.params), runner.params.final_norm.dtype
+    params, dtype = separate(unpacked(runner.params), runner.config), runner.params.final_norm.dtype
     layer, platform, rng = params.layers[0], runner.platform, np.random.default_rng(0)
 
     def drawn(*shape: int) -> jax.Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ksana_jax.engine.llm import LLM
 from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.joined import separate
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.models.transformer import logits
@@ -104,7 +105,8 @@ def run_operators(
         names.extend(probe.inputs)  # a dict that jit returns is sorted by its keys
         return list(probe.inputs.values()), list(probe.outputs.values())
 
-    inputs, outputs = jax.tree.map(np.asarray, jax.jit(run)(params or given, cache, arrays, patterns, recorded))
+    params = separate(params or given, runner.config)
+    inputs, outputs = jax.tree.map(np.asarray, jax.jit(run)(params, cache, arrays, patterns, recorded))
     return Calls(dict(zip(names, inputs, strict=True)), dict(zip(names, outputs, strict=True)))
 
 

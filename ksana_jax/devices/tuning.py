@@ -18,6 +18,7 @@ class Tuning:
       compiler_options: of XLA, for a step.
       layers_of_program: a step is compiled as programs of up to so many layers; None: as one program.
       least_rows: minimum rows of XLA's matrix products of bfloat16.
+      joins_matrices: whether weights that multiply the same input are kept as one matrix.
       native: whether the C++ operators are for it.
       stored_as_bits: types, by NumPy's names, that a pool stores as unsigned integers of the same bits, because the
         compiler converts a whole pool of them at each scatter.
@@ -28,6 +29,7 @@ class Tuning:
     compiler_options: dict[str, Any] | None = None
     layers_of_program: int | None = None
     least_rows: int = 1
+    joins_matrices: bool = False
     native: bool = False
     stored_as_bits: frozenset[str] = frozenset()
     compiles_on_one_core: bool = False
@@ -58,6 +60,8 @@ _TUNING = {
         compiler_options={"xla_disable_hlo_passes": "rematerialization"},
         # Matrix units multiply eight rows as fast as one.
         least_rows=8,
+        # Each kernel that is started costs about 2 us, and a decode step of few rows has small ones.
+        joins_matrices=True,
     ),
     "tpu": Tuning(least_rows=8),
 }

@@ -39,9 +39,10 @@ def future_attention(llm: LLM, ids: list[int]) -> np.ndarray:
     Computed by the dense model, without blocks, codecs or evictions.
     """
     model, layout = dataclasses.replace(llm.model_config, pattern=llm.patterns), llm.engine.scheduler.layout
+    from ksana_jax.models.joined import separate
     from ksana_jax.models.packed_matrix import unpacked
 
-    params, tokens = unpacked(llm.runner.params), np.array(ids, np.int32)
+    params, tokens = separate(unpacked(llm.runner.params), llm.model_config), np.array(ids, np.int32)
     weights = np.asarray(_dense_weights()(params, tokens, config=model))[:, :, :-1]
     length = len(ids)
     of_kv_heads = weights.reshape(model.num_layers, model.num_kv_heads, -1, length - 1, length).sum(axis=2)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
@@ -19,20 +20,25 @@ class MLP(NamedTuple):
 
     shapes: (width D, spec) -> shapes of its weights, by field of `params.LayerParams`.
     apply: (x [..., D], weights with those fields, linear) -> [..., D].
+    takes_joined: apply also takes gate and up as one matrix, see `models.joined`.
     """
 
     shapes: Callable[[int, MLPSpec], dict[str, tuple[int, ...]]]
     apply: Callable[[jax.Array, Any, Linear], jax.Array]
+    takes_joined: bool = False
 
 
 def gated(activation: Callable[[jax.Array], jax.Array]) -> MLP:
     """Returns a gated MLP, down(activation(gate x) * up x) (arXiv:2002.05202)."""
 
     def apply(x, p, linear):
-        hidden = activation(linear(x, p.w_gate, p.b_gate)) * linear(x, p.w_up, p.b_up)
-        return linear(hidden, p.w_down, p.b_down)
+        if p.w_gate_up is None:
+            gate, up = linear(x, p.w_gate, p.b_gate), linear(x, p.w_up, p.b_up)
+        else:
+            gate, up = jnp.split(linear(x, p.w_gate_up, p.b_gate_up), 2, axis=-1)
+        return linear(activation(gate) * up, p.w_down, p.b_down)
 
-    return MLP(gated_shapes, apply)
+    return MLP(gated_shapes, apply, takes_joined=True)
 
 
 def gated_shapes(d_model: int, spec: MLPSpec) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from ksana_jax.layer_spec import LayerSpec, NormSpec
 from ksana_jax.models import layers
@@ -40,18 +41,26 @@ class Operators:
         norm = self.normaliser(spec.norms)
         with jax.named_scope("qkv"):
             normed = norm(x, p.attn_norm)
-            found = (
-                self.linear(normed, p.w_q, p.b_q),
-                self.linear(normed, p.w_k, p.b_k),
-                self.linear(normed, p.w_v, p.b_v),
-            )
+            if p.w_qkv is None:
+                found = (
+                    self.linear(normed, p.w_q, p.b_q),
+                    self.linear(normed, p.w_k, p.b_k),
+                    self.linear(normed, p.w_v, p.b_v),
+                )
+            else:
+                found = (self.linear(normed, p.w_qkv, p.b_qkv),)
             return self.heads(found, p, spec)
 
     def heads(
         self, projected: tuple[jax.Array, ...], p: LayerParams, spec: LayerSpec
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Splits q [..., N*H], k and v [..., K*H] into heads, and normalises q and k if the layer has such norms."""
-        q, k, v = (y.reshape(*y.shape[:-1], -1, spec.attention.head_dim) for y in projected)
+        """Splits q [..., N*H], k and v [..., K*H], or all three in one array, into heads, and normalises q and k if the
+        layer has such norms."""
+        a = spec.attention
+        split = [y.reshape(*y.shape[:-1], -1, a.head_dim) for y in projected]
+        if len(split) == 1:
+            split = jnp.split(split[0], (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
+        q, k, v = split
         if p.q_norm is not None and p.k_norm is not None:
             norm = self.normaliser(spec.norms)
             q, k = norm(q, p.q_norm), norm(k, p.k_norm)

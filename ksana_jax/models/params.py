@@ -27,7 +27,8 @@ DRAWN_AT_ONCE = 2**16
 class LayerParams:
     """Weights of one layer. A field is None if the family has no such weight.
 
-    Matrices are [out, in], and may each be an Int8Matrix.
+    Matrices are [out, in], and may each be an Int8Matrix. An engine may keep those with the same input as one, in
+    fields that no family has: see `models.joined`.
     """
 
     attn_norm: jax.Array  # [D]
@@ -51,6 +52,10 @@ class LayerParams:
     sink_logits: jax.Array | None = None  # [N]; see `sink_logits`
     post_attn_norm: jax.Array | None = None  # [D]
     post_mlp_norm: jax.Array | None = None  # [D]
+    w_qkv: jax.Array | None = None  # [(N + 2*K)*H, D], instead of w_q, w_k and w_v
+    b_qkv: jax.Array | None = None  # [(N + 2*K)*H]
+    w_gate_up: jax.Array | None = None  # [2*F, D], instead of w_gate and w_up
+    b_gate_up: jax.Array | None = None  # [2*F]
 
 
 @flax.struct.dataclass

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.packed_matrix import PackedMatrix
+from ksana_jax.models.packed_matrix import PackedMatrix, packed
+from ksana_jax.models.params import Params
 
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
 # with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
@@ -47,6 +50,18 @@ class LinearImplementation(NamedTuple):
         from ksana_jax.ops.packed import PackedOperators
 
         return PackedOperators(self.apply, normaliser)
+
+    def weights(self, params: Params, config: ModelConfig, joins: bool, *, consume: bool = False) -> Params:
+        """Returns weights in the form in which the products read them.
+
+        Args:
+          params: weights, or their shapes.
+          joins: whether those that multiply the same input become one matrix, unless they are packed.
+          consume: deletes each array of another form.
+        """
+        if self.packs:
+            return packed(params, consume=consume)
+        return joined(params, config, consume=consume) if joins else params
 
 
 def _packed(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:

@@ -13,6 +13,7 @@ from ksana_jax.sampling.sampler import GROUP
 # Fields of Params and LayerParams that are divided among devices, by the axis that is: rows of matrices whose result is
 # divided, columns of those whose argument is. All others are whole on every device.
 ROWS = ("embed", "head", "w_q", "w_k", "w_v", "w_gate", "w_up", "b_q", "b_k", "b_v", "b_gate", "b_up", "sink_logits")
+ROWS += ("w_qkv", "w_gate_up", "b_qkv", "b_gate_up")  # of `models.joined`
 COLUMNS = ("w_o", "w_down")
 # Fields with rows of the vocabulary, and with those of kv heads.
 VOCABULARY, KV = ("embed", "head"), ("w_k", "w_v", "b_k", "b_v")

@@ -16,7 +16,6 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.operator_settings import AUTO, OperatorSettings
@@ -69,7 +68,7 @@ class Runner:
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       settings: names of implementations of operators; "auto" takes the first that serves.
-      consume_params: weights may be deleted once they are packed, see `models.packed_matrix`.
+      consume_params: weights may be deleted once they are packed or joined, see `LinearImplementation.weights`.
       numerics: "invariant" takes operators that compute each row of a step by itself; see `ops.invariant`.
       placement: on devices; by default on jax's first one.
       programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
@@ -117,8 +116,7 @@ class Runner:
         self.linear_implementation = products.name
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
         self.operators: Operators = placement.operators(products.operators(norms.normaliser))
-        if products.packs:
-            self.params = packed(params, consume=consume_params)
+        self.params = products.weights(self.params, config, self._tuning.joins_matrices, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
         self.sink_width = -(-max_repositioned_sinks // layout.block_size)

@@ -146,6 +146,14 @@ def _load(ref, *index, layout, plain: bool) -> tuple[jax.Array, jax.Array]:
     return a.astype(jnp.float32), b.astype(jnp.float32)
 
 
+def _load_heads(g, token, first: int, count: int, *, layout, plain: bool) -> tuple[jax.Array, jax.Array]:
+    """Heads first .. first + count of a token's queries, keys and values, as `_load` gives them."""
+    if count > 1:
+        return _load(g["qkv"], token, pl.ds(first, count), layout=layout, plain=plain)
+    a, b = (_get(g["qkv_halves"], token, first, i, layout=layout, plain=plain) for i in (0, 1))
+    return a.astype(jnp.float32), b.astype(jnp.float32)
+
+
 def _store(ref, *index, halves) -> None:
     for half, x in zip(_of_heads(ref, index), halves):
         _put(ref, *half, value=x.astype(ref.dtype))
@@ -190,8 +198,10 @@ def _write_tokens(*refs, names: tuple[str, ...], config: Config):
     # Everything is asked for before anything is stored: loads do not move ahead of stores that could touch them.
     loaded = []
     for token in (first + i for i in range(config.tokens)):
-        q, k, v = (
-            _load(g[x], token, slice(None), layout=q_layout if x == "q" else kv_layout, plain=plain) for x in "qkv"
+        q = _load_heads(g, token, 0, num_heads, layout=q_layout, plain=plain)
+        k, v = (
+            _load_heads(g, token, first_head, num_kv_heads, layout=kv_layout, plain=plain)
+            for first_head in (num_heads, num_heads + num_kv_heads)
         )
         cos, sin = (_get(g[x], token, layout=column, plain=plain) for x in ("rope_cos", "rope_sin"))
         loaded.append((token, g["slots"][token], q, k, v, cos, sin))
@@ -237,7 +247,11 @@ def _check_supported(call: Write) -> None:
 
 def _inputs(call: Write) -> dict[str, jax.Array]:
     """What the kernel only reads, by name; what is optional may be absent."""
-    found = {"q": _halved(call.q), "k": _halved(call.k), "v": _halved(call.v), "slots": call.slots}
+    # XLA drops this where they are slices of one product.
+    qkv = jnp.concatenate([call.q, call.k, call.v], axis=1)
+    found = {"qkv": qkv, "slots": call.slots}
+    if 1 in (call.q.shape[1], call.k.shape[1]):
+        found["qkv_halves"] = qkv.reshape(*qkv.shape[:2], 2, 1, qkv.shape[2] // 2)
     found |= {
         "layer": jnp.asarray(call.layer, jnp.int32).reshape(1),
         "rope_cos": call.rope[0],

@@ -2,25 +2,31 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern
 from ksana_jax.align.command import Texts, align, report
+from ksana_jax.devices.tuning import tuning
+from ksana_jax.models.joined import separate
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.kernels import Kernels
+from ksana_jax.parallel.placement import TensorParallel
 from ksana_jax.runner import runner
 from pallas_kernels.registry import KERNELS
 from tests.parallel.on_devices.engines import (
     GREEDY,
     MHA,
+    MODELS,
     PROMPTS,
     SETTINGS,
     alone,
     asked,
     expected,
     make_llm,
+    params_of,
     tokens_of,
 )
 
@@ -80,6 +86,22 @@ def test_implementations(attention, linear):
     llm = make_llm("GQA", 8, operators={"attention": attention, "linear": linear})
     assert (llm.runner.implementation.name, llm.config.operators.linear) == (attention, linear)
     assert tokens_of(llm) == expected("GQA")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "num_devices"), DIVIDED[2:])
+def test_weights_that_multiply_the_same_input_joined_on_each_device(name, num_devices, monkeypatch):
+    joins = dataclasses.replace(tuning("cpu"), joins_matrices=True)
+    monkeypatch.setattr(runner, "tuning", lambda platform: joins)
+    llm = make_llm(name, num_devices)
+    layer, given = llm.runner.params.layers[0], TensorParallel(jax.devices()[:num_devices])
+    assert layer.w_q is layer.w_gate is None and layer.w_qkv is not None
+    assert tokens_of(llm) == expected(name)
+    placed = given.params(MODELS[name], params_of(name))
+    again = separate(llm.runner.params, MODELS[name])
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(again), jax.tree.leaves(placed), strict=True):
+        assert ours.sharding == theirs.sharding, path
+        np.testing.assert_array_equal(ours, theirs, err_msg=str(path))
 
 
 @pytest.mark.soak
