@@ -78,7 +78,8 @@ def _calls(runner: Runner, shape: StepShape, context: int) -> Iterator[tuple[tup
     def drawn(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
-    matrices = [w for name, w in vars(layer).items() if name.startswith("w_") and getattr(w, "ndim", 2) == 2]
+    found = [w for name, w in vars(layer).items() if name.startswith("w_") and w is not None]
+    matrices = [w for w in found if getattr(w, "ndim", 2) == 2]
     inputs = {w.shape[1]: drawn(shape.num_tokens, w.shape[1]) for w in matrices}
     for i in LINEAR_IMPLEMENTATIONS:
         if i.unsupported(platform, dtype.name) is None:

@@ -49,7 +49,7 @@ def test_shapes_are_joined_like_weights_and_weights_can_be_consumed():
     made = joined(shapes, PLAIN)
     whole = joined(params, PLAIN, consume=True)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), whole)
-    [p] = params.layers
+    p: Any = params.layers[0]
     assert p.w_q.codes.is_deleted() and p.w_up.scales.is_deleted() and not p.w_o.codes.is_deleted()
 
 
