@@ -54,15 +54,30 @@ class Match:
                 found[number] = value
                 servers ^= 1 << number
 
-    def longer_than(self, num_blocks: int) -> Match:
-        """Returns the levels with more than num_blocks."""
-        return Match([level for level in self.levels if level[0] > num_blocks])
+    def servers_with_more(self, num_blocks: int) -> int:
+        """Returns the bits of the servers that have more than num_blocks."""
+        found = 0
+        for blocks, servers in reversed(self.levels):
+            if blocks <= num_blocks:
+                break
+            found |= servers
+        return found
 
 
 def unpacked(servers: int, num_servers: int) -> np.ndarray:
     """Returns which servers are in a set of bits, [S] bool."""
     packed = np.frombuffer(servers.to_bytes((num_servers + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=num_servers, bitorder="little").view(bool)
+
+
+def numbers_of(servers: int) -> list[int]:
+    """Returns the numbers in a set of few bits, descending."""
+    found = []
+    while servers:
+        number = servers.bit_length() - 1
+        found.append(number)
+        servers ^= 1 << number
+    return found
 
 
 @dataclasses.dataclass(slots=True)

@@ -47,7 +47,7 @@ class Ledger:
       since: when the server began with that one, in seconds.
       rows: requests that decode. requests: all unfinished ones. held: tokens in the pool.
       other_work, other_rows: what the last report had beyond them.
-      token_s: seconds of prefill per token, as configured x the measured pace.
+      token_s: seconds of prefill per token, as configured x the measured pace. least_token_s: the lowest of them.
       live: unfinished requests by id.
     """
 
@@ -56,6 +56,7 @@ class Ledger:
         self.work, self.front, self.rows, self.requests, self.held = (np.zeros(0) for _ in range(5))
         self.other_work, self.other_rows = np.zeros(0), np.zeros(0)
         self.since, self.token_s, self._configured_s = np.zeros(0), np.zeros(0), np.zeros(0)
+        self.least_token_s = 0.0
         self._full = np.zeros(0)  # tokens held from which a pool counts as full
         # Seconds of work, rows and a full pool together, and of front: kept, so that a decision takes few operations.
         self._load_s, self._front_s = np.zeros(0), np.zeros(0)
@@ -183,6 +184,7 @@ class Ledger:
 
     def _set_pace(self, pace: float) -> None:
         self._pace, self.token_s = pace, self._configured_s * pace
+        self.least_token_s = float(self.token_s.min())
         self._settle(slice(None))
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ class Prefix:
       key: hash of its last block. num_tokens: its length. configured: whether it was given, and stays.
       members: numbers of its servers. arrivals: requests per second. work: seconds of work per second that they bring.
       high_since, low_since: since when its servers have been too few or too many; None if they are not.
-      outside: 0 for its servers and inf for all others, [S].
+      servers: the same as bits.
       given: numbers of servers that were given for it, which do not leave while they live.
       added_s: when it was added. changed_s: when a server last joined or left.
     """
@@ -34,8 +34,8 @@ class Prefix:
     arrivals: WindowedRate
     work: WindowedRate
     added_s: float
-    outside: np.ndarray
     members: list[int] = dataclasses.field(default_factory=list)
+    servers: int = 0
     given: set[int] = dataclasses.field(default_factory=set)
     high_since: float | None = None
     low_since: float | None = None
@@ -111,8 +111,6 @@ class PrefixTable:
         missing = max(0, num_servers - len(self.num_tokens))
         self.num_prefixes = np.append(self.num_prefixes, np.zeros(missing))
         self.num_tokens = np.append(self.num_tokens, np.zeros(missing))
-        for prefix in self.prefixes.values():
-            prefix.outside = np.append(prefix.outside, np.full(missing, np.inf))
 
     def find(self, hashes: Sequence[Hash]) -> Prefix | None:
         """Returns the longest prefix of a prompt that is in the table."""
@@ -136,7 +134,6 @@ class PrefixTable:
                 arrivals,
                 work,
                 now,
-                np.full(len(self.num_tokens), np.inf),
             )
             self.prefixes[key] = found
             self._count_length(len(hashes), 1)
@@ -187,13 +184,13 @@ class PrefixTable:
         """Returns which servers, [S] bool, have room for another prefix. pool_tokens: of each server, [S]."""
         room = self.num_tokens + prefix.num_tokens <= self.settings.pool_share * pool_tokens
         room &= self.num_prefixes < self.settings.max_prefixes_per_server
-        room &= prefix.outside > 0
+        room[prefix.members] = False
         return room
 
     def join(self, prefix: Prefix, server: int, now: float) -> None:
         """Adds a server to a prefix."""
         prefix.members.append(server)
-        prefix.outside[server] = 0
+        prefix.servers |= 1 << server
         prefix.changed_s = now
         self.num_prefixes[server] += 1
         self.num_tokens[server] += prefix.num_tokens
@@ -230,7 +227,7 @@ class PrefixTable:
     def _leave(self, prefix: Prefix, server: int) -> None:
         prefix.members.remove(server)
         prefix.given.discard(server)
-        prefix.outside[server] = np.inf
+        prefix.servers ^= 1 << server
         self.num_prefixes[server] -= 1
         self.num_tokens[server] -= prefix.num_tokens
 
@@ -254,7 +251,7 @@ class PrefixTable:
         for key, prefix in self.prefixes.items():
             assert prefix.key == key and len(set(prefix.members)) == len(prefix.members)
             assert prefix.given <= set(prefix.members)
-            assert np.flatnonzero(prefix.outside == 0).tolist() == sorted(prefix.members)
+            assert prefix.servers == sum(1 << server for server in prefix.members)
             lengths[prefix.num_blocks] = lengths.get(prefix.num_blocks, 0) + 1
             counts[prefix.members] += 1
             tokens[prefix.members] += prefix.num_tokens

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.router.index import CacheIndex, Match, unpacked
+from ksana_jax.router.index import CacheIndex, Match, numbers_of, unpacked
 from ksana_jax.router.ledger import Ledger
 from ksana_jax.router.request import RoutedRequest
 from ksana_jax.router.settings import RouterSettings
+
+# Servers up to which their prefill is computed one by one.
+MANY = 32
 
 
 class _computed_once:
@@ -88,6 +91,26 @@ class View:
         tokens *= self.ledger.token_s
         return tokens
 
+    def prefill_of(self, servers: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the ready servers in a set of bits, ascending, and their seconds as in `prefill_s`,
+        which for few servers takes less time than that of all."""
+        if servers.bit_count() > MANY:
+            numbers = self.ready_of(servers)
+            return numbers, self.prefill_s[numbers]
+        work, num_prompt, tokens = self.settings.work, self.request.num_prompt, {}
+        for (_, level), matched in zip(self.match.levels, self._tokens_of_levels(), strict=True):
+            if here := level & servers:
+                tokens |= dict.fromkeys(numbers_of(here), float(work(num_prompt - matched, matched)))
+                servers ^= here
+        if servers:
+            tokens |= dict.fromkeys(numbers_of(servers), float(work(num_prompt, 0)))
+        for number, num_blocks in self.num_slow.items():
+            if number in tokens:
+                tokens[number] += self._copying(num_blocks)
+        found = sorted(tokens) if self.all_ready else sorted(n for n in tokens if self.closed[n] == 0)
+        numbers = np.array(found, np.intp)
+        return numbers, np.array([tokens[n] for n in found]) * self.ledger.token_s[numbers]
+
     @_computed_once
     def num_slow(self) -> dict[int, int]:
         """Blocks of the prompt that servers have on slower media only, for those with any."""
@@ -109,12 +132,14 @@ class View:
 
     def lowest(self, cost: np.ndarray) -> int:
         """Returns the ready server with the lowest cost [S]; ties are broken at random."""
-        if not self.all_ready:
-            cost = cost + self.closed
-        first = int(cost.argmin())
-        if first == len(cost) - 1 - cost[::-1].argmin():  # the last of the lowest is the first: no tie
+        return self.least(cost if self.all_ready else cost + self.closed)
+
+    def least(self, costs: np.ndarray) -> int:
+        """Returns where the lowest of some costs is; ties are broken at random."""
+        first = int(costs.argmin())
+        if first == len(costs) - 1 - costs[::-1].argmin():  # the last of the lowest is the first: no tie
             return first
-        ties = (cost == cost[first]).nonzero()[0]
+        ties = (costs == costs[first]).nonzero()[0]
         return int(ties[int(self.random.random() * len(ties))])
 
     def lowest_of(self, servers: np.ndarray, cost: np.ndarray) -> int:

@@ -57,38 +57,39 @@ class PrefixTablePolicy(TableSettings, Policy):
 
     def choose(self, request: RoutedRequest, view: View) -> int:
         table, now = self.table, view.now
-        wait_s = view.wait_s if view.all_ready else view.wait_s + view.closed
-        cost = wait_s + view.prefill_s
         prefix = self._prefix = table.find(request.hashes)
         if prefix is None:
-            return view.lowest(cost)
-        outside = self._outside(prefix, view)
-        crowded = self._is_crowded(prefix, wait_s, outside, view.ledger.token_s)
+            return view.lowest(view.wait_s + view.prefill_s)
+        # Mostly one of few servers is chosen: what all would cost is computed only if none of those will do.
+        longer = view.match.servers_with_more(prefix.num_blocks)
+        inside, prefill_s = view.prefill_of(prefix.servers | longer)
+        crowded = self._is_crowded(prefix, inside, view)
         if table.should_grow(prefix, now, crowded):
             room = table.may_join(prefix, view.index.capacity * view.settings.block_size)
-            joins = np.where(room, cost, np.inf)
-            if _least(joins) < np.inf:
-                table.join(prefix, view.lowest(joins), now)
-                outside, crowded = self._outside(prefix, view), False
+            if not view.all_ready:
+                room &= view.closed == 0
+            if room.any():
+                table.join(prefix, view.lowest(np.where(room, view.wait_s + view.prefill_s, np.inf)), now)
+                inside, prefill_s = view.prefill_of(prefix.servers | longer)
+                crowded = False
             else:
                 prefix.changed_s = now  # look again after change_every_s
-        return view.lowest(np.where(outside > 0, cost, np.inf) if crowded else cost + outside)
+        if crowded:
+            outside_s = view.wait_s + view.prefill_s
+            outside_s[inside] = np.inf
+            return view.lowest(outside_s)
+        return int(inside[view.least(view.wait_s[inside] + prefill_s)])
 
-    def _outside(self, prefix: Prefix, view: View) -> np.ndarray:
-        """Returns 0 for the prefix's servers, and those that cache more of this prompt, and inf for others, [S]."""
-        if view.match.longest <= prefix.num_blocks:
-            return prefix.outside
-        outside, longer = prefix.outside.copy(), view.match.longer_than(prefix.num_blocks)
-        longer.fill(outside, [0.0] * len(longer.levels))
-        return outside
-
-    def _is_crowded(self, prefix: Prefix, wait_s: np.ndarray, outside: np.ndarray, token_s: np.ndarray) -> bool:
+    def _is_crowded(self, prefix: Prefix, inside: np.ndarray, view: View) -> bool:
         """Whether its servers' least wait exceeds that of another with the prefix's prefill added."""
-        inside_s = _least(wait_s + outside)
-        if inside_s <= prefix.num_tokens * _least(token_s):  # as mostly: the others cannot wait for less than nothing
+        if not len(inside):
+            return True
+        inside_s, ledger = _least(view.wait_s[inside]), view.ledger
+        if inside_s <= prefix.num_tokens * ledger.least_token_s:  # as mostly: others cannot wait for less than nothing
             return False
         # Of all servers, not only those outside: one of the prefix's own would have the shorter wait on the left.
-        return inside_s > _least(wait_s + prefix.num_tokens * token_s)
+        all_s = view.wait_s + prefix.num_tokens * ledger.token_s
+        return inside_s > _least(all_s if view.all_ready else all_s[view.ready])
 
     def sent(self, request: RoutedRequest, server: int, view: View) -> None:
         self.table.arrived(request.hashes, view.settings.block_size, view.now)
