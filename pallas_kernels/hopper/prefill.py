@@ -80,7 +80,7 @@ def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Re
         soft_cap=options.soft_cap,
         take_turns=tuning.take_turns,
         registers=tuning.registers and compiled,
-        in_place=(tuning.registers or h > 128) and compiled,
+        in_place=compiled,
         num_sink_queries=call.num_sink_queries,
     )
     out, lse = _attend_tiles(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.common import LOG2E, ROWS, int32, load
-from pallas_kernels.hopper.prefill_turns import attend_masked, attend_unmasked
+from pallas_kernels.hopper.prefill_turns import State, attend_masked, attend_unmasked
 from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config, Refs, Warpgroup
 from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST, NUM_MASKED, NUM_PIECES
 from pallas_kernels.patterns import Pattern
@@ -83,7 +83,7 @@ def _consume(warpgroup: Warpgroup) -> None:
     pl.when((number(NUM_PIECES) > 0) & (number(DIRTY) != 0))(lambda: _silence(warpgroup))
     if config.take_turns:
         pl.when(warpgroup.group == 1)(warpgroup.rendezvous)
-    state = (
+    state = State(
         (jnp.zeros((ROWS, config.columns), jnp.float32),) * (config.head_dim // config.columns),
         jnp.full((ROWS,), -jnp.inf, jnp.float32),
         jnp.zeros((ROWS,), jnp.float32),
@@ -91,9 +91,9 @@ def _consume(warpgroup: Warpgroup) -> None:
     num_visits = number(NUM_MASKED)
     if config.num_sink_queries:
         num_visits += (number(NUM_MASKED) - number(FIRST_REPOSITIONED)) * config.num_sink_queries
-    masked, unmasked = functools.partial(attend_masked, warpgroup), functools.partial(attend_unmasked, warpgroup)
+    masked = functools.partial(attend_masked, warpgroup)
     state = lax.fori_loop(0, num_visits * config.num_parts, masked, state)
-    state = lax.fori_loop(number(NUM_MASKED), number(NUM_PIECES), unmasked, state)
+    state = attend_unmasked(warpgroup, state)
     if config.take_turns:
         pl.when(warpgroup.group == 0)(warpgroup.rendezvous)
     _store(warpgroup, *state)

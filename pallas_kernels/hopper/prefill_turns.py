@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -12,127 +13,195 @@ from jax import lax
 
 from pallas_kernels.hopper.common import LOG2E, ROWS, int32, load
 from pallas_kernels.hopper.prefill_mask import masked_scores, scored_by
-from pallas_kernels.hopper.prefill_warpgroup import Warpgroup
-from pallas_kernels.hopper.prefill_work import FIRST_REPOSITIONED
+from pallas_kernels.hopper.prefill_warpgroup import Config, Warpgroup
+from pallas_kernels.hopper.prefill_work import FIRST_REPOSITIONED, NUM_MASKED, NUM_PIECES
+
+
+class State(NamedTuple):
+    """What the online softmax has found so far.
+
+    sums: weights times values, [64, columns] for each part of the columns. top: largest score of each row, in base 2.
+    total: sum of its weights.
+    """
+
+    sums: tuple[jax.Array, ...]
+    top: jax.Array
+    total: jax.Array
+
+    def faded(self, fade) -> tuple[jax.Array, ...]:
+        return tuple(x * lax.broadcast_in_dim(fade, x.shape, [0]) for x in self.sums)
 
 
 class Visit(NamedTuple):
-    """What a consumer does in one turn: part number `part` of piece i, or in the loop without masks all of it.
+    """What a consumer does in one turn with a mask: part number `part` of piece i.
 
     first, last: the turn begins, or ends, the piece. query: 0 for the first query where repositioned sinks are in the
     piece, j for that of q_sink number j - 1; -1 where there are none.
     """
 
     i: Any
-    part: Any = 0
-    masked: bool = False
-    first: Any = True
-    last: Any = True
+    part: Any
+    first: Any
+    last: Any
     query: Any = -1
 
 
-def attend_masked(warpgroup: Warpgroup, j, carry):
+def attend_masked(warpgroup: Warpgroup, j, state: State) -> State:
     """Turn j of those that need a mask. Pieces with repositioned sinks are visited once for each query."""
     refs, config, number = warpgroup.refs, warpgroup.config, warpgroup.number
     num_parts, num_sinks = config.num_parts, config.num_sink_queries
     i, part = j // num_parts, lax.rem(j, int32(num_parts))
     first, last = part == 0, part == num_parts - 1
     if not num_sinks:
-        return _attend_part(warpgroup, Visit(i, part, True, first, last), carry)
+        return _attend_part(warpgroup, Visit(i, part, first, last), state)
     beyond = i - number(FIRST_REPOSITIONED)
     # The first query, and after it each of q_sink; -1 where there is nothing for them.
     query = jnp.where(beyond < 0, -1, lax.rem(beyond, int32(1 + num_sinks)))
     i = jnp.where(beyond < 0, i, number(FIRST_REPOSITIONED) + beyond // (1 + num_sinks))
     pl.when(first & (query > 0))(lambda: warpgroup.fetch_queries(refs.q_sink_g.at[warpgroup.half(), query - 1]))
     leaves = (query < 0) | (query == num_sinks)
-    carry = _attend_part(warpgroup, Visit(i, part, True, first & (query <= 0), last & leaves, query), carry)
+    state = _attend_part(warpgroup, Visit(i, part, first & (query <= 0), last & leaves, query), state)
     pl.when(last & (query == num_sinks))(lambda: warpgroup.fetch_queries(refs.q_g.at[warpgroup.half()]))
-    return carry
+    return state
 
 
-def attend_unmasked(warpgroup: Warpgroup, i, carry):
-    """Turn of piece i, which needs no mask."""
-    return _attend_part(warpgroup, Visit(i), carry)
+def _attend_part(warpgroup: Warpgroup, visit: Visit, state: State) -> State:
+    config = warpgroup.config
+    slots = pl.ds(pl.multiple_of(visit.part * config.part, config.part), config.part)
+    pl.when(visit.first)(lambda: warpgroup.wait_for_keys(visit.i))
+    s = _scores(warpgroup, visit.i, slots, config.part)
+    pl.when(visit.last)(lambda: warpgroup.leave_keys(visit.i))
+    s, scale = _capped(config, s)
+    new = _softmax(_masked(warpgroup, visit, s), scale, state, rows_may_be_empty=True)
+    weights = new.weights.astype(config.dtype)
+    sums, weights, top, total = _pinned(config, (_faded(state.sums, new.fade), weights, new.top, new.total))
+    held = warpgroup.hold_weights(weights)
+    warpgroup.take_turns()
+    pl.when(visit.first)(lambda: warpgroup.wait_for_values(visit.i))
+    sums = _with_values(warpgroup, sums, held, visit.i, slots)
+    pl.when(visit.last)(lambda: warpgroup.leave_values(visit.i))
+    return State(sums, top, total)
 
 
-def _attend_part(warpgroup: Warpgroup, visit: Visit, carry):
-    """One turn of the online softmax."""
-    refs, config = warpgroup.refs, warpgroup.config
-    acc, top, total = carry
-    stage = lax.rem(visit.i, int32(config.stages))
-    columns = config.part if visit.masked else config.piece
-    own = pl.ds(0, columns)
-    slots = pl.ds(pl.multiple_of(visit.part * columns, columns), columns) if visit.masked else own
-    pl.when(visit.first)(lambda: plgpu.barrier_wait(refs.k_bar.at[stage]))
-    s, scale = _scores(warpgroup, visit, stage, slots, columns)
+def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
+    """All turns without a mask, each of a whole piece.
 
-    new_top = jnp.maximum(top, s.max(axis=1) * scale)
+    The product of a piece's weights and values follows the scores of the next piece into the tensor cores, which carry
+    it out during the softmax of these.
+    """
+    config = warpgroup.config
+    first, end = warpgroup.number(NUM_MASKED), warpgroup.number(NUM_PIECES)
+    slots = pl.ds(0, config.piece)
+
+    def attend():
+        warpgroup.wait_for_keys(first)
+        s, scale = _capped(config, _scores(warpgroup, first, slots, config.piece))
+        warpgroup.leave_keys(first)
+        new = _softmax(s, scale, state)
+        held = warpgroup.hold_weights(new.weights.astype(config.dtype))
+        warpgroup.take_turns()
+        carry = State(_faded(state.sums, new.fade), new.top, new.total), held
+        (sums, top, total), held = lax.fori_loop(first + 1, end, turn, carry)
+        warpgroup.wait_for_values(end - 1)
+        sums = _with_values(warpgroup, sums, held, end - 1, slots)
+        warpgroup.leave_values(end - 1)
+        return State(sums, top, total)
+
+    def turn(i, carry):
+        state, held = carry
+        warpgroup.wait_for_keys(i)
+        warpgroup.wait_for_values(i - 1)
+
+        def multiply(scores):
+            warpgroup.multiply_keys(scores, i, slots)
+            return pl.run_scoped(functools.partial(overlap, scores), *_accumulators(state.sums))
+
+        def overlap(scores, *products):
+            warpgroup.multiply_values(products, state.sums, held, i - 1, slots)
+            warpgroup.take_turns()
+            s, scale = _capped(config, plgpu.wgmma_accumulator_load(scores, wait_n=len(products)))
+            warpgroup.leave_keys(i)
+            new = _pinned(config, _softmax(s, scale, state))
+            # Loops until it is this one's turn, and ptxas moves no wait across a loop: not the next one either, which
+            # would then come before the softmax.
+            warpgroup.take_turns()
+            sums, new = _pinned(config, (warpgroup.sums(products, state.sums), new))
+            warpgroup.leave_values(i - 1)
+            # Narrowed only now: ptxas serialises wgmmas during which operands of others are written.
+            weights = warpgroup.hold_weights(new.weights.astype(config.dtype))
+            return State(_faded(sums, new.fade), new.top, new.total), weights
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, config.piece), jnp.float32))
+
+    return lax.cond(first < end, attend, lambda: state)
+
+
+class Softmax(NamedTuple):
+    """A turn of the online softmax: weights [64, columns] float32, and by what earlier sums [64] fade."""
+
+    weights: jax.Array
+    fade: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def _softmax(s, scale: float, state: State, rows_may_be_empty: bool = False) -> Softmax:
+    top = jnp.maximum(state.top, s.max(axis=1) * scale)
     # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
-    base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if visit.masked else new_top
-    fade = jnp.exp2(top - base)
+    base = jnp.where(top == -jnp.inf, 0.0, top) if rows_may_be_empty else top
+    fade = jnp.exp2(state.top - base)
     weights = jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0]))
-    total = total * fade + weights.sum(axis=1)
-    weights = weights.astype(config.dtype)
-    acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) for a in acc)
-    if config.registers:
-        acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
-    else:
-        refs.p_s[warpgroup.group, :, own] = weights
-        plgpu.commit_smem()
-        weights = refs.p_s.at[warpgroup.group, :, own]
-    if config.take_turns:
-        plgpu.barrier_arrive(refs.turn)
-    pl.when(visit.first & (visit.i > 0))(lambda: plgpu.barrier_wait(refs.v_bar.at[stage]))
-    if config.take_turns:
-        plgpu.barrier_wait(refs.turn)
-    acc = _add_values(warpgroup, acc, weights, stage, slots)
-    pl.when(visit.last)(lambda: plgpu.barrier_arrive(refs.v_read.at[stage]))
-    return acc, new_top, total
+    return Softmax(weights, fade, top, state.total * fade + weights.sum(axis=1))
 
 
-def _scores(warpgroup: Warpgroup, visit: Visit, stage, slots, columns: int):
-    """Scores [64, columns] with soft cap and mask, and what they are yet to be multiplied with, which is base 2."""
-    refs, config = warpgroup.refs, warpgroup.config
+def _faded(sums, fade):
+    return tuple(x * lax.broadcast_in_dim(fade, x.shape, [0]) for x in sums)
 
-    def product(ref):
-        plgpu.wgmma(ref, refs.q_s.at[warpgroup.group], refs.k_s.at[stage, slots].transpose((1, 0)))
-        if config.take_turns:
-            warpgroup.rendezvous()
+
+def _pinned(config: Config, x):
+    """x, which is complete before anything that follows; jax's interpreter does not know the operation."""
+    return lax.optimization_barrier(x) if config.in_place else x
+
+
+def _scores(warpgroup: Warpgroup, i, slots, columns: int):
+    def multiply(ref):
+        warpgroup.multiply_keys(ref, i, slots)
+        warpgroup.take_turns()
         return ref[...]
 
-    s = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
-    pl.when(visit.last)(lambda: plgpu.barrier_arrive(refs.k_read.at[stage]))
-    scale = LOG2E
-    if config.soft_cap is not None:
-        s = jnp.tanh(s * (1 / config.soft_cap))
-        scale = config.soft_cap * LOG2E
-    if not visit.masked:
-        return s, scale
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
+
+
+def _capped(config: Config, s):
+    """Scores with soft cap, and what they are yet to be multiplied with, which is base 2."""
+    if config.soft_cap is None:
+        return s, LOG2E
+    return jnp.tanh(s * (1 / config.soft_cap)), config.soft_cap * LOG2E
+
+
+def _masked(warpgroup: Warpgroup, visit: Visit, s):
+    config = warpgroup.config
 
     def positions():
-        q_pos = load(refs.positions_g, (warpgroup.row, warpgroup.group))
-        return q_pos, warpgroup.key_positions(visit.i, visit.part, columns)
+        q_pos = load(warpgroup.refs.positions_g, (warpgroup.row, warpgroup.group))
+        return q_pos, warpgroup.key_positions(visit.i, visit.part, config.part)
 
     s = masked_scores(s, warpgroup.pattern, positions)
     if config.num_sink_queries:
         own_keys = functools.partial(scored_by, visit.query, config.num_sink_queries, warpgroup.pattern, positions)
         s = lax.cond(visit.query < 0, lambda s: s, own_keys, s)
-    return s, scale
+    return s
 
 
-def _add_values(warpgroup: Warpgroup, acc, weights, stage, slots):
-    """acc plus weights, in registers or shared memory, times values."""
-    refs, config = warpgroup.refs, warpgroup.config
-    width = config.columns
+def _accumulators(sums):
+    return [plgpu.WGMMAAccumulatorRef(x.shape, jnp.float32) for x in sums]
 
-    def add(ref, which=0):
-        plgpu.wgmma(ref, weights, refs.v_s.at[stage, slots, pl.ds(which * width, width)])
 
-    def added(ref, which):
-        add(ref, which)
-        return acc[which] + ref[...]
+def _with_values(warpgroup: Warpgroup, sums, held, i, slots):
+    """sums plus held weights times values."""
 
-    if config.in_place:
-        return (pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(acc[0])),)
-    ref = plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32)
-    return tuple(pl.run_scoped(functools.partial(added, which=j), ref) for j in range(len(acc)))
+    def multiply(*products):
+        warpgroup.multiply_values(products, sums, held, i, slots)
+        return warpgroup.sums(products, sums)
+
+    return pl.run_scoped(multiply, *_accumulators(sums))

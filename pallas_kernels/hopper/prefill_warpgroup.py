@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -132,6 +133,54 @@ class Warpgroup(NamedTuple):
     def rendezvous(self) -> None:
         plgpu.barrier_arrive(self.refs.turn)
         plgpu.barrier_wait(self.refs.turn)
+
+    def take_turns(self) -> None:
+        """Waits for the other consumer, which then has the tensor cores."""
+        if self.config.take_turns:
+            self.rendezvous()
+
+    def stage(self, i):
+        return lax.rem(i, int32(self.config.stages))
+
+    def wait_for_keys(self, i) -> None:
+        plgpu.barrier_wait(self.refs.k_bar.at[self.stage(i)])
+
+    def wait_for_values(self, i) -> None:
+        """Waits for the values of piece i, once for each; those of the first have been waited for."""
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(self.refs.v_bar.at[self.stage(i)]))
+
+    def leave_keys(self, i) -> None:
+        plgpu.barrier_arrive(self.refs.k_read.at[self.stage(i)])
+
+    def leave_values(self, i) -> None:
+        plgpu.barrier_arrive(self.refs.v_read.at[self.stage(i)])
+
+    def multiply_keys(self, scores, i, slots) -> None:
+        """Starts the product of the queries and the keys in slots of piece i."""
+        plgpu.wgmma(scores, self.refs.q_s.at[self.group], self.refs.k_s.at[self.stage(i), slots].transpose((1, 0)))
+
+    def hold_weights(self, weights):
+        """Holds weights for `multiply_values`, in registers or shared memory."""
+        if self.config.registers:
+            return weights
+        self.refs.p_s[self.group, :, pl.ds(0, weights.shape[1])] = weights
+        plgpu.commit_smem()
+        return ()
+
+    def multiply_values(self, products, sums, held, i, slots) -> None:
+        """Starts the product of held weights and the values in slots of piece i; sums: what it is added to."""
+        weights = held if self.config.registers else self.refs.p_s.at[self.group, :, pl.ds(0, slots.size)]
+        for j, product in enumerate(products):
+            width = self.config.columns
+            if self.config.in_place:
+                product[...] = sums[j]
+            plgpu.wgmma(product, weights, self.refs.v_s.at[self.stage(i), slots, pl.ds(j * width, width)])
+
+    def sums(self, products, sums):
+        """What `multiply_values` gives, for which it waits."""
+        if self.config.in_place:
+            return tuple(product[...] for product in products)
+        return tuple(x + product[...] for x, product in zip(sums, products, strict=True))
 
     def fetch_queries(self, queries) -> None:
         plgpu.copy_gmem_to_smem(queries, self.refs.q_s.at[self.group], self.refs.q_bar.at[self.group])
