@@ -31,6 +31,7 @@ class Kernel:
       spill_bytes: stores and loads together.
       shared_bytes: what it has from the beginning and what it is started with.
       grid, threads: blocks, and threads of each.
+      serialised: ptxas runs its wgmmas one after the other, because something else touches their registers meanwhile.
       split_atoms: of `find_split_atoms`.
     """
 
@@ -46,11 +47,12 @@ class Kernel:
     tma_stores: int
     mma_sync: int
     cp_async: int
+    serialised: bool = False
     split_atoms: tuple[str, ...] = ()
 
 
 def read_ptxas(text: str) -> dict[str, dict[str, int]]:
-    """Registers, spilled bytes, stack and static shared memory of each kernel in what `ptxas -v` says."""
+    """Registers, spilled bytes, stack, static shared memory, serialised wgmmas of each kernel: what `ptxas -v` says."""
     found = {}
     for part in re.split(r"Compiling entry function ", text)[1:]:
         name = re.match(r"'(\w+)'", part)
@@ -65,6 +67,7 @@ def read_ptxas(text: str) -> dict[str, dict[str, int]]:
             "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             "stack_bytes": number(r"(\d+) bytes stack frame"),
             "shared_bytes": number(r"(\d+) bytes smem"),
+            "serialised": bool(re.search(rf"wgmma.mma_async instructions are serialized .*'{name.group(1)}'", text)),
         }
     return found
 
@@ -311,6 +314,8 @@ def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
         wrong.append(f"spills {kernel.spill_bytes:,} bytes")
     if kernel.shared_bytes > shared_limit:
         wrong.append(f"{kernel.shared_bytes:,} bytes of shared memory, the chip has {shared_limit:,}")
+    if kernel.serialised:
+        wrong.append("ptxas serialises its wgmmas: other instructions touch their registers while they run")
     if kernel.split_atoms:
         wrong.append(f"columns would be swapped: shared memory swizzled by fewer than 8 rows, {kernel.split_atoms[0]}")
     return wrong

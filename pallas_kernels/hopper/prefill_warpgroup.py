@@ -23,8 +23,8 @@ class Config:
     """What the kernel is compiled for.
 
     stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
-    through shared memory. in_place: it adds to the output, else its sums are added afterwards. jax's interpreter of GPU
-    programs can follow neither of the two. num_sink_queries: sink queries, J.
+    through shared memory. in_place: it adds to the output, as compiled kernels do; else its sums are added afterwards.
+    jax's interpreter of GPU programs can follow neither of the two. num_sink_queries: sink queries, J.
     """
 
     num_kv_heads: int

@@ -1,5 +1,6 @@
 """Compilation for a GPU that is not there: what compilers say is read and judged rightly, and they do compile."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -73,6 +74,11 @@ PTX = """
  cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
  cp.async.wait_group 0x1;
 """
+SERIALISED = (
+    "ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma "
+    "instructions defining input registers of a wgmma between start and end of the pipeline stage in the function "
+    "'merge' in line 0\n"
+)
 POOL = (1024, 2, 2, 8, 64, 128)
 COPIED = """
 %fused_dynamic_update_slice (param_0.3: bf16[1024,2,2,8,64,128], param_1.19: s32[]) -> bf16[1024,2,2,8,64,128] {
@@ -136,9 +142,14 @@ def memory(**changed) -> Memory:
 
 def test_ptxas_says_registers_spills_stack_and_shared_memory_of_each_kernel():
     assert report.read_ptxas(SPILLING) == {
-        "decode": {"registers": 72, "spill_bytes": 24, "stack_bytes": 16, "shared_bytes": 0},
-        "merge": {"registers": 68, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 1},
+        "decode": {"registers": 72, "spill_bytes": 24, "stack_bytes": 16, "shared_bytes": 0, "serialised": False},
+        "merge": {"registers": 68, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 1, "serialised": False},
     }
+    found = report.read_ptxas(SERIALISED + SPILLING)
+    assert [numbers["serialised"] for numbers in found.values()] == [False, True]
+    assert report.judge_kernel(dataclasses.replace(kernel(), serialised=True), 0) == [
+        "ptxas serialises its wgmmas: other instructions touch their registers while they run"
+    ]
 
 
 def test_launches_are_read_from_thunks_of_xla_and_passes_of_mosaic():
