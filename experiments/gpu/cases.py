@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels.contract import Call, Options, Pool
 from pallas_kernels.patterns import FAR, FULL, Pattern
+from pallas_kernels.speed.lists import DECODE
 
 # Successive calls read different layers, together so many bytes: four times the L2 of an H200 (60 MB) and more.
 ROTATED_BYTES = 512 * 2**20
@@ -158,13 +159,4 @@ def decode_cases(block_size: int, tiny: bool) -> list[Case]:
     if tiny:
         small = functools.partial(Case, block_size=block_size, num_heads=4, num_kv_heads=2, head_dim=64, tiny=True)
         return [small("2x100", (100,) * 2), small("mix 1x200+3x60", (200, 60, 60, 60))]
-    shapes = {
-        "64x4k": (4096,) * 64,
-        "1x4k": (4096,),
-        "8x8k": (8192,) * 8,
-        "1x128k+31x4k": (131072,) + (4096,) * 31,
-        "32x4k": (4096,) * 32,
-        "1x32k": (32768,),
-        "256x512": (512,) * 256,
-    }
-    return [Case(name, lengths, block_size) for name, lengths in shapes.items()]
+    return [Case(name, lengths, block_size) for name, lengths in DECODE.items()]

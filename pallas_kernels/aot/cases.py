@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from pallas_kernels import aot, int4
 from pallas_kernels.aot.check import Case
 from pallas_kernels.contract import Call, Kernel, Options, Pool, Write
 from pallas_kernels.patterns import Pattern
+from pallas_kernels.speed import models
+from pallas_kernels.speed.predict import Model
 
 # Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
 NUM_BLOCKS, NUM_LAYERS, TABLE_WIDTH = 4096, 2, 64
@@ -81,7 +84,8 @@ def cases(target: aot.Target) -> list[Case]:
 
     found = []
     if target.hopper:
-        found += attention("hopper attention", KERNELS["hopper_decode"], (*DECODE, {"q": 16}, *QUANTISED))
+        shapes = (*DECODE, {"q": 16}, *QUANTISED)
+        found += attention("hopper attention", KERNELS["hopper_decode"], shapes, models.decode)
         found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL)
         found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS)
         write = KV_WRITES["hopper_kv_write"]
@@ -103,9 +107,12 @@ def _mass_alone(probability_mass):
     return attend
 
 
-def attention(name: str, kernel: Kernel, shapes) -> list[Case]:
-    """Cases of a kernel of attention; `attention_program` says what a shape may hold."""
-    return [Case(name, shape, functools.partial(attention_program, kernel=kernel, **shape)) for shape in shapes]
+def attention(name: str, kernel: Kernel, shapes, speed: Callable[[dict[str, Any]], Model | None] = lambda _: None):
+    """Cases of a kernel of attention; `attention_program` says what a shape may hold, `speed.models` its model."""
+    return [
+        Case(name, shape, functools.partial(attention_program, kernel=kernel, **shape), speed=speed(shape))
+        for shape in shapes
+    ]
 
 
 def attention_program(

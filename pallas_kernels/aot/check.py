@@ -30,6 +30,9 @@ from typing import Any
 from pallas_kernels import aot
 from pallas_kernels.aot import report
 from pallas_kernels.aot.report import Collective
+from pallas_kernels.speed import baseline, sass
+from pallas_kernels.speed import report as speed
+from pallas_kernels.speed.predict import Model
 
 # Functions Target -> list[Case], as "module:function"; a module is imported when its cases are asked for.
 SOURCES = ("pallas_kernels.aot.cases:cases",)
@@ -45,6 +48,8 @@ _COLUMNS = {
     "tma_loads": "TMA loads",
     "mma_sync": "mma.sync",
     "cp_async": "cp.async",
+    "cycles": "cycles",
+    "turn_limit": "limit",
 }
 
 
@@ -57,12 +62,14 @@ class Case:
       lower: the program lowered for a target, mostly by `aot.lower`. Its pool is what it takes over from its caller;
         where it takes nothing over, its largest argument.
       collectives: those that the program must have, and no others; None: of one device, or judged by nobody.
+      speed: how its time is predicted from machine code; None: not at all.
     """
 
     name: str
     config: dict[str, Any]
     lower: Callable[[aot.Target], Any]
     collectives: Counter[Collective] | None = None
+    speed: Model | None = None
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
@@ -96,14 +103,24 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas)
     wrong = program.wrong(case.collectives)
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
-    inside, outside = report.count_thunks(after.read_text() if after else "")
-    thunks = {"thunks": inside.total() + outside.total(), "captured": inside.total()}
-    about = program.plain() | thunks | {"seconds": seconds}
+    thunks = after.read_text() if after else ""
+    inside, outside = report.count_thunks(thunks)
+    about = program.plain() | {"thunks": inside.total() + outside.total(), "captured": inside.total()}
+    about |= {"launches_per_layer": report.count_repeated(thunks), "seconds": seconds}
     if not kernels:
         return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(report.Kernel)) | about]
-    return [
+    rows = [
         _row(case, [*wrong, *report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
         for kernel in kernels
+    ]
+    nvdisasm = sass.find_nvdisasm()
+    if case.speed is None or target.name not in speed.CHIPS or nvdisasm is None:
+        return rows
+    chip = speed.CHIPS[target.name]
+    machines = speed.read_machines(folder, kernels, target.arch, ptxas, nvdisasm)
+    computed = speed.examine(machines, case.speed, chip)
+    return [
+        row | computed | {"speed": speed.describe(machines[kernel.kernel], chip)} for row, kernel in zip(rows, kernels)
     ]
 
 
@@ -166,6 +183,7 @@ def check(
     name: str,
     *,
     only: str = "",
+    chosen: Callable[[Case], bool] = lambda case: True,
     sources: Sequence[str] = SOURCES,
     jobs: int | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -174,7 +192,7 @@ def check(
     """Compiles all cases for a target, shows a line for each kernel, and returns all as one JSON object.
 
     Args:
-      only: regular expression; cases are taken where it occurs in "name key=value ...".
+      only: regular expression; cases are taken where it occurs in "name key=value ...". chosen: of these, which.
       jobs: processes at once.
 
     Raises:
@@ -185,25 +203,31 @@ def check(
         pattern = re.compile(only)
     except re.error as error:
         raise ValueError(f"{only!r} is not a regular expression: {error}") from None
-    chosen = [found for found in find_cases(target, sources) if pattern.search(str(found[2]))]
-    if not chosen:
+    taken = [case for case in find_cases(target, sources) if pattern.search(str(case[2])) and chosen(case[2])]
+    if not taken:
         raise ValueError(f"no case for {name} has {only!r} in its name")
     began = time.perf_counter()
-    show(f"{target.device} ({target.arch}), jax {importlib.metadata.version('jax')}, {len(chosen)} cases")
+    show(f"{target.device} ({target.arch}), jax {importlib.metadata.version('jax')}, {len(taken)} cases")
     show(_line(("", *_COLUMNS.values())))
     rows: list[dict[str, Any]] = []
     with concurrent.futures.ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, 8)) as pool:
-        waiting = [pool.submit(_check_in_process, *found, target, timeout_s) for found in chosen]
+        waiting = [pool.submit(_check_in_process, *found, target, timeout_s) for found in taken]
         try:
-            for (_, _, case), future in zip(chosen, waiting):
-                result = future.result()
-                show("\n".join([_title(case, result[0]), *map(_describe, result)]))
+            for (_, _, case), future in zip(taken, waiting):
+                result = _compared(future.result())
+                show("\n".join([_title(case, result[0]), *map(_describe, result), *_predicted(result[0])]))
                 rows += result
         finally:
             pool.shutdown(cancel_futures=True)
     failed = sum(row["reason"] is not None for row in rows)
     show(f"{len(rows)} reports, {failed} failed, {time.perf_counter() - began:.0f} s")
     return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "failed": failed}
+
+
+def _compared(rows: list[dict]) -> list[dict]:
+    """Rows of a case, failed where its predictions are worse than those that are stored."""
+    slower = [line for lines in baseline.judge(rows, baseline.stored()).values() for line in lines]
+    return [row | {"reason": "; ".join(filter(None, [row["reason"], *slower]))} for row in rows] if slower else rows
 
 
 def _line(cells: Sequence[object]) -> str:
@@ -217,13 +241,26 @@ def _title(case: Case, row: dict[str, Any]) -> str:
         said += "  pool {pool_bytes:,} bytes, aliased {alias_bytes:,}, temp {temp_bytes:,}".format_map(row)
     if row.get("captured"):
         said += ", {captured} of {thunks} thunks in command buffers".format_map(row)
+    if row.get("launches_per_layer"):
+        said += ", {launches_per_layer} of them per layer".format_map(row)
     return "\n".join(filter(None, [said, report.describe_exchange(row)]))
+
+
+def _predicted(row: dict[str, Any]) -> list[str]:
+    """A line for each shape whose time is predicted."""
+    lines = []
+    for found in row.get("predictions") or ():
+        rate = f"{found['tflops']:>8,.0f} TFLOP/s" if found["tflops"] else f"{found['share']:>8.3f} of a copy"
+        lines.append(f"    computed: {found['shape']:<14}{found['us']:>10,.1f} us {rate}, limit: {found['limit']}")
+    return lines
 
 
 def _describe(row: dict[str, Any]) -> str:
     lines = []
     if row.get("kernel"):
         cells = row | {"grid": "x".join(str(n) for n in row["grid"] if n > 1) or "1"}
+        turn = row.get("speed") or {}
+        cells |= {"cycles": turn.get("cycles", ""), "turn_limit": turn.get("limit", "").removesuffix(" memory")}
         lines.append(_line((f"  {row['kernel']}", *(cells[column] for column in _COLUMNS))))
     elif "temp_bytes" in row:
         lines.append("  no Pallas kernel in it")

@@ -100,6 +100,15 @@ def count_thunks(text: str) -> tuple[Counter, Counter]:
     return counts
 
 
+def count_repeated(text: str) -> int | None:
+    """Launches of one layer of a model: the period of a sequence of thunks; None where less than half of it repeats."""
+    thunks = re.findall(r"^ *\d+: (k\w+) +\[[^\]]*\] (\w*)", text, re.MULTILINE)
+    names = [(kind, _unnumbered(name)) for kind, name in thunks]
+    equal = {n: sum(a == b for a, b in zip(names, names[n:])) for n in range(1, len(names) // 2 + 1)}
+    period = max(equal, key=lambda n: equal[n], default=0)
+    return period if period and 2 * equal[period] >= len(names) else None
+
+
 def read_mosaic_launch(lines: Iterable[str]) -> dict | None:
     """The same of a Mosaic GPU kernel, from the log of its passes: of the first launch with numbers in it."""
     number = r"%\w+ = %c(\d+)\w*"

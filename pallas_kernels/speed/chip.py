@@ -1,0 +1,70 @@
+"""What the model of speed knows of Hopper: rates, latencies and sizes, each with its source. No kernels.
+
+*Guide*: NVIDIA's CUDA programming guide, results per clock and multiprocessor of compute capability 9.0. *Hopper*:
+"Benchmarking and dissecting the NVIDIA Hopper GPU architecture", arXiv:2402.13499, measured on an H100. *Assumed*: not
+measured as far as we know, or measured for something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """An H200. Cycles are of a multiprocessor's clock; `pipes.py` has what instructions cost."""
+
+    num_cores: int = 132
+    # Boost clock of an H200 SXM.
+    clock_hz: float = 1.98e9
+    # With the tensor cores busy the chip draws all its power and slows down: a large matrix product in bfloat16 gets
+    # 790 TFLOP/s, of 876 at this clock. The clock is assumed.
+    tensor_clock_hz: float = 1.62e9
+    # A large copy, read and written bytes together, of nominal 4.8 TB/s. Measured on an H200 by a user of this project.
+    copy_bytes_per_s: float = 4.3e12
+    # Share of it that reading alone, in pieces, gets at best. FA3's decode on an H200: 3.98 TB/s, 0.92 of copy
+    # (tile-ai/TileOPs pull request 2136). No kernel is assumed to do better.
+    streaming: float = 0.92
+    # Schedulers of a multiprocessor; each issues an instruction per cycle. Guide.
+    schedulers: int = 4
+    # Multiply-adds of 16 bits per cycle and multiprocessor: 989.4 TFLOP/s at 1.83 GHz, NVIDIA's data sheet of the H100.
+    tensor_flops: int = 4096
+    # mma.sync reaches 0.63 of the rate of wgmma. Hopper, table of mma.
+    mma_sync: float = 0.63
+    # Bytes per cycle of shared memory. Guide.
+    shared_bytes_per_cycle: int = 128
+    # Per multiprocessor. Guide, table of technical specifications; 1 KiB of each block is reserved.
+    shared_bytes: int = 233_472
+    reserved_bytes: int = 1024
+    registers: int = 65_536
+    threads: int = 2048
+    blocks: int = 32
+    # Latencies in cycles. Hopper. Loads of a loop find in the L1 what earlier turns have brought: lists of work.
+    l1_latency: int = 41
+    l2_latency: int = 263
+    dram_latency: int = 479
+    # What a copy by TMA takes longer than a load. Assumed, from arXiv:2501.12084.
+    tma_latency: int = 170
+    # From a request to its data where memory is busy: 0.7 microseconds. Assumed.
+    loaded_latency: int = 1400
+    # Between two kernels of a CUDA graph, microseconds: the first's end to the second's first instruction. Published by
+    # Hazy Research for an H100: "no bubbles", 1.3 us per kernel.
+    launch_us: float = 1.3
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of device memory, all multiprocessors together."""
+        return self.copy_bytes_per_s / self.clock_hz
+
+    def us(self, cycles: float) -> float:
+        return cycles / self.clock_hz * 1e6
+
+    def resident(self, registers: int, threads: int, shared_bytes: int) -> int:
+        """Returns how many blocks of threads fit a multiprocessor."""
+        of_warp = -(-registers * 32 // 256) * 256
+        by_registers = self.registers // max(of_warp * -(-threads // 32), 1)
+        by_shared = self.shared_bytes // (shared_bytes + self.reserved_bytes)
+        return max(1, min(by_registers, by_shared, self.threads // threads, self.blocks))
+
+
+H200 = Chip()

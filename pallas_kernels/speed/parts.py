@@ -1,0 +1,129 @@
+"""The parts that a kernel's time is made of: what comes before its inner loop, one turn of it, what comes after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.speed import flow, pipes
+from pallas_kernels.speed.flow import Block
+from pallas_kernels.speed.sass import Function, Instruction
+
+Code = tuple[Instruction, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Instructions of a warp, in order, on paths that ask for as many copies as possible and take no masks.
+
+    Args:
+      before: from the beginning to the inner loop, or to the end where there is no loop. turn: of the inner loop.
+      around: one turn of the loop around it, with one of the inner loop; empty where there is none. after: to the end.
+      masked: one turn of another loop with products of matrices; empty where there is none.
+    """
+
+    before: Code
+    turn: Code
+    around: Code
+    after: Code
+    masked: Code
+
+    @property
+    def stages(self) -> int:
+        """Turns whose data has been asked for when the loop begins; at least 1."""
+        return max(1, count_copies(self.before) // max(count_copies(self.turn), 1))
+
+
+def find_parts(function: Function) -> Parts:
+    """Finds the inner loop of a kernel: with most products of matrices, else with most copies, loads and stores."""
+    graph = flow.blocks(function)
+    loops = flow.loops(graph)
+    turns = {loop.head: flow.turn(graph, loop, loops, _cost) for loop in loops}
+    ends = [n for n, block in enumerate(graph) if not block.next and block.code[-1].name == "EXIT"]
+    everything = range(len(graph))
+    inner = max(loops, key=lambda loop: (_work(turns[loop.head]), -len(loop.blocks)), default=None)
+    if inner is None or _work(turns[inner.head]) == (0, 0, 0):
+        return Parts(flow.path(graph, 0, ends, everything, loops, _cost), (), (), (), ())
+    outer = [loop for loop in loops if inner.blocks < loop.blocks and _work(turns[loop.head]) != (0, 0, 0)]
+    apart = [loop for loop in loops if not loop.blocks & inner.blocks and _flops(turns[loop.head])]
+    masked = max(apart, key=lambda loop: _flops(turns[loop.head]), default=None)
+    left = {m for n in inner.blocks for m in graph[n].next} - inner.blocks
+    after = min(
+        (flow.path(graph, n, ends, set(everything) - inner.blocks, loops, _cost) for n in left),
+        key=lambda code: (-count_copies(code), len(code)) if code else (0, len(function.code)),
+        default=(),
+    )
+    return Parts(
+        flow.path(graph, 0, [inner.head], everything, loops, _cost)[: -len(graph[inner.head].code)],
+        turns[inner.head],
+        turns[outer[0].head] if outer else (),
+        after,
+        turns[masked.head] if masked else (),
+    )
+
+
+def count_copies(code: Sequence[Instruction]) -> int:
+    """Copies by TMA."""
+    return sum(i.name in ("UTMALDG", "UBLKCP") for i in code)
+
+
+def _flops(code: Sequence[Instruction]) -> int:
+    """Of products of matrices, a warpgroup's or a warp's."""
+    shapes = [pipes.wgmma(i) for i in code]
+    return sum(shape.flops for shape in shapes if shape) + sum(2 * 16 * 8 * 16 for i in code if i.name == "HMMA")
+
+
+def _work(code: Sequence[Instruction]) -> tuple[int, int, int]:
+    """By which an inner loop is chosen: products of matrices, and only without them copies, then loads and stores."""
+    if flops := _flops(code):
+        return flops, 0, 0
+    transfers = sum(i.name in ("LDG", "LDS", "STG", "STS", "LDGSTS") for i in code)
+    return 0, count_copies(code), transfers if len(code) > 16 else 0
+
+
+def _cost(block: Block) -> tuple[float, ...]:
+    return -count_copies(block.code), len(block.code)
+
+
+_GROUPS = {
+    "loads": ("LDG", "LD"),
+    "stores": ("STG", "ST"),
+    "shared_loads": ("LDS", "LDSM"),
+    "shared_stores": ("STS", "STSM"),
+    "shuffles": ("SHFL",),
+    "barriers": ("BAR",),
+    "mbarriers": ("SYNCS",),
+    "fences": ("MEMBAR", "FENCE"),
+    "cp_async": ("LDGSTS",),
+}
+_PIPES = {pipes.MUFU: "mufu", pipes.FMA: "fma", pipes.ALU: "alu", pipes.UNIFORM: "uniform"}
+
+
+def count(code: Sequence[Instruction]) -> dict[str, Any]:
+    """Counts the instructions of a warp by what they need.
+
+    Returns:
+      numbers by kind; "wgmma" by shape; "stalls", the sum of the fixed stalls in cycles; "shared_bytes", read and
+      written by a warpgroup, operands of its products among them.
+    """
+    names = Counter(i.name for i in code)
+    found: dict[str, Any] = {"instructions": len(code), "stalls": sum(i.stall for i in code)}
+    shapes = Counter(f"{i.name.lower()} 64x{shape.n}x{shape.k}" for i in code if (shape := pipes.wgmma(i)))
+    found["wgmma"] = dict(sorted(shapes.items()))
+    found["mma"] = names["HMMA"]
+    found["copies"] = count_copies(code)
+    found |= {kind: sum(names[name] for name in members) for kind, members in _GROUPS.items()}
+    of_pipe = Counter(pipes.pipe(i) for i in code)
+    found |= {name: of_pipe[pipe] for pipe, name in _PIPES.items()}
+    found["shared_bytes"] = sum(_shared_bytes(i) for i in code)
+    return found
+
+
+def _shared_bytes(instruction: Instruction) -> int:
+    if shape := pipes.wgmma(instruction):
+        return shape.shared_bytes
+    if instruction.name in ("LDS", "LDSM", "STS", "STSM"):
+        return 128 * pipes.width(instruction)
+    return 0

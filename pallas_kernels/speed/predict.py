@@ -1,0 +1,160 @@
+"""Predicts how long kernels take on shapes of the GPU script, from the machine code of their parts.
+
+A multiprocessor's time is the longest of several terms, each in cycles: `compute`, turns of the inner loop as `warp`
+simulates them; `memory`, bytes at the bandwidth of the chip. To it are added what does not overlap: the start of a
+kernel, its end, other kernels, and the gaps between launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from pallas_kernels.speed import lists, pipes
+from pallas_kernels.speed.chip import Chip
+from pallas_kernels.speed.parts import Parts
+from pallas_kernels.speed.warp import Timing, simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A compiled kernel: its parts, how many of its blocks fit a multiprocessor, and warpgroups of a block that run the
+    inner loop."""
+
+    parts: Parts
+    resident: int
+    warpgroups: int
+    seen: dict[Any, Timing] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def turn(self, chip: Chip, blocks: int) -> Timing:
+        """Simulates the inner loop."""
+        return self.simulated("turn", chip, blocks, chip.l1_latency)
+
+    def once(self, part: str, chip: Chip, blocks: int, load_latency: float) -> float:
+        """Cycles of a part that runs once, beside other blocks that run the same; 0 where there is none."""
+        return self.simulated(part, chip, blocks, load_latency).cycles if getattr(self.parts, part) else 0.0
+
+    def simulated(self, part: str, chip: Chip, blocks: int, load_latency: float) -> Timing:
+        """Simulates a part in as many blocks."""
+        key = part, blocks, load_latency
+        if key not in self.seen:
+            turns = 12 if part in ("turn", "masked") else 3
+            self.seen[key] = simulate(
+                getattr(self.parts, part),
+                chip,
+                warps=self.warpgroups,
+                blocks=blocks,
+                turns=turns,
+                load_latency=load_latency,
+            )
+        return self.seen[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a call takes on one shape.
+
+    Args:
+      terms: microseconds by what takes them: memory and compute overlap, and only the longer one counts; the others are
+        added.
+      limit: what would have to become faster first.
+      share: of the bandwidth of a copy; 0 where arithmetic is what counts. tflops: rate of arithmetic, or 0.
+    """
+
+    shape: str
+    us: float
+    limit: str
+    terms: dict[str, float]
+    share: float = 0.0
+    tflops: float = 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the numbers, rounded."""
+        found = dataclasses.asdict(self) | {"us": round(self.us, 2)}
+        found["share"], found["tflops"] = round(self.share, 3), round(self.tflops, 1)
+        return found | {"terms": {name: round(us, 2) for name, us in self.terms.items()}}
+
+
+def _limit(terms: Mapping[str, float], timing: Timing) -> str:
+    """Names what is slowest: memory, launches, or what the inner loop waits for."""
+    overlapping = max(terms["memory"], terms["compute"])
+    rest = {name: us for name, us in terms.items() if name not in ("memory", "compute")}
+    if sum(rest.values()) > overlapping:
+        return "launches" if terms["launches"] >= max(rest.values()) else "latency"
+    return "memory" if terms["memory"] >= terms["compute"] else limit_of_turn(timing)
+
+
+def limit_of_turn(timing: Timing) -> str:
+    """Names the pipe that the turns of a loop keep busy for more than 0.85 of their time, else latency."""
+    names = {pipes.MEMORY: pipes.SHARED, pipes.MUFU: "issue", pipes.FMA: "issue", pipes.ALU: "issue"}
+    pipe, busy = max(timing.busy.items(), key=lambda item: item[1])
+    return names.get(pipe, pipe) if busy > 0.85 * timing.cycles else "latency"
+
+
+def _sum(terms: Mapping[str, float]) -> float:
+    rest = sum(us for name, us in terms.items() if name not in ("memory", "compute"))
+    return max(terms["memory"], terms["compute"]) + rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Attention of few queries per row over a list of work, and the merge of its segments.
+
+    piece_bytes: of keys and values of TILE_KV tokens of one kv head, with scales. num_workers: that work is cut for.
+    merges: blocks of threads that merge one pair, a part of the columns each.
+    """
+
+    num_kv_heads: int
+    piece_bytes: float
+    num_workers: int
+    merges: int = 1
+
+    def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
+        return [self._of_shape(name, lengths, machines, chip) for name, lengths in lists.DECODE.items()]
+
+    def _of_shape(self, name: str, lengths: Sequence[int], machines: Mapping[str, Machine], chip: Chip) -> Prediction:
+        work = lists.stretches(lengths, self.num_kv_heads, self.num_workers)
+        machine, merge = machines["hopper_attention"], machines.get("hopper_merge")
+        merged = [count for count in work.of_pair for _ in range(self.merges)]
+        timing, start, compute, end = walk(machine, work, chip)
+        num_bytes = sum(work.pieces) * self.piece_bytes
+        terms = {
+            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "compute": chip.us(compute),
+            "start and end": chip.us(start + end),
+            "merge": chip.us(_merge_cycles(merge, merged, chip)) if merge else 0.0,
+            "launches": chip.launch_us * (2 if merge else 1),
+        }
+        us = _sum(terms)
+        share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
+        return Prediction(name, us, _limit(terms, timing), terms, share)
+
+
+def walk(machine: Machine, work: lists.Stretches, chip: Chip) -> tuple[Timing, float, float, float]:
+    """Cycles of the workers of a list: of a turn, before the first one, of all turns of the slowest worker, after."""
+    blocks = min(machine.resident, -(-len(work.pieces) // chip.num_cores))
+    parts, timing = machine.parts, machine.turn(chip, blocks)
+    # A copy is asked for `stages` turns before its data is needed, when its place has been read.
+    turn = max(timing.cycles, (chip.loaded_latency + timing.held) / parts.stages)
+    around = max(machine.once("around", chip, blocks, chip.l1_latency) - timing.cycles, 0)
+    compute = max(p * turn + s * around for p, s in zip(work.pieces, work.segments))
+    start = machine.once("before", chip, blocks, chip.dram_latency) + chip.dram_latency + chip.tma_latency
+    return timing, start, compute, machine.once("after", chip, blocks, chip.l1_latency)
+
+
+def _merge_cycles(machine: Machine, of_pair: Sequence[int], chip: Chip) -> float:
+    """Cycles of a grid of one block for each pair, with a turn for each of the pair's segments."""
+    blocks = min(machine.resident, -(-len(of_pair) // chip.num_cores))
+    parts, timing = machine.parts, machine.turn(chip, blocks)
+    arrival = chip.l2_latency + chip.tma_latency  # the segments have just been written
+    turn = max(timing.cycles, (arrival + timing.held) / parts.stages)
+    fixed = machine.once("before", chip, blocks, chip.l2_latency) + arrival
+    fixed += machine.once("after", chip, blocks, chip.l2_latency)
+    return lists.makespan((fixed + turn * n for n in of_pair), blocks * chip.num_cores)
+
+
+class Model(Protocol):
+    """Predicts the shapes of one program from its kernels, by name."""
+
+    def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]: ...

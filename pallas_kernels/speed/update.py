@@ -1,0 +1,38 @@
+"""Stores the predictions of the model of speed, and writes the table of the README.
+
+    python -m pallas_kernels.speed.update [--show]
+
+Compiles the cases that have a model, about a minute, and shows each number before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from pallas_kernels.aot import check
+from pallas_kernels.speed import baseline
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Exit status 1: a case was not compiled; nothing is stored then."""
+    parser = argparse.ArgumentParser("python -m pallas_kernels.speed.update", description="Stores predictions.")
+    parser.add_argument("--show", action="store_true", help="show what has changed, and store nothing")
+    args = parser.parse_args(argv)
+    rows = check.check("h200", chosen=lambda case: case.speed is not None, show=lambda line: None)["kernels"]
+    if broken := [f"{baseline.key(row)}: {row['reason']}" for row in rows if not row.get("predictions")]:
+        print(*broken, sep="\n", file=sys.stderr)
+        return 1
+    new, old = baseline.entries(rows), baseline.stored()
+    if old["versions"] != baseline.versions():
+        print(f"stored: {old['versions']}; these compilers: {baseline.versions()}")
+    print(*(baseline.changes(new, old["cases"]) or ["nothing has changed"]), sep="\n")
+    if not args.show:
+        baseline.PATH.write_text(json.dumps({"versions": baseline.versions(), "cases": new}, indent=1) + "\n")
+        baseline.README.write_text(baseline.with_table(baseline.README.read_text(), new))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

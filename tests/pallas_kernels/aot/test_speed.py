@@ -1,0 +1,233 @@
+"""The model of speed: machine code is read rightly, loops are found, instructions, pipes and bytes take their time."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.gpu.cases import decode_cases
+from pallas_kernels import aot, work
+from pallas_kernels.aot import check
+from pallas_kernels.patterns import FULL
+from pallas_kernels.speed import baseline, flow, lists, parts, pipes, predict, sass, warp
+from pallas_kernels.speed.chip import H200
+
+needs_compiler = pytest.mark.skipif(
+    aot.missing() is not None or sass.find_nvdisasm() is None, reason=aot.missing() or "nvdisasm is not installed"
+)
+
+
+def listing(*lines: str) -> str:
+    """A kernel as nvdisasm prints it. Each line is `opcode operands; stall, writes, reads, waits` or a label."""
+    text, address = [".text.kernel:"], 0
+    for line in lines:
+        if line.startswith(".L"):
+            text.append(line)
+            continue
+        code, _, numbers = line.partition(";")
+        stall, writes, reads, waits = (int(n) for n in numbers.split(",")) if numbers else (1, 7, 7, 0)
+        upper = stall << 41 | writes << 46 | reads << 49 | waits << 52
+        text.append(f"        /*{address:04x}*/    {code.strip()} ;    /* 0x0000000000000000 */")
+        text.append(f"                             /* 0x{upper:016x} */")
+        address += 16
+    return "\n".join(text)
+
+
+def function(*lines: str) -> sass.Function:
+    return sass.parse(listing(*lines))["kernel"]
+
+
+# As in nvdisasm's output of a kernel: a branch that waits for scoreboards 3 and 5 and stalls 11 cycles, a load.
+REAL = """
+.text.hopper_attention:
+        /*1f90*/              @!P1 BRA `(.L_x_6) ;                                        /* 0x0000000400fc9947 */
+                                                                                          /* 0x028fd60003800000 */
+        /*1eb0*/                   LDG.E R58, desc[UR4][R58.64] ;                         /* 0x000000043a3a7981 */
+                                                                                          /* 0x000ea2000c1e1900 */
+.L_x_6:
+        /*8750*/                   EXIT ;                                                 /* 0x000000000000794d */
+                                                                                          /* 0x000fea0003800000 */
+"""
+# Keys are asked for before the loop and in it; a mask is skipped by most turns.
+LOOP = (
+    "UTMALDG.4D [UR8], [UR14]",
+    "UTMALDG.4D [UR8], [UR14]",
+    ".L_x_1:",
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24, gsb0",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+    "@P1 BRA `(.L_x_2)",
+    "FSEL R1, R1, -INF , !P2",
+    "FSEL R2, R2, -INF , !P2",
+    "FSEL R3, R3, -INF , !P2",
+    ".L_x_2:",
+    "@P2 BRA `(.L_x_3)",
+    "UTMALDG.4D [UR8], [UR14]",
+    ".L_x_3:",
+    "MUFU.EX2 R4, R1",
+    "@P0 BRA `(.L_x_1)",
+    "STG.E [R2.64], R4",
+    "EXIT",
+)
+
+
+def test_instructions_are_read_with_their_stalls_and_scoreboards():
+    [branch, load, end] = sass.parse(REAL)["hopper_attention"].code
+    assert (branch.predicate, branch.target, branch.stall, branch.waits) == ("@!P1", "L_x_6", 11, 0b101000)
+    assert (load.opcode, load.name, load.writes, load.reads, load.stall) == ("LDG.E", "LDG", 2, None, 1)
+    assert sass.parse(REAL)["hopper_attention"].labels == {"L_x_6": 2} and end.ends
+    with pytest.raises(ValueError, match="half of an encoding is missing after '/\\*8750"):
+        sass.parse(REAL[: REAL.rindex("/* 0x000fea")])
+
+
+def test_a_turn_asks_for_copies_and_skips_masks():
+    found = parts.find_parts(function(*LOOP))
+    assert [i.name for i in found.turn] == ["HGMMA", "WARPGROUP", "BRA", "BRA", "UTMALDG", "MUFU", "BRA"]
+    assert [i.name for i in found.before] == ["UTMALDG", "UTMALDG"] and found.stages == 2
+    assert [i.name for i in found.after] == ["STG", "EXIT"] and found.around == found.masked == ()
+    counts = parts.count(found.turn)
+    assert (counts["instructions"], counts["copies"], counts["mufu"], counts["alu"]) == (7, 1, 1, 0)
+    assert counts["wgmma"] == {"hgmma 64x64x16": 1} and counts["shared_bytes"] == 4096
+
+
+def test_loops_are_nested_and_the_inner_one_is_that_with_products():
+    code = function(
+        ".L_x_0:", "LDG.E R1, [R2.64]", ".L_x_1:", "HMMA.16816.F32 R4, R8, R12, R4", "@P0 BRA `(.L_x_1)",
+        "STG.E [R2.64], R4", "@P1 BRA `(.L_x_0)", "EXIT",
+    )  # fmt: skip
+    inner, outer = flow.loops(flow.blocks(code))
+    assert inner.blocks < outer.blocks
+    found = parts.find_parts(code)
+    assert [i.name for i in found.turn] == ["HMMA", "BRA"]
+    assert [i.name for i in found.around] == ["LDG", "HMMA", "BRA", "STG", "BRA"]
+
+
+def cycles(*lines: str, **settings) -> float:
+    return warp.simulate(function(*lines).code, H200, **settings).cycles
+
+
+def test_a_warp_takes_its_stalls_and_waits_for_scoreboards():
+    assert cycles(*["IADD3 R1, R1, R2, RZ; 4, 7, 7, 0"] * 10) == 40
+    used = pipes.use(function("LDS R1, [R2]").code[0], H200, 0)
+    waits = ("LDS R1, [R2]; 1, 0, 7, 0", "IADD3 R1, R1, R2, RZ; 4, 7, 7, 1")
+    assert cycles(*waits) == used.cycles + used.latency + 4 == 37
+    # The load's data comes from further away.
+    load = ("LDG.E R1, [R2.64]; 1, 0, 7, 0", "IADD3 R1, R1, R2, RZ; 4, 7, 7, 1")
+    assert cycles(*load, load_latency=500) - cycles(*load) == 500 - H200.l1_latency
+
+
+def test_warps_share_pipes_and_fill_each_others_stalls():
+    chain = ["FADD R1, R1, R2; 4, 7, 7, 0"] * 10
+    assert cycles(*chain) == cycles(*chain, blocks=4) == 40
+    assert cycles(*chain, blocks=8) == pytest.approx(80, rel=0.1)  # one instruction per cycle
+    exponentials = ["MUFU.EX2 R1, R1; 1, 7, 7, 0"] * 10
+    assert cycles(*exponentials) == cycles(*exponentials, blocks=1) == 80
+    assert cycles(*exponentials, blocks=2) == 160
+
+
+def test_products_of_matrices_take_their_flops_or_the_reading_of_their_operands():
+    wide = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24, gsb0"
+    registers = "HGMMA.64x8x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88, gsb0"
+    assert cycles(*[wide] * 10) == 640
+    assert cycles(*["HGMMA.64x8x16.F32.BF16 R24, gdesc[UR16], R24, gsb0"] * 10) == 180  # 2,304 bytes
+    assert cycles(*[registers] * 10) == 40
+    waited = (wide, "WARPGROUP.DEPBAR.LE gsb0, 0x0; 1, 7, 7, 0")
+    assert cycles(*waited) > 64 + pipes.WGMMA_LATENCY
+
+
+def test_barriers_of_several_warpgroups_keep_their_warps_together():
+    code = function("BAR.SYNC.DEFER_BLOCKING 0x1, 0x100; 1, 7, 7, 0", *["FADD R1, R1, R2; 4, 7, 7, 0"] * 10).code
+    alone, together = (warp.simulate(code, H200, warps=n).cycles for n in (1, 2))
+    assert alone == pytest.approx(together, rel=0.1)
+
+
+def test_blocks_of_threads_fit_by_registers_and_shared_memory():
+    assert H200.resident(201, 128, 106_593) == 2
+    assert H200.resident(255, 128, 0) == 2 and H200.resident(64, 128, 0) == 8
+    assert H200.resident(32, 1024, 0) == 2 and H200.resident(16, 64, 0) == 32
+
+
+@pytest.mark.parametrize(
+    "lengths, workers", [((4096,), 264), ((512,) * 9, 7), ((70, 1, 900, 10_000), 264), ((64,) * 40, 7)]
+)
+def test_stretches_are_those_of_the_work_list(lengths, workers):
+    size = 64
+    starts = np.full((len(lengths), -(-max(lengths) // size)), work.FAR, np.int32)
+    for row, length in enumerate(lengths):
+        starts[row, : -(-length // size)] = size * np.arange(-(-length // size))
+    positions = np.asarray([[length - 1] for length in lengths], np.int32)
+    sizes = {"block_size": size, "num_kv_heads": 3, "per_block_id": 1, "num_workers": workers}
+    schedule = jax.jit(functools.partial(work.schedule, pattern=FULL, **sizes))
+    made = schedule(np.zeros_like(starts), starts, positions)
+    found = lists.stretches(lengths, 3, workers)
+    first, segments = np.asarray(made.first), np.asarray(made.segments)
+    some = np.diff(first) > 0
+    assert found.segments == np.diff(first)[some].tolist()
+    assert found.of_pair == np.diff(np.asarray(made.of_pair)).tolist()
+    pieces = [segments[a:b, work.NUM_PIECES].sum() for a, b in itertools.pairwise(first)]
+    assert found.pieces == np.asarray(pieces)[some].tolist()
+
+
+def test_the_shapes_are_those_of_the_gpu_script():
+    assert {case.name: case.lengths for case in decode_cases(64, False)} == lists.DECODE
+
+
+def machine(**changed) -> predict.Machine:
+    return dataclasses.replace(predict.Machine(parts.find_parts(function(*LOOP)), resident=2, warpgroups=1), **changed)
+
+
+def test_decode_is_limited_by_memory_or_by_what_its_loop_waits_for():
+    model = predict.Attention(num_kv_heads=8, piece_bytes=32_768, num_workers=264)
+    found = {p.shape: p for p in model.predict({"hopper_attention": machine()}, H200)}
+    long = found["64x4k"]
+    assert long.limit == "memory" and 0.85 < long.share < H200.streaming
+    assert long.us == pytest.approx(long.terms["memory"] + long.terms["start and end"] + H200.launch_us, rel=1e-3)
+    assert found["1x4k"].share < 0.8 * long.share  # too short for its start, its end and its launch
+    slow = function(*(line for line in LOOP for _ in range(400 if line.startswith("MUFU") else 1)))
+    found = model.predict({"hopper_attention": machine(parts=parts.find_parts(slow))}, H200)
+    assert found[0].limit == "issue" and found[0].share < long.share
+
+
+def row(cycles: int = 2000, us: float = 282.0) -> dict:
+    shape = {"shape": "64x4k", "us": us, "share": 0.885, "tflops": 0.0, "limit": "memory", "terms": {}}
+    speed = {"turn": {"instructions": 490}, "cycles": cycles, "blocks": 2}
+    return {
+        "name": "hopper attention", "config": {"b": 16}, "kernel": "hopper_attention", "speed": speed,
+        "predictions": [shape],
+    }  # fmt: skip
+
+
+def test_a_change_that_costs_more_than_5_percent_fails(monkeypatch):
+    base = {"versions": baseline.versions(), "cases": baseline.entries([row()])}
+    assert baseline.judge([row(), row(cycles=2100, us=296)], base) == {}
+    found = baseline.judge([row(cycles=2101)], base)
+    said = "computed cycles of a turn of hopper_attention: 2,101, stored 2,000"
+    assert found == {"hopper attention b=16": [said]}
+    assert baseline.judge([row(us=297)], base) == {"hopper attention b=16": ["computed us of 64x4k: 297, stored 282"]}
+    assert baseline.judge([row(cycles=9000)], base | {"versions": {"jax": "0"}}) == {}
+    monkeypatch.setattr(baseline, "stored", lambda: base)
+    assert [r["reason"] for r in check._compared([row(cycles=2101) | {"reason": None}])] == [said]
+    new = baseline.entries([row(cycles=1000)])
+    [line] = baseline.changes(new, base["cases"])
+    assert line.split() == "hopper attention b=16 cycles of a turn of hopper_attention 2,000 -> 1,000 -50.0%".split()
+
+
+def test_the_readme_has_the_stored_predictions():
+    text = baseline.README.read_text()
+    assert baseline.with_table(text, baseline.stored()["cases"]) == text
+    assert baseline.table(baseline.stored()["cases"]) in text
+
+
+@needs_compiler
+def test_the_decode_kernel_does_not_become_slower():
+    found = check.check("h200", only="^hopper attention$", show=lambda line: None)
+    attention = {row["kernel"]: row for row in found["kernels"]}["hopper_attention"]
+    turn = attention["speed"]["turn"]
+    # Counted by hand once: two products of 8 wgmma each, 32 exponentials of scores, a copy of keys and one of values.
+    assert turn["wgmma"] == {"hgmma 64x64x16": 16} and turn["copies"] == 2 and turn["mufu"] >= 32
+    assert 0.8 < attention["predicted_share"] < H200.streaming and attention["limit"] == "memory"
+    assert found["failed"] == 0  # no number is more than 5 % above the stored ones
+    json.dumps(found)
