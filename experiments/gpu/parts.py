@@ -30,9 +30,8 @@ def parts(case: Case) -> list[Candidate]:
     layers = tuple(jnp.int32(layer) for layer in range(case.num_layers))
 
     def attention_alone(q, shared, layer):
-        def no_merge(partial, partial_lse, work, sinks, config, num_rows, out_dtype, interpret):
-            some = jnp.moveaxis(partial[: work.of_pair.shape[0] - 1], 1, 2)  # [S * K, rows, W, H / W]
-            return some.reshape(*some.shape[:2], -1)[:, :num_rows].astype(out_dtype), partial_lse
+        def no_merge(partial, partial_lse, work, sinks, out, lse, interpret):
+            return out, lse
 
         with _in_place_of("merge_segments", no_merge):
             return attend(Arguments(q, *shared), layer)
@@ -40,10 +39,9 @@ def parts(case: Case) -> list[Candidate]:
     def segments(a: Arguments):
         found = []
 
-        def keeps(partial, partial_lse, work, sinks, config, num_rows, out_dtype, interpret):
+        def keeps(partial, partial_lse, work, sinks, out, lse, interpret):
             found.extend((partial, partial_lse))
-            pairs = work.of_pair.shape[0] - 1
-            return jnp.zeros((pairs, num_rows, config.head_dim), out_dtype), jnp.zeros((pairs, num_rows))
+            return out, lse
 
         with _in_place_of("merge_segments", keeps):
             attend(a, 0)
@@ -52,9 +50,13 @@ def parts(case: Case) -> list[Candidate]:
     def merge_alone(q, shared, layer):
         arrays, (partial, partial_lse) = shared
 
-        def no_attention(*_: Any):
-            # Fed by the call before, or XLA would make one call of them all: one small addition.
-            return partial, partial_lse + q[0, 0, 0, 0].astype(jnp.float32) * 1e-30
+        def no_attention(packed, *arguments: Any):
+            # Fed by the call before, or XLA would make one call of them all: one small addition. The merge completes
+            # the queries, which have the result's shape.
+            results = arguments[-2]
+            log = partial_lse + q[0, 0, 0, 0].astype(jnp.float32) * 1e-30
+            out = packed[:, : results.shape[1]].astype(results.dtype)
+            return partial, log, out, log[: len(out)]
 
         with _in_place_of("attend_segments", no_attention):
             return attend(Arguments(q, *arrays), layer)

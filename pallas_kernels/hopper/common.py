@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,7 +23,7 @@ LOG2E = math.log2(math.e)
 class Config:
     """The configuration for which a kernel is compiled.
 
-    rows: queries x query heads of a group, a multiple of 8, at most 64. num_workers: blocks of threads.
+    rows: queries x query heads of a group, padded to a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once. codes: dtype of a quantised pool; dtype is
     that of what is multiplied, 16 bits.
     """
@@ -68,9 +69,10 @@ class Config:
 
     @property
     def staged(self) -> int:
-        """Columns of the output that wait in shared memory at once. With a sink query only 32 leave room for two
-        blocks of threads on a multiprocessor: 113 KB each at a head dim of 128; 16 if there is a tile for widening."""
-        return (16 if self.codes else 32) if self.num_sink_queries else self.columns
+        """Columns of a float32 partial result that wait in shared memory at once; those of a final result take as many
+        bytes. With a sink query only 16 of each leave room for two blocks of threads on a multiprocessor: 113 KB each
+        at a head dim of 128; 8 if there is a tile for widening."""
+        return (8 if self.codes else 16) if self.num_sink_queries else self.columns // 2
 
 
 def layout(width: int, num_bytes: int | float):
@@ -132,6 +134,34 @@ def load(ref, index) -> jax.Array:
     if jax.__version_info__ < (0, 11):  # takes the index apart
         return plgpu.load(ref, index, optimized=False)
     return plgpu.load(ref.at[index], optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def store(ref, index, x) -> None:
+    """Stores x to ref[index] in global memory from whatever layout it has."""
+    slow: Any = getattr(plgpu, "store", None)
+    if slow is None or interpreter.loads_plainly():
+        ref[index] = x
+    else:  # jax 0.12, where plain stores must be what Mosaic holds to be the best
+        slow(ref.at[index], x, optimized=False)
+
+
+def finished(top, total, sink=None):
+    """What a sum of values, weighted by exp2(score - top), has to be multiplied with, and the natural log-sum-exp.
+
+    Args:
+      top, total: the largest score in base 2, -inf where nothing was seen, and the sum of the weights.
+      sink: learned sink logits in base 2: one more score each, without a value.
+    """
+    seen = top > -jnp.inf
+    if sink is None:
+        base, fade = jnp.where(seen, top, 0.0), 1.0
+    else:
+        new_top = jnp.maximum(top, sink)
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        fade = jnp.exp2(top - base)
+        total = total * fade + jnp.exp2(sink - base)
+    total = jnp.where(total == 0.0, 1.0, total)
+    return fade / total, jnp.where(seen, base * (1 / LOG2E) + jnp.log(total), -jnp.inf)
 
 
 def key_positions(unit_starts, size: int, columns: int = TILE_KV):

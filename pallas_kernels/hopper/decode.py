@@ -11,7 +11,7 @@ from pallas_kernels.contract import Call, Kernel, Result, check_options
 from pallas_kernels.hopper.common import Config, check_heads, numbers_of
 from pallas_kernels.hopper.decode_kernel import attend_segments
 from pallas_kernels.hopper.mass import probability_mass
-from pallas_kernels.hopper.merge import merge_segments
+from pallas_kernels.hopper.merge import merge_segments, whole_rows
 from pallas_kernels.hopper.schedule import Tuning, schedule
 from pallas_kernels.hopper.tiles import Tiles, where_queried
 from pallas_kernels.work import Work
@@ -63,26 +63,22 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
         num_sink_queries=call.num_sink_queries,
         codes=codes,
     )
-    partial, partial_lse = attend_segments(
+    sinks = tiles.pack_sinks(options.sinks)
+    num_rows = whole_rows(tiles.queries * tiles.group, config.head_dim)
+    segments_and_results = attend_segments(
         tiles.pack(call.q.astype(dtype)),
         tiles.pack_sink_queries(options.q_sink, dtype),
         tiles.pack_positions(call.positions)[:, 0],
         call.pool,
         work,
+        sinks,
         numbers_of(call),
         config,
+        jax.ShapeDtypeStruct((len(work.units) * tiles.num_kv_heads, num_rows, config.head_dim), call.out_dtype),
         tuning.interpret,
     )
-    out, lse = merge_segments(
-        partial,
-        partial_lse,
-        work,
-        tiles.pack_sinks(options.sinks),
-        config,
-        tiles.queries * tiles.group,
-        call.out_dtype,
-        tuning.interpret,
-    )
+    partial, partial_lse, out, lse = segments_and_results
+    out, lse = merge_segments(partial, partial_lse, work, sinks, out, lse, tuning.interpret)
     out, lse = tiles.unpack(out), tiles.unpack(lse)
     if tiles.width > 1:  # a tile without any query has no segment, and so no result either
         out, lse = where_queried(call, out, 0), where_queried(call, lse, -jnp.inf)

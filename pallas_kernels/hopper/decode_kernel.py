@@ -13,7 +13,8 @@ piece of 64 tokens:
 Keys and values in 8 or 4 bits are widened, K and then V, into one tile that the wgmmas read: see `quantised`.
 
 The whole pool comes in with the index of the layer: a slice of it would be a copy. A stretch that begins or ends inside
-a (query tile, kv head) pair leaves a partial result; `merge` joins those of a pair by their log-sum-exp.
+a (query tile, kv head) pair leaves a partial result; `merge` joins those of a pair by their log-sum-exp. A pair in one
+piece has its final result from here.
 
 Source: online softmax, FlashAttention-2, arXiv:2307.08691, algorithm 1; split keys, Flash-Decoding; one box per block
 because TMA gathers need Blackwell.
@@ -32,7 +33,7 @@ from jax import lax
 from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import quantised as narrow
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, layout
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, finished, int32, launch, layout, load
 from pallas_kernels.hopper.decode_warpgroup import Place, Refs, Warpgroup
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV, Work, unit_tokens
@@ -237,31 +238,65 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
 
 
 def _store(warpgroup: Warpgroup, segment, acc, top, total) -> None:
-    """Stores a segment's result, normalised, and its log2-sum-exp."""
-    refs, config, group = warpgroup.refs, warpgroup.config, warpgroup.group
-    nothing = total == 0.0
-    scale = lax.broadcast_in_dim(1.0 / jnp.where(nothing, 1.0, total), acc[0].shape, [0])
+    """Stores the result of a segment: the pair's, if it has no other."""
+    pair = warpgroup.pair(segment)
+    whole = warpgroup.refs.of_pair_g[pair] + 1 == warpgroup.refs.of_pair_g[pair + 1]
+    pl.when(whole)(functools.partial(_store_result, warpgroup, pair, acc, top, total))
+    pl.when(jnp.logical_not(whole))(functools.partial(_store_partial, warpgroup, segment, acc, top, total))
+
+
+def _store_result(warpgroup: Warpgroup, pair, acc, top, total) -> None:
+    """Stores a pair's result in the call's dtype and its natural log-sum-exp, both with the learned sink."""
+    refs, config = warpgroup.refs, warpgroup.config
+    sink = None if refs.sinks_g is None else load(refs.sinks_g, lax.rem(pair, int32(config.num_kv_heads)))
+    scale, lse = finished(top, total, sink)
 
     @pl.when(warpgroup.leads)
     def _():
-        log = jnp.log(jnp.where(nothing, 1.0, total)) * LOG2E
-        refs.lse_g[segment] = jnp.where(nothing, -jnp.inf, top + log)
+        refs.lse_g[pair] = lse
 
-    columns, staged = config.columns, config.staged
+    _store_columns(warpgroup, acc, scale, refs.out_s, refs.out_g.at[pair])
+
+
+def _store_partial(warpgroup: Warpgroup, segment, acc, top, total) -> None:
+    """Stores a segment's result, normalised, and its log2-sum-exp."""
+    refs = warpgroup.refs
+    nothing = total == 0.0
+    total = jnp.where(nothing, 1.0, total)
+
+    @pl.when(warpgroup.leads)
+    def _():
+        refs.partial_lse_g[segment] = jnp.where(nothing, -jnp.inf, top + jnp.log(total) * LOG2E)
+
+    _store_columns(warpgroup, acc, 1.0 / total, refs.partial_s, refs.partial_g.at[segment])
+
+
+def _store_columns(warpgroup: Warpgroup, acc, scale, staged_s, to_g) -> None:
+    """Stores scaled rows by way of staged_s [W, 64, columns] to the first ones of to_g [rows, H]."""
+    config, group, staged = warpgroup.config, warpgroup.group, staged_s.shape[2]
+    scale = lax.broadcast_in_dim(scale, acc[0].shape, [0])
     for i in range(0, config.width, staged):
-        refs.out_s[group] = (acc[i // columns] * scale)[:, i % columns : i % columns + staged]
+        start = i % config.columns
+        x = (acc[i // config.columns] * scale)[:, start : start + staged]
+        staged_s[group] = x.astype(staged_s.dtype)
         plgpu.commit_smem()
-        part = refs.out_g.at[segment, group, :, pl.ds(i, staged)]
-        plgpu.copy_smem_to_gmem(refs.out_s.at[group, pl.ds(0, config.rows)], part)
+        part = to_g.at[:, pl.ds(group * config.width + i, staged)]
+        plgpu.copy_smem_to_gmem(staged_s.at[group, pl.ds(0, to_g.shape[0])], part)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def attend_segments(q, q_sink, positions, pool: Pool, work: Work, numbers, config: Config, interpret):
-    """Partial attention of each segment: out [N, W, rows, H / W] float32 of W warpgroups and log2-sum-exp [N, 64].
+def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers, config: Config, out_type, interpret):
+    """Attention of each segment.
 
     Args:
       q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None. positions: [S, 64] of the rows.
+      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
       numbers: from `numbers_of`.
+      out_type: shape [S*K, R, H] and dtype of the result, R <= rows.
+
+    Returns:
+      [N, rows, H] float32 and [N, 64]: results, normalised, and log2-sum-exp of segments of pairs with several. Then
+      of `out_type` and [S*K, 64]: results and natural log-sum-exp of pairs with one segment. All else is not written.
     """
     size, h, n = unit_tokens(config.block_size), config.head_dim, work.segments.shape[0]
     groups, stages, width = config.warpgroups, config.stages, config.width
@@ -278,8 +313,10 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, numbers, confi
         functools.partial(_attend_stretch, config=config, plain=bool(interpret)),
         (config.num_workers,),
         out_type=(
-            jax.ShapeDtypeStruct((n, groups, config.rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((n, config.rows, h), jnp.float32),
             jax.ShapeDtypeStruct((n, ROWS), jnp.float32),
+            out_type,
+            jax.ShapeDtypeStruct((out_type.shape[0], ROWS), jnp.float32),
         ),
         scratch_types=(
             matrix,
@@ -290,6 +327,10 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, numbers, confi
             plgpu.SMEM((groups, TILE_KV, width), config.dtype, transforms=tiles) if config.codes else None,
             plgpu.SMEM((groups, ROWS, TILE_KV), config.dtype, transforms=tiles),
             plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
+            # At most as wide as a swizzle atom, 128 bytes. Where fewer than 8 rows are copied, Mosaic GPU tiles by that
+            # many; a second tile of columns would begin inside an atom, and its stores, which swizzle relative to the
+            # tile, would disagree with the TMA engine, which swizzles by absolute address.
+            plgpu.SMEM((groups, ROWS, config.staged * 4 // out_type.dtype.itemsize), out_type.dtype),
             plgpu.Barrier(),
             plgpu.Barrier(),
             arrived,
@@ -314,5 +355,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, numbers, confi
         work.newest,
         work.segments,
         work.first,
+        work.of_pair,
+        sinks,
         numbers,
     )

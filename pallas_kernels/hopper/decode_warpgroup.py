@@ -32,7 +32,11 @@ class Refs(NamedTuple):
     newest_g: Any
     segments_g: Any
     first_g: Any
+    of_pair_g: Any
+    sinks_g: Any
     numbers_g: Any
+    partial_g: Any
+    partial_lse_g: Any
     out_g: Any
     lse_g: Any
     q_s: Any
@@ -42,6 +46,7 @@ class Refs(NamedTuple):
     scales_s: Any
     wide_s: Any
     p_s: Any
+    partial_s: Any
     out_s: Any
     q_bar: Any
     sink_bar: Any

@@ -1,8 +1,18 @@
-"""Joins partial results of attention by their log-sum-exp, for Hopper, in Mosaic GPU."""
+"""Joins partial results of attention by their log-sum-exp, for Hopper, in Mosaic GPU: of pairs that were split only.
+
+A pair (query tile, kv head) with one segment has its final result from the attention already. Each worker's stretch
+begins inside of at most one pair, so there are at most as many split pairs as workers: blocks of threads number w join
+the pair in which stretch w begins, where no earlier stretch begins in it. Each holds 128 numbers of the result, one in
+a thread, and reads GROUP segments of them at a time, which lie one after another in memory. No shared memory and no
+barriers: up to 16 blocks on a multiprocessor hide each other's waits.
+
+Pairs that see nothing have no segment: the same blocks write their zeros.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,129 +21,192 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, layout
-from pallas_kernels.work import Work
+from pallas_kernels.hopper import interpreter
+from pallas_kernels.hopper.common import ROWS, finished, int32, load, store
+from pallas_kernels.work import HEAD, TILE, Work
+
+THREADS = 128
+# Segments, and pairs, that are read at once.
+GROUP = 8
+# Blocks of threads that share a pair, at most.
+PARTS = 8
+
+
+def whole_rows(num_rows: int, head_dim: int) -> int:
+    """Returns the least number of rows, from num_rows on, that blocks of threads can hold 128 numbers each of."""
+    step = THREADS // math.gcd(head_dim, THREADS)
+    return -(-num_rows // step) * step
 
 
 class Refs(NamedTuple):
-    """Arrays of the kernel, in its order: inputs, outputs, scratch; named as those of `decode_warpgroup`."""
+    """Arrays of the kernel, all in global memory: inputs, then what it updates."""
 
-    partial_g: Any
-    partial_lse_g: Any
-    of_pair_g: Any
-    sinks_g: Any
-    out_g: Any
-    lse_g: Any
-    o_s: Any
-    l_s: Any
-    sinks_s: Any
-    result_s: Any
-    o_bar: Any
-    sink_bar: Any
+    partial: Any
+    partial_lse: Any
+    segments: Any
+    first: Any
+    of_pair: Any
+    sinks: Any
+    out: Any
+    lse: Any
 
 
-def _merge(*refs, config: Config, depth: int) -> None:
-    """One (query tile, kv head) pair and part of the columns per block of threads: the pair's segments are summed,
-    weighted by their log-sum-exp."""
-    r = Refs(*refs)
-    width, columns = config.width, config.columns
-    pair = lax.div(lax.axis_index("index"), int32(config.warpgroups))
-    part = lax.rem(lax.axis_index("index"), int32(config.warpgroups))
-    first, until = r.of_pair_g[pair], r.of_pair_g[pair + 1]
+def _merge(*refs, num_kv_heads: int, head_dim: int, num_workers: int, parts: int, has_sinks: bool) -> None:
+    """The kernel. One block of threads: part of the pair in which one stretch begins, and of pairs without segments."""
+    given = list(refs)
+    if not has_sinks:
+        given.insert(Refs._fields.index("sinks"), None)
+    r = Refs(*given)
+    worker, part = (f(lax.axis_index("index"), int32(parts)) for f in (lax.div, lax.rem))
+    chunks = r.out.shape[1]
+    of_part = lax.div(chunks - 1 - part, int32(parts)) + 1
 
-    def fetch(segment, slot):
-        plgpu.copy_gmem_to_smem(r.partial_g.at[segment, part], r.o_s.at[slot, pl.ds(0, config.rows)], r.o_bar.at[slot])
-        plgpu.copy_gmem_to_smem(r.partial_lse_g.at[segment], r.l_s.at[slot], r.o_bar.at[slot])
+    def for_chunks(do) -> None:
+        def turn(i, carry):
+            do(part + i * parts)
+            return carry
 
-    plgpu.copy_gmem_to_smem(r.sinks_g.at[lax.rem(pair, config.num_kv_heads)], r.sinks_s, r.sink_bar)
-    for slot in range(depth):
+        lax.fori_loop(0, of_part, turn, None)
 
-        @pl.when(first + slot < until)
-        def _(slot=slot):
-            fetch(first + slot, int32(slot))
+    segment = jnp.minimum(r.first[worker], r.segments.shape[0] - 1)
+    pair = r.segments[segment, TILE] * num_kv_heads + r.segments[segment, HEAD]
+    first, until = r.of_pair[pair], r.of_pair[pair + 1]
+    # The worker begins inside of the pair, as the first one that does; beyond the last segment it does not work.
+    splits = (first + 1 == segment) & (segment < until)
 
-    def absorb(segment, carry):
-        acc, top, total = carry
-        slot = lax.rem(segment - first, int32(depth))
-        plgpu.barrier_wait(r.o_bar.at[slot])
-        lse = r.l_s[slot]
+    @pl.when(splits)
+    def _():
+        for_chunks(functools.partial(_join_values, r, num_kv_heads, head_dim, pair, first, until))
 
-        new_top = jnp.maximum(top, lse)
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        fade, weight = jnp.exp2(top - base), jnp.exp2(lse - base)
-        fade_2d, weight_2d = (lax.broadcast_in_dim(x, (ROWS, columns), [0]) for x in (fade, weight))
-        acc = tuple(a * fade_2d + r.o_s[slot, :, pl.ds(i * columns, columns)] * weight_2d for i, a in enumerate(acc))
-
-        @pl.when(segment + depth < until)
+        @pl.when(part == 0)
         def _():
-            fetch(segment + depth, slot)
+            _join_lse(r, num_kv_heads, pair, first, until)
 
-        return acc, new_top, total * fade + weight
+    pairs = r.of_pair.shape[0] - 1
 
-    nothing = (
-        (jnp.zeros((ROWS, columns), jnp.float32),) * (width // columns),
-        jnp.full((ROWS,), -jnp.inf, jnp.float32),
-        jnp.zeros((ROWS,), jnp.float32),
-    )
-    _store(r, config, pair, part, *lax.fori_loop(first, until, absorb, nothing))
+    def clear(i, carry):
+        numbers = [worker + (i * GROUP + j) * num_workers for j in range(GROUP)]
+        places = [jnp.minimum(n, pairs - 1) for n in numbers]
+        empty = [(n < pairs) & (r.of_pair[at] == r.of_pair[at + 1]) for n, at in zip(numbers, places)]
+        for at, is_empty in zip(places, empty):
 
+            @pl.when(is_empty)
+            def _(at=at):
+                for_chunks(lambda chunk: store(r.out, (at, chunk), _full(THREADS, 0.0).astype(r.out.dtype)))
+                pl.when(part == 0)(lambda: store(r.lse, (at,), _full(ROWS, -jnp.inf)))
 
-def _store(r: Refs, config: Config, pair, part, acc, top, total) -> None:
-    """Stores a pair's result, normalised, and its log-sum-exp, both with the learned sink."""
-    columns = config.columns
-    # A learned sink is one more logit, without a value.
-    plgpu.barrier_wait(r.sink_bar)
-    sink = r.sinks_s[...]
-    new_top = jnp.maximum(top, sink)
-    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    fade = jnp.exp2(top - base)
-    total = total * fade + jnp.exp2(sink - base)
-    nothing = total == 0.0
-    scale = lax.broadcast_in_dim(fade / jnp.where(nothing, 1.0, total), (ROWS, columns), [0])
-    boxes, _, box = r.result_s.shape
-    starts = [i * box for i in range(boxes)]
-    for i, start in enumerate(starts):
-        a = acc[start // columns] * scale
-        r.result_s[i] = a[:, start % columns : start % columns + box].astype(r.result_s.dtype)
-    r.l_s[0] = jnp.where(top == -jnp.inf, -jnp.inf, base * (1 / LOG2E) + jnp.log(jnp.where(nothing, 1.0, total)))
-    plgpu.commit_smem()
-    for i, start in enumerate(starts):
-        box_g = r.out_g.at[pair, :, pl.ds(part * config.width + start, box)]
-        plgpu.copy_smem_to_gmem(r.result_s.at[i, pl.ds(0, r.out_g.shape[1])], box_g)
-    pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(r.l_s.at[0, pl.ds(0, config.rows)], r.lse_g.at[pair]))
-    plgpu.wait_smem_to_gmem(0)
+        return carry
+
+    lax.fori_loop(0, -(-pairs // (num_workers * GROUP)), clear, None)
 
 
-def merge_segments(partial, partial_lse, work: Work, sinks, config: Config, num_rows: int, out_dtype, interpret):
-    """Joins segments: out [S*K, num_rows, H] in out_dtype and natural log-sum-exp [S*K, num_rows] float32.
+def _spread(x) -> jax.Array:
+    """x [128], one number a thread, or [64], as rows of a wgmma: left to itself, Mosaic GPU searches for minutes."""
+    if interpreter.loads_plainly():
+        return x
+    layout = plgpu.Layout.WG_STRIDED((THREADS,), 1) if len(x) == THREADS else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(x, layout)
+
+
+def _full(size: int, x) -> jax.Array:
+    return _spread(jnp.full((size,), x, jnp.float32))
+
+
+def _joined(read, first, until, size: int):
+    """Sums what segments `first` to `until` hold. read: gives a segment's log2-sum-exp and values, [size] each.
+
+    Returns:
+      values, weighted by exp2(log2-sum-exp - top); top; the sum of these weights.
+    """
+
+    def absorb(i, carry):
+        acc, top, total = carry
+        segments = [first + i * GROUP + j for j in range(GROUP)]
+        found = [read(jnp.minimum(x, until - 1)) for x in segments]
+        logs = [lse + jnp.where(x < until, 0.0, -jnp.inf) for x, (lse, _) in zip(segments, found)]
+        new_top = functools.reduce(jnp.maximum, logs, top)
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        fade = jnp.exp2(top - base)
+        acc, total = acc * fade, total * fade
+        for lse, (_, x) in zip(logs, found):
+            weight = jnp.exp2(lse - base)
+            acc, total = acc + x * weight, total + weight
+        return acc, new_top, total
+
+    nothing = tuple(_full(size, x) for x in (0.0, -jnp.inf, 0.0))
+    return lax.fori_loop(0, lax.div(until - first + GROUP - 1, int32(GROUP)), absorb, nothing)
+
+
+def _join_values(r: Refs, num_kv_heads: int, head_dim: int, pair, first, until, chunk) -> None:
+    """Writes 128 numbers of a pair's result."""
+    # Rows that these belong to: one, or two of a head dim of 64 or 96.
+    row = lax.div(chunk * THREADS, int32(head_dim))
+    column = _spread(lax.broadcasted_iota(jnp.int32, (THREADS,), 0))
+    next_row_from = (row + 1) * head_dim - chunk * THREADS
+
+    def of_rows(ref, index):
+        x = _full(THREADS, ref[index, row])
+        if head_dim % THREADS == 0:
+            return x
+        after = _full(THREADS, ref[index, jnp.minimum(row + 1, ROWS - 1)])
+        return jnp.where(column < next_row_from, x, after)
+
+    def read(segment):
+        return of_rows(r.partial_lse, segment), _spread(load(r.partial, (segment, chunk)))
+
+    acc, top, total = _joined(read, first, until, THREADS)
+    sink = None if r.sinks is None else of_rows(r.sinks, lax.rem(pair, int32(num_kv_heads)))
+    store(r.out, (pair, chunk), (acc * finished(top, total, sink)[0]).astype(r.out.dtype))
+
+
+def _join_lse(r: Refs, num_kv_heads: int, pair, first, until) -> None:
+    """Writes a pair's log-sum-exp."""
+
+    def read(segment):
+        return _spread(load(r.partial_lse, (segment,))), _full(ROWS, 0.0)
+
+    _, top, total = _joined(read, first, until, ROWS)
+    sink = None if r.sinks is None else _spread(load(r.sinks, (lax.rem(pair, int32(num_kv_heads)),)))
+    store(r.lse, (pair,), finished(top, total, sink)[1])
+
+
+def merge_segments(partial, partial_lse, work: Work, sinks, out, lse, interpret):
+    """Joins the segments of split pairs: `out` and `lse` as the attention left them, completed.
 
     Args:
-      num_rows: those that are not padding.
-      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
+      partial, partial_lse: [N, rows, H] and [N, 64] float32, of segments: normalised results and log2-sum-exp.
+      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
+      out, lse: [S*K, R, H] and [S*K, 64]; R as `whole_rows` gives it.
     """
-    pairs, depth, parts = work.of_pair.shape[0] - 1, 2, config.warpgroups
-    width = config.head_dim // parts
-    # A TMA box of the result is at most as wide as a swizzle atom, 128 bytes. Where fewer than 8 rows are copied,
-    # Mosaic GPU tiles by that many rows; a second tile of columns would begin inside an atom, and its stores, which
-    # swizzle relative to the tile, would disagree with the TMA engine, which swizzles by absolute address.
-    box = min(config.columns, 128 // jnp.dtype(out_dtype).itemsize)
-    kernel = launch(
-        "hopper_merge",
-        functools.partial(_merge, config=config, depth=depth),
-        (pairs * parts,),
-        out_type=(
-            jax.ShapeDtypeStruct((pairs, num_rows, config.head_dim), out_dtype),
-            jax.ShapeDtypeStruct((pairs, config.rows), jnp.float32),
-        ),
-        scratch_types=(
-            plgpu.SMEM((depth, ROWS, width), jnp.float32, transforms=layout(width, 4)),
-            plgpu.SMEM((depth, ROWS), jnp.float32),
-            plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.SMEM((width // box, ROWS, box), out_dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=depth),
-            plgpu.Barrier(num_arrivals=1),
-        ),
-        interpret=interpret,
+    pairs, num_rows, head_dim = out.shape
+    num_workers, num_kv_heads = work.first.shape[0] - 1, pairs // len(work.units)
+    chunks = num_rows * head_dim // THREADS
+    parts = min(chunks, PARTS)
+    inputs = [partial.reshape(len(partial), -1, THREADS), partial_lse, work.segments, work.first, work.of_pair]
+    inputs += [] if sinks is None else [sinks]
+    refs = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in (out.reshape(pairs, chunks, THREADS), lse)]
+    parameters = interpreter.parameters(interpret)
+    body = functools.partial(
+        _merge,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_workers=num_workers,
+        parts=parts,
+        has_sinks=sinks is not None,
     )
-    out, lse = kernel(partial, partial_lse, work.of_pair, sinks)
-    return out, lse[:, :num_rows]
+    # pl.kernel, not plgpu.kernel: the latter's rule for vmap does not let refs through on jax 0.10.
+    kernel: Any = pl.kernel(
+        interpreter.interpreted(body) if parameters else body,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(num_workers * parts,), grid_names=("index",), kernel_name="hopper_merge"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,  # safe here: threads exchange nothing
+        ),
+        interpret=parameters,
+        name="hopper_merge",
+    )
+    kernel(*inputs, *refs)
+    out_ref, lse_ref = refs
+    return jax.freeze(out_ref).reshape(out.shape), jax.freeze(lse_ref)

@@ -102,7 +102,7 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
 
     Args:
       q: [S*K*2, 64, H]; q_sink: [S*K*2, J, 64, H] or None. positions: [S, 2, 64] of the rows.
-      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; -inf where there are none.
+      sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
       numbers: from `numbers_of`.
     """
     size, h, piece = unit_tokens(config.block_size), config.head_dim, piece_tokens(config.head_dim)

@@ -29,7 +29,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.common import LOG2E, ROWS, int32, load
+from pallas_kernels.hopper.common import ROWS, finished, int32, load
 from pallas_kernels.hopper.prefill_turns import State, attend_masked, attend_unmasked
 from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config, Refs, Warpgroup
 from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST, NUM_MASKED, NUM_PIECES
@@ -120,14 +120,9 @@ def _silence(warpgroup: Warpgroup) -> None:
 def _store(warpgroup: Warpgroup, acc, top, total) -> None:
     """Stores the result, normalised, and its log-sum-exp, both with the learned sink."""
     refs, config, group, half = warpgroup.refs, warpgroup.config, warpgroup.group, warpgroup.half
-    # A learned sink is one more logit, without a value.
-    nothing = total == 0.0
-    sink = load(refs.sinks_g, warpgroup.head)
-    new_top = jnp.where(nothing, 0.0, jnp.maximum(top, sink))
-    fade = jnp.exp2(top - new_top)
-    total = jnp.where(nothing, 1.0, total * fade + jnp.exp2(sink - new_top))
-    refs.lse_s[group] = jnp.where(nothing, -jnp.inf, new_top * (1 / LOG2E) + jnp.log(total))
-    scale = lax.broadcast_in_dim(fade / total, acc[0].shape, [0])
+    sink = None if refs.sinks_g is None else load(refs.sinks_g, warpgroup.head)
+    scale, refs.lse_s[group] = finished(top, total, sink)
+    scale = lax.broadcast_in_dim(scale, acc[0].shape, [0])
     width = config.columns
     for i in range(0, config.head_dim, config.staged):
         part = (acc[i // width] * scale)[:, i % width : i % width + config.staged]

@@ -59,11 +59,11 @@ class Tiles(NamedTuple):
         x = jnp.repeat(self._padded(positions, -1).reshape(-1, self.matrices, self.queries), self.group, axis=2)
         return jnp.pad(x, ((0, 0), (0, 0), (0, ROWS - x.shape[2])), constant_values=-1)
 
-    def pack_sinks(self, sinks: jax.Array | None) -> jax.Array:
-        """Learned sink logits [N] in base 2, of the rows of each kv head [K, 64]; -inf without any."""
-        of_heads = jnp.full((self.num_kv_heads, 1, self.group), -jnp.inf, jnp.float32)
-        if sinks is not None:
-            of_heads = sinks.astype(jnp.float32).reshape(of_heads.shape) * LOG2E
+    def pack_sinks(self, sinks: jax.Array | None) -> jax.Array | None:
+        """Learned sink logits [N] in base 2, of the rows of each kv head [K, 64]."""
+        if sinks is None:
+            return None
+        of_heads = sinks.astype(jnp.float32).reshape(self.num_kv_heads, 1, self.group) * LOG2E
         x = jnp.broadcast_to(of_heads, (self.num_kv_heads, self.queries, self.group)).reshape(self.num_kv_heads, -1)
         return jnp.pad(x, ((0, 0), (0, ROWS - x.shape[1])))
 

@@ -65,10 +65,9 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
         for row in found["kernels"]
         if row["name"].startswith("step of Llama") and row["config"]["attention"] == "hopper"
     ]
-    write = (
-        "new_body" if jax.__version_info__ < (0, 11) else "kv_write"
-    )  # jax 0.10 names it after a function of its own
-    assert {row["kernel"] for row in steps} == {"hopper_attention", "hopper_merge", "hopper_prefill", write}
+    # jax 0.10 names kernels that update arrays after a function of its own.
+    updating = {"new_body"} if jax.__version_info__ < (0, 11) else {"kv_write", "hopper_merge"}
+    assert {row["kernel"] for row in steps} == {"hopper_attention", "hopper_prefill"} | updating
     for row in steps:
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]

@@ -14,10 +14,11 @@ from pallas_kernels import ptx, reference
 from pallas_kernels.arguments import SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper.mass import probability_mass
+from pallas_kernels.hopper.merge import merge_segments
 from pallas_kernels.hopper.schedule import Tuning
 from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels import contract
-from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_prefill
+from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_merge, test_prefill
 from tests.pallas_kernels.ptx.plugin import needs_plugin
 
 pytestmark = needs_plugin
@@ -52,6 +53,16 @@ def emulate(kernel: Kernel, spec: Spec) -> None:
 @pytest.mark.parametrize("spec", DECODE, ids=str)
 def test_attention_and_merge(spec):
     emulate(KERNELS["hopper_decode"].tuned(num_workers=3), spec)
+
+
+@pytest.mark.parametrize("shape", test_merge.SHAPES, ids=str)
+def test_merge_of_split_pairs(shape):
+    partial, partial_lse, work, sinks, out, lse = arguments = test_merge.arguments_of(*shape, True)
+
+    def merge(partial, partial_lse, sinks, out, lse, *arrays):
+        return merge_segments(partial, partial_lse, type(work)(*arrays), sinks, out, lse, False)
+
+    test_merge.compare(ptx.run(merge, partial, partial_lse, sinks, out, lse, *map(np.asarray, work)), arguments)
 
 
 @pytest.mark.parametrize("registers", [True, False], ids=["weights in registers", "weights in shared memory"])
