@@ -58,17 +58,17 @@ def _attend_stretch(*refs, config: Config, plain: bool) -> None:
             plgpu.commit_smem()
         warpgroup.fetch_queries(first)
 
-    ahead = (first, arrays.segments_g[jnp.minimum(first, warpgroup.last_segment), PIECE])
+    ahead = warpgroup.ahead(first, arrays.segments_g[jnp.minimum(first, warpgroup.last_segment), PIECE])
     for stage in range(config.stages):
 
-        @pl.when(leads & (ahead[0] < until))
+        @pl.when(leads & (ahead.segment < until))
         def _(ahead=ahead, stage=stage):
             for which in (0, 1):
-                warpgroup.fetch(*ahead, int32(stage), which)
+                warpgroup.fetch(ahead, int32(stage), which)
 
-        ahead = warpgroup.after(jnp.minimum(ahead[0], warpgroup.last_segment), ahead[1])
+        ahead = warpgroup.after(ahead)
 
-    lax.fori_loop(first, until, functools.partial(_attend_segment, warpgroup), (int32(0), *ahead))
+    lax.fori_loop(first, until, functools.partial(_attend_segment, warpgroup), (int32(0), ahead))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -93,16 +93,16 @@ def _attend_segment(warpgroup: Warpgroup, segment, carry):
 def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     """One turn of the online softmax: 64 keys and values."""
     refs, config = warpgroup.refs, warpgroup.config
-    acc, top, total, n, ahead_segment, ahead_piece = carry
+    acc, top, total, n, ahead = carry
     stage = lax.rem(n, int32(config.stages))
     care = refs.care_g[tile, begin + i]
     at = Place(segment, tile, lambda: begin + i, stage, care, care >> 3)
-    more = warpgroup.leads & (ahead_segment < warpgroup.until)
+    more = warpgroup.leads & (ahead.segment < warpgroup.until)
     plgpu.barrier_wait(refs.k_bar.at[stage])
 
     def refill(which):
         warpgroup.all_have_read((refs.k_read, refs.v_read)[which].at[stage])
-        pl.when(more)(lambda: warpgroup.fetch(ahead_segment, ahead_piece, stage, which))
+        pl.when(more)(lambda: warpgroup.fetch(ahead, stage, which))
 
     if warpgroup.quantised:
         plgpu.commit_smem()  # a barrier: all warps have read the last piece's values
@@ -123,8 +123,7 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     total = total * fade + p.sum(axis=1)
     more_values = _weighted_values(warpgroup, at, p, refill)
     acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) + b for a, b in zip(acc, more_values))
-    ahead = warpgroup.after(jnp.minimum(ahead_segment, warpgroup.last_segment), ahead_piece)
-    return acc, new_top, total, n + 1, *ahead
+    return acc, new_top, total, n + 1, warpgroup.after(ahead)
 
 
 def _scores(warpgroup: Warpgroup, at: Place, queries, zero):

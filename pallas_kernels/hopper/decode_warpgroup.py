@@ -73,6 +73,17 @@ class Place(NamedTuple):
     zero: Any
 
 
+class Ahead(NamedTuple):
+    """A piece that is to be asked for, with where its units lie: a refill of a buffer waits for no load.
+
+    keys: of each unit the index of its keys in the pool's units.
+    """
+
+    segment: Any
+    piece: Any
+    keys: tuple[Any, ...]
+
+
 class Warpgroup(NamedTuple):
     """One warpgroup of a block of threads. leads: it asks for copies. layer: of the pool. until: end of the stretch."""
 
@@ -118,15 +129,22 @@ class Warpgroup(NamedTuple):
         """Of the queries and of the keys of a piece."""
         return load(self.refs.positions_g, at.tile), self.key_positions(at)
 
-    def fetch(self, segment, piece, stage, which: int) -> None:
+    def ahead(self, segment, piece) -> Ahead:
+        """A piece of a segment; of segments beyond the last one, any."""
+        refs, config = self.refs, self.config
+        known = jnp.minimum(segment, self.last_segment)
+        tile, head = refs.segments_g[known, TILE], refs.segments_g[known, HEAD]
+        row = (self.layer * 2 * config.num_kv_heads + head) * config.units_of_block
+        first = jnp.minimum(piece, refs.care_g.shape[1] - 1) * config.units_of_piece
+        return Ahead(segment, piece, tuple(refs.units_g[tile, first + i] + row for i in range(config.units_of_piece)))
+
+    def fetch(self, ahead: Ahead, stage, which: int) -> None:
         """Asks for keys (0) or values (1) of one piece of a segment."""
         refs, config = self.refs, self.config
-        tile, head = refs.segments_g[segment, TILE], refs.segments_g[segment, HEAD]
-        row = ((self.layer * 2 + which) * config.num_kv_heads + head) * config.units_of_block
         size, width = config.unit, config.width
         arrives = (refs.k_bar, refs.v_bar)[which].at[stage]
-        for i in range(config.units_of_piece):
-            unit, slots = refs.units_g[tile, piece * config.units_of_piece + i] + row, pl.ds(i * size, size)
+        for i, keys in enumerate(ahead.keys):
+            unit, slots = keys + which * config.num_kv_heads * config.units_of_block, pl.ds(i * size, size)
             if self.quantised:
                 part = narrow.place(refs.scales_s.at[which, stage], i, size)
                 plgpu.copy_gmem_to_smem(refs.scales_g.at[unit], part, arrives)
@@ -139,12 +157,14 @@ class Warpgroup(NamedTuple):
         to = refs.q_s.at[0, pl.ds(0, self.config.rows)]
         plgpu.copy_gmem_to_smem(refs.q_g.at[self.pair(segment)], to, refs.q_bar)
 
-    def after(self, segment, piece):
+    def after(self, ahead: Ahead) -> Ahead:
         """The piece after one, perhaps the first of the next segment."""
         segments = self.refs.segments_g
-        done = piece + 1 == segments[segment, PIECE] + segments[segment, NUM_PIECES]
+        segment = jnp.minimum(ahead.segment, self.last_segment)
+        done = ahead.piece + 1 == segments[segment, PIECE] + segments[segment, NUM_PIECES]
         following = jnp.minimum(segment + 1, self.last_segment)
-        return jnp.where(done, segment + 1, segment), jnp.where(done, segments[following, PIECE], piece + 1)
+        piece = jnp.where(done, segments[following, PIECE], ahead.piece + 1)
+        return self.ahead(jnp.where(done, segment + 1, segment), piece)
 
     def all_have_read(self, barrier) -> None:
         """Waits, where this warpgroup leads, until all of them are here."""
