@@ -132,7 +132,7 @@ def validate(
     decisions: Annotated[bool, typer.Option(help="decisions of a real engine, step by step")] = True,
     prediction: Annotated[bool, typer.Option(help="costs fitted on one workload predict another")] = True,
     workload: Annotated[str, typer.Option(help="workload that is predicted: poisson, bursts or sessions")] = "poisson",
-    rounds: Annotated[int, typer.Option(help="rounds of measurements for the prediction")] = 10,
+    rounds: Annotated[int, typer.Option(help="rounds of measurements for the prediction")] = 20,
     seconds: Annotated[float, typer.Option(help="seconds of steps of many sizes in each round")] = 1.5,
     requests: Annotated[int, typer.Option(help="requests of the workload in each round")] = 120,
     seed: Annotated[int, typer.Option(help="of the workload")] = 0,

@@ -53,16 +53,6 @@ def workloads(longest: int, num_requests: int, seed: int) -> dict[str, WorkloadS
     }
 
 
-def together(rounds: Sequence[Sequence[Served]]) -> list[Served]:
-    """Returns the requests of several rounds, one round after the other in time."""
-    found, begin = [], 0.0
-    for served in rounds:
-        names = ("arrival_s", "scheduled_s", "first_token_s", "finished_s")
-        found += [dataclasses.replace(s, **{name: getattr(s, name) + begin for name in names}) for s in served]
-        begin = max(s.finished_s for s in found)
-    return found
-
-
 def figures(served: Sequence[Served]) -> dict[str, float]:
     """Returns what is predicted of a run."""
     times = [(s.arrival_s, s.first_token_s, s.finished_s) for s in served]
@@ -78,14 +68,38 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     }
 
 
+def typical(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the median over rounds of each figure: a round in which the machine stood still decides nothing."""
+    return {name: float(np.median([round[name] for round in rounds])) for name in LIMITS}
+
+
+def against_itself(rounds: Sequence[dict[str, float]], draws: int = 200) -> dict[str, float]:
+    """Returns by how much each figure of a half of the rounds differs from that of the other half, relatively.
+
+    It is the median over random halves. Where rounds are independent, the standard error of all of them together is
+    about three quarters of it (a half of the difference's standard deviation, which is 1.48 times its median), and a
+    prediction without errors of its own would still have errors of that size.
+
+    Args:
+      rounds: figures of each, of the same requests; at least two.
+    """
+    rng, half, differences = np.random.default_rng(0), len(rounds) // 2, []
+    for _ in range(draws):
+        order = rng.permutation(len(rounds))
+        one, other = (typical([rounds[i] for i in part]) for part in (order[:half], order[half:]))
+        differences.append([abs(one[name] / other[name] - 1) for name in LIMITS])
+    return dict(zip(LIMITS, np.median(differences, axis=0).tolist(), strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """What was predicted, and what was measured.
 
-    checks: of LIMITS, all rounds together, with noise. without_noise: relative errors where steps take their means.
-    spread: largest over smallest of each figure among the measured rounds. replayed: relative errors of a simulation
+    checks: of LIMITS, medians over rounds, with noise. without_noise: relative errors where steps take their means.
+    spread: largest over smallest of each figure among the measured rounds. itself: what the measurement says of itself,
+    see `against_itself`. replayed: relative errors of a simulation
     whose steps take the times of the measured ones: what is left are errors of the simulator, not of costs.
-    per_request: of E2E, against the mean of the rounds: mean absolute relative error, bias, and Pearson's correlation.
+    per_request: of E2E, medians over rounds: mean absolute relative error, bias, and Pearson's correlation.
     speeds: time of each round's steps of many sizes over what the costs say.
     """
 
@@ -93,6 +107,7 @@ class Prediction:
     without_noise: dict[str, float]
     replayed: dict[str, float]
     spread: dict[str, float]
+    itself: dict[str, float]
     per_request: dict[str, float]
     speeds: list[float]
     held_out: dict[str, Any]
@@ -114,7 +129,7 @@ def predict(
     model: str = "ksana-tiny",
     *,
     workload: str = "poisson",
-    rounds: int = 10,
+    rounds: int = 20,
     seconds: float = 1.5,
     num_requests: int = 120,
     seed: int = 0,
@@ -126,7 +141,8 @@ def predict(
     Rounds alternate between steps of many sizes, from which costs are fitted, and the workload that is predicted, at
     LOAD of the rate that the engine reaches. One fit is made of all rounds. A machine that others use is slower for
     seconds at a time, so each round's prediction takes the speed of the steps just before and just after it; no time of
-    the predicted workload is used.
+    the predicted workload is used. What is compared are medians over rounds, of what was measured and of what was
+    predicted: one disturbed round of many otherwise decides the p90 of all requests.
 
     Args:
       workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.
@@ -172,12 +188,11 @@ def _compare(
     noisy = [simulated(cost.times(s), seed + i) for i, s in enumerate(speeds)]
     plain = [simulated(cost.times(s)) for s in speeds]
     replayed = [simulated(ReplayCost.of(one.steps, spare=len(one.steps))) for one in measured]
-    real, found, without, again = map(
-        figures, (together([one.served for one in measured]), together(noisy), together(plain), together(replayed))
-    )
     each = [figures(one.served) for one in measured]
+    real = typical(each)
+    found, without, again = (typical([figures(served) for served in runs]) for runs in (noisy, plain, replayed))
     by_request, predicted = (
-        np.mean([[s.finished_s - s.arrival_s for s in served] for served in runs], axis=0)
+        np.median([[s.finished_s - s.arrival_s for s in served] for served in runs], axis=0)
         for runs in ([one.served for one in measured], plain)
     )
     errors = predicted / by_request - 1
@@ -186,6 +201,7 @@ def _compare(
         {name: without[name] / real[name] - 1 for name in LIMITS},
         {name: again[name] / real[name] - 1 for name in LIMITS},
         {name: max(f[name] for f in each) / min(f[name] for f in each) for name in LIMITS},
+        against_itself(each) if len(measured) > 1 else {},
         {
             "mape": float(np.abs(errors).mean()),
             "bias": float(errors.mean()),

@@ -106,6 +106,7 @@ def show(found: Prediction, say: Say) -> None:
         say(
             f"{line(check)}  without noise {found.without_noise[name]:+.1%}, with the measured times "
             f"{found.replayed[name]:+.1%}, rounds differ by {found.spread[name]:.2f} x"
+            + (f", halves of them by {found.itself[name]:.1%}" if found.itself else "")
         )
     by = found.per_request
     say(f"  E2E of single requests: MAPE {by['mape']:.1%}, bias {by['bias']:+.1%}, Pearson {by['pearson']:.3f}")
