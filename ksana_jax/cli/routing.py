@@ -109,10 +109,10 @@ def route(
     twice = [address for index, address in enumerate(addresses) if address in addresses[:index]]
     if twice:
         raise ConfigError(f"server {twice[0]} is given twice")
+    if spawn < 0 or bool(spawn) != (model is not None):
+        raise ConfigError("--spawn needs a number of servers, from 1, and a model, such as --spawn 4 ksana-tiny")
     if bool(addresses) == bool(spawn):
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
-    if spawn < 0 or (spawn and model is None) or (model is not None and not spawn):
-        raise ConfigError("--spawn needs a number of servers and a model, such as --spawn 4 ksana-tiny")
     if on not in ("local", "ray"):
         raise ConfigError(f"--on is {on!r}, must be local or ray")
     given = engine_settings or []
@@ -140,7 +140,7 @@ def route(
         seed=seed,
     )
     router = RouterSettings(
-        block_size=block_size or engine.get("block_size", DEFAULT_BLOCK_SIZE),
+        block_size=engine.get("block_size", DEFAULT_BLOCK_SIZE) if block_size is None else block_size,
         prefill_tokens_per_s=prefill_tokens_per_s,
         pool_tokens=pool_tokens,
         ttl_s=cache_ttl,

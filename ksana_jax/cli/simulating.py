@@ -35,7 +35,20 @@ app = group(
 @app.command(cls=Command)
 def run(context: typer.Context, file: Experiment, overrides: Overrides = None, out: Out = None) -> None:
     """Runs an experiment, as `ksana run` does; the word run may be left out."""
+    _require_simulation(file, overrides or [])
     studies.run(context, file, overrides, out)
+
+
+def _require_simulation(file: Path, overrides: list[str]) -> None:
+    """Raises ConfigError for an experiment of another task, such as one that names none: that would load a model."""
+    from ksana_jax.errors import ConfigError
+    from ksana_jax.experiments.config import load
+    from ksana_jax.experiments.tasks import task_named
+    from ksana_jax.experiments.tasks.simulated import SimulatedTask
+
+    task = load(file, overrides).task
+    if not isinstance(task_named(task), SimulatedTask):
+        raise ConfigError(f"{file}: task is {task!r}, must be simulate, capacity or route; `ksana run` runs the others")
 
 
 @app.command(cls=Command)

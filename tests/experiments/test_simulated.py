@@ -53,6 +53,13 @@ def test_a_queue_that_grows_is_named_in_the_notes(tmp_path):
     assert any("the queue grows" in note for note in made.notes)
 
 
+def test_a_run_whose_requests_were_all_refused_says_so_and_has_no_times(tmp_path):
+    workload = WORKLOAD | {"prompt": [2000, 3000]}
+    made = report(tmp_path, given("simulate", settings={"workload": workload}))
+    [row] = made.rows
+    assert row.mean("ttft_p50_s") is None and any("refused" in note for note in made.notes)
+
+
 def test_equal_trials_measure_equal_numbers(tmp_path):
     first, second = (
         runs.reported(plan(given("route", settings={"servers": 2}, seeds=[0, 1])), tmp_path / name, make_llm=no_engine)

@@ -106,13 +106,13 @@ class Simulation:
             of_servers, failures = _of_servers(served), fleet.growing(served.trips[begin:])
             served = served.requests
         requests = sorted(served, key=lambda request: (request.sent_s, request.index))[begin:]
-        report = summarise(requests)
+        latency_s = percentile(requests, "latency_per_token", 50)
+        report = summarise(requests) | {"latency_per_token_p50_s": latency_s}
         return {
             "metric": "run",
             "sample": self.sample,
             "failures": report["failures"] + failures,
             **{name: value for name, value in flat(report).items() if math.isfinite(value)},
-            "latency_per_token_p50_s": percentile(requests, "latency_per_token", 50),
             **of_servers,
         }
 
