@@ -86,14 +86,19 @@ def cases(target: aot.Target) -> list[Case]:
     if target.hopper:
         shapes = (*DECODE, {"q": 16}, *QUANTISED)
         found += attention("hopper attention", KERNELS["hopper_decode"], shapes, models.decode)
-        found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL)
-        found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS)
+        found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL, models.prefill)
+        found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS, models.mass)
         write = KV_WRITES["hopper_kv_write"]
         found += [
-            Case("hopper kv write", shape, functools.partial(kv_write_program, kernel=write, **shape))
+            Case(
+                "hopper kv write",
+                shape,
+                functools.partial(kv_write_program, kernel=write, **shape),
+                speed=models.kv_write(shape),
+            )
             for shape in WRITES
         ]
-    found += attention("triton decode", KERNELS["triton_decode"], DECODE)
+    found += attention("triton decode", KERNELS["triton_decode"], DECODE, models.triton_decode)
     found += attention("triton ragged", KERNELS["triton_ragged"], ({"q": 16}, {"h": 256, "q": 16}))
     return found
 

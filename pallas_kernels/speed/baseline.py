@@ -97,7 +97,7 @@ def table(cases: Mapping[str, Any]) -> str:
     ]
     for name, case in cases.items():
         kernels, shapes = list(case["kernels"].values()), case["shapes"]
-        first = kernels[0]
+        first = max(kernels, key=lambda kernel: kernel["instructions"])
         cells = [_cell(shapes[shape]) if shape in shapes else "" for shape in _SHAPES]
         if not any(cells):  # of other shapes: all of them in the first column
             cells[0] = "; ".join(f"{shape}: {_cell(numbers)}" for shape, numbers in shapes.items())

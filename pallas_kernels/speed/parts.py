@@ -33,7 +33,8 @@ class Parts:
     @property
     def stages(self) -> int:
         """Turns whose data has been asked for when the loop begins; at least 1."""
-        return max(1, count_copies(self.before) // max(count_copies(self.turn), 1))
+        copies = count_copies if count_copies(self.turn) else _count_async
+        return max(1, copies(self.before) // max(copies(self.turn), 1))
 
 
 def find_parts(function: Function) -> Parts:
@@ -67,6 +68,11 @@ def find_parts(function: Function) -> Parts:
 def count_copies(code: Sequence[Instruction]) -> int:
     """Copies by TMA."""
     return sum(i.name in ("UTMALDG", "UBLKCP") for i in code)
+
+
+def _count_async(code: Sequence[Instruction]) -> int:
+    """Copies by cp.async, of which each thread makes its part."""
+    return sum(i.name == "LDGSTS" for i in code)
 
 
 def _flops(code: Sequence[Instruction]) -> int:

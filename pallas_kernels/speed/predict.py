@@ -76,7 +76,7 @@ class Prediction:
         return found | {"terms": {name: round(us, 2) for name, us in self.terms.items()}}
 
 
-def _limit(terms: Mapping[str, float], timing: Timing) -> str:
+def limit_of(terms: Mapping[str, float], timing: Timing) -> str:
     """Names what is slowest: memory, launches, or what the inner loop waits for."""
     overlapping = max(terms["memory"], terms["compute"])
     rest = {name: us for name, us in terms.items() if name not in ("memory", "compute")}
@@ -92,7 +92,8 @@ def limit_of_turn(timing: Timing) -> str:
     return names.get(pipe, pipe) if busy > 0.85 * timing.cycles else "latency"
 
 
-def _sum(terms: Mapping[str, float]) -> float:
+def sum_of(terms: Mapping[str, float]) -> float:
+    """Returns what terms take together: memory and compute overlap."""
     rest = sum(us for name, us in terms.items() if name not in ("memory", "compute"))
     return max(terms["memory"], terms["compute"]) + rest
 
@@ -102,20 +103,21 @@ class Attention:
     """Attention of few queries per row over a list of work, and the merge of its segments.
 
     piece_bytes: of keys and values of TILE_KV tokens of one kv head, with scales. num_workers: that work is cut for.
-    merges: blocks of threads that merge one pair, a part of the columns each.
+    merges: blocks of threads that merge one pair, a part of the columns each. kernels: names of both kernels.
     """
 
     num_kv_heads: int
     piece_bytes: float
     num_workers: int
     merges: int = 1
+    kernels: tuple[str, str] = ("hopper_attention", "hopper_merge")
 
     def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
         return [self._of_shape(name, lengths, machines, chip) for name, lengths in lists.DECODE.items()]
 
     def _of_shape(self, name: str, lengths: Sequence[int], machines: Mapping[str, Machine], chip: Chip) -> Prediction:
         work = lists.stretches(lengths, self.num_kv_heads, self.num_workers)
-        machine, merge = machines["hopper_attention"], machines.get("hopper_merge")
+        machine, merge = machines[self.kernels[0]], machines.get(self.kernels[1])
         merged = [count for count in work.of_pair for _ in range(self.merges)]
         timing, start, compute, end = walk(machine, work, chip)
         num_bytes = sum(work.pieces) * self.piece_bytes
@@ -126,9 +128,9 @@ class Attention:
             "merge": chip.us(_merge_cycles(merge, merged, chip)) if merge else 0.0,
             "launches": chip.launch_us * (2 if merge else 1),
         }
-        us = _sum(terms)
+        us = sum_of(terms)
         share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
-        return Prediction(name, us, _limit(terms, timing), terms, share)
+        return Prediction(name, us, limit_of(terms, timing), terms, share)
 
 
 def walk(machine: Machine, work: lists.Stretches, chip: Chip) -> tuple[Timing, float, float, float]:
@@ -137,10 +139,12 @@ def walk(machine: Machine, work: lists.Stretches, chip: Chip) -> tuple[Timing, f
     parts, timing = machine.parts, machine.turn(chip, blocks)
     # A copy is asked for `stages` turns before its data is needed, when its place has been read.
     turn = max(timing.cycles, (chip.loaded_latency + timing.held) / parts.stages)
-    around = max(machine.once("around", chip, blocks, chip.l1_latency) - timing.cycles, 0)
-    compute = max(p * turn + s * around for p, s in zip(work.pieces, work.segments))
     start = machine.once("before", chip, blocks, chip.dram_latency) + chip.dram_latency + chip.tma_latency
-    return timing, start, compute, machine.once("after", chip, blocks, chip.l1_latency)
+    end = machine.once("after", chip, blocks, chip.l1_latency)
+    # Without a loop around it, each segment has a block of threads of its own.
+    around = machine.once("around", chip, blocks, chip.l1_latency) - timing.cycles if parts.around else start + end
+    each = (n * turn + segments * max(around, 0) for n, segments in zip(work.pieces, work.segments))
+    return timing, start, lists.makespan(each, blocks * chip.num_cores), end
 
 
 def _merge_cycles(machine: Machine, of_pair: Sequence[int], chip: Chip) -> float:

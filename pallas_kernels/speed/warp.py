@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from pallas_kernels.speed import pipes
 from pallas_kernels.speed.chip import Chip
+from pallas_kernels.speed.meetings import Meetings, waits
 from pallas_kernels.speed.sass import Instruction
 
 
@@ -36,6 +37,7 @@ class _Warp:
     """A warp on its way: its next instruction and turn, when it may go on, and what it waits for."""
 
     block: int
+    number: int  # of the block's warps
     ready: float
     at: int = 0
     issued: float = -1.0  # when its last instruction was
@@ -68,16 +70,19 @@ def simulate(
     uses = [pipes.use(i, chip, load) for i in turn]
     # They start apart, as copies do not arrive for all of them at once.
     apart = sum(i.stall for i in turn) / (warps * blocks)
-    every = [_Warp(n // warps, n * apart) for n in range(warps * blocks)]
+    every = [_Warp(n // warps, n % warps, n * apart) for n in range(warps * blocks)]
+    meetings = [Meetings(turn, warps) for _ in range(blocks)]
     free: defaultdict[str, float] = defaultdict(float)
     busy: defaultdict[str, float] = defaultdict(float)
-    meetings: dict[tuple[int, int, int], list[_Warp]] = {}
+    gathered: dict[tuple[int, int, int], list[_Warp]] = {}
     now, running = 0.0, list(every)
     while running:
         # The one that can go on first; of several, the one that has waited longest.
         when, _, n = min(
-            (max(now, _earliest(w, turn[w.at], uses[w.at], free)), w.issued, n) for n, w in enumerate(running)
+            (max(now, _earliest(w, turn[w.at], uses[w.at], free, meetings[w.block])), w.issued, n)
+            for n, w in enumerate(running)
         )
+        assert when < float("inf"), "the warps wait for each other"
         warp, instruction, used = running[n], turn[running[n].at], uses[running[n].at]
         now, warp.issued = when + 1, when
         begin = max(when, free[used.pipe]) if used.cycles else when
@@ -87,8 +92,9 @@ def simulate(
             busy[pipe] += cycles
         warp.ready = when + max(instruction.stall, 1)
         _take_effect(warp, instruction, used, begin, when)
+        meetings[warp.block].issue(warp.number, warp.at, instruction, when)
         if warps > 1 and _meets_others(instruction):
-            met = meetings.setdefault((warp.block, len(warp.ends), warp.at), [])
+            met = gathered.setdefault((warp.block, len(warp.ends), warp.at), [])
             met.append(warp)
             running.remove(warp)
             if len(met) == warps:
@@ -100,6 +106,7 @@ def simulate(
             warp.ends.append(warp.ready)
             if len(warp.ends) == turns:
                 running.remove(warp)
+                meetings[warp.block].leave(warp.number)
     skipped = max(turns // 3, 1)
     cycles = max(w.ends[-1] - w.ends[skipped - 1] for w in every) / (turns - skipped)
     used_up = {pipe: cycles / turns for pipe, cycles in busy.items() if cycles}
@@ -115,9 +122,14 @@ def _meets_others(instruction: Instruction) -> bool:
     return threads is None or int(threads.group(1), 16) > 128
 
 
-def _earliest(warp: _Warp, instruction: Instruction, used: pipes.Use, free: Mapping[str, float]) -> float:
+def _earliest(
+    warp: _Warp, instruction: Instruction, used: pipes.Use, free: Mapping[str, float], meetings: Meetings
+) -> float:
     """When a warp may issue its next instruction."""
-    when = max(warp.ready, *(warp.scoreboards[n] for n in range(6) if instruction.waits >> n & 1), 0.0)
+    opens = 0.0
+    if warp.at == 0 or waits(instruction):
+        opens = meetings.open(warp.number, warp.at if waits(instruction) else -1, warp.at == 0 and not warp.ends)
+    when = max(opens, warp.ready, *(warp.scoreboards[n] for n in range(6) if instruction.waits >> n & 1), 0.0)
     if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
         when = max(when, _until_left(warp.groups, instruction))
     elif instruction.name == "DEPBAR":

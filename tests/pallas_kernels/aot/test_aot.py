@@ -165,6 +165,14 @@ def test_thunks_in_command_buffers_are_counted():
     assert report.count_thunks(CAPTURED) == (inside, {"kCopy": 1, "kWhile": 1, "kSort": 1})
 
 
+def test_launches_of_a_layer_are_the_period_of_the_sequence():
+    layer = ("kCustomKernel", "gemm_fusion_dot_1"), ("kCustomCall", "kCustomCall"), ("kCustomKernel", "loop_add_fusion")
+    names = [("kCopy", "kCopy"), *layer * 8, ("kCustomKernel", "argmax")]
+    lines = [f"    {n:03}: {kind} [prev | next] {name}_{n}" for n, (kind, name) in enumerate(names)]
+    assert report.count_repeated("000: kCommandBuffer [source | sink]\n" + "\n".join(lines)) == 3
+    assert report.count_repeated(CAPTURED) is None and report.count_repeated("") is None
+
+
 def test_instructions_are_counted_by_kind():
     counts = report.count_instructions(PTX)
     assert counts == {"wgmma": 1, "tma_loads": 2, "tma_stores": 1, "mma_sync": 1, "cp_async": 1}

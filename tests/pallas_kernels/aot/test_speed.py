@@ -13,7 +13,7 @@ from experiments.gpu.cases import decode_cases
 from pallas_kernels import aot, work
 from pallas_kernels.aot import check
 from pallas_kernels.patterns import FULL
-from pallas_kernels.speed import baseline, flow, lists, parts, pipes, predict, sass, warp
+from pallas_kernels.speed import baseline, flow, grids, lists, meetings, parts, pipes, predict, sass, warp
 from pallas_kernels.speed.chip import H200
 
 needs_compiler = pytest.mark.skipif(
@@ -144,6 +144,36 @@ def test_barriers_of_several_warpgroups_keep_their_warps_together():
     assert alone == pytest.approx(together, rel=0.1)
 
 
+# Two warpgroups meet twice in a turn, so that one multiplies while the other computes exponentials.
+TURNS = (
+    "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, gsb0; 1, 7, 7, 0",
+    "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6], RZ; 1, 7, 7, 0",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R8; 1, 1, 7, 0",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0; 1, 7, 7, 2",
+    "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR21], RZ; 1, 7, 7, 0",
+    "MUFU.EX2 R1, R1; 15, 7, 7, 0",
+    *["FADD R1, R1, R2; 15, 7, 7, 0"] * 20,
+    "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6], RZ; 1, 7, 7, 0",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R8; 1, 1, 7, 0",
+    "HGMMA.64x128x16.F32.BF16 R88, gdesc[UR8], R88, gsb0; 1, 7, 7, 2",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0; 1, 7, 7, 0",
+)
+
+
+def test_warpgroups_that_take_turns_meet_where_both_arrive_and_wait():
+    code = function(*TURNS).code
+    found = meetings.find_meetings(code)
+    assert sorted(found) == [1, 2, 26, 27] and len(set(found.values())) == 1  # UR21 is of a place to copy to
+    met = meetings.Meetings(code, warps=2)
+    assert met.open(0, 2, begins=False) == float("inf")
+    met.issue(0, 1, code[1], 100.0)
+    assert met.open(1, -1, begins=True) == 100  # the second one begins when the first has issued its products
+    assert met.open(0, 2, begins=False) == 100
+    # One alone never waits for others; two take at least as long, each as long as the products of both.
+    alone, both = (warp.simulate(code, H200, warps=n).cycles for n in (1, 2))
+    assert 300 < alone <= both < 2 * alone
+
+
 def test_blocks_of_threads_fit_by_registers_and_shared_memory():
     assert H200.resident(201, 128, 106_593) == 2
     assert H200.resident(255, 128, 0) == 2 and H200.resident(64, 128, 0) == 8
@@ -189,6 +219,28 @@ def test_decode_is_limited_by_memory_or_by_what_its_loop_waits_for():
     slow = function(*(line for line in LOOP for _ in range(400 if line.startswith("MUFU") else 1)))
     found = model.predict({"hopper_attention": machine(parts=parts.find_parts(slow))}, H200)
     assert found[0].limit == "issue" and found[0].share < long.share
+
+
+def test_a_prefill_takes_the_turns_of_its_tiles_on_all_multiprocessors():
+    products = ["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24, gsb0"] * 16
+    masked = [".L_x_9:", *products[:12], "@P0 BRA `(.L_x_9)"]
+    code = function(*masked, ".L_x_1:", *products, "@P0 BRA `(.L_x_1)", "EXIT")
+    made = machine(parts=parts.find_parts(code), resident=1, warpgroups=2)
+    assert len(made.parts.masked) == 13 and len(made.parts.turn) == 17
+    model = grids.Prefill("kernel", 32, 8, 32, 128, 128, 64, {"8k": 8192})
+    [found] = model.predict({"kernel": made}, H200)
+    # Products alone: 8k keys of 8k queries, of which half and the diagonal's blocks are computed.
+    ideal = 4 * 32 * 128 * 8192**2 / 2 / (132 * H200.tensor_flops * H200.tensor_clock_hz) * 1e6
+    assert 1 < found.us / ideal < 1.15 and found.limit == "tensor"
+    assert found.tflops == pytest.approx(876 * ideal / found.us, rel=0.01)
+
+
+def test_tokens_that_are_written_take_their_bytes_or_a_launch():
+    code = function("LDG.E.128 R4, [R2.64]; 1, 0, 7, 0", "STG.E.128 [R2.64], R4; 1, 7, 7, 1", "EXIT")
+    made = machine(parts=parts.find_parts(code), resident=8)
+    many, few = grids.Tokens("kernel", 20_000).predict({"kernel": made}, H200)
+    assert many.limit == "memory" and 0.85 < many.share < H200.streaming
+    assert few.limit == "launches" and few.share < 0.3
 
 
 def row(cycles: int = 2000, us: float = 282.0) -> dict:
