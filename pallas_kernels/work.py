@@ -147,11 +147,21 @@ def schedule(
     size = unit_tokens(block_size)
     per_piece = TILE_KV // size
     units, unit_starts, live, first, last = units_of(tables, starts, positions, pattern, block_size, per_block_id)
-    count = live.sum(axis=1)
-    width = -(-units.shape[1] // per_piece) * per_piece
-    # The live ones move to the front; the others are sent beyond the end and dropped.
-    place = jnp.where(live, jnp.cumsum(live, axis=1) - 1, width)
-    units, unit_starts = placed(place, width, units, unit_starts)
+    num_units = units.shape[1]
+    width = -(-num_units // per_piece) * per_piece
+    before = jnp.arange(num_units)
+    reached = jnp.sum(live[:, None, :] & (before <= before[:, None]), axis=2, dtype=jnp.int32)
+    count = reached[:, -1]
+    # The live ones move to the front: the p-th of them is the first at which more than p are reached.
+    nth = jnp.arange(width)
+    source = jnp.sum(reached[:, None, :] <= nth[:, None], axis=2, dtype=jnp.int32)
+    there = nth < count[:, None]
+
+    def moved(x, otherwise: int):
+        return jnp.where(there, jnp.take_along_axis(x, jnp.minimum(source, num_units - 1), axis=1), otherwise)
+
+    place = jnp.where(live, reached - 1, width)
+    units, unit_starts = moved(units, 0).astype(jnp.int32), moved(unit_starts, FAR)
     repositioned = (pattern.sink_position != 0) & (unit_starts < pattern.num_sinks)
     needs = (
         (MASK, ~pattern.sees_all(first, last, unit_starts, size)),
@@ -162,29 +172,43 @@ def schedule(
     for bit, x in needs:
         care |= bit * x.reshape(s, -1, per_piece).any(axis=2)
 
-    stretches = _stretches(-(-count // per_piece), num_kv_heads, num_workers)
-    return Work(units.astype(jnp.int32), unit_starts, care, last[:, 0], *stretches, place.astype(jnp.int32))
+    segments, first_of_worker, of_pair = stretches(-(-count // per_piece), num_kv_heads, num_workers)
+    return Work(units, unit_starts, care, last[:, 0], segments, first_of_worker, of_pair, place.astype(jnp.int32))
 
 
-def _stretches(pieces, num_kv_heads: int, num_workers: int):
-    """Returns segments, first and of_pair of a `Work`, from each tile's number of pieces [S]."""
-    length = jnp.repeat(pieces, num_kv_heads)
-    begin = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(length).astype(jnp.int32)])
+def stretches(pieces, num_kv_heads: int, num_workers: int):
+    """Returns segments, first and of_pair of a `Work`, from each tile's number of pieces [S].
+
+    On a GPU, sorts, scans and binary searches are several kernels each. Here each step is a sum over comparisons, of
+    one kernel; what is divided is divided before, so that XLA finds the sums cheap enough to fuse.
+    """
+    num_tiles = len(pieces)
+    num_pairs = num_tiles * num_kv_heads
+    pair = jnp.arange(num_pairs + 1)
+    tile, head = pair[:, None] // num_kv_heads, pair[:, None] % num_kv_heads
+    others = jnp.arange(num_tiles)
+    # Pieces in the line before a pair: all heads of earlier tiles, and earlier heads of its own.
+    heads_before = jnp.where(others < tile, num_kv_heads, jnp.where(others == tile, head, 0))
+    begin = jnp.sum(pieces * heads_before, axis=1, dtype=jnp.int32)
     total = begin[-1]
     stretch = jnp.maximum(-(-total // num_workers), MIN_PIECES)
-    cuts = jnp.minimum(jnp.arange(num_workers + 1) * stretch, total)
-    # Segments begin where a pair or a worker begins; each place once, the end of the line not at all.
-    edges = jnp.sort(jnp.concatenate([begin[:-1], cuts[:-1]]))
-    again = jnp.concatenate([jnp.zeros(1, bool), edges[1:] == edges[:-1]])
-    edges = jnp.sort(jnp.where(again, total, edges))
-    pair = jnp.searchsorted(begin, edges, side="right", method="compare_all").astype(jnp.int32) - 1
-    until = jnp.append(edges[1:], total)
-    pair = jnp.minimum(pair, len(length) - 1)
-    segments = jnp.stack(
-        [pair // num_kv_heads, pair % num_kv_heads, edges - begin[pair], until - edges], axis=1
-    ).astype(jnp.int32)
-
-    def find(places):  # binary search would be a loop on the host between kernels
-        return jnp.searchsorted(edges, places, side="left", method="compare_all").astype(jnp.int32)
-
-    return segments, find(cuts), find(begin)
+    # Cuts are at multiples of the stretch: of each pair, the last one up to its begin and the last one within it.
+    last_cut, last_within = jax.lax.div(begin[:-1], stretch), jax.lax.div(begin[1:] - 1, stretch)
+    num_segments = jnp.where(begin[:-1] < begin[1:], 1 + last_within - last_cut, 0)
+    of_pair = jnp.sum(jnp.where(pair[:-1] < pair[:, None], num_segments, 0), axis=1, dtype=jnp.int32)
+    # A worker begins at a cut, within a pair or with it; those beyond the end after the last segment.
+    worker = jnp.arange(num_workers + 1)
+    begun = jnp.sum(begin[1:] <= worker[:, None] * stretch, axis=1, dtype=jnp.int32)
+    of_worker = jnp.minimum(begun, num_pairs - 1)
+    first = jnp.where(begun < num_pairs, of_pair[of_worker] + worker - last_cut[of_worker], of_pair[-1])
+    number = jnp.arange(num_pairs + num_workers)
+    pair = jnp.sum(of_pair[1:] <= number[:, None], axis=1, dtype=jnp.int32)
+    there, pair = pair < num_pairs, jnp.minimum(pair, num_pairs - 1)
+    # Of a pair, the first segment begins with it, the others at the cuts within it.
+    nth, begins, ends = number - of_pair[pair], begin[pair], begin[pair + 1]
+    cut = (last_cut[pair] + nth) * stretch
+    start = jnp.where(nth == 0, begins, cut)
+    length = jnp.where(there, jnp.minimum(cut + stretch, ends) - start, 0)
+    piece = jnp.where(there, start, total) - begins
+    segments = jnp.stack([pair // num_kv_heads, pair % num_kv_heads, piece, length], axis=1).astype(jnp.int32)
+    return segments, first, of_pair

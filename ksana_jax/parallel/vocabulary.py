@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ksana_jax.parallel.shares import local_vocabulary
 from ksana_jax.parallel.specs import AXIS
 from ksana_jax.sampling.sampler import GROUP
-from ksana_jax.sampling.vocabulary import Vocabulary
+from ksana_jax.sampling.vocabulary import Vocabulary, largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DividedVocabulary(Vocabulary):
         return found_ids, found_values
 
     def top(self, x_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        values, ids = jax.lax.top_k(x_SV, min(count, self._local))
+        values, ids = largest(x_SV, min(count, self._local))
         if not count:  # XLA gathers nothing that is empty
             return values, ids
         values, ids = (jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (values, ids + self._first))

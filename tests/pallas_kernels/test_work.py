@@ -17,6 +17,7 @@ from pallas_kernels.work import (
     TILE,
     TILE_KV,
     schedule,
+    stretches,
     unit_tokens,
 )
 from tests.soak import soak_unless
@@ -123,3 +124,22 @@ def test_only_pieces_that_need_care_are_marked():
     assert make(arrays, Pattern(window=100), 64, 1).care[0, :3].tolist() == [MASK, 0, MASK | DIRTY]
     found = make(arrays, Pattern(window=137, num_sinks=4, sink_position=1), 64, 1)
     assert found.care.tolist() == [[MASK | REPOSITIONED, 0, 0, MASK | DIRTY]]
+
+
+def test_segments_are_those_between_sorted_begins_of_pairs_and_cuts():
+    rng, num_heads, num_workers = np.random.default_rng(7), 3, 6
+    cut = jax.jit(stretches, static_argnums=(1, 2))
+    for most in (0, 1, 5, 60, 900):
+        pieces = rng.integers(0, most + 1, 5) * (rng.random(5) < 0.7)
+        begin = np.concatenate([[0], np.cumsum(np.repeat(pieces, num_heads))])
+        total = int(begin[-1])
+        stretch = max(-(-total // num_workers), MIN_PIECES)
+        cuts = np.minimum(np.arange(num_workers + 1) * stretch, total)
+        edges = np.unique(np.concatenate([begin, cuts]))
+        pair = np.searchsorted(begin, edges[:-1], side="right") - 1
+        expected = np.stack([pair // num_heads, pair % num_heads, edges[:-1] - begin[pair], np.diff(edges)], axis=1)
+        segments, first, of_pair = map(np.asarray, cut(jnp.asarray(pieces, jnp.int32), num_heads, num_workers))
+        np.testing.assert_array_equal(segments[: len(expected)], expected)
+        assert not segments[len(expected) :, NUM_PIECES].any()
+        np.testing.assert_array_equal(first, np.searchsorted(edges, cuts))
+        np.testing.assert_array_equal(of_pair, np.searchsorted(edges, begin))

@@ -7,6 +7,7 @@ from scipy.special import chdtrc
 
 from ksana_jax.sampling.sampler import adjust, sample, score
 from ksana_jax.sampling.truncation import NUM_CANDIDATES, Limits, least_kept
+from ksana_jax.sampling.vocabulary import largest
 from ksana_jax.step.contract import SamplingArrays
 from tests.sampling.reference import nucleus_margin, penalised, probabilities, softmax
 
@@ -199,6 +200,21 @@ def test_truncation_and_noise_are_skipped_where_nobody_asks_for_them():
 def test_a_cpu_sorts_no_whole_row():
     program = sample_jit.lower(random_logits(4, 4 * NUM_CANDIDATES), settings(4)).compile().as_text()
     assert 'custom_call_target="TopK"' in program and " sort(" not in program
+
+
+@pytest.mark.parametrize(("width", "count"), [(2500, 20), (2560, 33), (700, 8), (700, 300), (700, 0)])
+def test_the_largest_numbers_of_groups_are_those_of_the_whole_row_and_so_are_their_ids(width, count):
+    rng = np.random.default_rng(width + count)
+    rows = rng.integers(-40, 40, (6, width)).astype(np.float32)  # many are equal, also at the edge of what is taken
+    rows[1] = 0
+    rows[2, rng.random(width) < 0.99] = -np.inf
+    rows[3, [5, width - 1]] = np.inf
+    rows[4] = np.sort(rows[4])
+    rows[5, :-count] = rows[5, -1]
+    for found, expected in zip(
+        jax.jit(largest, static_argnums=1)(rows, count), jax.lax.top_k(rows, count), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("given", [{}, {"top_p": 0.8, "temperature": 1.5}])
