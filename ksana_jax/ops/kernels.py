@@ -53,7 +53,7 @@ class Kernels(NamedTuple):
         if call.tile == 1:
             return self.decode
         # What is shared is few tiles over many keys: they are split among all workers by the other one alone.
-        if self.prefill is None or call.shared or call.tile * asked.group < PREFILL_ROWS:
+        if self.prefill is None or call.tile * asked.group < PREFILL_ROWS:
             return self.ragged
         return self.ragged if self.prefill.unsupported(asked) else self.prefill
 

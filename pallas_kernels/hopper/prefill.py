@@ -16,7 +16,7 @@ from pallas_kernels.hopper import prefill_work
 from pallas_kernels.hopper.common import ROWS, check_heads, launch, layout, numbers_of
 from pallas_kernels.hopper.prefill_kernel import attend_tile
 from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config
-from pallas_kernels.hopper.prefill_work import TILE, PrefillWork, piece_tokens
+from pallas_kernels.hopper.prefill_work import TILE, PrefillWork, piece_tokens, splits_of
 from pallas_kernels.hopper.tiles import Tiles, where_queried
 from pallas_kernels.work import unit_tokens, units_per_block_id
 
@@ -26,6 +26,7 @@ class Tuning:
     """How the kernel runs.
 
     stages: pieces of keys and values held at once.
+    splits: of each tile over its keys; None: as many as keep the chip busy.
     take_turns: one consumer has the tensor cores while the other computes its softmax.
     registers: weights stay in registers: a tenth fewer instructions than through shared memory, counted in the inner
       loop. Compiled kernels sum the output in place. jax's interpreter can do neither and does without;
@@ -34,6 +35,7 @@ class Tuning:
     """
 
     stages: int = 2
+    splits: int | None = None
     take_turns: bool = True
     registers: bool = True
     interpret: Any = False
@@ -48,7 +50,16 @@ def schedule(call: Call, *, tuning: Tuning) -> PrefillWork:
         block_size=shape[4],
         head_dim=shape[5],
         per_block_id=units_per_block_id(shape),
+        splits=_splits(call, tuning),
     )
+
+
+def _splits(call: Call, tuning: Tuning) -> int:
+    if tuning.splits is not None:
+        return tuning.splits
+    tiles, (block_size, head_dim) = Tiles.of(call, CONSUMERS), call.pool.kv.shape[4:]
+    num_tiles, width = tiles.num_rows * tiles.count, call.tables.shape[1]
+    return splits_of(num_tiles, tiles.num_kv_heads, width, block_size=block_size, head_dim=head_dim)
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
@@ -68,19 +79,22 @@ def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Re
     tiles = Tiles.of(call, CONSUMERS)
     if work is None:
         work = schedule(call, tuning=tuning)
+    splits = _splits(call, tuning)
     compiled, block_size, h = not tuning.interpret, *pool.shape[4:]
     config = Config(
         num_kv_heads=tiles.num_kv_heads,
         head_dim=h,
         block_size=block_size,
         dtype=pool.dtype,
-        out_dtype=call.out_dtype,
+        # Results of splits are rounded once they are merged.
+        out_dtype=call.out_dtype if splits == 1 else jnp.dtype(jnp.float32),
         stages=tuning.stages,
         soft_cap=options.soft_cap,
         take_turns=tuning.take_turns,
         registers=tuning.registers and compiled,
         in_place=compiled,
         num_sink_queries=call.num_sink_queries,
+        splits=splits,
     )
     out, lse = _attend_tiles(
         tiles.pack(call.q.astype(pool.dtype)),
@@ -93,15 +107,27 @@ def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Re
         config,
         tuning.interpret,
     )
+    if splits > 1:
+        out, lse = _merged(out, lse, splits)
     lse = where_queried(call, tiles.unpack(lse), -jnp.inf) if options.return_lse else None
-    return Result(where_queried(call, tiles.unpack(out), 0), lse)
+    return Result(where_queried(call, tiles.unpack(out.astype(call.out_dtype)), 0), lse)
+
+
+def _merged(out, lse, splits: int):
+    """Results [M, 64, H] and log-sum-exp [M, 64] of all keys, from those [M * splits, ...] of the splits."""
+    out, lse = (x.reshape(-1, splits, *x.shape[1:]) for x in (out, lse))
+    top = jnp.max(lse, axis=1, keepdims=True)
+    weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
+    total = weights.sum(axis=1)
+    out = (out * weights[..., None]).sum(axis=1) / jnp.where(total == 0, 1.0, total)[..., None]
+    return out, jnp.where(total == 0, -jnp.inf, top[:, 0] + jnp.log(total))
 
 
 def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers, config: Config, interpret):
-    """Output [S*K*2, 64, H] in out_dtype and natural log-sum-exp [S*K*2, 64] float32 of S tiles of 2 x 64 rows.
+    """Output [S*K*2*splits, 64, H] in out_dtype and natural log-sum-exp [S*K*2*splits, 64] float32, in order of tiles.
 
     Args:
-      q: [S*K*2, 64, H]; q_sink: [S*K*2, J, 64, H] or None. positions: [S, 2, 64] of the rows.
+      q: [S*K*2, 64, H] of S tiles of 2 x 64 rows; q_sink: [S*K*2, J, 64, H] or None. positions: [S, 2, 64] of the rows.
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
       numbers: from `numbers_of`.
     """
@@ -116,8 +142,8 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
         functools.partial(attend_tile, config=config),
         (len(work.tiles) * config.num_kv_heads,),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, config.out_dtype),
-            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+            jax.ShapeDtypeStruct((len(q) * config.splits, *q.shape[1:]), config.out_dtype),
+            jax.ShapeDtypeStruct((len(q) * config.splits, q.shape[1]), jnp.float32),
         ),
         scratch_types=(
             plgpu.SMEM((CONSUMERS, ROWS, h), config.dtype, transforms=tiles),

@@ -32,7 +32,7 @@ from jax import lax
 from pallas_kernels.hopper.common import ROWS, finished, int32, load
 from pallas_kernels.hopper.prefill_turns import State, attend_masked, attend_unmasked
 from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config, Refs, Warpgroup
-from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST, NUM_MASKED, NUM_PIECES
+from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST, NUM_MASKED, NUM_PIECES, SPLIT
 from pallas_kernels.patterns import Pattern
 
 
@@ -119,8 +119,10 @@ def _silence(warpgroup: Warpgroup) -> None:
 
 def _store(warpgroup: Warpgroup, acc, top, total) -> None:
     """Stores the result, normalised, and its log-sum-exp, both with the learned sink."""
-    refs, config, group, half = warpgroup.refs, warpgroup.config, warpgroup.group, warpgroup.half
+    refs, config, group, split = warpgroup.refs, warpgroup.config, warpgroup.group, warpgroup.split
     sink = None if refs.sinks_g is None else load(refs.sinks_g, warpgroup.head)
+    if sink is not None and config.splits > 1:  # one of the splits has it
+        sink = lax.cond(warpgroup.number(SPLIT) == 0, lambda x: x, lambda x: jnp.full_like(x, -jnp.inf), sink)
     scale, refs.lse_s[group] = finished(top, total, sink)
     scale = lax.broadcast_in_dim(scale, acc[0].shape, [0])
     width = config.columns
@@ -128,7 +130,7 @@ def _store(warpgroup: Warpgroup, acc, top, total) -> None:
         part = (acc[i // width] * scale)[:, i % width : i % width + config.staged]
         refs.out_s[group] = part.astype(config.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.out_s.at[group], refs.out_g.at[half(), :, pl.ds(i, config.staged)])
+        plgpu.copy_smem_to_gmem(refs.out_s.at[group], refs.out_g.at[split(), :, pl.ds(i, config.staged)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.copy_smem_to_gmem(refs.lse_s.at[group], refs.lse_g.at[half()])
+    plgpu.copy_smem_to_gmem(refs.lse_s.at[group], refs.lse_g.at[split()])
     plgpu.wait_smem_to_gmem(0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.common import int32, key_positions
-from pallas_kernels.hopper.prefill_work import TILE, piece_tokens
+from pallas_kernels.hopper.prefill_work import SPLIT, TILE, piece_tokens
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import unit_tokens
 
@@ -25,6 +25,7 @@ class Config:
     stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
     through shared memory. in_place: it adds to the output, as compiled kernels do; else its sums are added afterwards.
     jax's interpreter of GPU programs can follow neither of the two. num_sink_queries: sink queries, J.
+    splits: of each tile over its keys.
     """
 
     num_kv_heads: int
@@ -38,6 +39,7 @@ class Config:
     registers: bool
     in_place: bool
     num_sink_queries: int
+    splits: int
 
     @property
     def piece(self) -> int:
@@ -126,6 +128,10 @@ class Warpgroup(NamedTuple):
     def half(self):
         """Index of this warpgroup's 64 rows among those of all tiles and kv heads."""
         return (self.number(TILE) * self.config.num_kv_heads + self.head) * CONSUMERS + self.group
+
+    def split(self):
+        """Index of this warpgroup's rows among those of all splits."""
+        return self.half() * self.config.splits + self.number(SPLIT)
 
     def pattern(self) -> Pattern:
         return Pattern(*(self.refs.numbers_g[i] for i in range(len(Pattern._fields))))

@@ -8,6 +8,8 @@ that need a mask come before those that do not:
     blocks of 64, queries at 200..231      blocks 3 2 | 1 0
     only the first piece needs a mask, for 201..255; with a window of 150 the second one too, for 0..81
 
+A tile may be split over its pieces, into work for as many blocks of threads, whose results are merged.
+
 Slots that nobody has written lie beyond the newest query, hence in the first piece, and only there. Sinks that a second
 query scores are the oldest keys, hence in the last of the pieces that need a mask.
 """
@@ -23,7 +25,9 @@ from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import placed, unit_tokens, units_of
 
 # Columns of PrefillWork.tiles.
-TILE, NUM_PIECES, NUM_MASKED, FIRST_REPOSITIONED, DIRTY, NEWEST = range(6)
+TILE, NUM_PIECES, NUM_MASKED, FIRST_REPOSITIONED, DIRTY, NEWEST, SPLIT = range(7)
+MULTIPROCESSORS = 132  # of an H100 and an H200: blocks of threads that run at once
+LEAST_PIECES = 4  # of a split
 
 
 def piece_tokens(head_dim: int) -> int:
@@ -31,15 +35,21 @@ def piece_tokens(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
+def splits_of(num_tiles: int, num_kv_heads: int, width: int, *, block_size: int, head_dim: int) -> int:
+    """Splits of each tile over its keys, so that few tiles over long tables of `width` blocks keep the chip busy."""
+    most = width * block_size // (piece_tokens(head_dim) * LEAST_PIECES)
+    return max(1, min(MULTIPROCESSORS // (num_tiles * num_kv_heads), most))
+
+
 class PrefillWork(NamedTuple):
-    """Arrays int32. S query tiles, those with most pieces first; U units of a table, filled up to whole pieces.
+    """Arrays int32. S splits of query tiles, those with most pieces first; U units of a split, filled up to pieces.
 
     units: [S, U] index of a unit in the pool seen as units, without layer, key/value and head; any one of the tile's
       where absent.
     starts: [S, U] text position of each unit's first slot; FAR where absent.
-    tiles: [S, 6] which query tile it is; pieces to read; the first so many of them that need a mask; the first of these
+    tiles: [S, 7] which query tile it is; pieces to read; the first so many of them that need a mask; the first of these
       with sinks that a sink query scores; whether the first piece has slots that may hold anything; largest position
-      of the queries, -1 where there are none.
+      of the queries, -1 where there are none; which of the tile's splits it is.
     """
 
     units: jax.Array
@@ -56,6 +66,7 @@ def schedule(
     block_size: int,
     head_dim: int,
     per_block_id: int,
+    splits: int = 1,
 ) -> PrefillWork:
     """Chooses and orders the blocks of each tile.
 
@@ -65,6 +76,7 @@ def schedule(
       positions: [S, Q] of each tile's queries; -1 where padded.
       pattern: scalars.
       per_block_id: as `units_per_block_id` gives it.
+      splits: of each tile over its keys; they take its pieces in turn.
 
     Raises:
       NotImplementedError: the block size is not 16, 32, 64 or 128.
@@ -87,14 +99,23 @@ def schedule(
     order = jnp.argsort(jnp.where(here, unmasked, 2), axis=1, stable=True)
     dirty = (starts[:, :per_piece] + size - 1 > last).any(axis=1)
 
-    num_masked = (here & ~unmasked).sum(axis=1)
-    longest_first = jnp.argsort(-num_pieces[:, 0], stable=True)
-    numbers = [jnp.arange(s), num_pieces[:, 0], num_masked, num_masked - repositioned.sum(axis=1), dirty, last[:, 0]]
+    num_masked = (here & ~unmasked).sum(axis=1, keepdims=True)
+    first_repositioned = num_masked - repositioned.sum(axis=1, keepdims=True)
+    split = jnp.arange(splits)
+
+    def shares(count):
+        return -((split - count) // splits)
+
+    dirty = dirty[:, None] & (split == 0)
+    numbers = [jnp.arange(s)[:, None], *map(shares, (num_pieces, num_masked, first_repositioned)), dirty, last, split]
+    tiles = jnp.stack([jnp.broadcast_to(x, (s, splits)) for x in numbers], axis=2).astype(jnp.int32)
+    tiles = tiles.reshape(s * splits, -1)
+    longest_first = jnp.argsort(-tiles[:, NUM_PIECES], stable=True)
 
     def ordered(x):
-        x = jnp.take_along_axis(x.reshape(s, -1, per_piece), order[:, :, None], axis=1).reshape(s, width)
+        x = jnp.take_along_axis(x.reshape(s, -1, per_piece), order[:, :, None], axis=1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % splits), (0, 0)))  # never read
+        x = jnp.moveaxis(x.reshape(s, -1, splits, per_piece), 2, 1).reshape(s * splits, -1)
         return x[longest_first].astype(jnp.int32)
 
-    return PrefillWork(
-        units=ordered(units), starts=ordered(starts), tiles=jnp.stack(numbers, axis=1).astype(jnp.int32)[longest_first]
-    )
+    return PrefillWork(units=ordered(units), starts=ordered(starts), tiles=tiles[longest_first])

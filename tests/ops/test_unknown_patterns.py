@@ -11,6 +11,7 @@ from ksana_jax import AttentionPattern, patterns
 from ksana_jax.cli import app
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.models.params import init_params
 from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.ops import implementations
 from ksana_jax.ops.gpu_kernels import HOPPER, TRITON
@@ -61,7 +62,7 @@ class Described(Placement):
 
 def runner_on(device, attend: str = "auto") -> Runner:
     """A runner that compiles but runs nothing."""
-    params = types.SimpleNamespace(final_norm=jax.ShapeDtypeStruct((LLAMA.d_model,), jnp.bfloat16))
+    params = jax.eval_shape(lambda: init_params(LLAMA, dtype=jnp.bfloat16))
     return Runner(
         LLAMA,
         params,

@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout
 from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper import prefill
-from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, TILE, piece_tokens, schedule
+from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, SPLIT, TILE, piece_tokens, schedule, splits_of
 from pallas_kernels.patterns import FAR, Pattern
 from tests.pallas_kernels.contract import check, expect_unsupported_is_named
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
@@ -56,6 +56,13 @@ def test_the_prefill_kernel_equals_the_reference_without_races(spec):
 
 
 @several_warpgroups
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[4]], ids=str)
+def test_splits_of_a_tile_are_merged(spec):
+    with interpreting():
+        check(KERNEL.tuned(splits=3), spec)
+
+
+@several_warpgroups
 def test_layers_can_share_one_work_list():
     def attend(call, work, *, tuning):
         work = KERNEL.work(call)
@@ -80,7 +87,7 @@ def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(patter
     size = min(block_size, 64)
     per_piece = piece_tokens(head_dim) // size
     for units, begin, numbers in zip(*(np.asarray(x).tolist() for x in work)):
-        tile, num_pieces, num_masked, first_repositioned, dirty, newest = numbers
+        tile, num_pieces, num_masked, first_repositioned, dirty, newest, _ = numbers
         queries = positions[tile][positions[tile] >= 0]
 
         def marked(start, by, queries=queries):
@@ -109,6 +116,34 @@ def test_the_work_list_has_what_is_seen_and_masks_what_is_not_seen_by_all(patter
     tiles = np.asarray(work.tiles)
     assert sorted(tiles[:, TILE]) == list(range(len(positions)))
     assert (np.diff(tiles[:, NUM_PIECES]) <= 0).all() and tiles[:, NEWEST].max() == 699
+
+
+@pytest.mark.parametrize("pattern", [SINKS_AT_CEILING, GLOBAL], ids=str)
+def test_splits_of_a_tile_take_its_pieces_in_turn(pattern):
+    spec = Spec(rows=((700, 70), (0, 0), (300, 3)), q_tile=32, block_size=32, evict_every=4, pattern=pattern)
+    tables, starts, positions, _ = layout(spec)
+    arrays = (jnp.asarray(tables), jnp.asarray(starts), jnp.asarray(positions))
+    whole, split = (
+        schedule(*arrays, pattern, block_size=32, head_dim=64, per_block_id=1, splits=splits) for splits in (1, 3)
+    )
+    tiles = {numbers[TILE]: i for i, numbers in enumerate(np.asarray(whole.tiles).tolist())}
+    units, begin = (np.asarray(x).reshape(len(tiles), -1, 4) for x in whole[:2])  # by piece
+    for found, first, numbers in zip(*(np.asarray(x) for x in split)):
+        i, j = tiles[numbers[TILE]], numbers[SPLIT]
+        of_tile = np.asarray(whole.tiles)[i]
+        counts = [len(range(j, count, 3)) for count in of_tile[1:4]]
+        assert numbers.tolist() == [of_tile[TILE], *counts, of_tile[4] and j == 0, of_tile[NEWEST], j]
+        pieces = range(j, of_tile[NUM_PIECES], 3)
+        assert found[: 4 * len(pieces)].tolist() == units[i, pieces].ravel().tolist()
+        assert first[: 4 * len(pieces)].tolist() == begin[i, pieces].ravel().tolist()
+    assert len(split.tiles) == 3 * len(tiles) and (np.diff(np.asarray(split.tiles)[:, NUM_PIECES]) <= 0).all()
+
+
+def test_few_tiles_over_many_keys_are_split():
+    shape = {"block_size": 64, "head_dim": 128}
+    assert splits_of(4, 8, 512, **shape) == 4  # a chunk of 128 tokens in a text of 32k: 128 of 132 multiprocessors
+    assert splits_of(256, 8, 128, **shape) == 1
+    assert splits_of(1, 1, 16, **shape) == 2  # of four pieces at least
 
 
 def test_what_the_kernel_lacks_is_named():

@@ -71,6 +71,10 @@ def test_prefill(spec, registers):
     emulate(KERNELS["hopper_prefill"].tuned(registers=registers), spec)
 
 
+def test_splits_of_a_prefill():
+    emulate(KERNELS["hopper_prefill"].tuned(splits=2), PREFILL[0])
+
+
 @pytest.mark.parametrize("spec", test_mass.SPECS, ids=str)
 def test_probability_mass(spec):
     arguments, tuning = test_mass.arguments_of(spec), Tuning(num_workers=3)
