@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.patterns import FAR, Pattern
 
@@ -192,15 +193,14 @@ def stretches(pieces, num_kv_heads: int, num_workers: int):
     begin = jnp.sum(pieces * heads_before, axis=1, dtype=jnp.int32)
     total = begin[-1]
     stretch = jnp.maximum(-(-total // num_workers), MIN_PIECES)
-    # Cuts are at multiples of the stretch: of each pair, the last one up to its begin and the last one within it.
-    last_cut, last_within = jax.lax.div(begin[:-1], stretch), jax.lax.div(begin[1:] - 1, stretch)
-    num_segments = jnp.where(begin[:-1] < begin[1:], 1 + last_within - last_cut, 0)
+    # Cuts are at multiples of the stretch: for each pair, the last one up to its begin, the first one from its end on.
+    last_cut, end_cut = lax.div(begin[:-1], stretch), lax.div(begin[1:] + stretch - 1, stretch)
+    num_segments = jnp.where(begin[:-1] < begin[1:], end_cut - last_cut, 0)
     of_pair = jnp.sum(jnp.where(pair[:-1] < pair[:, None], num_segments, 0), axis=1, dtype=jnp.int32)
-    # A worker begins at a cut, within a pair or with it; those beyond the end after the last segment.
-    worker = jnp.arange(num_workers + 1)
-    begun = jnp.sum(begin[1:] <= worker[:, None] * stretch, axis=1, dtype=jnp.int32)
-    of_worker = jnp.minimum(begun, num_pairs - 1)
-    first = jnp.where(begun < num_pairs, of_pair[of_worker] + worker - last_cut[of_worker], of_pair[-1])
+    # Before a worker's cut are all segments of the pairs that end there, and those of its own pair up to there.
+    worker = jnp.arange(num_workers + 1)[:, None]
+    up_to_cut = jnp.clip(worker, last_cut, last_cut + num_segments) - last_cut
+    first = jnp.sum(up_to_cut, axis=1, dtype=jnp.int32)
     number = jnp.arange(num_pairs + num_workers)
     pair = jnp.sum(of_pair[1:] <= number[:, None], axis=1, dtype=jnp.int32)
     there, pair = pair < num_pairs, jnp.minimum(pair, num_pairs - 1)
