@@ -208,6 +208,8 @@ def check(
         raise ValueError(f"no case for {name} has {only!r} in its name")
     began = time.perf_counter()
     show(f"{target.device} ({target.arch}), jax {importlib.metadata.version('jax')}, {len(taken)} cases")
+    if target.name in speed.CHIPS and sass.find_nvdisasm() is None:
+        show(f"no speed is predicted: nvdisasm is not installed (extra {aot.EXTRA})")
     show(_line(("", *_COLUMNS.values())))
     rows: list[dict[str, Any]] = []
     with concurrent.futures.ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, 8)) as pool:

@@ -7,11 +7,13 @@ from typing import Any
 from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.grids import Mass, Prefill, Tokens
 from pallas_kernels.speed.lists import PREFILL, TILE_KV
-from pallas_kernels.speed.predict import Attention, Model
+from pallas_kernels.speed.predict import Attention, Merge, Model
 
 # Of codes, by name: bytes of a number and of the scales of a token; of int4, 4.5 bits in all.
 _CODES = {None: (2.0, 0), "int8": (1.0, 4), "float8_e4m3fn": (1.0, 4), "int4": (4.5 / 8, 0)}
 
+# What kernels that update their arguments are called, whatever their name.
+_UPDATING = "new_body"
 # Stretches of the list of work of Triton's decode: what its tuning says, each a program.
 _TRITON_WORKERS = 512
 
@@ -26,8 +28,10 @@ def decode(config: dict[str, Any]) -> Model | None:
     head_dim = config.get("h", 128)
     of_number, of_token = _CODES[config.get("codes")]
     piece_bytes = 2 * TILE_KV * (head_dim * of_number + of_token)
-    warpgroups = 2 if head_dim > 128 else 1
-    return Attention(8, piece_bytes, H200.num_cores * 2 // warpgroups, merges=warpgroups)
+    workers = H200.num_cores * (1 if head_dim > 128 else 2)
+    # `hopper.merge`: 8 segments are read at once, and a block of threads holds 128 of a pair's 4 * head_dim numbers.
+    shares = 4 * head_dim // 128
+    return Attention(8, piece_bytes, workers, Merge(8, shares, workers * shares), ("hopper_attention", _UPDATING))
 
 
 def prefill(config: dict[str, Any]) -> Model | None:
@@ -50,8 +54,7 @@ def kv_write(config: dict[str, Any]) -> Model | None:
         return None
     of_number, of_token = _CODES[config.get("codes")]
     rotated = 2 * 32 * 128 * 2 + 2 * 64 * 4
-    # The kernel is named by its body.
-    return Tokens("new_body", rotated + 2 * 8 * (128 * (2 + of_number) + of_token))
+    return Tokens(_UPDATING, rotated + 2 * 8 * (128 * (2 + of_number) + of_token))
 
 
 def triton_decode(config: dict[str, Any]) -> Model | None:
@@ -59,4 +62,4 @@ def triton_decode(config: dict[str, Any]) -> Model | None:
     if config not in ({}, {"b": 16}):
         return None
     names = "triton_decode_attention", "triton_decode_merge"
-    return Attention(8, 2 * TILE_KV * 128 * 2, _TRITON_WORKERS, kernels=names)
+    return Attention(8, 2 * TILE_KV * 128 * 2, _TRITON_WORKERS, Merge(1, 1, 0), names)

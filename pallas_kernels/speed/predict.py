@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pallas_kernels.speed import lists, pipes
 from pallas_kernels.speed.chip import Chip
-from pallas_kernels.speed.parts import Parts
+from pallas_kernels.speed.parts import Parts, count_copies
 from pallas_kernels.speed.warp import Timing, simulate
 
 
@@ -99,34 +99,61 @@ def sum_of(terms: Mapping[str, float]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
+class Merge:
+    """How segments of pairs are merged.
+
+    Args:
+      segments: that one turn of its loop reads. shares: blocks of threads that share a pair.
+      idle_blocks: of the grid, where only split pairs are merged; 0 where all are, each by blocks of its own.
+    """
+
+    segments: int
+    shares: int
+    idle_blocks: int
+
+    def cycles(self, machine: Machine, work: lists.Stretches, chip: Chip) -> float:
+        """Cycles of the whole grid."""
+        merged = [count for count in work.of_pair if count > 1 or not self.idle_blocks]
+        count = max(len(merged) * self.shares, self.idle_blocks)
+        blocks = min(machine.resident, -(-count // chip.num_cores))
+        # The segments have just been written, and lie in the L2.
+        turn = machine.simulated("turn", chip, blocks, chip.l2_latency)
+        arrival = chip.l2_latency + chip.tma_latency if count_copies(machine.parts.turn) else 0
+        cycles = max(turn.cycles, (arrival + turn.held) / machine.parts.stages)
+        fixed = arrival + sum(machine.once(part, chip, blocks, chip.l2_latency) for part in ("before", "after"))
+        durations = [fixed + cycles * -(-n // self.segments) for n in merged for _ in range(self.shares)]
+        idle = [fixed] * (count - len(durations))
+        return lists.makespan(durations + idle, blocks * chip.num_cores)
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """Attention of few queries per row over a list of work, and the merge of its segments.
 
     piece_bytes: of keys and values of TILE_KV tokens of one kv head, with scales. num_workers: that work is cut for.
-    merges: blocks of threads that merge one pair, a part of the columns each. kernels: names of both kernels.
+    merge: of segments. kernels: names of both kernels.
     """
 
     num_kv_heads: int
     piece_bytes: float
     num_workers: int
-    merges: int = 1
-    kernels: tuple[str, str] = ("hopper_attention", "hopper_merge")
+    merge: Merge
+    kernels: tuple[str, str]
 
     def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
         return [self._of_shape(name, lengths, machines, chip) for name, lengths in lists.DECODE.items()]
 
     def _of_shape(self, name: str, lengths: Sequence[int], machines: Mapping[str, Machine], chip: Chip) -> Prediction:
         work = lists.stretches(lengths, self.num_kv_heads, self.num_workers)
-        machine, merge = machines[self.kernels[0]], machines.get(self.kernels[1])
-        merged = [count for count in work.of_pair for _ in range(self.merges)]
+        machine, merge = (machines[kernel] for kernel in self.kernels)
         timing, start, compute, end = walk(machine, work, chip)
         num_bytes = sum(work.pieces) * self.piece_bytes
         terms = {
             "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
             "compute": chip.us(compute),
             "start and end": chip.us(start + end),
-            "merge": chip.us(_merge_cycles(merge, merged, chip)) if merge else 0.0,
-            "launches": chip.launch_us * (2 if merge else 1),
+            "merge": chip.us(self.merge.cycles(merge, work, chip)),
+            "launches": chip.launch_us * 2,
         }
         us = sum_of(terms)
         share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
@@ -145,17 +172,6 @@ def walk(machine: Machine, work: lists.Stretches, chip: Chip) -> tuple[Timing, f
     around = machine.once("around", chip, blocks, chip.l1_latency) - timing.cycles if parts.around else start + end
     each = (n * turn + segments * max(around, 0) for n, segments in zip(work.pieces, work.segments))
     return timing, start, lists.makespan(each, blocks * chip.num_cores), end
-
-
-def _merge_cycles(machine: Machine, of_pair: Sequence[int], chip: Chip) -> float:
-    """Cycles of a grid of one block for each pair, with a turn for each of the pair's segments."""
-    blocks = min(machine.resident, -(-len(of_pair) // chip.num_cores))
-    parts, timing = machine.parts, machine.turn(chip, blocks)
-    arrival = chip.l2_latency + chip.tma_latency  # the segments have just been written
-    turn = max(timing.cycles, (arrival + timing.held) / parts.stages)
-    fixed = machine.once("before", chip, blocks, chip.l2_latency) + arrival
-    fixed += machine.once("after", chip, blocks, chip.l2_latency)
-    return lists.makespan((fixed + turn * n for n in of_pair), blocks * chip.num_cores)
 
 
 class Model(Protocol):

@@ -210,14 +210,21 @@ def machine(**changed) -> predict.Machine:
 
 
 def test_decode_is_limited_by_memory_or_by_what_its_loop_waits_for():
-    model = predict.Attention(num_kv_heads=8, piece_bytes=32_768, num_workers=264)
-    found = {p.shape: p for p in model.predict({"hopper_attention": machine()}, H200)}
+    merge = predict.Merge(segments=8, shares=4, idle_blocks=1056)
+    model = predict.Attention(8, 32_768, 264, merge, ("attention", "merge"))
+    machines = {"attention": machine(), "merge": machine(resident=16)}
+    found = {p.shape: p for p in model.predict(machines, H200)}
     long = found["64x4k"]
     assert long.limit == "memory" and 0.85 < long.share < H200.streaming
-    assert long.us == pytest.approx(long.terms["memory"] + long.terms["start and end"] + H200.launch_us, rel=1e-3)
-    assert found["1x4k"].share < 0.8 * long.share  # too short for its start, its end and its launch
+    rest = long.terms["start and end"] + long.terms["merge"] + 2 * H200.launch_us
+    assert long.us == pytest.approx(long.terms["memory"] + rest, rel=1e-3)
+    assert found["1x4k"].share < 0.8 * long.share  # too short for its start, its end and its launches
+    # More segments of a pair, or all pairs instead of the split ones, are merged for longer.
+    assert found["1x32k"].terms["merge"] > long.terms["merge"]
+    every = dataclasses.replace(model, merge=predict.Merge(1, 1, 0)).predict(machines, H200)
+    assert every[-1].terms["merge"] > found["256x512"].terms["merge"]
     slow = function(*(line for line in LOOP for _ in range(400 if line.startswith("MUFU") else 1)))
-    found = model.predict({"hopper_attention": machine(parts=parts.find_parts(slow))}, H200)
+    found = model.predict(machines | {"attention": machine(parts=parts.find_parts(slow))}, H200)
     assert found[0].limit == "issue" and found[0].share < long.share
 
 
