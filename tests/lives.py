@@ -15,13 +15,15 @@ import time
 
 from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
-from tests.speculating_simulation import SpeculatingSimulation, SpeculatingStoringSimulation
+from tests.speculating_simulation import DraftModelSimulation, SpeculatingSimulation, SpeculatingStoringSimulation
 from tests.storing_simulation import StoringSimulation
 
 
 def kind_of(seed: int) -> type[Simulation]:
     """Every third life is that of an engine that evicts tokens or stores codes, of vectors or of blocks by turns; every
-    seventh that of one that speculates."""
+    seventh that of one that speculates, and another seventh that of one with a draft model."""
+    if seed % 7 == 2:
+        return DraftModelSimulation
     if seed % 7 == 1:
         return SpeculatingStoringSimulation if seed % 2 else SpeculatingSimulation
     return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, Simulation)[seed % 6]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.kv.eviction import read_eviction
-from tests.expected import STOP_IDS
+from tests.expected import PATTERNS, STOP_IDS
 from tests.fakes import FakeExecutor
 from tests.guessing import ANSWERS, GUESSES
 from tests.simulated_requests import Expected
@@ -76,6 +76,36 @@ class Speculating(Simulation):
 
 class SpeculatingSimulation(Speculating):
     """An engine without evictions and codecs."""
+
+
+class DraftModelSimulation(Simulation):
+    """An engine whose draft model is the target itself, with blocks of its own pool under the same ids."""
+
+    def draw_storage(self) -> None:
+        super().draw_storage()
+        most = self.settings["max_num_batched_tokens"] = max(self.settings["max_num_batched_tokens"], 2)
+        most_drafts = self.rng.randint(1, min(most - 1, 9))
+        self.settings["speculative_config"] = config = {
+            "method": "tests.drafting_double:FakeDraftModel",
+            "num_speculative_tokens": most_drafts,
+        }
+        if self.rng.random() < 0.3:
+            config["num_speculative_tokens_per_batch_size"] = [[2, 2, 0], [3, 4, -(-most_drafts // 2)]]
+
+    def start(self) -> None:
+        super().start()
+        self._drafted = self._accepted = 0
+
+    def check_step(self) -> None:
+        super().check_step()
+        speculation = self.engine.scheduler.speculation
+        assert speculation is not None
+        counts, alike = speculation.counts, len(set(PATTERNS[self.pattern])) == 1
+        assert not counts.num_failures
+        kind = "as far as all layers" if alike else "farther than some layers"
+        self.seen[f"drafts that see {kind}"] += counts.num_draft_tokens - self._drafted
+        self.seen[f"accepted drafts that see {kind}"] += counts.num_accepted_tokens - self._accepted
+        self._drafted, self._accepted = counts.num_draft_tokens, counts.num_accepted_tokens
 
 
 class SpeculatingStoringSimulation(Speculating, StoringSimulation):

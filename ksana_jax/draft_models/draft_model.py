@@ -66,6 +66,7 @@ class DraftModel(SpeculativeMethod):
         engine = context.config
         model, read = open_model(model_path(self.model), engine.dtype)
         assert engine.max_model_len is not None and engine.num_blocks is not None
+        assert engine.max_repositioned_sinks is not None
         runner = Runner(
             model,
             read(),
@@ -73,12 +74,12 @@ class DraftModel(SpeculativeMethod):
             layout=draft_layout(model, engine),
             num_blocks=engine.num_blocks,
             max_model_len=engine.max_model_len,
-            max_repositioned_sinks=0,
+            max_repositioned_sinks=engine.max_repositioned_sinks,
             settings=engine.operators,
             consume_params=True,
             placement=ONE_DEVICE,
         )
-        return SmallModel(runner, context.buckets, engine)
+        return SmallModel(runner, context)
 
 
 def draft_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
@@ -100,11 +101,10 @@ def check(path: str, model: ModelConfig, context: ProposerContext) -> None:
     theirs, ours = find_tokenizer(path), context.tokenizer
     if theirs is not None and ours is not None and (a := digest(theirs)) != (b := digest(ours)):
         raise ConfigError(f"{name}: its vocabulary is not that of the target: their hashes are {a} and {b}")
-    group, *others = context.layout.groups
-    if others or group.live.window is not None or context.layout.eviction is not None:
+    if context.layout.eviction is not None:
         raise ConfigError(
-            f"{name}: the target's layers must keep all tokens in one group of blocks, which the draft model shares: "
-            "no windows, and no kv_eviction"
+            f"{name}: kv_eviction moves the target's keys and values to other slots of blocks that the draft model "
+            "shares, and not the draft model's: use one of them"
         )
     for setting in ("tensor_parallel_size", "data_parallel_size"):
         if getattr(config, setting) > 1:

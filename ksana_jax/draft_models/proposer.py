@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ksana_jax.draft_models.small_model import SmallModel
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.speculative.base import Proposer, Texts
 from ksana_jax.step.drafts import Drafts
 
@@ -26,6 +29,14 @@ class DraftModelProposer(Proposer):
     def __init__(self, model: SmallModel, length: int, distributions: bool):
         self.model, self._length, self._distributions = model, length, distributions
         self.drawn_shapes = [(length + 1, model.num_sampled)] if distributions else []
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        self.model.set_patterns(patterns)
+
+    def keep_up(self, texts: Texts, rows: np.ndarray) -> None:
+        assert texts.rows is not None
+        if self.model.forgets:
+            self.model.catch_up(texts.rows, rows)
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
         self.model.num_computed[row] = 0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ksana_jax.config import EngineConfig
+from ksana_jax.draft_models.held_keys import HeldKeys
+from ksana_jax.patterns import FAR, AttentionPattern, LiveRange
 from ksana_jax.runner.decode_loop import LoopKey, Stop, only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.sequence import Rows
-from ksana_jax.speculative.base import MAX_DRAFTS
-from ksana_jax.step.buckets import Buckets
+from ksana_jax.speculative.base import ProposerContext
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepInput, StepShape, most_tiles
 from ksana_jax.step.drafts import Drafts
@@ -26,25 +27,37 @@ _NO_ROWS = np.zeros(0, np.intp)
 class SmallModel:
     """Keys and values of a draft model, in blocks with the ids of the target's.
 
+    It has the pattern of that layer of the target which sees farthest back, and shares the blocks of its group.
+
     Args:
       runner: of the draft model.
-      buckets, config: of the engine that it drafts for.
+      context: the engine that it drafts for.
 
     Attributes:
-      num_computed: [R] tokens of each row's text whose keys and values are there.
+      num_computed: [R] tokens of each row's text whose keys and values are there, as far as the row still has blocks
+        for them.
       num_sampled: J, see `StepShape.max_sampled`.
+      forgets: whether rows return blocks before they end.
     """
 
-    def __init__(self, runner: Runner, buckets: Buckets, config: EngineConfig):
+    def __init__(self, runner: Runner, context: ProposerContext):
+        config, buckets = context.config, context.buckets
         assert config.num_blocks is not None
         self.runner, self._buckets, self._num_blocks, self._size = runner, buckets, config.num_blocks, config.block_size
         self._most_tokens, self.num_sampled = config.max_num_batched_tokens, buckets.decodes[-1]
         self._tiles = most_tiles(config.max_num_batched_tokens, config.query_tile)
         self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
+        self._places, self._held = context.layout.places, HeldKeys(config.num_blocks, config.block_size)
         self.num_computed = np.zeros(config.max_num_seqs, np.int32)
-        # The last draft tokens [R, K] that were computed, and the places of the first of them in the texts.
-        self._drafted = np.zeros((config.max_num_seqs, MAX_DRAFTS), np.int32)
-        self._drafted_at = np.zeros(config.max_num_seqs, np.int32)
+        self.set_patterns(context.patterns)
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Takes over the patterns of the target's layers."""
+        windows = [LiveRange.of([pattern]).window for pattern in patterns]
+        layer = max(range(len(patterns)), key=lambda at: windows[at] or FAR)
+        self._group, self.forgets = self._places[layer][0], windows[layer] is not None
+        self.runner.set_patterns((patterns[layer],) * self.runner.config.num_layers)
+        self._held.clear()
 
     def warm_up(
         self,
@@ -69,29 +82,56 @@ class SmallModel:
         self.runner.compile(keys, workers)
 
     def catch_up(self, rows: Rows, which: np.ndarray) -> None:
-        """Computes the tokens of some rows that the target has computed, and this model has not."""
-        self._forget_rejected(rows, which)
-        view = copy.copy(rows)
-        view.num_computed, view.num_asking = self.num_computed, 0
-        while len(behind := which[self.num_computed[which] < rows.num_computed[which]]):
-            budget, chunks = StepBudget(self._most_tokens, list(self._tiles)), []
-            for row in behind.tolist():
-                if count := budget.most(int(rows.num_computed[row] - self.num_computed[row])):
-                    budget.take(max(count, 2))  # of a tile, even if it is one token
-                    chunks.append((row, count))
-            of_rows, counts = np.array(chunks, np.intp).T
-            batch = ScheduledBatch(_NO_ROWS, of_rows, counts, samples=np.zeros(len(chunks), bool))
+        """Computes the tokens of some rows that the target has computed, and this model has not.
+
+        Where a row no longer has all blocks that these tokens would see, their keys and values are approximate.
+        """
+        if not len(which):
+            return
+        view = self._view(rows)
+        until = np.minimum(rows.num_computed, rows.num_known)[which]
+        while True:
+            since = np.minimum(self.num_computed[which], until)
+            self.num_computed[which] = self._held.first_missing(view, which, until, since)
+            behind = self.num_computed[which] < until
+            if not np.count_nonzero(behind):
+                return
+            of_rows, counts = self._chunks(view, which[behind].tolist(), until[behind].tolist())
+            batch = ScheduledBatch(_NO_ROWS, of_rows, counts, samples=np.zeros(len(of_rows), bool))
             step, _ = self._builder.build(batch, view)
             self.runner.submit(step).result()
+            self._held.note(step.arrays.slots[0], step.arrays.positions, step.arrays.tokens)
             self.num_computed[of_rows] += counts
 
-    def _forget_rejected(self, rows: Rows, which: np.ndarray) -> None:
-        """Takes back from `num_computed` what is not as in the texts of some rows: draft tokens that were rejected."""
-        at = self._drafted_at[which, None] + np.arange(MAX_DRAFTS)
-        texts = rows.token_ids[which[:, None], np.minimum(at, rows.token_ids.shape[1] - 1)]
-        right = self._drafted_at[which] + np.cumprod(texts == self._drafted[which], axis=1).sum(axis=1)
-        computed = np.minimum(self.num_computed[which], rows.num_computed[which])
-        self.num_computed[which] = np.minimum(computed, right)
+    def _chunks(self, view: Rows, which: list[int], until: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows and how many tokens they compute next, in blocks that follow each other in the text and that no
+        other row writes to."""
+        budget, taken = StepBudget(self._most_tokens, list(self._tiles)), set()
+        of_rows, counts = [], []
+        for row, end in zip(which, until, strict=True):
+            start, held = int(self.num_computed[row]), int(view.num_blocks[0, row])
+            starts, ids = view.block_starts[0, row, :held], view.block_tables[0, row, :held]
+            at = int(np.searchsorted(starts, start, side="right")) - 1
+            gaps = np.flatnonzero(np.diff(starts[at:]) > self._size)
+            last = at + int(gaps[0]) if len(gaps) else held - 1
+            left = min(int(starts[last]) + self._size, end) - start
+            blocks = ids[at : last + 1].tolist()
+            # A chunk is of a tile, even if it is one token.
+            count = min(left, budget.most(max(left, 2))) if taken.isdisjoint(blocks) else 0
+            if count:
+                budget.take(max(count, 2))
+                taken.update(blocks)
+                of_rows.append(row)
+                counts.append(count)
+        return np.array(of_rows, np.intp), np.array(counts, np.intp)
+
+    def _view(self, rows: Rows) -> Rows:
+        """Returns rows as this model sees them: with one group of blocks, and as far as it has computed them."""
+        view, mine = copy.copy(rows), slice(self._group, self._group + 1)
+        view.num_computed, view.num_asking, view.num_groups = self.num_computed, 0, 1
+        for name in ("block_tables", "block_starts", "num_blocks", "num_evicted"):
+            setattr(view, name, getattr(rows, name)[mine])
+        return view
 
     def decode(
         self,
@@ -113,7 +153,7 @@ class SmallModel:
         Returns:
           At most `most` tokens of each row. Nothing is decoded once all drafts have ended.
         """
-        steps = self._steps(rows, which, most, length + 1)
+        steps, slots = self._steps(rows, which, most, length + 1)
         stop = Stop(np.full(steps[0].shape.num_tokens, -1, np.int32), least)
         stop.most[: len(which)] = most
         if least is not None:
@@ -128,17 +168,25 @@ class SmallModel:
             usable &= logprobs[: len(which)] >= least
         ids, counts = np.maximum(ids, 0), np.minimum(most, np.cumprod(usable, axis=1).sum(axis=1)).astype(np.int32)
         self.num_computed[which] = rows.num_computed[which] + 1 + counts
-        self._drafted[which, :length], self._drafted_at[which] = ids, rows.num_tokens[which]
+        nth = np.arange(length + 1)
+        positions = np.where(nth <= counts[:, None], rows.num_computed[which, None] + nth, -1)
+        self._held.note(slots, positions, np.concatenate([rows.newest[which, None], ids], axis=1))
         return Drafts(ids, counts, submitted[0].drawn_from)
 
-    def _steps(self, rows: Rows, which: np.ndarray, most: np.ndarray, count: int) -> list[StepInput]:
-        """Returns `count` steps of decodes, each of which takes the tokens that the one before it samples."""
-        n, width = len(which), int(rows.num_blocks[:, which].max())
+    def _steps(self, rows: Rows, which: np.ndarray, most: np.ndarray, count: int) -> tuple[list[StepInput], np.ndarray]:
+        """Returns `count` steps of decodes, each of which takes the tokens that the one before it samples.
+
+        Returns:
+          The steps, and the slots [n, count] that they write to.
+        """
+        view = self._view(rows)
+        view.num_computed = rows.num_computed
+        n, width = len(which), int(view.num_blocks[:, which].max())
         shape = self._buckets.shape(n, (), width)
         num_tiles = shape.num_tiles
         wide = StepShape((Part(num_tiles, count),), shape.table_width, shape.max_sampled)
         drafts = Drafts(np.zeros((n, count - 1), np.int32), most)
-        whole = verification_arrays(wide, which, drafts, rows, self._size, self._num_blocks)
+        whole = verification_arrays(wide, which, drafts, view, self._size, self._num_blocks)
         num_sampled = self._buckets.num_sampled(n)
         fed = np.where(np.arange(num_tiles) < n, -1 - np.arange(num_tiles), 0).astype(np.int32)
         sampled = np.zeros(shape.max_sampled, np.int32)
@@ -154,7 +202,7 @@ class SmallModel:
             )
             sampling = self._sampling(rows, which, num_sampled, at)
             steps.append(StepInput(shape, arrays, num_sampled, sampling=sampling))
-        return steps
+        return steps, whole.slots.reshape(num_tiles, count)[:n]
 
     @staticmethod
     def _sampling(rows: Rows, which: np.ndarray, size: int, at: int) -> SamplingArrays | None:

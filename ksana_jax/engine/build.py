@@ -87,7 +87,7 @@ def build_engine(
     builder = _builder(half, model.vocab_size, buckets)
     speculation = None
     if method is not None:
-        context = ProposerContext(half.config, model.vocab_size, half.layout, builder.buckets, tokenizer)
+        context = ProposerContext(half.config, model.vocab_size, half.layout, seen, builder.buckets, tokenizer)
         speculation = Speculation(method, method.proposer(context), context)
     engine = Engine(
         _scheduler(half, clock, memory, speculation),

@@ -261,11 +261,8 @@ class Engine:
         assert step.pending is not None
         output = step.pending.result()
         now = self.clock()
-        if (
-            (speculation := self.scheduler.speculation) is not None
-            and not output.compiled
-            and not len(step.batch.chunks)
-        ):
+        speculation = self.scheduler.speculation
+        if speculation is not None and not output.compiled and not len(step.batch.chunks):
             speculation.observe_step(step.input.shape, step.began - step.schedule_s, now)
         self.memory.commit()
         if self.memory.swap.weighs_costs:
@@ -325,6 +322,8 @@ class Engine:
         layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
         self.changes.begin()
         self.executor.set_patterns(patterns)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.proposer.set_patterns(patterns)
         self.scheduler.set_layout(layout, self.memory.index.scope.seen_through(patterns))
 
     def set_eviction(self, method: EvictionMethod) -> None:

@@ -17,6 +17,7 @@ from ksana_jax import checks
 from ksana_jax.config import EngineConfig
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.patterns import AttentionPattern
 from ksana_jax.sequence import Rows
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.drafts import Drafts
@@ -41,12 +42,14 @@ class Texts(NamedTuple):
 class ProposerContext(NamedTuple):
     """The engine that a proposer is for.
 
-    config: with nothing left open. layout: of its pool. buckets: of its steps. tokenizer: None without one.
+    config: with nothing left open. layout: of its pool. patterns: of its layers, which may change later, see
+      `Proposer.set_patterns`. buckets: of its steps. tokenizer: None without one.
     """
 
     config: EngineConfig
     vocab_size: int
     layout: KVLayout
+    patterns: Sequence[AttentionPattern]
     buckets: Buckets
     tokenizer: Tokenizer | None = None
 
@@ -68,6 +71,13 @@ class Proposer(Protocol):
         Args:
           max_width: of block tables. samples: whether rows will sample.
         """
+
+    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
+        """Takes note that the layers of the target have other patterns now. No text is in a row."""
+
+    def keep_up(self, texts: Texts, rows: np.ndarray) -> None:
+        """Takes note that a step with chunks has computed tokens of rows [n], before these return the blocks that no
+        later token of theirs sees. Not called for steps without drafts, see `SpeculativeMethod.most_at`."""
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
         """Takes note that a text has entered a row: a new request, or one that was preempted.

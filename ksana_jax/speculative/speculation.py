@@ -100,6 +100,13 @@ class Speculation:
             if seq is not None:
                 self.end(row, seq)
 
+    def keep_up(self, rows: Rows, which: np.ndarray) -> None:
+        """Takes note of what rows [n] have computed; see `Proposer.keep_up`."""
+        began = time.perf_counter()
+        texts = Texts(rows.token_ids, rows.num_tokens, rows)
+        self._asked(functools.partial(self.proposer.keep_up, texts, which))
+        self.counts.proposer_s += time.perf_counter() - began
+
     def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
         """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
         if self.goodput is not None and not self.goodput.asks(decodes, most):

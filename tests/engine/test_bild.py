@@ -221,8 +221,9 @@ def test_settings_that_do_not_make_sense_are_refused(given, words):
 
 
 def test_what_does_not_go_with_a_draft_model_does_not_go_with_it_either(drafters):
-    with pytest.raises(ConfigError, match="no windows, and no kv_eviction"):
-        make_llm(speculative_config=setting(drafters["near"]), pattern={"window": 16})
+    evicting = {"kv_eviction": {"method": "window", "budget": 32}, "block_size": 4, "num_blocks": 64}
+    with pytest.raises(ConfigError, match="kv_eviction moves the target's keys"):
+        make_llm(speculative_config=setting(drafters["near"]), **evicting)
 
 
 def test_the_rule_is_for_this_method():

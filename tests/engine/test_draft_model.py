@@ -128,7 +128,7 @@ def test_a_vocabulary_of_as_many_other_pieces_is_refused_with_both_hashes(drafte
     "name, settings, words",
     [
         ("larger", {}, "it has a vocabulary of 128 ids, the target one of 64"),
-        ("first", {"pattern": {"window": 16}}, "no windows, and no kv_eviction"),
+        ("first", {"kv_eviction": {"method": "window", "budget": 32}}, "kv_eviction moves the target's keys"),
         ("first", {"embedding_device": "host"}, "embedding_device 'host' do not go with a draft model"),
         ("nowhere", {}, "nowhere"),
     ],

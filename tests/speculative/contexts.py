@@ -10,4 +10,4 @@ from ksana_jax.step.buckets import Buckets
 def context_of(num_rows: int) -> ProposerContext:
     """An engine with some rows."""
     config = EngineConfig(max_num_seqs=num_rows, max_model_len=512)
-    return ProposerContext(config, 100, KVLayout(group_layers([FULL]), 16), Buckets.of(config, "test"))
+    return ProposerContext(config, 100, KVLayout(group_layers([FULL]), 16), [FULL], Buckets.of(config, "test"))
