@@ -52,13 +52,17 @@ class Drafting:
             drafts = drafts.shortened(self.provision.to_drafts(decodes, drafts.counts))
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
 
-    def keep_up(self, rows: np.ndarray, num_running: int) -> None:
+    def keep_up(self, rows: np.ndarray, running: np.ndarray) -> None:
         """Lets the proposer follow a step with chunks of rows [n], before blocks that left their windows are returned.
 
         Args:
-          num_running: if as many rows have no drafts, the proposer reads what is left of their texts once they do.
+          running: all running rows; if these have no drafts, the proposer reads what is left of texts once they do.
         """
-        if self.row_blocks.has_windows and not self.row_blocks.rows.num_beams and self.speculation.most_at(num_running):
+        if (
+            self.row_blocks.has_windows
+            and not self.row_blocks.rows.num_beams
+            and self.speculation.most_at(len(running))
+        ):
             self.speculation.keep_up(self.row_blocks.rows, rows)
 
     def append(

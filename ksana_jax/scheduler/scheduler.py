@@ -279,7 +279,7 @@ class Scheduler:
         self.rows.num_computed[rows] += counts
         self.row_blocks.num_ahead = 0
         if self.drafting is not None and len(batch.chunks):
-            self.drafting.keep_up(rows, len(self.order))
+            self.drafting.keep_up(rows, self.order)
         if self.layout.eviction is not None:
             self.row_blocks.evict(rows)
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
