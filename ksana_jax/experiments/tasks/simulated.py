@@ -107,7 +107,7 @@ class Simulation:
             served = served.requests
         requests = sorted(served, key=lambda request: (request.sent_s, request.index))[begin:]
         latency_s = percentile(requests, "latency_per_token", 50)
-        report = summarise(requests) | {"latency_per_token_p50_s": latency_s}
+        report: dict[str, Any] = summarise(requests) | {"latency_per_token_p50_s": latency_s}
         return {
             "metric": "run",
             "sample": self.sample,
