@@ -18,7 +18,7 @@ from pallas_kernels.aot.check import SOURCES, Case, check
 
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
-NUM_BLOCKS = (24_001, 4096)
+NUM_BLOCKS = (28_001, 4096)
 
 
 # Models divided among devices of a host: by name, with their numbers of devices.

@@ -31,7 +31,8 @@ class Kernel:
       spill_bytes: stores and loads together.
       shared_bytes: what it has from the beginning and what it is started with.
       grid, threads: blocks, and threads of each.
-      serialised: ptxas runs its wgmmas one after the other, because something else touches their registers meanwhile.
+      serialised: of a kernel in Mosaic GPU: ptxas runs its wgmmas one after the other, because something else touches
+        their registers meanwhile. What Triton makes of its own is left to Triton.
       split_atoms: of `find_split_atoms`.
     """
 
@@ -195,7 +196,7 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
         for name, numbers in read_ptxas(done.stderr).items():
             if name not in launches:
                 raise ValueError(f"no launch of {name}")
-            found.append(_kernel(name, numbers, launches[name], ptx))
+            found.append(_kernel(name, numbers | {"serialised": False}, launches[name], ptx))
     if names != seen:
         raise ValueError(f"no PTX of {', '.join(sorted(names - seen))}")
     return list(dict.fromkeys(found))  # layers may have compiled the same kernel each for itself

@@ -63,6 +63,12 @@ class Config:
         return self.head_dim // self.warpgroups
 
     @property
+    def scarce_registers(self) -> bool:
+        """Whether numbers that can be read again are not kept, nor units known ahead: codes of 8 bits at a head dim of
+        256 with sink queries would spill."""
+        return bool(self.codes) and self.head_dim > 128 and self.num_sink_queries > 0
+
+    @property
     def columns(self) -> int:
         """Columns of the output that are computed together."""
         return 64 if self.head_dim % 64 == 0 else 32

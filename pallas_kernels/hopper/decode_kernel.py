@@ -95,8 +95,14 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     refs, config = warpgroup.refs, warpgroup.config
     acc, top, total, n, ahead = carry
     stage = lax.rem(n, int32(config.stages))
-    care = refs.care_g[tile, begin + i]
-    at = Place(segment, tile, lambda: begin + i, stage, care, care >> 3)
+
+    def place(tile=tile, begin=begin):
+        if config.scarce_registers:  # read again where it is needed, and not kept
+            tile, begin = refs.segments_g[segment, TILE], refs.segments_g[segment, PIECE]
+        care = refs.care_g[tile, begin + i]
+        return Place(segment, tile, lambda: begin + i, stage, care, care >> 3)
+
+    at = place()
     more = warpgroup.leads & (ahead.segment < warpgroup.until)
     plgpu.barrier_wait(refs.k_bar.at[stage])
 
@@ -110,7 +116,7 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
         warpgroup.wide_written_or_read()
     s = _scores(warpgroup, at, refs.q_s, at.zero)
     masked, capped = functools.partial(_masked, warpgroup, at), functools.partial(_capped, warpgroup, at)
-    s = lax.cond(care & MASK != 0, masked, capped, s)
+    s = lax.cond(at.care & MASK != 0, masked, capped, s)
     if warpgroup.quantised:  # threads have read the scales, which a copy is to overwrite
         plgpu.commit_smem()
     refill(0)
@@ -121,7 +127,7 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     fade = jnp.exp2(top - base)
     p = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, [0]))
     total = total * fade + p.sum(axis=1)
-    more_values = _weighted_values(warpgroup, at, p, refill)
+    more_values = _weighted_values(warpgroup, place() if config.scarce_registers else at, p, refill)
     acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) + b for a, b in zip(acc, more_values))
     return acc, new_top, total, n + 1, warpgroup.after(ahead)
 

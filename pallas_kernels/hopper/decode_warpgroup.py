@@ -76,7 +76,7 @@ class Place(NamedTuple):
 class Ahead(NamedTuple):
     """A piece that is to be asked for, with where its units lie: a refill of a buffer waits for no load.
 
-    keys: of each unit the index of its keys in the pool's units.
+    keys: of each unit the index of its keys in the pool's units; none where these would not fit the registers.
     """
 
     segment: Any
@@ -131,19 +131,25 @@ class Warpgroup(NamedTuple):
 
     def ahead(self, segment, piece) -> Ahead:
         """A piece of a segment; of segments beyond the last one, any."""
+        if self.config.scarce_registers:
+            return Ahead(segment, piece, ())
+        known = jnp.minimum(piece, self.refs.care_g.shape[1] - 1)
+        return Ahead(segment, piece, self._keys(jnp.minimum(segment, self.last_segment), known))
+
+    def _keys(self, segment, piece) -> tuple[Any, ...]:
         refs, config = self.refs, self.config
-        known = jnp.minimum(segment, self.last_segment)
-        tile, head = refs.segments_g[known, TILE], refs.segments_g[known, HEAD]
-        row = (self.layer * 2 * config.num_kv_heads + head) * config.units_of_block
-        first = jnp.minimum(piece, refs.care_g.shape[1] - 1) * config.units_of_piece
-        return Ahead(segment, piece, tuple(refs.units_g[tile, first + i] + row for i in range(config.units_of_piece)))
+        tile, head = refs.segments_g[segment, TILE], refs.segments_g[segment, HEAD]
+        layer = refs.numbers_g[len(Pattern._fields)] if config.scarce_registers else self.layer
+        row = (layer * 2 * config.num_kv_heads + head) * config.units_of_block
+        first = piece * config.units_of_piece
+        return tuple(refs.units_g[tile, first + i] + row for i in range(config.units_of_piece))
 
     def fetch(self, ahead: Ahead, stage, which: int) -> None:
         """Asks for keys (0) or values (1) of one piece of a segment."""
         refs, config = self.refs, self.config
         size, width = config.unit, config.width
         arrives = (refs.k_bar, refs.v_bar)[which].at[stage]
-        for i, keys in enumerate(ahead.keys):
+        for i, keys in enumerate(ahead.keys or self._keys(ahead.segment, ahead.piece)):
             unit, slots = keys + which * config.num_kv_heads * config.units_of_block, pl.ds(i * size, size)
             if self.quantised:
                 part = narrow.place(refs.scales_s.at[which, stage], i, size)
