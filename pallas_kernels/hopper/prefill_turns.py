@@ -28,9 +28,6 @@ class State(NamedTuple):
     top: jax.Array
     total: jax.Array
 
-    def faded(self, fade) -> tuple[jax.Array, ...]:
-        return tuple(x * lax.broadcast_in_dim(fade, x.shape, [0]) for x in self.sums)
-
 
 class Visit(NamedTuple):
     """What a consumer does in one turn with a mask: part number `part` of piece i.
