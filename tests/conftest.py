@@ -74,6 +74,25 @@ def ctrl_c():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Each compiled program has three mappings of memory; past the 65,530 that Linux allows (vm.max_map_count), XLA crashes.
+MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Frees compiled programs after a module's tests if the process has many: a long run compiles tens of thousands."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        import jax
+
+        from tests.engine import small
+
+        small.forget_programs()
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def no_failpoints():
     """Disarms what a test has armed."""

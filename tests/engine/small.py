@@ -123,6 +123,11 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
     )
 
 
+def forget_programs() -> None:
+    """Frees the programs that engines share, once these have gone."""
+    _programs.clear()
+
+
 def complete(llm: LLM, prompt="x.y", **given) -> CompletionOutput:
     """The one completion of one prompt; greedy, 24 tokens, past the end of sequence unless told otherwise."""
     [output] = llm.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True} | given))
