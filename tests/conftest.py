@@ -74,13 +74,13 @@ def ctrl_c():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Each compiled program has three mappings of memory; past the 65,530 that Linux allows (vm.max_map_count), XLA crashes.
+# Each compiled program has about three mappings of memory; past the 65,530 of vm.max_map_count, Linux refuses more.
 MOST_MAPPINGS = 20_000
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_mappings():
-    """Frees compiled programs after a module's tests if the process has many: a long run compiles tens of thousands."""
+    """Frees compiled programs after a module's tests if the process has many: a long run compiles thousands."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
