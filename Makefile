@@ -58,7 +58,7 @@ ready-aot:
 test: $(READY)
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(ARGS)
 
 bench: $(READY)
 	@$(RUN) -m ksana_jax.bench.suite --peers "$(PEERS_VENV)" $(ARGS)
@@ -114,7 +114,7 @@ run-soak: $(READY)
 
 soak-tests:
 	@echo "== tests marked as soak"
-	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=0 tests $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=30 tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.

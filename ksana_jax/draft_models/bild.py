@@ -55,6 +55,11 @@ class Bild(DraftModel):
             checks.number("speculative_config: rollback_threshold", self.rollback_threshold, 0),
             error=ConfigError,
         )
+        if self.rollback_threshold and self.adaptive == "goodput":
+            raise ConfigError(
+                f"speculative_config: rollback_threshold is {self.rollback_threshold}, must be 0 with adaptive "
+                '"goodput": texts depend on where drafts begin, and that would depend on how fast the machine is'
+            )
 
     def proposer(self, context: ProposerContext) -> BildProposer:
         check(self.model, self.config, context)

@@ -259,11 +259,12 @@ class Engine:
     def _collect(self, step: Step) -> tuple[StepOutput, float]:
         """Waits for a step; returns its output and the time."""
         assert step.pending is not None
+        waits_from = self.clock()
         output = step.pending.result()
         now = self.clock()
-        speculation = self.scheduler.speculation
-        if speculation is not None and not output.compiled and not len(step.batch.chunks):
-            speculation.observe_step(step.input.shape, step.began - step.schedule_s, now)
+        if (speculation := self.scheduler.speculation) is not None:
+            shape = None if output.compiled or len(step.batch.chunks) else step.input.shape
+            speculation.observe_step(shape, step.began - step.schedule_s, waits_from, now)
         self.memory.commit()
         if self.memory.swap.weighs_costs:
             prefills = step.batch.num_tokens if len(step.batch.chunks) else 0

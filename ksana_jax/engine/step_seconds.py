@@ -28,7 +28,9 @@ def decode_seconds(engine: Engine) -> dict[Part, float]:
     """
     buckets, width = engine.builder.buckets, engine.builder.buckets.widths[0]
     shapes = [buckets.shape(count, (), width) for count in buckets.decodes]
-    steps = [_step(engine, shape) for shape in shapes + buckets.verification_shapes(width)]
+    # A method whose drafts may branch has one number for both kinds of steps, that of trees.
+    shapes += [shape for shape in buckets.verification_shapes(width) if shape.tree == buckets.trees]
+    steps = [_step(engine, shape) for shape in shapes]
     found: dict[Part, float] = {}
     began = time.perf_counter()
     # In rounds, because other work on the machine comes and goes.
@@ -72,5 +74,14 @@ def _step(engine: Engine, shape: StepShape) -> StepInput:
         arrays = arrays._replace(full_blocks=np.full((groups, shape.most_full(size)), nowhere, np.int32))
     if tile == 1:
         return StepInput(shape, arrays, engine.builder.buckets.num_sampled(count))
-    drafts = Drafts(np.zeros((count, tile - 1), np.int32), np.full(count, tile - 1, np.int32))
-    return StepInput(shape, arrays, shape.max_sampled, drafts=drafts)
+    acceptance = engine.builder.acceptance
+    drafts = Drafts(
+        np.zeros((count, tile - 1), np.int32),
+        np.full(count, tile - 1, np.int32),
+        rollback=np.float32(0) if acceptance == "bild" else None,
+    )
+    if shape.tree:
+        drafts = drafts._replace(parents=np.tile(np.arange(-1, tile - 2, dtype=np.int32), (count, 1)))
+        ancestors = np.pad(drafts.ancestry()[0], ((0, 0), (1, 0)), constant_values=1)
+        arrays = arrays._replace(ancestors=ancestors.reshape(-1))
+    return StepInput(shape, arrays, shape.max_sampled, drafts=drafts, acceptance=acceptance)

@@ -40,4 +40,4 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
 def _measure_steps(engine: Engine, goodput: Goodput) -> None:
     if not engine.has_work:  # else they stay unknown until they are seen in service
         engine.changes.begin()
-        goodput.costs.set_ahead(decode_seconds(engine))
+        goodput.set_ahead(decode_seconds(engine))

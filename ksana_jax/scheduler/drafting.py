@@ -35,7 +35,7 @@ class Drafting:
         Beams are chosen by scores, step by step: with them no row has drafts.
         """
         r, count = self.row_blocks.rows, len(decodes)
-        in_step = min(self.speculation.most_at(count), self.longest_step // count - 1)
+        in_step = min(self.speculation.most_at(decodes), self.longest_step // count - 1)
         if in_step < 1 or r.num_beams:
             return None
         # The last token of a text is never computed, and rows evict between steps.
@@ -58,11 +58,7 @@ class Drafting:
         Args:
           running: all running rows; if these have no drafts, the proposer reads what is left of texts once they do.
         """
-        if (
-            self.row_blocks.has_windows
-            and not self.row_blocks.rows.num_beams
-            and self.speculation.most_at(len(running))
-        ):
+        if self.row_blocks.has_windows and not self.row_blocks.rows.num_beams and self.speculation.most_at(running):
             self.speculation.keep_up(self.row_blocks.rows, rows)
 
     def append(

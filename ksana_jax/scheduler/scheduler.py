@@ -203,7 +203,7 @@ class Scheduler:
         text."""
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
-        waits |= self.speculation is not None and self.speculation.most_at(len(self.order)) > 0
+        waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
         waits |= memory.prefixes.enabled and self.row_blocks.has_windows
         return waits or bool(r.num_beams + r.num_dense)
 
@@ -325,6 +325,8 @@ class Scheduler:
         self.row_blocks.return_invisible(rows)
         if counts is not None:
             return StepResult(batch.sampled, runs, finished, beams, counts)
+        if self.speculation is not None:
+            self.speculation.watch(r, self.order)
         return StepResult(sampled, tokens, finished, beams)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:

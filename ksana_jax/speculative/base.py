@@ -59,10 +59,13 @@ class Proposer(Protocol):
 
     Attributes:
       needs_blocks: whether rows must have the blocks of their draft tokens before these are drafted.
+      reads_texts_alone: whether drafts follow from the texts, and from nothing that `observe` tells: then drafts that
+        are not verified can be compared with the texts as these go on.
       drawn_shapes: what the first axes of `Drafts.drawn_from` may be.
     """
 
     needs_blocks: bool = False
+    reads_texts_alone: bool = False
     drawn_shapes: Sequence[tuple[int, int]] = ()
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:

@@ -1,7 +1,8 @@
 """How long to draft: the length with the most tokens to be expected a second, by measured times of steps. NumPy.
 
-A step costs what its padded shape costs, so the choice is between shapes, not numbers of tokens. What drafts lose
-against plain decoding is booked: an allowance, a small share of the time, pays for it.
+A step costs what its padded shape costs, so the choice is between shapes, not numbers of tokens. A step with drafts
+follows known texts, so the host cannot prepare it while the step before runs, and what is weighed is whole steps, host
+included. What drafts lose against plain decoding is booked: an allowance, a small share of the time, pays for it.
 
 Source: SmartSpec, Liu et al., arXiv:2406.14066, section 4, with measured times in place of a model of them.
 """
@@ -10,21 +11,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.speculative.outcomes import Outcomes, tokens_of
 from ksana_jax.speculative.step_costs import StepCosts
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part
+from ksana_jax.step.drafts import Drafts
 
-# Least weight of a new measurement of what became of a draft.
-NEW_DRAFT = 0.05
 # Drafts must promise so much more than plain decoding.
 LEAST_GAIN = 1.03
 # A shape must promise so much more than that of the step before, because a change takes time.
 SWITCH = 1.1
 # Share of the time that drafts may lose, and what of it may be saved up and is there at first, in plain steps.
-LOSS, MOST_SAVED, FIRST_SAVED = 0.01, 16, 5
+LOSS, MOST_SAVED, FIRST_SAVED = 0.01, 16, 2
 # Steps without drafts after drafts did not pay, doubled each time in turn up to the most; 1 at first where the proposer
 # found none.
 LEAST_REST, MOST_REST = 8, 256
@@ -32,28 +35,45 @@ LEAST_REST, MOST_REST = 8, 256
 TRIAL, REST_BEFORE_TRIAL = 4, 32
 # Steps with drafts after which a few have none, to see what these take by now.
 LONGEST_RUN, PAUSE = 256, 5
+# No step takes less time, whatever a coarse clock says.
+LEAST_S = 1e-9
+# Most rows whose texts are watched at once.
+WATCHED = 8
 
 
 @dataclasses.dataclass
 class _Rest:
     """Steps of one shape without drafts.
 
-    left: until drafts are asked for again. last: how many there were last time. trial: steps that it still has.
-    run: steps with drafts since the last one without.
+    left: until drafts are asked for again. last: how many there were last time; 0 since drafts have paid.
+    trial: steps that are left of one, None before. run: steps with drafts since the last one without.
+    number: steps without drafts in turn. drafts: whether drafts are asked for.
     """
 
     left: int = 0
     last: int = 0
-    trial: int = 0
+    trial: int | None = None
     run: int = 0
+    number: int = 0
+    drafts: bool = False
 
     def begin(self, least: int) -> None:
         """Begins a rest twice as long as the last one."""
         self.left = self.last = min(max(2 * self.last, least), MOST_REST)
-        self.trial = self.run = 0
+        self.run, self.trial, self.drafts = 0, None, False
 
     def step(self) -> None:
-        self.left = max(self.left - 1, 0)
+        self.left, self.number = max(self.left - 1, 0), self.number + 1
+
+
+class Offer(NamedTuple):
+    """Steps among which there is a choice: parts [m] with drafts, the draft tokens [m, 1] of a row that they hold, and
+    their seconds [m]; and the one without drafts."""
+
+    plain: Part
+    parts: tuple[Part, ...]
+    most: np.ndarray
+    seconds: np.ndarray
 
 
 class Goodput:
@@ -61,16 +81,15 @@ class Goodput:
 
     Args:
       buckets: of the engine's steps. num_rows: of the engine. steps_per_call: see `StepCosts`.
+      watches: whether drafts that are not verified are compared with the texts as these go on: then nothing is verified
+        before it is known to pay. Otherwise drafts that do not pay are verified now and then, in trials.
     """
 
-    def __init__(self, buckets: Buckets, num_rows: int, steps_per_call: int = 1):
-        self._buckets = buckets
+    def __init__(self, buckets: Buckets, num_rows: int, steps_per_call: int = 1, watches: bool = False):
+        self._buckets, self._watches = buckets, watches
         self.costs = StepCosts(steps_per_call)
-        # Of all rows and of each: accepted draft tokens, drafts that were rejected somewhere, and of how many drafts
-        # this is the mean; the first two drafts are imagined.
-        self._accepted, self._rejected = np.zeros(num_rows), np.zeros(num_rows)
-        self._number = np.zeros(num_rows)
-        self._all, self._number_of_all = np.array([1.0, 1.0]), 2
+        self.outcomes = Outcomes(num_rows, max(part.width for part in buckets.verifications) - 1)
+        self._candidates: dict[tuple[int, int], tuple[tuple[Part, ...], np.ndarray]] = {}
         self._rests: collections.defaultdict[Part, _Rest] = collections.defaultdict(_Rest)
         # The last few seconds of the proposer, by the part of a step without drafts.
         self._proposals_s: collections.defaultdict[Part, collections.deque[float]] = collections.defaultdict(
@@ -81,20 +100,42 @@ class Goodput:
         # Seconds that drafts may still lose; None until plain steps are measured.
         self._allowance_s: float | None = None
         self._verified_s: float | None = None
+        # Seconds for a row that is watched, the last ones; and rows at once.
+        self._watch_s: float | None = None
+        self._num_watched = 1
 
-    def observe_step(self, part: Part, seconds: float) -> None:
-        """Takes note of the seconds from the end of the step before to that of a step of one part."""
+    def set_ahead(self, seconds: Mapping[Part, float]) -> None:
+        """Takes the seconds that the device needs for steps, measured ahead of time: other steps have no drafts."""
+        self.costs.set_ahead(seconds)
+        self._candidates.clear()
+
+    # ------------------------------------------------------------------ what has happened
+
+    def observe_step(self, part: Part | None, seconds: float, waited_s: float) -> None:
+        """Takes note of a step.
+
+        Args:
+          part: None of a step of another kind than decodes. seconds: from the end of the step before to its own.
+          waited_s: of them, those in which the host waited for the device.
+        """
+        if part is None:
+            self._last, self._asked, self._verified_s = None, False, None
+            return
         known = self.costs.in_service(part)
         # One slow step in a while is the machine's, or a proposer's that compiles.
         most_s = 3 * known if known else 5 * self.costs.plain_s(Part(part.count, 1))
         booked = min(seconds, most_s) if most_s else seconds
         after_drafts = self._last is not None and self._last.width > 1
-        is_first = part != self._last or (part.width == 1 and self._asked)
-        self.costs.observe(part, seconds, is_first)
+        self.costs.observe(part, seconds, waited_s, part != self._last, self._asked)
         if part.width > 1:
             self._verified_s = booked
         else:
-            self._rests[part].step()
+            rest = self._rests[part]
+            rest.step()
+            if rest.number == MOST_REST:
+                # What was measured may have been another program's load.
+                rest.number = 0
+                self.costs.forget(part.count)
             # What is saved up pays for questions to the proposer too, and for the way back from drafts.
             lost = booked - (known or booked) if self._asked or after_drafts else 0.0
             self._book(part, LOSS * booked - max(lost, 0.0))
@@ -108,56 +149,15 @@ class Goodput:
             self._allowance_s = FIRST_SAVED * plain_s
         self._allowance_s = min(self._allowance_s + saved_s, MOST_SAVED * plain_s)
 
-    def observe_drafts(self, rows: np.ndarray, counts: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Takes note of drafts of rows [n], all those of a step: of `counts` [n] tokens num_accepted [n] were
+    def observe_drafts(self, rows: np.ndarray, lengths: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Takes note of drafts of rows [n], all those of a step: of `lengths` [n] tokens num_accepted [n] were
         accepted."""
         if self._verified_s is not None:  # else it was not measured: something was compiled
             plain = self._plain(len(rows))
             steps_saved = 1 + num_accepted.sum() / len(rows)
             self._book(plain, LOSS * self._verified_s + steps_saved * self.costs.plain_s(plain) - self._verified_s)
             self._verified_s = None
-        drafted = counts > 0
-        rows, accepted, rejected = rows[drafted], num_accepted[drafted], (num_accepted < counts)[drafted]
-        self._number[rows] += 1
-        weight = np.maximum(NEW_DRAFT, 1 / self._number[rows])
-        self._accepted[rows] += weight * (accepted - self._accepted[rows])
-        self._rejected[rows] += weight * (rejected - self._rejected[rows])
-        if len(rows):
-            self._number_of_all += 1
-            weight = max(NEW_DRAFT, 1 / self._number_of_all)
-            self._all += weight * (np.array([accepted.mean(), rejected.mean()]) - self._all)
-
-    def begin(self, row: int) -> None:
-        """Takes note that another text has entered a row: it is expected to be like all others."""
-        self._accepted[row], self._rejected[row] = self._all
-        self._number[row] = 2
-
-    def acceptance(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the probability [n] that a row's next draft token is accepted, given that those before it are."""
-        accepted, rejected = self._accepted[rows], self._rejected[rows]
-        return np.minimum(accepted / np.maximum(accepted + rejected, 1e-9), 0.999)
-
-    def rests(self, num_rows: int) -> bool:
-        """Whether steps of num_rows decodes go without drafts, so that the engine need not wait for tokens."""
-        plain = self._plain(num_rows)
-        return not self.costs.is_measured(plain) or self._rests[plain].left > 0
-
-    def asks(self, rows: np.ndarray, most: np.ndarray) -> bool:
-        """Whether drafts of up to `most` [n] tokens of rows [n] could pay, or are due for a trial: else it is not worth
-        the time to make them, and a rest begins."""
-        rest = self._rests[self._plain(len(rows))]
-        if not np.count_nonzero(most):
-            return False
-        if rest.run == LONGEST_RUN:
-            rest.run, rest.left = 0, PAUSE
-            return False
-        if (self._allowance_s or 0.0) < 0:  # which says nothing of these drafts
-            rest.left = LEAST_REST
-        elif self._paying(rows, most) or self._on_trial(rows, most):
-            return True
-        else:
-            rest.begin(LEAST_REST)
-        return False
+        self.outcomes.observe_judged(rows, lengths, num_accepted)
 
     def observe_proposal(self, num_rows: int, seconds: float) -> None:
         """Takes note of the seconds that a proposer took for some rows. Where the step before had no drafts, they say
@@ -165,82 +165,168 @@ class Goodput:
         if self._last is not None and self._last.width > 1:
             self._proposals_s[self._plain(num_rows)].append(seconds)
 
-    def choose(self, rows: np.ndarray, counts: np.ndarray) -> int:
+    def begin(self, row: int) -> None:
+        """Takes note that another text has entered a row."""
+        self.outcomes.begin(row)
+
+    # ------------------------------------------------------------------ watching
+
+    def to_watch(self, rows: np.ndarray) -> np.ndarray:
+        """Returns those of rows [n] that decode, whose drafts are to be compared with their texts: the ones of which
+        least is known, as many as are worth the time."""
+        plain = self._plain(len(rows))
+        rests = self.rests_for_now(plain) and not self._rests[plain].drafts and self.costs.is_measured(plain)
+        if not (rests and self._watches and self._allowance_s is not None):
+            return rows[:0]
+        most = min(int(self._allowance_s / self._watch_s) if self._watch_s else 1, 2 * self._num_watched, WATCHED)
+        if most < 1 or self._allowance_s <= 0:
+            return rows[:0]
+        return rows if most >= len(rows) else rows[np.argpartition(self.outcomes.number(rows), most)[:most]]
+
+    def watched(self, rows: np.ndarray, most: int, num_watched: int, seconds: float) -> None:
+        """Considers again whether drafts pay.
+
+        Args:
+          rows: [n] rows that decode. most: draft tokens of a row. num_watched: of the rows. seconds: of the host for
+            all that `to_watch` had asked for.
+        """
+        self._watch_s, self._num_watched = seconds / num_watched, num_watched
+        plain = self._plain(len(rows))
+        self._book(plain, -seconds)
+        if self._best(self._offer(rows, most), rows, np.full(len(rows), most)) is not None:
+            rest = self._rests[plain]
+            rest.left, rest.last, rest.drafts = 0, 0, True
+
+    # ------------------------------------------------------------------ choices
+
+    def rests(self, rows: np.ndarray, most: int) -> bool:
+        """Whether a step of decodes of rows [n] goes without drafts, so that the engine need not wait for tokens.
+
+        Args:
+          most: draft tokens of a row.
+        """
+        plain = self._plain(len(rows))
+        if self.rests_for_now(plain):
+            return True
+        rest = self._rests[plain]
+        rest.drafts = rest.drafts or self.asks(rows, np.full(len(rows), most)) is not None
+        return not rest.drafts
+
+    def rests_for_now(self, plain: Part) -> bool:
+        """Whether nothing is to be considered: in a rest, or as long as too little is known."""
+        unknown = not self.costs.is_measured(plain) or (self._watches and self._watch_s is None)
+        return unknown or self._rests[plain].left > 0
+
+    def asks(self, rows: np.ndarray, most: np.ndarray) -> Offer | None:
+        """Returns an offer if drafts of up to `most` [n] tokens of rows [n] could pay, or are due for a trial: else it
+        is not worth the time to make them, and a rest begins."""
+        if not np.count_nonzero(most):
+            return None
+        offer = self._offer(rows, int(most.max()))
+        rest = self._rests[offer.plain]
+        if rest.run == LONGEST_RUN:
+            rest.run, rest.left = 0, PAUSE
+            return None
+        if (self._allowance_s or 0.0) < 0:  # which says nothing of these drafts
+            rest.left, rest.drafts = LEAST_REST, False
+            return None
+        if rest.run % LEAST_REST and self._last is not None and self._last.width > 1:
+            return offer  # what was found a few steps ago holds, and drafts are weighed once they are there
+        if self._best(offer, rows, most) is not None or self._on_trial(offer, np.minimum(most, offer.most)):
+            return offer
+        rest.begin(MOST_REST if self._watches else LEAST_REST)
+        return None
+
+    def choose(self, offer: Offer, rows: np.ndarray, drafts: Drafts | None) -> int:
         """Returns the most draft tokens of each row in this step, 0 for none.
 
         Args:
-          rows: [n] rows. counts: [n] draft tokens of each.
+          offer: of `asks` for rows [n]. drafts: of the rows, None if there are none.
         """
         self._asked = True
-        rest = self._rests[self._plain(len(rows))]
-        if not np.count_nonzero(counts):
-            rest.begin(1)
-        elif part := self._paying(rows, counts):
-            rest.last, rest.trial, rest.run = 0, max(rest.trial - 1, 0), rest.run + 1
+        rest = self._rests[offer.plain]
+        if drafts is None or not np.count_nonzero(drafts.counts):
+            self.outcomes.observe_found(rows, np.zeros(len(rows)))
+            if not self._watches:
+                rest.begin(1)
+            return 0
+        lengths = drafts.lengths(offer.most[:, 0])
+        self.outcomes.observe_found(rows, lengths[-1])
+        # What has been done for them has been done: they must be better than a step that begins now without them.
+        tokens = np.add.reduce(tokens_of(self.outcomes.acceptance(rows), lengths), axis=1) / len(rows)
+        gains = tokens * self.costs.alone_s(offer.plain) / offer.seconds
+        if (part := self._most_promising(offer, gains)) is not None:
+            rest.last, rest.trial, rest.run, rest.number, rest.drafts = 0, None, rest.run + 1, 0, True
             return part.width - 1
-        elif part := self._on_trial(rows, counts):
-            if not rest.trial:
+        if part := self._on_trial(offer, lengths):
+            if rest.trial is None:
                 rest.trial = TRIAL
-                self._number[rows] = np.minimum(self._number[rows], 2)  # what it finds weighs as in a new text
+                self.outcomes.weigh_anew(rows)
             rest.trial -= 1
             return part.width - 1
-        else:
-            rest.begin(LEAST_REST)
+        rest.begin(MOST_REST if self._watches else LEAST_REST)
         return 0
 
-    def _paying(self, rows: np.ndarray, counts: np.ndarray) -> Part | None:
-        """Returns the part that promises the most tokens a second; None if that is not more than without drafts."""
-        parts, gains = self._promised(self.acceptance(rows), counts)
-        if not parts:
+    def _best(self, offer: Offer, rows: np.ndarray, most: np.ndarray) -> Part | None:
+        """Returns the part that promises the most tokens a second before anything is drafted; None if that is not more
+        than without drafts."""
+        if not offer.parts:
             return None
-        at = int(np.argmax([gain * (SWITCH if part == self._last else 1) for gain, part in zip(gains, parts)]))
-        return parts[at] if gains[at] >= LEAST_GAIN else None
+        share, length = self.outcomes.found(rows)
+        lengths = np.minimum(np.minimum(length, most), offer.most)
+        more = share * (tokens_of(self.outcomes.acceptance(rows), lengths) - 1)
+        tokens = 1 + np.add.reduce(more, axis=1) / len(rows)
+        # A step has drafts if one of its rows has.
+        none = np.multiply.reduce(1 - share)
+        seconds = (1 - none) * offer.seconds + none * max(self.costs.alone_s(offer.plain), LEAST_S)
+        return self._most_promising(offer, tokens * self.costs.plain_s(offer.plain) / seconds)
 
-    def _on_trial(self, rows: np.ndarray, counts: np.ndarray) -> Part | None:
-        """Returns the smallest part that pays if all is accepted, while a trial is under way or can be afforded."""
-        parts, gains = self._promised(np.full(len(rows), 0.999), counts)
-        part = next((part for part, gain in zip(parts, gains) if gain >= LEAST_GAIN), None)
-        plain = self._plain(len(rows))
-        rest, plain_s = self._rests[plain], self.costs.plain_s(plain)
-        if part is None or rest.trial:
-            return part
+    def _most_promising(self, offer: Offer, gains: np.ndarray) -> Part | None:
+        if not offer.parts:
+            return None
+        by_part = gains.tolist()
+        at = max(range(len(by_part)), key=lambda i: by_part[i] * (SWITCH if offer.parts[i] == self._last else 1))
+        return offer.parts[at] if by_part[at] >= LEAST_GAIN else None
+
+    def _on_trial(self, offer: Offer, lengths: np.ndarray) -> Part | None:
+        """Returns the smallest part that pays if drafts of `lengths` [m, n] are accepted, while a trial is under way or
+        can be afforded."""
+        rest, plain_s = self._rests[offer.plain], self.costs.plain_s(offer.plain)
+        if self._watches or not offer.parts or rest.trial == 0 or rest.last < REST_BEFORE_TRIAL:
+            return None
+        gains = (1 + lengths).mean(axis=1) * plain_s / offer.seconds
+        at = next((i for i, gain in enumerate(gains.tolist()) if gain >= LEAST_GAIN), None)
+        if at is None or rest.trial:
+            return None if at is None else offer.parts[at]
         # As long as nothing is accepted, and a step until the device has its data again.
-        trial_s = TRIAL * (self._seconds(part, plain) - plain_s) + plain_s
-        return part if rest.last >= REST_BEFORE_TRIAL and trial_s <= (self._allowance_s or 0.0) else None
+        trial_s = TRIAL * (offer.seconds[at] - plain_s) + plain_s
+        return offer.parts[at] if trial_s <= (self._allowance_s or 0.0) else None
 
-    def _promised(self, acceptance: np.ndarray, counts: np.ndarray) -> tuple[list[Part], list[float]]:
-        """Returns parts for drafts of `counts` [n] tokens, and of each the tokens to be expected in the time of a token
-        without drafts."""
-        plain = self._plain(len(counts))
-        parts = self._candidates(len(counts), int(counts.max(initial=0)))
-        if not parts:
-            return [], []
-        seconds = np.array([self._seconds(part, plain) for part in parts])
-        return parts, (self._gains(acceptance, counts, parts) * self.costs.plain_s(plain) / seconds).tolist()
+    def _offer(self, rows: np.ndarray, most: int) -> Offer:
+        plain, (parts, holds) = self._plain(len(rows)), self._parts(len(rows), most)
+        return Offer(plain, parts, holds, np.array([self._seconds(part, plain) for part in parts]))
 
     def _seconds(self, part: Part, plain: Part) -> float:
         """Returns the seconds of a step with drafts, those of the proposer included."""
         seconds = self.costs.seconds(part, plain)
         if self.costs.in_service(part) is None:
             seconds += min(self._proposals_s[plain], default=0.0)
-        return seconds
+        return max(seconds, LEAST_S)
 
-    def _candidates(self, num_rows: int, most: int) -> list[Part]:
-        """Returns for each width the smallest part for num_rows rows, up to the first that holds `most` drafts; none
-        without drafts, or whose program would have to be compiled in service."""
-        parts: dict[int, Part] = {}
-        for part in self._buckets.verifications:
-            if most and part.count >= num_rows and self.costs.may_run(part):
-                parts.setdefault(part.width, part)
-        found = sorted(parts.values(), key=lambda part: part.width)
-        return found[: 1 + sum(part.width <= most for part in found)]
+    def _parts(self, num_rows: int, most: int) -> tuple[tuple[Part, ...], np.ndarray]:
+        """Returns for each width the smallest part for num_rows rows, up to the first that holds `most` drafts, none
+        whose program would have to be compiled in service; and the draft tokens [m, 1] of a row that each holds."""
+        found = self._candidates.get((num_rows, most))
+        if found is None:
+            parts: dict[int, Part] = {}
+            for part in self._buckets.verifications:
+                if part.count >= num_rows and self.costs.may_run(part):
+                    parts.setdefault(part.width, part)
+            by_width = sorted(parts.values(), key=lambda part: part.width)
+            chosen = tuple(by_width[: 1 + sum(part.width <= most for part in by_width)])
+            found = chosen, np.array([part.width - 1 for part in chosen], int)[:, None]
+            self._candidates[num_rows, most] = found
+        return found
 
     def _plain(self, num_rows: int) -> Part:
-        return next(Part(count, 1) for count in self._buckets.decodes if count >= num_rows)
-
-    @staticmethod
-    def _gains(acceptance: np.ndarray, counts: np.ndarray, parts: list[Part]) -> np.ndarray:
-        """Returns the tokens of a row to be expected from a step of each part, (1 - a^(k + 1)) / (1 - a) of a row with
-        k draft tokens, as a mean over rows."""
-        most = np.array([[part.width - 1] for part in parts])
-        return ((1 - acceptance ** (np.minimum(counts, most) + 1)) / (1 - acceptance)).mean(axis=1)
+        return Part(self._buckets.num_sampled(num_rows), 1)

@@ -14,6 +14,7 @@ import numpy as np
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
 from ksana_jax.speculative.goodput import Goodput
+from ksana_jax.speculative.watch import Watch
 from ksana_jax.step.contract import StepShape
 from ksana_jax.step.drafts import Drafts
 
@@ -63,16 +64,20 @@ class Speculation:
         self.goodput = None
         if method.adaptive == "goodput":
             config = context.config
-            self.goodput = Goodput(context.buckets, config.max_num_seqs, config.num_scheduler_steps)
-        self._last_end_s = 0.0
+            watches = proposer.reads_texts_alone
+            self.goodput = Goodput(context.buckets, config.max_num_seqs, config.num_scheduler_steps, watches)
+        self._watch = Watch(context.config.max_num_seqs, method.num_speculative_tokens)
+        # When the last step ended, 0 if there was no text since; and the texts that have rows.
+        self._last_end_s, self._num_texts = 0.0, 0
         # Of each row's sequence: drafts, their tokens, accepted ones.
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
-    def most_at(self, num_rows: int) -> int:
-        """Returns the most draft tokens of a row in a step of num_rows decodes; 0 if it has no drafts."""
-        if num_rows and self.goodput is not None and self.goodput.rests(num_rows):
+    def most_at(self, rows: np.ndarray) -> int:
+        """Returns the most draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
+        most = min(self.method.most_at(len(rows)), self.buckets.most_drafts(len(rows)))
+        if most and len(rows) and self.goodput is not None and self.goodput.rests(rows, most):
             return 0
-        return min(self.method.most_at(num_rows), self.buckets.most_drafts(num_rows))
+        return most
 
     @property
     def needs_blocks(self) -> bool:
@@ -84,6 +89,7 @@ class Speculation:
         for row in entered:
             seq = rows.seqs[row]
             assert seq is not None
+            self._num_texts += 1
             if self.goodput is not None:
                 self.goodput.begin(row)
             self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
@@ -93,6 +99,10 @@ class Speculation:
         drafts, tokens, accepted = (self._of_rows[row] + seq.drafts).tolist()
         seq.drafts, self._of_rows[row] = (drafts, tokens, accepted), 0
         self._asked(functools.partial(self.proposer.end, row, seq.token_ids, seq.finish_reason is not None))
+        self._watch.end(row)
+        self._num_texts -= 1
+        if not self._num_texts:
+            self._last_end_s = 0.0
 
     def end_all(self, rows: Rows) -> None:
         """Takes note that all sequences have left their rows, after a failure."""
@@ -109,18 +119,43 @@ class Speculation:
 
     def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
         """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
-        if self.goodput is not None and not self.goodput.asks(decodes, most):
+        offer = None
+        if self.goodput is not None and (offer := self.goodput.asks(decodes, most)) is None:
             return None
         began = time.perf_counter()
-        texts = Texts(rows.token_ids, rows.num_tokens, rows)
-        drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
+        drafts = self._proposed(Texts(rows.token_ids, rows.num_tokens, rows), decodes, most)
         seconds = time.perf_counter() - began
         self.counts.proposer_s += seconds
-        if self.goodput is not None:
+        if self.goodput is not None and offer is not None:
             self.goodput.observe_proposal(len(decodes), seconds)
-            length = self.goodput.choose(decodes, np.zeros_like(most) if drafts is None else drafts.counts)
-            drafts = None if drafts is None else drafts.shortened(np.full(len(decodes), length))
+            length = self.goodput.choose(offer, decodes, drafts)
+            drafts = drafts.shortened(np.full(len(decodes), length)) if drafts is not None and length else None
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
+
+    def _proposed(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts | None:
+        return self._asked(lambda: self._checked(self.proposer.propose(texts, rows, most), most))
+
+    def watch(self, rows: Rows, running: np.ndarray) -> None:
+        """Compares drafts that no step verifies with the texts of running rows [n], where goodput wants to know."""
+        if self.goodput is None or not len(running) or rows.num_beams:
+            return
+        if not len(some := self.goodput.to_watch(running)):
+            return
+        began = time.perf_counter()
+        for outcome in self._watch.judged(rows.token_ids, rows.num_known):
+            self.goodput.outcomes.observe_judged(*outcome)
+        num_watched, most = len(some), self.method.most_at(len(running))
+        some = some[rows.num_known[some] > rows.num_prompt[some]]
+        left = np.minimum(rows.max_len[some] - rows.num_known[some], most)
+        some, left = some[left > 0], left[left > 0]
+        if len(some):
+            drafts = self._proposed(Texts(rows.token_ids, rows.num_known, rows), some, left)
+            if drafts is not None:
+                self.goodput.outcomes.observe_found(some, drafts.lengths(left.max(keepdims=True))[0])
+                self._watch.add(some, rows.num_known[some], drafts)
+        seconds = time.perf_counter() - began
+        self.counts.proposer_s += seconds
+        self.goodput.watched(running, most, num_watched, seconds)
 
     def _checked(self, drafts: Drafts, most: np.ndarray) -> Drafts:
         ids, counts = np.asarray(drafts.ids, np.int32), np.asarray(drafts.counts, np.int32)
@@ -133,16 +168,20 @@ class Speculation:
             raise ValueError(f"a draft token is not in the vocabulary of {self.vocab_size:,} ids")
         checked = drafts._replace(ids=ids, counts=counts)
         if drafts.parents is not None:
-            checked = checked._replace(parents=np.asarray(drafts.parents, np.int32))
-            self._check_parents(checked, used)
-        return checked.shortened(most)
+            return self._with_parents(checked, np.asarray(drafts.parents, np.int32), used)
+        return checked
 
-    def _check_parents(self, drafts: Drafts, used: np.ndarray) -> None:
-        parents, nth = np.asarray(drafts.parents), np.arange(drafts.ids.shape[1])
-        if parents.shape != drafts.ids.shape or np.count_nonzero(used & ((parents < -1) | (parents >= nth))):
+    def _with_parents(self, drafts: Drafts, parents: np.ndarray, used: np.ndarray) -> Drafts:
+        if parents.shape != drafts.ids.shape:
+            raise ValueError(f"drafts have the shapes {drafts.ids.shape} of ids and {parents.shape} of parents")
+        if np.count_nonzero(used & ((parents < -1) | (parents >= np.arange(drafts.ids.shape[1])))):
             raise ValueError("a draft token follows one that does not come before it")
-        if drafts.branches and not self.method.draws_trees:
+        drafts = drafts._replace(parents=parents)
+        if not drafts.branches:
+            return drafts._replace(parents=None)
+        if not self.method.draws_trees:
             raise ValueError(f"{type(self.method).__name__} drafts branches, and does not say so: see draws_trees")
+        return drafts
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
         try:
@@ -155,14 +194,18 @@ class Speculation:
             self.counts.num_failures += 1
             return None
 
-    def observe_step(self, shape: StepShape, began_s: float, ended_s: float) -> None:
-        """Takes note of the times of a step, in which nothing was compiled.
+    def observe_step(self, shape: StepShape | None, began_s: float, waits_from_s: float, ended_s: float) -> None:
+        """Takes note of the times of a step.
 
         Args:
-          began_s: when the host began to schedule it. ended_s: when its tokens arrived.
+          shape: None of a step whose time says nothing of others: it has chunks of prompts, or something was compiled.
+          began_s: when the host began to schedule it. waits_from_s, ended_s: when it began to wait for the tokens, and
+            when they arrived.
         """
-        if self.goodput is not None and len(shape.parts) == 1:
-            self.goodput.observe_step(shape.parts[0], ended_s - max(began_s, self._last_end_s))
+        if self.goodput is not None:
+            # What the host has done since the step before belongs to this one, unless there were no texts.
+            since, part = self._last_end_s or began_s, None if shape is None else shape.parts[0]
+            self.goodput.observe_step(part, ended_s - since, ended_s - waits_from_s)
         self._last_end_s = ended_s
 
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
@@ -170,7 +213,8 @@ class Speculation:
         counts, drafted = self.counts, drafts.counts
         self._asked(functools.partial(self.proposer.observe, rows, drafts))
         if self.goodput is not None:
-            self.goodput.observe_drafts(rows, drafts.lengths, num_accepted)
+            [lengths] = drafts.lengths(np.array([self.method.num_speculative_tokens]))
+            self.goodput.observe_drafts(rows, lengths, num_accepted)
         self._of_rows[rows] += np.stack([drafted > 0, drafted, num_accepted], axis=1)
         counts.num_drafts += int(np.count_nonzero(drafted))
         counts.num_draft_tokens += int(drafted.sum())

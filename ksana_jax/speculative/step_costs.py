@@ -12,16 +12,32 @@ from ksana_jax.step.contract import Part
 RECENT, ENOUGH = 5, 3
 
 
+class _Recent:
+    """The last few measurements. median: None before the first."""
+
+    def __init__(self):
+        self._last: collections.deque[float] = collections.deque(maxlen=RECENT)
+        self.median: float | None = None
+
+    def append(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self.median = sorted(self._last)[len(self._last) // 2]
+
+
 @dataclasses.dataclass
 class _Measured:
     """Seconds of steps of one shape.
 
-    recent: of the last ones that followed another step of the shape. group: of steps that count as one.
+    recent: of the last ones that followed another step of the shape. hosts: what of them the host did not wait.
+    alone: of the last ones without drafts for which a proposer was asked, so that they could not run ahead.
+    group: (seconds, seconds of the host) of steps that count as one.
     first_s: of the last one that followed a step of another shape, whose data the caches of a CPU then hold.
     """
 
-    recent: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=RECENT))
-    group: list[float] = dataclasses.field(default_factory=list)
+    recent: _Recent = dataclasses.field(default_factory=_Recent)
+    hosts: _Recent = dataclasses.field(default_factory=_Recent)
+    alone: _Recent = dataclasses.field(default_factory=_Recent)
+    group: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     first_s: float | None = None
     number: int = 0
 
@@ -54,36 +70,61 @@ class StepCosts:
     def _group(self, part: Part) -> int:
         return self._steps_per_call if part.width == 1 else 1
 
-    def observe(self, part: Part, seconds: float, is_first: bool) -> None:
-        """Takes note of a step in service; is_first: it follows a step of another kind."""
+    def observe(self, part: Part, seconds: float, waited_s: float, is_first: bool, asked: bool = False) -> None:
+        """Takes note of a step in service.
+
+        Args:
+          waited_s: what of its seconds the host waited for the device. is_first: it follows a step of another kind.
+          asked: a proposer was asked for it.
+        """
         found = self._measured[part]
         found.number += 1
-        if is_first:
+        if asked and part.width == 1:
+            found.alone.append(seconds)
+        elif is_first:
             found.first_s = seconds
-            found.group.clear()
+        else:
+            found.group.append((seconds, seconds - waited_s))
+            if len(found.group) >= self._group(part):
+                found.recent.append(sum(s for s, _ in found.group) / len(found.group))
+                found.hosts.append(sum(s for _, s in found.group))
+                found.group.clear()
             return
-        found.group.append(seconds)
-        if len(found.group) >= self._group(part):
-            found.recent.append(sum(found.group) / len(found.group))
-            found.group.clear()
+        found.group.clear()
+
+    def forget(self, num_rows: int) -> None:
+        """Forgets how long steps with drafts of up to num_rows rows took in service: that was long ago."""
+        for part in [part for part in self._measured if part.width > 1 and part.count <= num_rows]:
+            del self._measured[part]
 
     def plain_s(self, part: Part) -> float:
         """Returns the seconds of a step without drafts; 0 if nothing is known of it."""
         found = self.in_service(part)
         return self.ahead.get(part, 0.0) if found is None else found
 
+    def alone_s(self, plain: Part) -> float:
+        """Returns the seconds of a step without drafts that the host begins after the step before has ended."""
+        if (found := self._measured[plain].alone.median) is not None:
+            return found
+        return max(self.plain_s(plain), self.ahead.get(plain, 0.0) + self._host_s(plain))
+
+    def _host_s(self, plain: Part) -> float:
+        return self._measured[plain].hosts.median or 0.0
+
     def seconds(self, part: Part, plain: Part) -> float:
         """Returns the seconds of a step with drafts of `part`, given the part of the same rows without drafts.
 
-        A step that was never seen in service takes so much longer than a plain one as the device needs for it. If that
-        was not measured, it lies between that of a plain step and of one with longer drafts; nothing if there is none.
+        A step that was never seen in service takes the device's time, and the host's, since drafts follow known texts:
+        such a step does not run ahead. If the device's was not measured, it lies between that of a plain step and of
+        one with longer drafts; it is that of a plain step if there is none.
         """
-        found, plain_s = self.in_service(part), self.plain_s(plain)
+        found = self.in_service(part)
         if found is not None:
             return found
         if part not in self.ahead or plain not in self.ahead:
-            return plain_s + self._more_s(part, plain_s)
-        return max(self.ahead[part], plain_s + self.ahead[part] - self.ahead[plain])
+            return (alone_s := self.alone_s(plain)) + self._more_s(part, alone_s)
+        more_s = self.ahead[part] - self.ahead[plain]
+        return max(self.ahead[part] + self._host_s(plain), self.plain_s(plain) + more_s)
 
     def _more_s(self, part: Part, plain_s: float) -> float:
         for other in sorted(self._measured):
@@ -94,6 +135,6 @@ class StepCosts:
     def in_service(self, part: Part) -> float | None:
         """Returns the seconds of steps of this part in service; None before there are any that can be trusted."""
         found = self._measured[part]
-        if found.recent:
-            return sorted(found.recent)[len(found.recent) // 2]
+        if found.recent.median is not None:
+            return found.recent.median
         return found.first_s if self.is_measured(part) else None

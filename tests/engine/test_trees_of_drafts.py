@@ -104,6 +104,17 @@ def test_nothing_is_compiled_after_the_warm_up():
     assert llm.runner.num_compilations == before and counts_of(llm).num_drafts
 
 
+def test_the_warm_up_measures_steps_with_trees():
+    llm = planting(programs={}, drafts={"adaptive": "goodput"})
+    measured = []
+    with pytest.MonkeyPatch.context() as patch:
+        submit = llm.runner.submit
+        patch.setattr(llm.runner, "submit", lambda step: measured.append(step.shape) or submit(step))
+        llm.warm_up(64)
+    assert {shape.tree for shape in measured if shape.parts[0].width > 1} == {True}
+    assert llm.runner.num_compilations == len(llm.runner.programs)
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [
