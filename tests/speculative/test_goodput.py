@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.speculative import draft_lengths
-from ksana_jax.speculative.goodput import Goodput
+from ksana_jax.speculative.goodput import LEAST_REST, Goodput
 from ksana_jax.speculative.step_costs import StepCosts
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part
@@ -169,8 +169,11 @@ def test_it_is_as_fast_as_the_best_fixed_length_and_never_much_slower_than_none(
         least_s = 100 * rows / fixed[0]
         once_s = 2 * cold_s * (1 + 0.2)
         assert first > 0.96 * fixed[0] * least_s / (least_s + once_s), "what drafts lose at first"
-    # Besides trials, a few steps of many have no drafts so that their time stays known.
-    assert speed > 0.93 * max(fixed.values())
+    # Besides trials, a few steps of many have no drafts so that their time stays known. Where a few steps with drafts
+    # save less than the change of shapes costs, drafts are tried too rarely to become known within these steps.
+    saved_s = LEAST_REST * rows * (1 / fixed[0] - 1 / max(fixed.values()))
+    if saved_s * max(fixed.values()) / fixed[0] >= 2 * cold_s:
+        assert speed > 0.93 * max(fixed.values())
 
 
 def test_a_tree_counts_with_its_depth_and_costs_what_its_nodes_cost():
