@@ -31,14 +31,20 @@ LOSS, MOST_SAVED, FIRST_SAVED = 0.01, 16, 2
 # Steps without drafts after drafts did not pay, doubled each time in turn up to the most; 1 at first where the proposer
 # found none.
 LEAST_REST, MOST_REST = 8, 256
+# Most steps without drafts in turn before times of steps with drafts are forgotten; MOST_REST at first and after a
+# long run of drafts.
+LONGEST_MEMORY = 4096
 # Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one.
 TRIAL, REST_BEFORE_TRIAL = 4, 32
 # Steps with drafts after which a few have none, to see what these take by now.
 LONGEST_RUN, PAUSE = 256, 5
 # No step takes less time, whatever a coarse clock says.
 LEAST_S = 1e-9
-# Most rows whose texts are watched at once.
-WATCHED = 8
+# Most rows whose texts are watched at once, and what their time counts for: so it is at most half of what may be lost.
+WATCHED, WATCHED_S = 8, 2
+# Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too.
+# At first all are observed, so that drafts that pay are found soon.
+UNSEEN = 7
 
 
 @dataclasses.dataclass
@@ -47,7 +53,8 @@ class _Rest:
 
     left: until drafts are asked for again. last: how many there were last time; 0 since drafts have paid.
     trial: steps that are left of one, None before. run: steps with drafts since the last one without.
-    number: steps without drafts in turn. drafts: whether drafts are asked for.
+    number: steps without drafts in turn. memory: of them, those after which times of steps with drafts are forgotten.
+    drafts: whether drafts are asked for.
     """
 
     left: int = 0
@@ -55,6 +62,7 @@ class _Rest:
     trial: int | None = None
     run: int = 0
     number: int = 0
+    memory: int = MOST_REST
     drafts: bool = False
 
     def begin(self, least: int) -> None:
@@ -62,8 +70,8 @@ class _Rest:
         self.left = self.last = min(max(2 * self.last, least), MOST_REST)
         self.run, self.trial, self.drafts = 0, None, False
 
-    def step(self) -> None:
-        self.left, self.number = max(self.left - 1, 0), self.number + 1
+    def step(self, count: int = 1) -> None:
+        self.left, self.number = max(self.left - count, 0), self.number + count
 
 
 class Offer(NamedTuple):
@@ -95,7 +103,8 @@ class Goodput:
         self._proposals_s: collections.defaultdict[Part, collections.deque[float]] = collections.defaultdict(
             lambda: collections.deque(maxlen=3)
         )
-        self._last: Part | None = None
+        # The part of the step before; None if it had others, or its time says nothing.
+        self.last: Part | None = None
         self._asked = False
         # Seconds that drafts may still lose; None until plain steps are measured.
         self._allowance_s: float | None = None
@@ -119,27 +128,27 @@ class Goodput:
           waited_s: of them, those in which the host waited for the device.
         """
         if part is None:
-            self._last, self._asked, self._verified_s = None, False, None
+            self.last, self._asked, self._verified_s = None, False, None
             return
         known = self.costs.in_service(part)
         # One slow step in a while is the machine's, or a proposer's that compiles.
         most_s = 3 * known if known else 5 * self.costs.plain_s(Part(part.count, 1))
         booked = min(seconds, most_s) if most_s else seconds
-        after_drafts = self._last is not None and self._last.width > 1
-        self.costs.observe(part, seconds, waited_s, part != self._last, self._asked)
+        after_drafts = self.last is not None and self.last.width > 1
+        self.costs.observe(part, seconds, waited_s, part != self.last, self._asked)
         if part.width > 1:
             self._verified_s = booked
         else:
             rest = self._rests[part]
             rest.step()
-            if rest.number == MOST_REST:
-                # What was measured may have been another program's load.
-                rest.number = 0
+            if rest.number >= rest.memory:
+                # What was measured may have been another program's load; less likely so each time.
+                rest.number, rest.memory = 0, min(2 * rest.memory, LONGEST_MEMORY)
                 self.costs.forget(part.count)
             # What is saved up pays for questions to the proposer too, and for the way back from drafts.
             lost = booked - (known or booked) if self._asked or after_drafts else 0.0
             self._book(part, LOSS * booked - max(lost, 0.0))
-        self._last, self._asked = part, False
+        self.last, self._asked = part, False
 
     def _book(self, plain: Part, saved_s: float) -> None:
         if not self.costs.is_measured(plain):
@@ -162,7 +171,7 @@ class Goodput:
     def observe_proposal(self, num_rows: int, seconds: float) -> None:
         """Takes note of the seconds that a proposer took for some rows. Where the step before had no drafts, they say
         little: a model that drafts then read the texts that were new to it."""
-        if self._last is not None and self._last.width > 1:
+        if self.last is not None and self.last.width > 1:
             self._proposals_s[self._plain(num_rows)].append(seconds)
 
     def begin(self, row: int) -> None:
@@ -192,10 +201,23 @@ class Goodput:
         """
         self._watch_s, self._num_watched = seconds / num_watched, num_watched
         plain = self._plain(len(rows))
-        self._book(plain, -seconds)
+        self._book(plain, -WATCHED_S * seconds)
         if self._best(self._offer(rows, most), rows, np.full(len(rows), most)) is not None:
             rest = self._rests[plain]
             rest.left, rest.last, rest.drafts = 0, 0, True
+
+    def unseen(self, num_rows: int) -> int:
+        """Returns how many of the next steps need not be observed, as long as they are like the last one: a rest goes
+        on meanwhile."""
+        plain = self._plain(num_rows)
+        rest = self._rests[plain]
+        if self._allowance_s is None or plain != self.last or self.costs.within_call(plain):
+            return 0
+        # `observe_step` counts a step itself, and the last one of a rest is to be seen.
+        count = max(min(UNSEEN, rest.number // (UNSEEN + 1), rest.left - 1), 0)
+        rest.step(count)
+        self._book(plain, count * LOSS * self.costs.plain_s(plain))
+        return count
 
     # ------------------------------------------------------------------ choices
 
@@ -228,9 +250,9 @@ class Goodput:
             rest.run, rest.left = 0, PAUSE
             return None
         if (self._allowance_s or 0.0) < 0:  # which says nothing of these drafts
-            rest.left, rest.drafts = LEAST_REST, False
+            rest.left, rest.drafts = MOST_REST if self._watches else LEAST_REST, False
             return None
-        if rest.run % LEAST_REST and self._last is not None and self._last.width > 1:
+        if rest.run % LEAST_REST and self.last is not None and self.last.width > 1:
             return offer  # what was found a few steps ago holds, and drafts are weighed once they are there
         if self._best(offer, rows, most) is not None or self._on_trial(offer, np.minimum(most, offer.most)):
             return offer
@@ -257,6 +279,8 @@ class Goodput:
         gains = tokens * self.costs.alone_s(offer.plain) / offer.seconds
         if (part := self._most_promising(offer, gains)) is not None:
             rest.last, rest.trial, rest.run, rest.number, rest.drafts = 0, None, rest.run + 1, 0, True
+            if rest.run > 2 * LEAST_REST:
+                rest.memory = MOST_REST
             return part.width - 1
         if part := self._on_trial(offer, lengths):
             if rest.trial is None:
@@ -285,7 +309,7 @@ class Goodput:
         if not offer.parts:
             return None
         by_part = gains.tolist()
-        at = max(range(len(by_part)), key=lambda i: by_part[i] * (SWITCH if offer.parts[i] == self._last else 1))
+        at = max(range(len(by_part)), key=lambda i: by_part[i] * (SWITCH if offer.parts[i] == self.last else 1))
         return offer.parts[at] if by_part[at] >= LEAST_GAIN else None
 
     def _on_trial(self, offer: Offer, lengths: np.ndarray) -> Part | None:

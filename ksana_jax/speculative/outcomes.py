@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 # Least weight of a new observation.
-NEW = 0.05
+NEW = 0.02
 # Observations that a new text is taken to have had, with the averages of all texts.
 IMAGINED = 2
 
@@ -35,7 +35,8 @@ class Outcomes:
 
     def weigh_anew(self, rows: np.ndarray) -> None:
         """Lets the next drafts of some rows count as those of new texts do."""
-        self._num_judged[rows] = np.minimum(self._num_judged[rows], IMAGINED)
+        for which in (rows, -1):
+            self._num_judged[which] = np.minimum(self._num_judged[which], IMAGINED)
 
     def number(self, rows: np.ndarray) -> np.ndarray:
         """Returns of how many drafts [n] of each row it is known whether they were found."""
@@ -56,13 +57,18 @@ class Outcomes:
 
     def acceptance(self, rows: np.ndarray) -> np.ndarray:
         """Returns the probability [n] that a row's next draft token is accepted, given that those before it are."""
-        accepted, rejected = self._judged[:, rows]
+        accepted, rejected = _expected(self._judged, self._num_judged, rows)
         return np.minimum(accepted / np.maximum(accepted + rejected, 1e-9), 0.999)
 
     def found(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the probability [n] that a draft is found for a row, and the length [n] that it then has."""
-        share, length = self._found[:, rows]
+        share, length = _expected(self._found, self._num_found, rows)
         return share, length / np.maximum(share, 1e-9)
+
+
+def _expected(averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns averages [2, n] of rows [n]; the less is known of a row, the more they are those of all texts."""
+    return averages[:, rows] + IMAGINED / np.maximum(numbers[rows], IMAGINED) * (averages[:, -1:] - averages[:, rows])
 
 
 def _average(averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray, new: np.ndarray) -> None:

@@ -69,11 +69,15 @@ class Speculation:
         self._watch = Watch(context.config.max_num_seqs, method.num_speculative_tokens)
         # When the last step ended, 0 if there was no text since; and the texts that have rows.
         self._last_end_s, self._num_texts = 0.0, 0
+        # Steps that goodput does not look at, and of how many rows they are.
+        self._unseen, self._unseen_rows = 0, 0
         # Of each row's sequence: drafts, their tokens, accepted ones.
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
     def most_at(self, rows: np.ndarray) -> int:
         """Returns the most draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
+        if self._unseen and len(rows) == self._unseen_rows:
+            return 0
         most = min(self.method.most_at(len(rows)), self.buckets.most_drafts(len(rows)))
         if most and len(rows) and self.goodput is not None and self.goodput.rests(rows, most):
             return 0
@@ -137,13 +141,16 @@ class Speculation:
 
     def watch(self, rows: Rows, running: np.ndarray) -> None:
         """Compares drafts that no step verifies with the texts of running rows [n], where goodput wants to know."""
-        if self.goodput is None or not len(running) or rows.num_beams:
+        if self._unseen or self.goodput is None or not len(running) or rows.num_beams:
             return
-        if not len(some := self.goodput.to_watch(running)):
-            return
+        if len(some := self.goodput.to_watch(running)):
+            self._watch_some(self.goodput, rows, running, some)
+        self._unseen, self._unseen_rows = self.goodput.unseen(len(running)), len(running)
+
+    def _watch_some(self, goodput: Goodput, rows: Rows, running: np.ndarray, some: np.ndarray) -> None:
         began = time.perf_counter()
         for outcome in self._watch.judged(rows.token_ids, rows.num_known):
-            self.goodput.outcomes.observe_judged(*outcome)
+            goodput.outcomes.observe_judged(*outcome)
         num_watched, most = len(some), self.method.most_at(len(running))
         some = some[rows.num_known[some] > rows.num_prompt[some]]
         left = np.minimum(rows.max_len[some] - rows.num_known[some], most)
@@ -151,11 +158,11 @@ class Speculation:
         if len(some):
             drafts = self._proposed(Texts(rows.token_ids, rows.num_known, rows), some, left)
             if drafts is not None:
-                self.goodput.outcomes.observe_found(some, drafts.lengths(left.max(keepdims=True))[0])
+                goodput.outcomes.observe_found(some, drafts.lengths(left.max(keepdims=True))[0])
                 self._watch.add(some, rows.num_known[some], drafts)
         seconds = time.perf_counter() - began
         self.counts.proposer_s += seconds
-        self.goodput.watched(running, most, num_watched, seconds)
+        goodput.watched(running, most, num_watched, seconds)
 
     def _checked(self, drafts: Drafts, most: np.ndarray) -> Drafts:
         ids, counts = np.asarray(drafts.ids, np.int32), np.asarray(drafts.counts, np.int32)
@@ -202,11 +209,17 @@ class Speculation:
           began_s: when the host began to schedule it. waits_from_s, ended_s: when it began to wait for the tokens, and
             when they arrived.
         """
-        if self.goodput is not None:
-            # What the host has done since the step before belongs to this one, unless there were no texts.
-            since, part = self._last_end_s or began_s, None if shape is None else shape.parts[0]
-            self.goodput.observe_step(part, ended_s - since, ended_s - waits_from_s)
-        self._last_end_s = ended_s
+        # What the host has done since the step before belongs to this one, unless there were no texts.
+        since, self._last_end_s = self._last_end_s or began_s, ended_s
+        if self.goodput is None:
+            return
+        part = None if shape is None else shape.parts[0]
+        if self._unseen:
+            self._unseen -= 1
+            if part == self.goodput.last:
+                return
+            self._unseen = 0
+        self.goodput.observe_step(part, ended_s - since, ended_s - waits_from_s)
 
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
         """Counts what became of the drafts of rows [n]; num_accepted: [n] their accepted tokens."""

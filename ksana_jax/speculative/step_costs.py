@@ -92,6 +92,10 @@ class StepCosts:
             return
         found.group.clear()
 
+    def within_call(self, part: Part) -> bool:
+        """Whether other steps of the last one's call are still to be observed."""
+        return bool(self._measured[part].group)
+
     def forget(self, num_rows: int) -> None:
         """Forgets how long steps with drafts of up to num_rows rows took in service: that was long ago."""
         for part in [part for part in self._measured if part.width > 1 and part.count <= num_rows]:

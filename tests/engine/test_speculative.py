@@ -202,6 +202,21 @@ def test_the_warm_up_measures_steps_and_leaves_the_pool_as_it_was():
     assert llm.runner.num_compilations == compiled
 
 
+def test_goodput_looks_at_few_of_the_steps_that_have_no_drafts(monkeypatch):
+    llm = guessing("wrong", 5, adaptive="goodput")
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None and speculation.goodput is not None
+    seen, observe = [], speculation.goodput.observe_step
+    monkeypatch.setattr(speculation.goodput, "observe_step", lambda *args: seen.append(args[0]) or observe(*args))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        llm.generate(PROMPTS, params)
+    del seen[:]
+    llm.clear_records()
+    llm.generate(PROMPTS, params)
+    assert 0 < len(seen) < len(llm.records) / 3
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [

@@ -49,7 +49,7 @@ class Machine:
         self.goodput = Goodput(self.buckets, 64, watches=self.watches)
         self.widths = sorted({part.width for part in self.buckets.verifications})
         self.last_width, self.num_asked, self.waits = 1, 0, False
-        self._asked_s = 0.0
+        self._asked_s, self.unseen = 0.0, 0
         for row in range(self.rows):
             self.goodput.begin(row)
         if self.measured:
@@ -74,9 +74,14 @@ class Machine:
         """Returns the seconds of a step with up to k of `most` draft tokens, and its tokens."""
         rows, width = np.arange(self.rows), next(w for w in (1, *self.widths) if w > k)
         seconds = self.time(width)
+        if self.unseen:
+            self.unseen -= 1
+            return seconds, self.rows
         self.goodput.observe_step(self.part(width), seconds, max(seconds - self.host_s, 0))
         if not k:
-            return seconds + self.watch(most), self.rows
+            seconds += self.watch(most)
+            self.unseen = self.goodput.unseen(self.rows)
+            return seconds, self.rows
         accepted = self.accepted(rows, k)
         self.goodput.observe_drafts(rows, np.full(self.rows, min(k, most)), accepted)
         return seconds, self.rows + int(accepted.sum())
@@ -111,7 +116,7 @@ class Machine:
     def choose(self, most: int = 7) -> int:
         """Returns what goodput chooses for a step."""
         rows = np.arange(self.rows)
-        if self.goodput.rests(rows, most):
+        if self.unseen or self.goodput.rests(rows, most):
             return 0
         self.waits = True
         offer = self.goodput.asks(rows, np.full(self.rows, most))
