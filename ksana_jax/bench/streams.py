@@ -15,9 +15,12 @@ from ksana_jax.bench.latency import make_llm
 from ksana_jax.bench.stream_server import StreamClient, read_over_http
 from ksana_jax.bench.words import Words
 from ksana_jax.errors import ConfigError
+from ksana_jax.experiments.dotted import dotlist
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.shipped import model_path
+from ksana_jax.simulator.cost import Cost, read_cost
+from ksana_jax.simulator.paced import pace
 from ksana_jax.tokenizers import find_tokenizer
 
 OFFLINE, BLOCKING, ASYNC, HTTP = "LLM.generate", "LLM.stream", "AsyncLLM", "HTTP"
@@ -40,9 +43,14 @@ class Streams(Bench):
     output_tokens: int = option(128, "tokens that each stream receives")
     ways: tuple[str, ...] = option(("generate", "stream", "async"), f"ways to read: {', '.join(WAYS)}")
     seed: int = option(0, "seed of weights and prompts")
+    paced: str | None = option(
+        None, "costs of a device that takes its time in place of computing, as `ksana simulate validate --paced`"
+    )
 
     def title(self) -> str:
-        return f"Streams of {self.model}, {self.dtype}, prompts of {self.prompt}, {self.output_tokens} output tokens"
+        device = "" if self.paced is None else f" on a paced device ({self.paced})"
+        lengths = f"prompts of {self.prompt}, {self.output_tokens} output tokens"
+        return f"Streams of {self.model}{device}, {self.dtype}, {lengths}"
 
     def cases(self) -> list[Case]:
         counts = [("streams", n) for n in self.streams] + [(n, getattr(self, n)) for n in ("prompt", "output_tokens")]
@@ -50,6 +58,8 @@ class Streams(Bench):
         for way in self.ways:
             if way not in WAYS:
                 raise ConfigError(f"ways has {way!r:.40}, must have some of {', '.join(WAYS)}")
+        if self.paced is not None:
+            _cost(self.paced)
         labels = [label for way, label in WAYS.items() if way in self.ways]
         return [Case(label, {"streams": n}) for n in self.streams for label in labels]
 
@@ -60,7 +70,10 @@ class Streams(Bench):
         tokenizer = tokenizer or Words(load_config(model_path(self.model)).vocab_size)
         settings = {"dtype": self.dtype, "seed": self.seed, "tokenizer": tokenizer, "max_model_len": longest}
         self.llm = make_llm(self.model, max_num_seqs=max(self.streams), **settings)
-        self.llm.warm_up()
+        if self.paced is None:
+            self.llm.warm_up()
+        else:
+            pace(self.llm.engine, _cost(self.paced))
         gc.collect()
         gc.freeze()  # as a server does: a collection of what was there before stops all streams for 0.1 s
         if "http" in self.ways:
@@ -176,3 +189,8 @@ class Streams(Bench):
 
 def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f}"
+
+
+def _cost(paced: str) -> Cost:
+    """Returns the costs of a paced device, which are written as in YAML."""
+    return read_cost(dotlist([f"paced={paced}"])["paced"])

@@ -9,10 +9,19 @@ import typer
 
 from ksana_jax.cli import studies
 from ksana_jax.cli.groups import Command, Group, group
-from ksana_jax.cli.options import Experiment, Out, Overrides
+from ksana_jax.cli.options import Experiment, Out, Overrides, read_setting
 
 Settings = Annotated[
     list[str] | None, typer.Argument(help="settings of the engine, such as max_num_seqs=64", show_default=False)
+]
+Paced = Annotated[
+    str | None,
+    typer.Option(
+        help="costs of a device that takes its time in place of computing the predicted engine's steps: a file of "
+        "`ksana simulate fit`, or as in YAML: '{level: affine, step_s: 0.004, token_s: 2e-5}'",
+        show_default=False,
+        metavar="YAML",
+    ),
 ]
 
 
@@ -149,9 +158,11 @@ def validate(
     seconds: Annotated[float, typer.Option(help="seconds of steps of many sizes in each round")] = 1.5,
     requests: Annotated[int, typer.Option(help="requests of the workload in each round")] = 120,
     seed: Annotated[int, typer.Option(help="of the workload")] = 0,
+    paced: Paced = None,
 ) -> None:
     """Validates the simulator; prints each check with its error and limit. Returns 1 if one fails."""
     from ksana_jax import checks
+    from ksana_jax.simulator.cost import read_cost
     from ksana_jax.simulator.validate import check_decisions, check_known_answers, check_prediction
 
     checks.require(
@@ -161,11 +172,13 @@ def validate(
         checks.integer("--requests", requests, 10),
         checks.integer("--seed", seed, 0),
     )
+    device = read_setting("paced", paced)
+    cost = None if device is None else read_cost(device)
     right = check_known_answers() if queues else True
     if decisions:
         right &= check_decisions(model)
     if prediction:
         right &= check_prediction(
-            model, workload=workload, rounds=rounds, seconds=seconds, num_requests=requests, seed=seed
+            model, workload=workload, rounds=rounds, seconds=seconds, num_requests=requests, seed=seed, paced=cost
         )
     raise typer.Exit(0 if right else 1)

@@ -6,6 +6,17 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the time in seconds, and lets it come."""
+
+    def __call__(self) -> float: ...
+
+    def advance_to(self, time_s: float) -> None:
+        """Returns when a time has come; at once if it is past."""
+        ...
 
 
 class VirtualClock:
@@ -30,9 +41,9 @@ class VirtualClock:
         assert seconds >= 0, f"a clock cannot go back {-seconds} s"
         self._now += seconds
 
-    def advance_to(self, time: float) -> None:
+    def advance_to(self, time_s: float) -> None:
         """Moves the clock to a time; a time that is past leaves it where it is."""
-        self._now = max(self._now, time)
+        self._now = max(self._now, time_s)
 
     def at(self, time: float, happen: Callable[[], None]) -> None:
         """Schedules an event; those at equal times happen in the order in which they were scheduled.

@@ -1,4 +1,4 @@
-"""An executor that computes nothing and takes the time that a model of costs says. No jax.
+"""Executors that compute nothing and take the time that a model of costs says. No jax.
 
 The device works through its steps in the order of their submission, each from when it is submitted or the one before it
 has ended, whichever is later. The host's time for a step (its schedule and arrays, and the report of the one before it)
@@ -10,13 +10,13 @@ the order of the engine's calls makes this difference, as it does on a real devi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.patterns import AttentionPattern
-from ksana_jax.simulator.clock import VirtualClock
+from ksana_jax.simulator.clock import Clock, VirtualClock
 from ksana_jax.simulator.cost import Timer
 from ksana_jax.simulator.step_size import SizedStep, StepSize
 from ksana_jax.step.contract import StepInput, StepOutput
@@ -25,7 +25,7 @@ from ksana_jax.step.contract import StepInput, StepOutput
 class Timed(NamedTuple):
     """A submitted step; see `step.Pending`. ends_s: when the device will have computed it."""
 
-    clock: VirtualClock
+    clock: Clock
     ends_s: float
     output: StepOutput
 
@@ -34,23 +34,23 @@ class Timed(NamedTuple):
         return self.output
 
 
-class SimExecutor:
+class TimedExecutor:
     """A `step.Executor` that takes time only; an engine with it needs a `SizeBuilder`.
 
     Args:
       clock: of the engine.
-      timer: of steps and of the host's part in them.
+      timer: of steps.
       patterns: one for each layer.
       num_host_blocks: blocks of host memory, of which nothing is kept. block_bytes: size of a block, which decides how
         long it takes to move.
 
     Attributes:
-      busy_s, host_s: seconds in which the device and the host worked, summed up.
+      busy_s: seconds in which the device worked, summed up.
     """
 
     def __init__(
         self,
-        clock: VirtualClock,
+        clock: Clock,
         timer: Timer,
         patterns: Sequence[AttentionPattern],
         num_host_blocks: int = 0,
@@ -59,14 +59,7 @@ class SimExecutor:
         self.clock, self.timer, self.patterns = clock, timer, list(patterns)
         self._block_bytes = block_bytes
         self.host_blocks = np.zeros((num_host_blocks, 1), np.uint8)
-        self.busy_s = self.host_s = 0.0
-        self._free_at = 0.0
-
-    def host_works(self, size: StepSize) -> None:
-        """Lets the host's time for a step pass."""
-        seconds = self.timer.host_seconds(size)
-        self.clock.advance(seconds)
-        self.host_s += seconds
+        self.busy_s = self._free_at = 0.0
 
     def submit(self, step: StepInput) -> Timed:
         return self.submit_together([step])[0]
@@ -98,3 +91,21 @@ class SimExecutor:
 
     def reset(self) -> None:
         self.host_blocks = np.zeros_like(self.host_blocks)
+
+
+class SimExecutor(TimedExecutor):
+    """A `TimedExecutor` in simulated time, in which the host's part in a step takes time only if it is told to.
+
+    Attributes:
+      host_s: seconds in which the host worked, summed up.
+    """
+
+    def __init__(self, clock: VirtualClock, *args: Any, **settings: Any):
+        super().__init__(clock, *args, **settings)
+        self._virtual, self.host_s = clock, 0.0
+
+    def host_works(self, size: StepSize) -> None:
+        """Lets the host's time for a step pass."""
+        seconds = self.timer.host_seconds(size)
+        self._virtual.advance(seconds)
+        self.host_s += seconds

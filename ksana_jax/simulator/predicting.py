@@ -19,6 +19,7 @@ from ksana_jax.simulator.fitted import FittedCost
 from ksana_jax.simulator.known_answers import Check
 from ksana_jax.simulator.measuring import about, exercise, make_engine, serve, with_known_lengths
 from ksana_jax.simulator.one_engine import Served
+from ksana_jax.simulator.paced import pace
 from ksana_jax.simulator.replay import ReplayCost
 from ksana_jax.simulator.run import simulate
 from ksana_jax.simulator.step_file import Steps, device_seconds, sizes_of
@@ -133,6 +134,7 @@ def predict(
     seconds: float = 1.5,
     num_requests: int = 120,
     seed: int = 0,
+    paced: Cost | None = None,
     say: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Prediction:
@@ -146,17 +148,22 @@ def predict(
 
     Args:
       workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.
+      paced: what the device's steps take in place of being computed, see `simulator.paced`: what is predicted then is
+        free of the changing speed of a CPU. The costs are fitted all the same.
       settings: of the engine.
     """
     chosen = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 256, "num_blocks": 512, **settings}
     engine = make_engine(model, **chosen)
+    if paced is not None:
+        pace(engine, paced)
     longest = engine.max_model_len // 2 - 1
     made = workloads(longest, num_requests, seed)[workload].make(engine.model.vocab_size)
     at_once = [dataclasses.replace(item, arrival_s=0.0, after=None) for item in with_known_lengths(made.items)]
     serve(engine, at_once)
     rate = LOAD * len(at_once) / max(s.finished_s for s in serve(engine, at_once))
     items = with_known_lengths(made.scaled(rate).items)
-    say(f"{model}, {workload}: {rate:,.1f} requests/s, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    name = model if paced is None else f"{model} on a paced device"
+    say(f"{name}, {workload}: {rate:,.1f} requests/s, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
 
     def exercised(number: int) -> list[StepRecord]:
         engine.records.clear()

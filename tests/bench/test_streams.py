@@ -11,6 +11,8 @@ from ksana_jax.bench.stream_server import StreamClient
 from ksana_jax.bench.streams import ASYNC, BLOCKING, HTTP, OFFLINE, WAYS, Streams
 from ksana_jax.bench.words import Words
 from ksana_jax.errors import ConfigError
+from ksana_jax.simulator.cost import AffineCost
+from ksana_jax.simulator.paced import pace
 from tests.engine.small import Letters, assert_idle, make_llm
 
 
@@ -32,7 +34,21 @@ def test_every_way_generates_the_same_number_of_tokens():
     assert_idle(bench.llm)
 
 
+def test_a_paced_device_takes_its_time_in_place_of_computing():
+    bench = Streams(streams=(4,), prompt=5, output_tokens=6, ways=("generate", "http"), paced="{}")
+    bench.llm, bench.client = make_llm(Letters()), StreamClient()
+    pace(bench.llm.engine, AffineCost(step_s=0.02, token_s=0.0))
+    try:
+        rates = [bench.measure(Case(way, {"streams": 4}))["tokens_per_s"] for way in (OFFLINE, HTTP)]
+    finally:
+        bench.close()
+    # A step for each output token, and one token of each stream from each.
+    assert all(0 < rate <= 4 / 0.02 for rate in rates)
+
+
 def test_options_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="level is 'fast', must be one of affine"):
+        Streams(paced="{level: fast}").cases()
     with pytest.raises(ConfigError, match="streams is 0"):
         Streams(streams=(0,)).cases()
     with pytest.raises(ConfigError, match="ways has 'web', must have some of generate, stream, async, http"):
