@@ -6,6 +6,7 @@ expected to stay for a time, the most recent ones up to a capacity.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -15,11 +16,10 @@ import numpy as np
 
 from ksana_jax.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from ksana_jax.router.request import Hash
+from ksana_jax.router.runs import Holders
 
 # Seconds between searches for expected blocks whose time is over.
 SWEEP_S = 1.0
-# Blocks by which a search for the end of a match steps ahead: 8 is fastest for prompts of 30 to 200 blocks.
-STEP = 8
 # Up to this number of servers, bits are looked at one by one; more are unpacked together.
 FEW = 8
 
@@ -105,7 +105,7 @@ class CacheIndex:
 
     def __init__(self, ttl_s: float = 120.0):
         self.ttl_s = ttl_s
-        self._holders: dict[Hash, int] = {}
+        self._holders = Holders()
         self._slow: dict[Hash, int] = {}  # of those, servers that have the block on slower media only
         self._caches: list[_Cache] = []
         self._swept_s = -math.inf
@@ -120,33 +120,22 @@ class CacheIndex:
         self.num_blocks, self.capacity = np.append(self.num_blocks, 0.0), np.append(self.capacity, np.inf)
 
     def match(self, hashes: Sequence[Hash]) -> Match:
-        """Finds how many leading blocks of a prompt each server caches.
+        """Finds how many leading blocks of a prompt each server caches."""
+        return Match(self._holders.levels(hashes))
 
-        Who has a block is taken to have those before it, as caches give up ends first; so blocks between two with the
-        same servers need no look-up.
-        """
-        get, levels, count = self._holders.get, [], len(hashes)
-        at, here = 0, get(hashes[0], 0) if hashes else 0
-        while here:  # the servers of block `at`
-            end, there = at + STEP, 0
-            if end < count:
-                there = get(hashes[end], 0) & here
-            else:
-                end = count
-            while at < end and here != there:
-                at += 1
-                found = here & (get(hashes[at], 0) if at < end else there)
-                if found != here:
-                    levels.append((at, here ^ found))
-                    here = found
-            at = end
-        return Match(levels)
+    def num_matched(self, server: int, hashes: Sequence[Hash]) -> int:
+        """Returns how many leading blocks of a prompt one server caches, as `match` does."""
+        expected, stored = self._caches[server].expected, self._caches[server].stored
+        return bisect.bisect_left(hashes, True, key=lambda found: found not in expected and found not in stored)
+
+    @property
+    def has_slow(self) -> bool:
+        """Whether any server has blocks on slower media only."""
+        return bool(self._slow)
 
     def num_slow(self, hashes: Sequence[Hash], match: Match) -> dict[int, int]:
         """Returns how many blocks of a match each server has on slower media only, for servers with any."""
         found: dict[int, int] = {}
-        if not self._slow:
-            return found
         get = self._slow.get
         for at in range(match.longest):
             servers = get(hashes[at], 0)
@@ -159,16 +148,18 @@ class CacheIndex:
 
     def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:
         """Notes that a prompt is sent to a server, which will cache its blocks unless its events say otherwise."""
-        cache, bit, until, holders = self._caches[server], 1 << server, now + self.ttl_s, self._holders
-        expected, stored = cache.expected, cache.stored
+        cache, until = self._caches[server], now + self.ttl_s
+        expected, stored, new = cache.expected, cache.stored, []
         # The start of a text counts as most recent, so that its end is given up first, and what is left is a prefix.
-        for found in reversed(hashes):
+        for back, found in enumerate(reversed(hashes), 1):
             if found in expected:
                 expected.move_to_end(found)
                 expected[found] = until
             elif found not in stored:
                 expected[found] = until
-                holders[found] = holders.get(found, 0) | bit
+                new.append(len(hashes) - back)
+        self._holders.settle(hashes)
+        self._holders.gain(1 << server, hashes, new[::-1])
         self._fit(server)
 
     def sweep(self, now: float) -> None:
@@ -177,16 +168,16 @@ class CacheIndex:
             return
         self._swept_s = now
         for server, cache in enumerate(self._caches):
-            expected = cache.expected
+            expected, over = cache.expected, []
             while expected and next(iter(expected.values())) <= now:
-                self._drop(expected.popitem(last=False)[0], 1 << server)
+                over.append(expected.popitem(last=False)[0])
+            self._drop(1 << server, over)
             self.num_blocks[server] = cache.num_blocks
 
     def clear(self, server: int) -> None:
         """Forgets all blocks of a server, and its place in the sequence of batches."""
-        cache, bit = self._caches[server], 1 << server
-        for found in (*cache.expected, *cache.stored):
-            self._drop(found, bit)
+        cache = self._caches[server]
+        self._drop(1 << server, (*cache.expected, *reversed(cache.stored)))  # ends first
         cache.expected.clear()
         cache.stored.clear()
         cache.next_batch = None
@@ -218,13 +209,13 @@ class CacheIndex:
             self.apply(server, batch)
 
     def _apply(self, server: int, event: Event) -> None:
-        cache, bit, holders = self._caches[server], 1 << server, self._holders
+        cache, bit = self._caches[server], 1 << server
         if isinstance(event, BlockStored):
             for found in event.block_hashes:
                 cache.expected.pop(found, None)
                 media = cache.stored.setdefault(found, set())
                 media.add(event.medium)
-                holders[found] = holders.get(found, 0) | bit
+                self._holders.gain_one(bit, found)
                 self._set_slow(found, bit, DEVICE not in media)
         elif isinstance(event, BlockRemoved):
             for found in event.block_hashes:
@@ -236,7 +227,7 @@ class CacheIndex:
                     self._set_slow(found, bit, DEVICE not in media)
                 else:
                     del cache.stored[found]
-                    self._drop(found, bit)
+                    self._drop(bit, (found,))
         elif isinstance(event, AllBlocksCleared):
             next_batch = cache.next_batch
             self.clear(server)
@@ -246,9 +237,9 @@ class CacheIndex:
         """Gives up expected blocks for which a server has no room, least recently sent first; counts its blocks."""
         cache = self._caches[server]
         over, expected = cache.num_blocks - self.capacity[server], cache.expected
-        while over > 0 and expected:
-            self._drop(expected.popitem(last=False)[0], 1 << server)
-            over -= 1
+        if over > 0:
+            count = min(math.ceil(over), len(expected))
+            self._drop(1 << server, [expected.popitem(last=False)[0] for _ in range(count)])
         self.num_blocks[server] = cache.num_blocks
 
     def _set_slow(self, found: Hash, bit: int, slow: bool) -> None:
@@ -256,14 +247,11 @@ class CacheIndex:
         if servers := servers | bit if slow else servers & ~bit:
             self._slow[found] = servers
 
-    def _drop(self, found: Hash, bit: int) -> None:
+    def _drop(self, bit: int, blocks: Sequence[Hash]) -> None:
         if self._slow:
-            self._set_slow(found, bit, False)
-        left = self._holders[found] & ~bit
-        if left:
-            self._holders[found] = left
-        else:
-            del self._holders[found]
+            for found in blocks:
+                self._set_slow(found, bit, False)
+        self._holders.lose(bit, blocks)
 
     def check(self) -> None:
         """Checks that the bits are those of the servers' blocks.
@@ -283,4 +271,5 @@ class CacheIndex:
                 bits[found] = bits.get(found, 0) | 1 << server
             for found in (found for found, media in cache.stored.items() if DEVICE not in media):
                 slow[found] = slow.get(found, 0) | 1 << server
-        assert bits == self._holders and slow == self._slow
+        assert slow == self._slow
+        self._holders.check(bits)
