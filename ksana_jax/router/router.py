@@ -203,13 +203,12 @@ class Router:
             raise ValueError(f"request {request.request_id!r} is under way")
         ready, closed = self._open(exclude)
         self.index.sweep(now)
-        match = self.index.match(request.hashes)
-        view = View(request, now, ready, closed, match, self.ledger, self.index, self.settings, self.random)
+        view = View(request, now, ready, closed, self.ledger, self.index, self.settings, self.random)
         number = self.policy.choose(request, view)
         if not 0 <= number < len(closed) or closed[number]:
             raise ValueError(f"policy {type(self.policy).__name__} chose server {number!r}, which is not ready")
         matched = view.matched_of(number)
-        self.ledger.add(Live(request, number, matched, view.work_of(number), now))
+        self.ledger.add(Live(request, number, matched, view.work_of(number, matched), now))
         self.index.expect(number, request.hashes, now)
         self.policy.sent(request, number, view)
         server, counts = self._ids[number], self.counts

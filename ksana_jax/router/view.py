@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ksana_jax.router.index import CacheIndex, Match, numbers_of, unpacked
+from ksana_jax.router.index import CacheIndex, Match, unpacked
 from ksana_jax.router.ledger import Ledger
 from ksana_jax.router.request import RoutedRequest
 from ksana_jax.router.settings import RouterSettings
@@ -35,7 +35,7 @@ class View:
       now: seconds on the router's clock.
       ready: numbers of the servers that may be chosen, ascending; at least one.
       closed: 0.0 for those, inf for all others.
-      ledger: work under way on each server. index: what each caches. match: what each caches of this prompt.
+      ledger: work under way on each server. index: what each caches.
       random: the router's generator. Use no other, so that equal seeds give equal choices.
     """
 
@@ -45,14 +45,18 @@ class View:
         now: float,
         ready: np.ndarray,
         closed: np.ndarray,
-        match: Match,
         ledger: Ledger,
         index: CacheIndex,
         settings: RouterSettings,
         random: random.Random,
     ):
-        self.request, self.now, self.ready, self.closed, self.match = request, now, ready, closed, match
+        self.request, self.now, self.ready, self.closed = request, now, ready, closed
         self.ledger, self.index, self.settings, self.random = ledger, index, settings, random
+
+    @_computed_once
+    def match(self) -> Match:
+        """What each server caches of this prompt; looked up when it is first asked for."""
+        return self.index.match(self.request.hashes)
 
     @_computed_once
     def matched(self) -> np.ndarray:
@@ -71,7 +75,11 @@ class View:
 
     def matched_of(self, server: int) -> int:
         """Prompt tokens that one server caches, as in `matched`."""
-        return min(self.match.of(server) * self.settings.block_size, self.request.num_prompt - 1)
+        if "match" in self.__dict__:
+            num_blocks = self.match.of(server)
+        else:  # the policy looks at load alone
+            num_blocks = self.index.num_matched(server, self.request.hashes)
+        return min(num_blocks * self.settings.block_size, self.request.num_prompt - 1)
 
     @_computed_once
     def wait_s(self) -> np.ndarray:
@@ -91,34 +99,42 @@ class View:
         tokens *= self.ledger.token_s
         return tokens
 
-    def prefill_of(self, servers: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of the ready servers in a set of bits, ascending, and their seconds as in `prefill_s`,
-        which for few servers takes less time than that of all."""
+    def among(self, servers: int) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
+        """Returns the numbers of the ready servers in a set of bits, ascending, their `wait_s`, and that with
+        `prefill_s`: lists for few servers, which takes less time than to compute all, and arrays for many."""
         if servers.bit_count() > MANY:
-            numbers = self.ready_of(servers)
-            return numbers, self.prefill_s[numbers]
-        work, num_prompt, tokens = self.settings.work, self.request.num_prompt, {}
-        for (_, level), matched in zip(self.match.levels, self._tokens_of_levels(), strict=True):
+            numbers, wait_s = self.ready_of(servers), self.wait_s
+            return numbers.tolist(), wait_s[numbers], (wait_s + self.prefill_s)[numbers]
+        settings, num_prompt, found = self.settings, self.request.num_prompt, []
+        wait_of_s, token_s, slow = self.ledger.wait_of_s(self.now), self.ledger.token_s.item, self.num_slow
+        # From the longest match, as most of the servers that a policy asks for are there.
+        for blocks, level in (*reversed(self.match.levels), (0, servers)):
             if here := level & servers:
-                tokens |= dict.fromkeys(numbers_of(here), float(work(num_prompt - matched, matched)))
                 servers ^= here
-        if servers:
-            tokens |= dict.fromkeys(numbers_of(servers), float(work(num_prompt, 0)))
-        for number, num_blocks in self.num_slow.items():
-            if number in tokens:
-                tokens[number] += self._copying(num_blocks)
-        found = sorted(tokens) if self.all_ready else sorted(n for n in tokens if self.closed[n] == 0)
-        numbers = np.array(found, np.intp)
-        return numbers, np.array([tokens[n] for n in found]) * self.ledger.token_s[numbers]
+                matched = min(blocks * settings.block_size, num_prompt - 1)
+                tokens = settings.work(num_prompt - matched, matched)
+                while here:
+                    number = here.bit_length() - 1
+                    here ^= 1 << number
+                    wait_s = wait_of_s(number)
+                    work = tokens + self._copying(slow[number]) if number in slow else tokens
+                    found.append((number, wait_s, wait_s + work * token_s(number)))
+                if not servers:
+                    break
+        if not self.all_ready:
+            found = [entry for entry in found if self.closed[entry[0]] == 0]
+        found.sort()
+        return [n for n, _, _ in found], [wait_s for _, wait_s, _ in found], [total_s for _, _, total_s in found]
 
     @_computed_once
     def num_slow(self) -> dict[int, int]:
         """Blocks of the prompt that servers have on slower media only, for those with any."""
-        return self.index.num_slow(self.request.hashes, self.match)
+        index = self.index
+        return index.num_slow(self.request.hashes, self.match) if index.has_slow else {}
 
-    def work_of(self, server: int) -> int:
-        """Tokens of this prompt's prefill on one server, as in `prefill_s`."""
-        matched = self.matched_of(server)
+    def work_of(self, server: int, matched: int | None = None) -> int:
+        """Tokens of this prompt's prefill on one server, as in `prefill_s`. matched: `matched_of` it, if known."""
+        matched = self.matched_of(server) if matched is None else matched
         work = self.settings.work(self.request.num_prompt - matched, matched)
         return int(work + self._copying(self.num_slow.get(server, 0)))
 
@@ -134,8 +150,13 @@ class View:
         """Returns the ready server with the lowest cost [S]; ties are broken at random."""
         return self.least(cost if self.all_ready else cost + self.closed)
 
-    def least(self, costs: np.ndarray) -> int:
+    def least(self, costs: np.ndarray | Sequence[float]) -> int:
         """Returns where the lowest of some costs is; ties are broken at random."""
+        if not isinstance(costs, np.ndarray):
+            lowest = min(costs)
+            if costs.count(lowest) == 1:
+                return costs.index(lowest)
+            costs = np.array(costs)
         first = int(costs.argmin())
         if first == len(costs) - 1 - costs[::-1].argmin():  # the last of the lowest is the first: no tie
             return first

@@ -80,7 +80,8 @@ class E2(Policy):
         levels, hashes = view.match.levels, request.hashes
         everywhere = sum(servers.bit_count() for _, servers in levels) >= len(view.ready)
         key = hashes[min(levels[0][0] if everywhere else 0, len(hashes) - 1)]
-        expected_s = view.ledger.wait_of_s(server, view.now) + view.work_of(server) * float(view.ledger.token_s[server])
+        ledger = view.ledger
+        expected_s = ledger.wait_of_s(view.now)(server) + view.work_of(server) * ledger.token_s.item(server)
         recent_s, usual_s = self._waits.get(key, (expected_s, expected_s))
         recent_s += 0.2 * (expected_s - recent_s)
         usual_s += 0.02 * (expected_s - usual_s)

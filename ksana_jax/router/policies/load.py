@@ -52,5 +52,5 @@ class PowerOfTwo(Policy):
         if len(view.ready) == 1:
             return int(view.ready[0])
         one, other = (int(view.ready[at]) for at in view.random.sample(range(len(view.ready)), 2))
-        wait_of_s, now = view.ledger.wait_of_s, view.now
-        return one if wait_of_s(one, now) <= wait_of_s(other, now) else other
+        wait_of_s = view.ledger.wait_of_s(view.now)
+        return one if wait_of_s(one) <= wait_of_s(other) else other
