@@ -35,7 +35,7 @@ class DraftModel(SpeculativeMethod):
       model: the path of a directory, or the name of a shipped model.
     """
 
-    shortens: ClassVar[bool] = False
+    short_rows: ClassVar[int] = 0
 
     model: str = ""
 

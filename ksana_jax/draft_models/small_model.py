@@ -17,7 +17,7 @@ from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.sequence import Rows
 from ksana_jax.speculative.base import ProposerContext
 from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepInput, StepShape, most_tiles
+from ksana_jax.step.contract import Part, SamplingArrays, ScheduledBatch, StepInput, StepShape
 from ksana_jax.step.drafts import Drafts
 from ksana_jax.step.verification import verification_arrays
 
@@ -41,11 +41,11 @@ class SmallModel:
     """
 
     def __init__(self, runner: Runner, context: ProposerContext):
-        config, buckets = context.config, context.buckets
+        config, buckets = context.config, context.buckets.of_drafts(context.config)
         assert config.num_blocks is not None
         self.runner, self._buckets, self._num_blocks, self._size = runner, buckets, config.num_blocks, config.block_size
         self._most_tokens, self.num_sampled = config.max_num_batched_tokens, buckets.decodes[-1]
-        self._tiles = most_tiles(config.max_num_batched_tokens, config.query_tile)
+        self._tiles = buckets.largest_tiles
         self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
         self._places, self._held = context.layout.places, HeldKeys(config.num_blocks, config.block_size)
         self.num_computed = np.zeros(config.max_num_seqs, np.int32)
@@ -90,9 +90,12 @@ class SmallModel:
             return
         view = self._view(rows)
         until = np.minimum(rows.num_computed, rows.num_known)[which]
+        begun = np.zeros(len(which), bool)
         while True:
             since = np.minimum(self.num_computed[which], until)
-            self.num_computed[which] = self._held.first_missing(view, which, until, since)
+            # What slots hold after a token that was missing is of another text.
+            missing = self._held.first_missing(view, which, until, since)
+            self.num_computed[which] = np.where(begun, since, missing)
             behind = self.num_computed[which] < until
             if not np.count_nonzero(behind):
                 return
@@ -102,6 +105,7 @@ class SmallModel:
             self.runner.submit(step).result()
             self._held.note(step.arrays.slots[0], step.arrays.positions, step.arrays.tokens)
             self.num_computed[of_rows] += counts
+            begun |= np.isin(which, of_rows)
 
     def _chunks(self, view: Rows, which: list[int], until: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns rows and how many tokens they compute next, in blocks that follow each other in the text and that no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -44,14 +45,14 @@ def keys_for(
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
         keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
     keys |= dict.fromkeys(verifying)
-    for part, tree in {(shape.parts[0], shape.tree) for shape in verifying}:
-        if tree:
-            keys[PathKey(*part)] = None
-        count, tile = part.count * part.width, part.width
+    for shape in verifying:
+        if shape.tree:
+            keys[PathKey(*shape.parts[0])] = None
         for (samples, dense), top in itertools.product(kinds, tops):
-            key = VerificationKey(count, tile, samples, dense, top, rule_of(acceptance, samples), tree=tree)
-            drawn = [shape for shape in drawn_shapes if shape[0] >= tile] if samples else []
-            keys |= dict.fromkeys(key._replace(drawn_from=shape) for shape in drawn or [None])
+            rule = rule_of(acceptance, samples)
+            drawn = [sizes for sizes in drawn_shapes if sizes[0] >= shape.parts[0].width] if samples else []
+            of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule)
+            keys |= dict.fromkeys(map(of_shape, drawn or [None]))
     if num_steps > 1:
         loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
         keys |= dict.fromkeys(LoopKey(shape, num_steps, some, top) for shape, some, top in loops)

@@ -12,7 +12,7 @@ from ksana_jax.runner.decode_loop import LoopKey, Stop
 from ksana_jax.runner.token_programs import VerificationKey
 from ksana_jax.sampling.acceptance import rule_of
 from ksana_jax.step.contract import StepInput, StepShape
-from ksana_jax.step.drafts import Drafts
+from ksana_jax.step.drafts import Drafts, FlatDrafts
 
 
 class PackedStep(NamedTuple):
@@ -68,16 +68,15 @@ class PackedStep(NamedTuple):
         """What the program that verifies its drafts is compiled for."""
         assert self.drafts is not None
         drawn, dense = self.drafts.drawn_from, self.dense is not None
-        return VerificationKey(
-            self.num_sampled,
-            self.shape.parts[0].width,
-            self.samples,
-            dense,
-            self.num_top,
-            rule_of(self.acceptance, self.samples),
-            None if drawn is None else tuple(drawn.shape[:2]),
-            self.shape.tree,
+        rule = rule_of(self.acceptance, self.samples)
+        return VerificationKey.of(
+            self.shape, self.samples, dense, self.num_top, rule, None if drawn is None else tuple(drawn.shape[:2])
         )
+
+    def drafts_for(self, key: VerificationKey) -> Drafts | FlatDrafts:
+        """Returns its drafts as the program that verifies them takes them."""
+        assert self.drafts is not None
+        return self.drafts.flat(key.count) if key.part is None else self.drafts
 
 
 class PackedLoop(NamedTuple):

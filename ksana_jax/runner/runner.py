@@ -35,7 +35,7 @@ from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packed_step import PackedLoop, PackedStep
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
-from ksana_jax.runner.submitted import Fetched, FetchedStep, Submitted
+from ksana_jax.runner.submitted import Fetched, FetchedStep, FetchedVerification, Submitted
 from ksana_jax.runner.token_programs import (
     OutputHead,
     VerificationKey,
@@ -240,10 +240,11 @@ class Runner:
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
         asked = settings if step.samples else None, step.dense
         if step.drafts is not None:
-            report, path = self._program(key := step.verification_key)(self.params, sampled, *asked, step.drafts)
+            verify = self._program(key := step.verification_key)
+            report, path = verify(self.params, sampled, *asked, step.drafts_for(key))
             if path is not None:
                 self.cache = self._program(PathKey(*step.shape.parts[0]))(self.cache, step.slots, path)
-            tokens = Fetched(report, verification_packing(key))
+            tokens = FetchedVerification(Fetched(report, verification_packing(key)), step.shape.parts[0])
         elif step.num_sampled:
             choose = self.compile_sampler(sampled, step.num_sampled, step.samples, step.dense is not None, step.num_top)
             self._sampled, report = choose(self.params, sampled, *asked)

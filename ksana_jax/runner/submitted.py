@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from ksana_jax.runner.packing import Packing
-from ksana_jax.step.contract import StepOutput
+from ksana_jax.sampling.acceptance import num_before
+from ksana_jax.step.contract import Part, StepOutput
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -24,6 +25,21 @@ class Fetched:
     def result(self) -> Any:
         """Waits for the arrays; returns them as the packing's pytree."""
         return self.packing.unpack(np.asarray(self.vector))
+
+
+class FetchedVerification(NamedTuple):
+    """What `verify_tokens` returns, on its way to the host. part: the tiles of the step's rows."""
+
+    report: Fetched
+    part: Part
+
+    def result(self) -> Any:
+        """Waits for it; returns (tokens, num_accepted, sampled, scores) of `StepOutput`."""
+        tokens, accepted, sampled, scores = self.report.result()
+        used = self.part.count * self.part.width
+        if len(accepted) > self.part.count:
+            accepted = num_before(accepted[:used].reshape(self.part))
+        return tokens[:used], accepted, sampled, scores
 
 
 class FetchedStep(NamedTuple):
@@ -49,7 +65,7 @@ class Submitted(NamedTuple):
 
     finish_moves: Callable[[], None]
     move_s: float
-    tokens: Fetched | FetchedStep | None
+    tokens: Fetched | FetchedVerification | FetchedStep | None
     prompt_scores: Fetched | None
     compiled: bool = False
     drawn_from: Any = None

@@ -18,12 +18,12 @@ from ksana_jax.parallel.placement import Placement
 from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, packed
-from ksana_jax.sampling.acceptance import RULES, accept_bild, accept_sampled, accept_tree
+from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
-from ksana_jax.step.contract import SamplingArrays, TokenScores
-from ksana_jax.step.drafts import Drafts
+from ksana_jax.step.contract import Part, SamplingArrays, StepShape, TokenScores
+from ksana_jax.step.drafts import Drafts, FlatDrafts
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
 SCORED_AT_ONCE = 128
@@ -64,7 +64,8 @@ def verification_packing(key: VerificationKey) -> Packing:
     """Returns how the host gets the result of `verify_tokens`."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     tokens, scores = ints((key.count,)), None if key.num_top is None else _scores(key.count, key.num_top)
-    return Packing((tokens, ints((key.count // key.tile,)), tokens if key.tree else None, scores))
+    accepted = tokens if key.part is None else ints((key.part.count,))
+    return Packing((tokens, accepted, tokens if key.tree else None, scores))
 
 
 @functools.cache
@@ -113,14 +114,17 @@ class OutputHead:
         """Lowers `verify_tokens`."""
         run = self.placement.jit(functools.partial(verify_tokens, head=self, key=key))
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        count, rows, vocab_size = key.count, key.count // key.tile, self.config.vocab_size
+        count, vocab_size = key.count, self.config.vocab_size
         hidden = jax.ShapeDtypeStruct((count, self.config.d_model), params.embed.dtype)
         drawn_from = None
         if key.drawn_from is not None:
             drawn_from = jax.ShapeDtypeStruct((*key.drawn_from, vocab_size), jnp.float32)
         rollback = jax.ShapeDtypeStruct((), jnp.float32) if key.acceptance == "bild" else None
-        parents = ints((rows, key.tile - 1)) if key.tree else None
-        drafts = Drafts(ints((rows, key.tile - 1)), ints((rows,)), drawn_from, rollback, parents)
+        if key.part is None:
+            drafts = FlatDrafts(ints((count,)), rollback)
+        else:
+            ids = ints((key.part.count, key.part.width - 1))
+            drafts = Drafts(ids, ints((key.part.count,)), drawn_from, None, ids if key.tree else None)
         settings = ints((settings_packing(count).size,)) if key.samples else None
         dense = sampling_shapes(count, vocab_size)[-3:] if key.dense else None
         return lower(run, params, hidden, settings, dense, drafts)
@@ -171,13 +175,15 @@ def drawn_with(params, hidden, settings, head: OutputHead, count: int):
 class VerificationKey(NamedTuple):
     """What `verify_tokens` is compiled for, by which the runner keeps it.
 
-    count: tokens, in tiles of `tile`. samples, dense: whether there are sampling settings, and penalties and biases.
+    count: J tokens, see `StepShape.max_sampled`.
+    part: the tiles of rows, for rules that need to know which tokens are of one row; None for others.
+    samples, dense: whether there are sampling settings, and penalties and biases.
     num_top: most probable tokens to score; None scores nothing. acceptance: see `StepInput`.
     drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: whether drafts branch.
     """
 
     count: int
-    tile: int
+    part: Part | None
     samples: bool
     dense: bool
     num_top: int | None
@@ -185,67 +191,86 @@ class VerificationKey(NamedTuple):
     drawn_from: tuple[int, int] | None = None
     tree: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        shape: StepShape,
+        samples: bool,
+        dense: bool,
+        num_top: int | None,
+        rule: str,
+        drawn_from: tuple[int, int] | None = None,
+    ) -> VerificationKey:
+        """Returns the key for a step's shape and a rule of `rule_of`."""
+        by_row = shape.tree or rule in RULES
+        drawn_from = drawn_from if rule in RULES else None
+        part = shape.parts[0] if by_row else None
+        return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, shape.tree)
 
-def verify_tokens(params, hidden, settings, dense, drafts: Drafts, *, head: OutputHead, key: VerificationKey):
+
+def verify_tokens(
+    params, hidden, settings, dense, drafts: Drafts | FlatDrafts, *, head: OutputHead, key: VerificationKey
+):
     """Chooses a token after each row's newest one and after each of its draft tokens, and accepts drafts.
 
     Args:
-      hidden: [R * (K + 1), D]. settings, dense: of all of them, as `choose_tokens` has them.
-      drafts: ids [R, K], counts [R].
+      hidden: [J, D], the first of them of R tiles of K + 1 tokens. settings, dense: of all of them, as `choose_tokens`
+        has them.
+      drafts: ids [R, K], counts [R]; or, for rules that judge each token by itself, ids [J].
 
     Returns:
-      A vector of `verification_packing`; and of trees the path [R, K + 1] of `accept_tree`, in whose order the tokens
-      are, else None.
+      A vector of `verification_packing`, with the number of accepted draft tokens [R], or which of them [J] are usable;
+      and of trees the path [R, K + 1] of `accept_tree`, in whose order the tokens are, else None.
     """
     scores_SV, path, in_order = head(params, hidden), None, ()
     sampling = _sampling_of(settings, dense, hidden, len(hidden), head)
-    if drafts.parents is not None:
+    if isinstance(drafts, FlatDrafts):
+        tokens, accepted = _by_token(scores_SV, sampling, drafts, head)
+    elif drafts.parents is not None:
         in_order = sample(scores_SV, sampling, head.vocabulary)
-        of_rows = in_order.reshape(-1, key.tile)
-        num_accepted, path = accept_tree(of_rows, drafts.ids, drafts.parents, drafts.counts, jnp)
-        at = (jnp.arange(len(path))[:, None] * key.tile + path).reshape(-1)
+        of_rows = in_order.reshape(key.part)
+        accepted, path = accept_tree(of_rows, drafts.ids, drafts.parents, drafts.counts, jnp)
+        at = (jnp.arange(len(path))[:, None] * path.shape[1] + path).reshape(-1)
         tokens, scores_SV = in_order[at], scores_SV if key.num_top is None else scores_SV[at]
-    elif key.acceptance in RULES and sampling is not None:
-        tokens, num_accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
     else:
-        tokens = sample(scores_SV, sampling, head.vocabulary)
-        tokens, num_accepted = _by_token(scores_SV, tokens.reshape(-1, key.tile), sampling, drafts, head)
+        tokens, accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
     scores = () if key.num_top is None else score(scores_SV, tokens, key.num_top, head.vocabulary)
-    return packed((tokens, num_accepted.astype(jnp.int32), in_order, scores)), path
+    return packed((tokens, accepted.astype(jnp.int32), in_order, scores)), path
 
 
-def _by_token(scores_SV, tokens, sampling: SamplingArrays | None, drafts: Drafts, head: OutputHead):
-    """Accepts drafts by what was sampled in their places, tokens [R, K + 1], and by the model's scores of them if there
-    is a threshold for these; returns tokens [R * (K + 1)] and how many [R]."""
-    ids, counts, _, rollback, *_ = drafts
+def _by_token(scores_SV, sampling: SamplingArrays | None, drafts: FlatDrafts, head: OutputHead):
+    """Accepts drafts by what was sampled in their places, and by the model's scores of them if there is a threshold for
+    these; returns tokens [J], and which draft tokens [J] are usable."""
+    tokens, (following, rollback) = sample(scores_SV, sampling, head.vocabulary), drafts
     if rollback is None:
-        return tokens.reshape(-1), accept_sampled(tokens, ids, counts, jnp)
-    drafted = jnp.pad(ids, ((0, 0), (0, 1)))
+        return tokens, equal_sampled(tokens, following)
     adjusted = scores_SV if sampling is None else adjust(scores_SV, sampling)
-    logprobs = score(adjusted, drafted.reshape(-1), 0, head.vocabulary)[0].reshape(drafted.shape)[:, :-1]
-    number = accept_bild(tokens, ids, counts, logprobs, rollback, jnp)
-    return jnp.where(jnp.arange(tokens.shape[1]) < number[:, None], drafted, tokens).reshape(-1), number
+    logprobs = score(adjusted, jnp.maximum(following, 0), 0, head.vocabulary)[0]
+    usable = good_enough(tokens, following, logprobs, rollback)
+    return jnp.where(usable, following, tokens), usable
 
 
-def _by_distribution(scores_SV, sampling: SamplingArrays, drafts: Drafts, head: OutputHead, key: VerificationKey):
-    """Accepts drafts by the distributions of target and draft; returns tokens [R * (K + 1)] and how many [R]."""
+def _by_distribution(scores_SV, sampling, drafts: Drafts, head: OutputHead, key: VerificationKey):
+    """Accepts drafts by the distributions of target and draft; returns tokens [J] and how many [R]."""
     ids, counts, drawn_from, *_ = drafts
-    rows, most = ids.shape
-    p = distribution(scores_SV, sampling).reshape(rows, key.tile, -1)
+    assert sampling is not None and key.part is not None
+    (rows, most), tile = ids.shape, key.part.width
+    p = distribution(scores_SV, sampling)[: rows * tile].reshape(rows, tile, -1)
     if drawn_from is None:
         q = jax.nn.one_hot(ids, p.shape[-1], dtype=p.dtype)
     else:
         q = jnp.moveaxis(drawn_from[:most], 0, 1)[:rows]
         q = jnp.pad(q, ((0, rows - len(q)), (0, 0), (0, 0)))
     generator = head.vocabulary.features.generator
-    chances = uniforms(of_stream(sampling, 1), generator).reshape(rows, key.tile)[:, :-1]
+    chances = uniforms(of_stream(sampling, 1), generator)[: rows * tile].reshape(rows, tile)[:, :-1]
     number, after = RULES[key.acceptance](p, q, ids, counts, chances, jnp)
-    at = jnp.arange(rows) * key.tile + number
+    at = jnp.arange(rows) * tile + number
     noise = gumbel_noise(of_stream(SamplingArrays(*(x[at] for x in sampling[:-3])), 2), p.shape[-1], generator)
     chosen = jnp.argmax(jnp.log(after) + noise, axis=-1)
     chosen = jnp.where(jnp.isfinite(jnp.max(after, axis=-1)), chosen, -1).astype(jnp.int32)
     drafted = jnp.pad(ids, ((0, 0), (0, 1)))
-    return jnp.where(jnp.arange(key.tile) < number[:, None], drafted, chosen[:, None]).reshape(-1), number
+    tokens = jnp.where(jnp.arange(tile) < number[:, None], drafted, chosen[:, None]).reshape(-1)
+    return jnp.pad(tokens, (0, key.count - len(tokens))), number
 
 
 def score_tokens(params, hidden, targets, *, head: OutputHead, num_top: int):

@@ -8,43 +8,45 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
+
 Array: TypeAlias = Any  # NumPy in tests, jax in a compiled program
 
 
-def accept_sampled(tokens: Array, ids: Array, counts: Array, xp: Any) -> Array:
-    """Accepts draft tokens up to the first that differs from what the model has sampled in its place.
+def equal_sampled(tokens: Array, following: Array) -> Array:
+    """Returns which draft tokens [J] equal what the model has sampled in their places: those before the first that does
+    not are accepted, see `num_before`.
 
     The tokens sampled up to there, and the one that differs from the draft, are those of plain decoding: each was drawn
     from the model's distribution after the text before it, with the random numbers of its place. The one that differs
     must not be drawn again, or the drafts would bias it.
 
     Args:
-      tokens: [R, K + 1] sampled after each row's newest token and after each of its draft tokens.
-      ids: [R, K] draft tokens. counts: [R] how many of them there are.
-
-    Returns:
-      [R] number of accepted draft tokens.
+      tokens: [J] sampled after rows' newest tokens and after draft tokens.
+      following: [J] the draft token after each of these places; -1 if there is none, as after the last one of a row.
     """
-    same = (tokens[:, :-1] == ids) & (xp.arange(ids.shape[1]) < counts[:, None])
-    return xp.cumprod(same.astype(xp.int32), axis=1).sum(axis=1)
+    return (tokens == following) & (following >= 0)
 
 
-def accept_bild(tokens: Array, ids: Array, counts: Array, logprobs: Array, rollback: Array, xp: Any) -> Array:
-    """Accepts draft tokens up to the first that the model has not chosen and that is too improbable to it.
+def good_enough(tokens: Array, following: Array, logprobs: Array, rollback: Array) -> Array:
+    """Returns which draft tokens [J] the model has chosen, or finds probable enough: those before the first other one
+    are accepted.
 
     Lossy: an accepted token may be another than the model's own. With a threshold of 0 only its own are accepted.
 
     Args:
-      tokens, ids, counts: see `accept_sampled`.
-      logprobs: [R, K] log-probabilities of the draft tokens. rollback: the most that their negatives may be.
-
-    Returns:
-      [R] number of accepted draft tokens. After these, the next of `tokens` follows.
+      tokens, following: see `equal_sampled`.
+      logprobs: [J] log-probabilities of the draft tokens. rollback: the most that their negatives may be.
 
     Source: Big Little Decoder, Kim et al., arXiv:2302.07863, section 3.2 (rollback).
     """
-    usable = (tokens[:, :-1] == ids) | (-logprobs <= rollback)
-    return xp.cumprod((usable & (xp.arange(ids.shape[1]) < counts[:, None])).astype(xp.int32), axis=1).sum(axis=1)
+    return (following >= 0) & ((tokens == following) | (-logprobs <= rollback))
+
+
+def num_before(usable: np.ndarray) -> np.ndarray:
+    """Returns how many draft tokens [R] come before each row's first that is not usable [R, K + 1]; the last column,
+    which no draft token follows, is False."""
+    return usable.argmin(axis=1)
 
 
 def accept_tree(tokens: Array, ids: Array, parents: Array, counts: Array, xp: Any) -> tuple[Array, Array]:
@@ -53,7 +55,7 @@ def accept_tree(tokens: Array, ids: Array, parents: Array, counts: Array, xp: An
 
     Args:
       tokens: [R, K + 1] sampled after each row's newest token and after each of its draft tokens.
-      ids, counts: see `accept_sampled`. parents: [R, K], see `Drafts`.
+      ids: [R, K] draft tokens. counts: [R] how many of them there are. parents: [R, K], see `Drafts`.
 
     Returns:
       [R] number of accepted draft tokens; and [R, K + 1] the place among `tokens` of the row's newest token, of the

@@ -38,10 +38,11 @@ def read_speculative(setting: Mapping[str, Any] | SpeculativeMethod | None) -> S
     return read_method(setting, PROPOSERS, SpeculativeMethod, "speculative_config", example)
 
 
-def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
-    """Returns the numbers of draft tokens for which an engine's steps are compiled; none without speculation."""
+def draft_lengths(config: EngineConfig) -> dict[int, int]:
+    """Returns the numbers of draft tokens for which an engine's steps are compiled, and for how many rows at most; none
+    without speculation."""
     method = read_speculative(config.speculative_config)
-    return () if method is None else method.draft_lengths
+    return {} if method is None else method.draft_lengths
 
 
 def draws_trees(config: EngineConfig) -> bool:

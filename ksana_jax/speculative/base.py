@@ -25,6 +25,8 @@ from ksana_jax.tokenizers import Tokenizer
 
 # Draft tokens of a row in one step.
 MAX_DRAFTS = 31
+# As a limit of rows: none.
+ANY_ROWS = 2**31
 
 
 class Texts(NamedTuple):
@@ -124,7 +126,8 @@ class SpeculativeMethod:
 
     Attributes:
       rules: what `acceptance` may be.
-      shortens: whether drafts are often shorter than they may be; steps are compiled for such ones too.
+      short_rows: in steps of up to how many rows all drafts are often at most half as long as they may be; such steps
+        are compiled too.
 
     Args:
       num_speculative_tokens: most draft tokens of a row in a step.
@@ -140,7 +143,7 @@ class SpeculativeMethod:
     """
 
     rules: ClassVar[tuple[str, ...]] = ("sampled", "rejection", "block")
-    shortens: ClassVar[bool] = True
+    short_rows: ClassVar[int] = ANY_ROWS
 
     num_speculative_tokens: int
     acceptance: str = "sampled"
@@ -183,12 +186,12 @@ class SpeculativeMethod:
         return self.num_speculative_tokens
 
     @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """Returns the numbers of draft tokens for which steps are compiled; a draft takes the next one."""
+    def draft_lengths(self) -> dict[int, int]:
+        """Returns the numbers of draft tokens for which steps are compiled, and for how many rows at most; a draft
+        takes the next one."""
         most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
-        if self.shortens or self.adaptive == "goodput":
-            most.add(-(-self.num_speculative_tokens // 2))
-        return tuple(sorted(most - {0}))
+        short = {-(-self.num_speculative_tokens // 2): ANY_ROWS if self.adaptive == "goodput" else self.short_rows}
+        return {length: rows for length, rows in (short | dict.fromkeys(most, ANY_ROWS)).items() if length and rows}
 
     @property
     def draws_trees(self) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Iterable, Mapping
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.step.contract import Part, StepShape, most_tiles
 from ksana_jax.step.shared_prefix import SHARED_ROWS
+
+# Logits of so many tokens take hardly longer than those of one, since the matrix that makes them is read once.
+FEW_TOKENS = 16
 
 
 def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
@@ -42,22 +46,48 @@ def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) 
     return tuple(sorted(found, key=lambda part: (part.count * part.width, -part.width)))
 
 
-def verification_parts(config: EngineConfig, lengths: Collection[int], min_rows: int = 1) -> tuple[Part, ...]:
+def coarse_parts(max_num_batched_tokens: int, query_tile: int, num_rows: int, min_rows: int = 1) -> tuple[Part, ...]:
+    """Returns parts for longer chunks, as `tile_parts` does, in a ladder of factors of four: narrow tiles for as many
+    rows as there are, or 16, and beyond these wide ones."""
+    wide, narrow = (most := most_tiles(max_num_batched_tokens, query_tile))[0], most[-1]
+    fewest = max(4, -(-min_rows // narrow.width))
+    largest = narrow.count if wide == narrow else min(narrow.count, max(num_rows, 16))
+    found = [Part(count, narrow.width) for count in ladder(fewest, max(largest, fewest), 4.0)]
+    count = wide.count
+    while count * wide.width > found[-1].count * found[-1].width and wide != narrow:
+        found.insert(0, Part(count, wide.width))
+        count //= 4
+    return tuple(sorted(found, key=lambda part: (part.count * part.width, -part.width)))
+
+
+def verification_parts(config: EngineConfig, lengths: Mapping[int, int], min_rows: int = 1) -> tuple[Part, ...]:
     """Returns parts of steps that verify drafts, a tile for each row; those with fewer tokens come first.
 
     A step has at most max_num_batched_tokens tokens, padding included, so that it takes no more memory than steps of
     chunks.
 
     Args:
-      lengths: numbers of draft tokens that tiles are made for.
+      lengths: numbers of draft tokens that tiles are made for, and for how many rows at most.
     """
     found = [
         Part(count, width)
-        for width in {length + 1 for length in lengths}
+        for width, most_rows in {length + 1: most for length, most in lengths.items()}.items()
         for count in ladder(-(-min_rows // width), max(config.max_num_seqs, -(-min_rows // width)))
-        if count * width <= config.max_num_batched_tokens
+        if count * width <= config.max_num_batched_tokens and count <= most_rows
     ]
     return tuple(sorted(found, key=lambda part: (part.count * part.width, part.count)))
+
+
+def verified_sizes(parts: Iterable[Part]) -> dict[int, int]:
+    """Returns for each number of tokens of parts the number whose logits are computed, of which there are fewer: a
+    program chooses tokens for all numbers from three quarters of its own, or up to FEW_TOKENS, on."""
+    found: dict[int, int] = {}
+    size = 0
+    for tokens in sorted({part.count * part.width for part in parts}, reverse=True):
+        if (size > FEW_TOKENS and 4 * tokens < 3 * size) or not size:
+            size = tokens
+        found[tokens] = size
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +102,7 @@ class Buckets:
         their own shapes: checking for shared blocks in every layer would cost about 6 % (8 layers, 32 rows, CPU).
       verifications: parts of steps that verify drafts, see `verification_parts`.
       trees: whether drafts may branch.
+      joins: whether steps may have both decodes and chunks.
     """
 
     decodes: tuple[int, ...]
@@ -80,10 +111,11 @@ class Buckets:
     shared_rows: int = 0
     verifications: tuple[Part, ...] = ()
     trees: bool = False
+    joins: bool = True
 
     @classmethod
     def of(
-        cls, config: EngineConfig, platform: str, draft_lengths: Collection[int] = (), trees: bool = False
+        cls, config: EngineConfig, platform: str, draft_lengths: Mapping[int, int] | None = None, trees: bool = False
     ) -> Buckets:
         """Returns the buckets for an engine's steps: ladders of factors of two; for widths, of four from 64, because
         a table costs little beyond its bytes.
@@ -104,8 +136,18 @@ class Buckets:
             tiles=tile_parts(config.max_num_batched_tokens, config.query_tile, min_rows),
             widths=ladder(64, -(-config.max_model_len // config.block_size), 4.0),
             shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
-            verifications=verification_parts(config, draft_lengths, min_rows),
+            verifications=verification_parts(config, draft_lengths or {}, min_rows),
             trees=trees,
+        )
+
+    def of_drafts(self, config: EngineConfig) -> Buckets:
+        """Returns the buckets of a draft model, whose steps cost little: fewer of them, and none with both decodes and
+        chunks. Two rows decode as fast in a step of four."""
+        decodes = tuple(count for count in self.decodes if count != 2 or self.decodes[-1] == 2)
+        min_rows = 1 if 1 in decodes else decodes[0]
+        tiles = coarse_parts(config.max_num_batched_tokens, config.query_tile, config.max_num_seqs, min_rows)
+        return dataclasses.replace(
+            self, decodes=decodes, tiles=tiles, shared_rows=0, verifications=(), trees=False, joins=False
         )
 
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
@@ -139,7 +181,12 @@ class Buckets:
         return self._verification(part, _at_least(self.widths, width), tree)
 
     def _verification(self, part: Part, width: int, tree: bool) -> StepShape:
-        return StepShape((part,), width, max_sampled=part.count * part.width, tree=tree)
+        size = part.count * part.width
+        return StepShape((part,), width, max_sampled=size if tree else self._verified[size], tree=tree)
+
+    @functools.cached_property
+    def _verified(self) -> dict[int, int]:
+        return verified_sizes(self.verifications)
 
     def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
         return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
@@ -147,6 +194,8 @@ class Buckets:
     def _joined(self, tiles: Part) -> bool:
         """Whether tiles are compiled only together with decodes: if decodes are at most an eighth of the tokens, or if
         tiles are narrow, because these serve many rows, some of which usually decode."""
+        if not self.joins:
+            return False
         widest = max(part.width for part in self.tiles)
         return tiles.width < widest or 8 * self.decodes[-1] <= tiles.count * tiles.width
 
@@ -154,10 +203,15 @@ class Buckets:
         """Returns the smallest bucket for `count` tokens whose logits are computed."""
         return _at_least(self.decodes, count) if count else 0
 
+    @property
+    def largest_tiles(self) -> list[Part]:
+        """The largest part for chunks of each width of tiles, the widest first."""
+        largest = {tiles.width: tiles for tiles in self.tiles}
+        return sorted(largest.values(), key=lambda tiles: -tiles.width)
+
     def largest(self) -> list[StepShape]:
         """Returns the largest shape for each width of tiles; one of them takes the most memory."""
-        most = {tiles.width: tiles for tiles in self.tiles}
-        parts = [(Part(self.decodes[-1], 1), tiles) for tiles in most.values()]
+        parts = [(Part(self.decodes[-1], 1), tiles) for tiles in self.largest_tiles]
         return [self._shape(p, self.widths[-1], self.shared_rows) for p in parts]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
@@ -182,7 +236,7 @@ class Buckets:
         """Returns the shapes of steps without drafts, as `all_shapes` does."""
         most = Part(self.decodes[-1], 1)
         found = [(Part(d, 1),) for d in self.decodes]
-        found += [(most, tiles) for tiles in self.tiles]
+        found += [(most, tiles) for tiles in self.tiles if self.joins]
         found += [(tiles,) for tiles in self.tiles if not self._joined(tiles)]
         shapes = [self._shape(parts, width) for width in self._widths(max_width) for parts in found]
         if self.shared_rows:

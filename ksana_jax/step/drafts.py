@@ -9,13 +9,24 @@ import numpy as np
 Array: TypeAlias = Any  # NumPy on the host, jax inside a compiled step
 
 
+class FlatDrafts(NamedTuple):
+    """Runs of draft tokens, by the tokens of a step that verifies them.
+
+    following: [J] int32, the draft token after each of the step's sampled tokens; -1 if there is none.
+    rollback: see `Drafts`.
+    """
+
+    following: Array
+    rollback: Array | None
+
+
 class Drafts(NamedTuple):
     """Tokens that may follow the newest one of each of n rows: one run of them, or the nodes of a tree.
 
     ids: [n, K] int32; anything beyond a row's number. counts: [n] int32, how many there are of each row.
     drawn_from: [at least K, at least n, V] on the device, the distribution that each token was drawn from; None where
       a proposer has drawn none, but guesses.
-    rollback: [] float32, threshold of the rule "bild", see `accept_bild`; None with other rules.
+    rollback: [] float32, threshold of the rule "bild", see `good_enough`; None with other rules.
     parents: [n, K] int32, the index of the draft token that each one follows, below its own; -1 where it follows the
       row's newest token. None where each follows the one before it.
     sampled: [n, at least K + 1] what the model has sampled after the newest token and after each draft token, after the
@@ -41,6 +52,14 @@ class Drafts(NamedTuple):
             return False
         nth = np.arange(self.ids.shape[1])
         return bool(np.count_nonzero((self.parents != nth - 1) & (nth < self.counts[:, None])))
+
+    def flat(self, count: int) -> FlatDrafts:
+        """Returns runs of draft tokens as a step of `count` tokens has them, of each row one more than of ids."""
+        rows, most = self.ids.shape
+        following = np.full(count, -1, np.int32)
+        of_rows = following[: rows * (most + 1)].reshape(rows, most + 1)
+        of_rows[:, :most] = np.where(np.arange(most) < self.counts[:, None], self.ids, -1)
+        return FlatDrafts(following, self.rollback)
 
     def runs(self, row: int) -> list[np.ndarray]:
         """Returns the draft tokens of a row on the way to its newest token, which are none, and to each draft token,

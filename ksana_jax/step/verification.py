@@ -51,6 +51,7 @@ def verification_arrays(
     slots[:, :n] = blocks * block_size + stored_at % block_size
     tables = np.zeros((groups, count, shape.table_width), np.int32)
     starts = np.full((groups, count, shape.table_width), FAR, np.int32)
+    every = np.arange(count * width, dtype=np.int32)
     used = min(shape.table_width, rows.block_tables.shape[2])
     tables[:, :n, :used], starts[:, :n, :used] = (
         rows.block_tables[:, decodes, :used],
@@ -63,6 +64,6 @@ def verification_arrays(
         slots=np.where(real, slots, num_blocks * block_size).reshape(groups, -1),
         block_tables=tables,
         block_starts=starts,
-        sampled=np.arange(count * width, dtype=np.int32),
+        sampled=np.pad(every, (0, max(shape.max_sampled - len(every), 0))),
         ancestors=None if ancestors is None else np.where(real, ancestors, 0).reshape(-1),
     )

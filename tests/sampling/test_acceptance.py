@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from ksana_jax.sampling import acceptance
-from ksana_jax.sampling.acceptance import accept_bild, accept_block, accept_rejection, accept_sampled, accept_tree
+from ksana_jax.sampling.acceptance import (
+    accept_block,
+    accept_rejection,
+    accept_tree,
+    equal_sampled,
+    good_enough,
+    num_before,
+)
+from ksana_jax.step.drafts import Drafts
 
 
 def tables(rng: np.random.Generator, vocab: int, length: int, sharp: float = 1.0) -> dict[tuple[int, ...], np.ndarray]:
@@ -27,15 +35,21 @@ def along(table, text: tuple[int, ...], count: int) -> np.ndarray:
     return np.stack([table[text[:size]] for size in range(count)])[None]
 
 
+def accepted(usable, tokens: np.ndarray) -> list[int]:
+    return num_before(np.asarray(usable)[: tokens.size].reshape(tokens.shape)).tolist()
+
+
 def test_bild_accepts_up_to_the_first_token_that_is_another_and_too_improbable():
     ids, tokens = np.array([[3, 4, 5]] * 5), np.array([[3, 9, 5, 7]] * 5)
-    logprobs, counts = np.array([[-9.0, -2.0, -0.5]] * 5), np.array([3, 3, 3, 1, 0])
+    logprobs, counts = np.array([[-9.0, -2.0, -0.5, 0.0]] * 5).ravel(), np.array([3, 3, 3, 1, 0])
+    following, flat = Drafts(ids, counts).flat(20).following, tokens.ravel()
     for rollback, expected in ((0.0, [1, 1, 1, 1, 0]), (2.0, [3, 3, 3, 1, 0]), (1.9, [1, 1, 1, 1, 0])):
         for xp in (np, jnp):
-            got = accept_bild(tokens, ids, counts, logprobs, np.float32(rollback), xp)
-            assert np.asarray(got).tolist() == expected
+            given = map(xp.asarray, (flat, following, logprobs))
+            assert accepted(good_enough(*given, np.float32(rollback)), tokens) == expected
     # Scores that are not finite accept nothing.
-    assert accept_bild(-np.ones_like(tokens), ids, counts, np.full(ids.shape, np.nan), np.float32(5), np).sum() == 0
+    nothing = good_enough(-np.ones_like(flat), following, np.full(20, np.nan), np.float32(5))
+    assert accepted(nothing, tokens) == [0] * 5
 
 
 def rejections(p, q, ids, counts):
@@ -198,7 +212,11 @@ def test_shorter_drafts_end_where_they_end():
 def test_tokens_that_were_sampled_alike_are_accepted():
     tokens = np.array([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
     ids, counts = np.array([[1, 2]] * 4), np.array([2, 2, 2, 1])
-    assert accept_sampled(tokens, ids, counts, np).tolist() == [2, 1, 0, 1]
+    following = Drafts(ids, counts).flat(16).following  # padded
+    assert following.tolist() == [1, 2, -1] * 3 + [1, -1, -1] + [-1] * 4
+    flat = np.append(tokens.ravel(), [-1] * 4)  # -1 has no finite score, and equals no draft token
+    assert accepted(equal_sampled(flat, following), tokens) == [2, 1, 0, 1]
+    assert not equal_sampled(flat, following)[12:].any()
 
 
 def test_a_tree_is_walked_down_from_the_root():

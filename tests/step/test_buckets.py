@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FULL, AttentionPattern
-from ksana_jax.step.buckets import Buckets, ladder, least_rows
+from ksana_jax.scheduler.budget import StepBudget
+from ksana_jax.speculative.base import ANY_ROWS
+from ksana_jax.step.buckets import FEW_TOKENS, Buckets, ladder, least_rows, verified_sizes
+from ksana_jax.step.contract import Part
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
 
 Q = 4
@@ -43,6 +46,60 @@ def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, bu
     assert shape.num_tokens >= min_rows, "the device may want rows though one sequence runs"
     assert shape in buckets.all_shapes(wide) and set(buckets.all_shapes(wide)) <= set(buckets.all_shapes())
     assert len(set(buckets.all_shapes())) == len(buckets.all_shapes())
+
+
+@given(
+    max_num_seqs=st.integers(1, 40),
+    budget=st.integers(1, 400),
+    most=st.integers(1, 12),
+    short_rows=st.integers(0, 40),
+    data=st.data(),
+)
+def test_drafts_have_a_bucket_whose_logits_hold_them_and_few_more(max_num_seqs, budget, most, short_rows, data):
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=4, max_model_len=64)
+    lengths = {most: ANY_ROWS} | ({most // 2: short_rows} if most > 1 else {})
+    buckets = Buckets.of(config, "cpu", lengths)
+    shapes = buckets.verification_shapes()
+    assert all(shape.num_tokens <= budget for shape in shapes)
+    for shape in shapes:
+        assert shape.num_tokens <= shape.max_sampled <= max(FEW_TOKENS, shape.num_tokens * 4 / 3)
+    rows = data.draw(st.integers(1, max_num_seqs))
+    if longest := buckets.most_drafts(rows):
+        drafted = data.draw(st.integers(1, longest))
+        shape = buckets.verification(rows, drafted, 1)
+        [(count, width)] = shape.parts
+        assert count >= rows and width > drafted and shape in shapes
+        assert width > most // 2 + 1 or count <= short_rows or most == 1
+
+
+def test_a_program_chooses_tokens_for_steps_of_almost_as_many():
+    parts = [Part(count, width) for width in (5, 3) for count in (1, 2, 4, 8, 16)]
+    expected = {80: 80, 48: 48, 40: 48, 24: 24, 20: 24} | dict.fromkeys((12, 10, 6, 5, 3), 12)
+    assert verified_sizes(parts) == expected
+
+
+@given(
+    rows=st.integers(1, 300),
+    budget=st.integers(1, 3000),
+    query_tile=st.sampled_from([1, 4, 8, 16, 32, 128]),
+    left=st.lists(st.integers(1, 600), min_size=1, max_size=300),
+)
+def test_every_chunk_of_a_draft_model_has_a_bucket_without_decodes(rows, budget, query_tile, left):
+    config = EngineConfig(max_num_seqs=rows, max_num_batched_tokens=budget, query_tile=query_tile, max_model_len=64)
+    buckets = Buckets.of(config, "cpu", {4: ANY_ROWS}).of_drafts(config)
+    shapes = buckets.all_shapes()
+    taken, counts = StepBudget(budget, buckets.largest_tiles), []
+    for tokens in left[:rows]:
+        if count := min(tokens, taken.most(max(tokens, 2))):
+            taken.take(max(count, 2))
+            counts.append(count)
+    assert counts or budget < 2
+    if counts:
+        shape = buckets.shape(0, counts, 1)
+        [(count, width)] = shape.parts
+        assert sum(-(-tokens // width) for tokens in counts) <= count and shape in shapes
+    assert [len(shape.parts) for shape in shapes] == [1] * len(shapes)
+    assert {shape.parts[0].count for shape in shapes if shape.parts[0].width == 1} >= set(buckets.decodes)
 
 
 @pytest.mark.parametrize("pattern", [FULL, AttentionPattern(window=6, num_sinks=2)], ids=["full", "sinks"])
