@@ -93,9 +93,10 @@ class SmallModel:
         begun = np.zeros(len(which), bool)
         while True:
             since = np.minimum(self.num_computed[which], until)
-            # What slots hold after a token that was missing is of another text.
             missing = self._held.first_missing(view, which, until, since)
-            self.num_computed[which] = np.where(begun, since, missing)
+            # What slots hold after a token that was missing is of another text.
+            goes_on = begun & self._has_block(view, which, since)
+            self.num_computed[which] = np.where(goes_on, since, missing)
             behind = self.num_computed[which] < until
             if not np.count_nonzero(behind):
                 return
@@ -106,6 +107,12 @@ class SmallModel:
             self._held.note(step.arrays.slots[0], step.arrays.positions, step.arrays.tokens)
             self.num_computed[of_rows] += counts
             begun |= np.isin(which, of_rows)
+
+    def _has_block(self, view: Rows, which: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Returns whether each of some rows has the block of a text position."""
+        starts, at = view.block_starts[0][which], positions[:, None]
+        there = np.arange(starts.shape[1]) < view.num_blocks[0, which][:, None]
+        return (there & (starts <= at) & (at - self._size < starts)).any(axis=1)
 
     def _chunks(self, view: Rows, which: list[int], until: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns rows and how many tokens they compute next, in blocks that follow each other in the text and that no
