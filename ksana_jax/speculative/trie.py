@@ -7,16 +7,15 @@ before outputs, and elimination by halving counts. Branches are weighed by the s
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from typing import Literal
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
 from ksana_jax.speculative.draft_tree import AFTER_TEXT, DraftTree
-from ksana_jax.speculative.trie_proposer import Continue, TrieProposer
+from ksana_jax.speculative.trie_proposer import Continue, Ends, TrieProposer
 from ksana_jax.speculative.tries import ROOT, Trie
 
 
@@ -67,49 +66,59 @@ class TrieLookup(SpeculativeMethod):
         )
 
 
-def _matches(own: Trie, outputs: Trie, newest: list[int]) -> Iterator[tuple[Trie, int, list[int]]]:
-    """Yields the runs at the end of the text that have continuations, the longest first, with their tries and nodes."""
-    for start in range(len(newest)):
-        run = newest[start:]
-        # Their weight of the own text is ten thousand times that of others: it decides as long as it goes on.
-        for trie in (own, outputs):
-            if (node := trie.find(run)) is not None:
-                yield trie, node, run
+def _matches(own: Ends, outputs: Ends) -> Iterator[tuple[Trie, int, int]]:
+    """Yields the runs at the end of the text that have continuations, the longest first: tries, nodes and lengths."""
+    # Their weight of the own text is ten thousand times that of others: it decides as long as it goes on.
+    both = (own,) if outputs is own else (own, outputs)
+    for length in range(max(len(ends.nodes) for ends in both) - 1, 0, -1):
+        for ends in both:
+            if node := ends.continued(length):
+                yield ends.trie, node, length
 
 
-def _best_branch(own: Trie, outputs: Trie, newest: list[int], draft: DraftTree) -> None:
+def _best_branch(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
     """Drafts the most frequent continuation of the longest match."""
-    for trie, node, run in _matches(own, outputs, newest):
-        draft.set_run(token for token, _ in trie.branch(node, run))
+    for trie, node, length in _matches(own, outputs):
+        draft.set_run(trie.best_branch(node, newest[-length:], draft.room))
         return
 
 
-def _branches(own: Trie, outputs: Trie, newest: list[int], draft: DraftTree) -> None:
+def _branches(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
     """Drafts the most probable continuations of the longest match, then of shorter ones."""
-    for trie, node, run in _matches(own, outputs, newest):
-        _grow(draft, trie, node, run)
+    for trie, node, length in _matches(own, outputs):
+        _grow(draft, trie, node, newest[-length:])
         if draft.is_full:
             return
 
 
 def _grow(draft: DraftTree, trie: Trie, node: int, run: list[int]) -> None:
     """Adds the continuations of a run, the most probable first."""
-    counts, tokens, number = trie.counts, trie.tokens, itertools.count()
-    found: list[tuple[float, int, int, int, list[int]]] = []
-
-    def follow(place: int, node: int, run: list[int], probability: float) -> None:
-        node, run = trie.continued(node, run)
+    counts, tokens, newest, older, depth = trie.counts, trie.tokens, trie.newest, trie.older, trie.depth
+    # -probability, a number that makes it unique, the place of the token before, node, length of the node's run.
+    found: list[tuple[float, int, int, int, int]] = []
+    place, length, probability, number = AFTER_TEXT, len(run), 1.0, 0
+    while True:
+        if length >= depth:
+            node, cut = trie.continued(node, [*run, *draft.run_to(place)])
+            length = len(cut)
         if node != ROOT:
             share = probability / (counts[node] + 1)  # one text more may go on in another way
-            for child in trie.children(node):  # of equals the one that is newer comes first
-                heapq.heappush(found, (-share * counts[child], next(number), place, child, run))
-
-    follow(AFTER_TEXT, node, run, 1.0)
-    while found:
-        probability, _, before, node, run = heapq.heappop(found)
-        if (place := draft.add(before, tokens[node])) is None:
+            child = newest[node]
+            if child and not found and not older[child]:  # the only one left
+                probability, node, length = share * counts[child], child, length + 1
+                if (place := draft.add(place, tokens[node])) is None:
+                    return
+                continue
+            while child:  # of equals the one that is newer comes first
+                number += 1
+                heappush(found, (-share * counts[child], number, place, child, length + 1))
+                child = older[child]
+        if not found:
             return
-        follow(place, node, [*run, tokens[node]], -probability)
+        probability, _, place, node, length = heappop(found)
+        probability = -probability
+        if (place := draft.add(place, tokens[node])) is None:
+            return
 
 
 MODES: dict[str, Continue] = {"one": _best_branch, "hier": _branches}

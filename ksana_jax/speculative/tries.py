@@ -19,15 +19,15 @@ class Trie:
 
     Attributes:
       counts: how often texts had each node's run. tokens: the last token of each. best: the child of each with the
-        highest count, of equals the one counted last; 0 if there is none.
+        highest count, of equals the one counted last. newest: the newest child of each. older: of each the next older
+        child of its parent. 0 if there is none.
       generation: how often nodes were removed, whereupon cursors start again.
     """
 
     def __init__(self, depth: int):
         self.depth, self.generation = depth, 0
         self.counts, self.tokens, self.best = [0], [0], [0]
-        # The newest child of each node, and the next older child of its parent; 0 if there is none.
-        self._newest, self._older = [0], [0]
+        self.newest, self.older = [0], [0]
         self._children: dict[int, int] = {}  # node and token; nodes in the order of their numbers
 
     @property
@@ -47,10 +47,10 @@ class Trie:
 
     def children(self, node: int) -> Iterator[int]:
         """Yields the nodes of the runs that are a token longer."""
-        child = self._newest[node]
+        child = self.newest[node]
         while child:
             yield child
-            child = self._older[child]
+            child = self.older[child]
 
     def continued(self, node: int, run: list[int]) -> tuple[int, list[int]]:
         """Returns a run and its node, for one of the greatest length, which has no children, its second half: that goes
@@ -66,37 +66,76 @@ class Trie:
         Args:
           node: of the run.
         """
+        run, best, counts, tokens = run.copy(), self.best, self.counts, self.tokens
         while True:
-            node, run = self.continued(node, run)
-            if node == ROOT:
+            if len(run) >= self.depth:
+                node, run = self.continued(node, run)
+            if node == ROOT or not (child := best[node]):
                 return
-            if not (child := self.best[node]):
-                return
-            yield self.tokens[child], self.counts[child] / self.counts[node]
-            node, run = child, [*run, self.tokens[child]]
+            token = tokens[child]
+            yield token, counts[child] / counts[node]
+            node = child
+            run.append(token)
 
-    def extend(self, nodes: Iterable[int], token: int) -> list[int]:
-        """Counts one token more after each of some runs; returns the nodes of the longer runs."""
-        children, counts, best, found = self._children, self.counts, self.best, []
-        newest, older = self._newest, self._older
-        for node in nodes:
-            key = node << _TOKEN_BITS | token
-            child = children.get(key)
-            if child is None:
-                child = children[key] = len(counts)
-                count = 1
-                counts.append(1)
-                self.tokens.append(token)
-                best.append(0)
-                newest.append(0)
-                older.append(newest[node])
-                newest[node] = child
-            else:
-                count = counts[child] = counts[child] + 1
-            if count >= counts[best[node]] or not best[node]:
-                best[node] = child
-            found.append(child)
+    def best_branch(self, node: int, run: list[int], most: int) -> list[int]:
+        """Returns the first tokens, at most `most`, that `branch` yields."""
+        best, tokens, depth, found, length = self.best, self.tokens, self.depth, [], len(run)
+        while len(found) < most:
+            if length >= depth:
+                node, cut = self.continued(node, [*run, *found])
+                length = len(cut)
+            if node == ROOT or not (child := best[node]):
+                break
+            found.append(tokens[child])
+            node = child
+            length += 1
         return found
+
+    def extend(self, nodes: list[int], tokens: Iterable[int]) -> list[int]:
+        """Counts tokens that follow each other after each of some runs.
+
+        Args:
+          nodes: of the runs at the end of a text, the longest first: those of 0 to at most depth - 1 tokens.
+
+        Returns:
+          The nodes of the runs at the end of the longer text.
+        """
+        children, counts, best, of_tokens = self._children, self.counts, self.best, self.tokens
+        newest, older, depth, find = self.newest, self.older, self.depth, self._children.get
+        for token in tokens:
+            found = []
+            for node in nodes:
+                key = node << _TOKEN_BITS | token
+                child = find(key)
+                if child is None:
+                    child = children[key] = len(counts)
+                    count = 1
+                    counts.append(1)
+                    of_tokens.append(token)
+                    best.append(0)
+                    older.append(newest[node])
+                    newest.append(0)
+                    newest[node] = child
+                else:
+                    count = counts[child] = counts[child] + 1
+                if count >= counts[best[node]]:  # that of the root is 0
+                    best[node] = child
+                found.append(child)
+            found.append(ROOT)
+            nodes = found if len(found) <= depth else found[1:]
+        return nodes
+
+    def follow(self, nodes: list[int], tokens: Iterable[int], most: int) -> list[int]:
+        """Returns what `extend` does, of runs of at most `most` tokens that are there, and counts nothing."""
+        find = self._children.get
+        for token in tokens:
+            found = [ROOT]
+            for node in nodes[: -1 - most : -1]:  # from the shortest on; with a run its ends are there
+                if (child := find(node << _TOKEN_BITS | token)) is None:
+                    break
+                found.append(child)
+            nodes = found[::-1]
+        return nodes
 
     def halve(self) -> None:
         """Halves all counts, and removes the runs that texts had once."""
@@ -118,7 +157,7 @@ class Trie:
         newest[parents[siblings]] = siblings  # of several the last one
         same = parents[siblings[1:]] == parents[siblings[:-1]]
         older[siblings[1:]] = np.where(same, siblings[:-1], 0)
-        self._newest, self._older = newest.tolist(), older.tolist()
+        self.newest, self.older = newest.tolist(), older.tolist()
         self._children = dict(zip(keys[1:].tolist(), range(1, len(keys)), strict=True))
         self.generation += 1
 
@@ -131,12 +170,11 @@ class Cursor:
 
     def put(self, tokens: Iterable[int]) -> None:
         """Adds tokens to the end of the text."""
-        trie = self.trie
-        # The newest runs, the longest first, which the next token extends: those of 0 to depth - 1 tokens.
-        nodes = self._nodes if self._generation == trie.generation else [ROOT]
-        for token in tokens:
-            nodes = trie.extend(nodes, token)
-            nodes.append(ROOT)
-            if len(nodes) > trie.depth:
-                del nodes[0]
-        self._nodes, self._generation = nodes, trie.generation
+        self._nodes = self.trie.extend(self.nodes, tokens)
+        self._generation = self.trie.generation
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes of the runs at the end of the text, the longest first, of 0 to at most depth - 1 tokens; fewer after
+        nodes were removed."""
+        return self._nodes if self._generation == self.trie.generation else [ROOT]

@@ -1,6 +1,7 @@
 """Tries count the runs of texts, and proposers with tries continue a text as earlier ones went on."""
 
 import collections
+import itertools
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from ksana_jax.errors import ConfigError
 from ksana_jax.speculative import read_speculative
 from ksana_jax.speculative.base import Texts
+from ksana_jax.speculative.draft_tree import AFTER_TEXT, DraftTree
 from ksana_jax.speculative.shared_tries import MAX_SALTS, SharedTries
+from ksana_jax.speculative.trie_proposer import Ends
 from ksana_jax.speculative.tries import Cursor, Trie
 from ksana_jax.step.drafts import Drafts
 from tests.speculative.contexts import context_of
@@ -190,6 +193,95 @@ def test_branches_follow_longer_matches_first_and_the_own_text_before_others():
     prompt = [11, 12, 40, 41, 42, 43, 44, 11, 12]
     proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
     assert {run[0] for run in runs_in(proposed(proposer, prompt, 5))} == {40}
+
+
+def looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+    """What "hier" drafts, by looking up each run in each trie, and following each way from its beginning."""
+    for start in range(len(newest)):
+        for trie in (own.trie, outputs.trie):
+            if trie.find(newest[start:]) is None:
+                continue
+            found, number = [], itertools.count()
+            ways: list[tuple[int, list[int], float]] = [(AFTER_TEXT, newest[start:], 1.0)]
+            while ways:
+                place, run, probability = ways.pop()
+                run = run if len(run) < trie.depth else run[len(run) - trie.depth // 2 :]
+                if node := trie.find(run):
+                    share = probability / (trie.counts[node] + 1)
+                    for child in trie.children(node):
+                        longer = [*run, trie.tokens[child]]
+                        found.append((-share * trie.counts[child], next(number), place, longer))
+                if found and not draft.is_full:
+                    found.remove(best := min(found))
+                    probability, _, place, run = best
+                    place = draft.add(place, run[-1])
+                    assert place is not None
+                    ways.append((place, run, -probability))
+
+
+def best_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+    """What "one" drafts, likewise."""
+    for start in range(len(newest)):
+        for trie in (own.trie, outputs.trie):
+            if (node := trie.find(newest[start:])) is not None:
+                branch = itertools.islice(trie.branch(node, newest[start:]), draft.room)
+                return draft.set_run([token for token, _ in branch])
+    return None
+
+
+def suffix_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+    """What `Suffix` drafts, likewise, with a factor of 1 and probabilities from 0.1 on."""
+    best: tuple[float, list[int]] = 0.0, []
+    for trie in (own.trie, outputs.trie):
+        runs = [newest[start:] for start in range(len(newest)) if trie.find(newest[start:]) is not None]
+        for run in runs[:1]:
+            node, tokens, probability, expected = trie.find(run), [], 1.0, 0.0
+            for token, share in itertools.islice(trie.branch(node or 0, run), min(draft.room, len(run))):
+                if (probability := probability * share) < 0.1:
+                    break
+                tokens.append(token)
+                expected += probability
+            best = max(best, (expected, tokens), key=lambda found: found[0])
+    draft.set_run(best[1])
+
+
+@pytest.mark.parametrize("scope", ["salt", "request"])
+@pytest.mark.parametrize(
+    ("setting", "plain"),
+    [
+        ({"method": "trie", "decoding_mode": "hier", "branch_length": 5, "match_length": 3}, looked_up),
+        ({"method": "trie", "branch_length": 5, "match_length": 3}, best_looked_up),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 6}, suffix_looked_up),
+    ],
+    ids=["hier", "one", "suffix"],
+)
+@given(seed=st.integers(0, 10**6))
+def test_drafts_are_those_of_looking_up_each_run(setting, plain, scope, seed):
+    setting, rng = setting | {"trie_scope": scope}, np.random.default_rng(seed)
+    both = [proposer_of(**setting), proposer_of(**setting)]
+    both[1]._continued = plain
+    for proposer in both:
+        proposer.shared.max_nodes = 150  # counts are halved now and then
+    texts = rng.integers(0, int(rng.integers(2, 9)), (4, 120)).astype(np.int32)
+    lengths, starts = np.zeros(4, np.int32), rng.integers(1, 30, 4)
+    rows = np.arange(4)
+    for _ in range(30):
+        for row in np.flatnonzero(lengths == 0).tolist():
+            lengths[row] = starts[row] + (rng.integers(0, 4) if rng.random() < 0.3 else 0)  # as after a preemption
+            for proposer in both:
+                proposer.begin(row, texts[row, : lengths[row]], int(starts[row]), "ab"[row % 2])
+        most = rng.integers(0, 7, 4).astype(np.int32)
+        got, expected = (proposer.propose(Texts(texts, lengths), rows, most) for proposer in both)
+        assert np.array_equal(got.counts, expected.counts)
+        for row in range(4):
+            same = [run.tolist() for run in got.runs(row)] == [run.tolist() for run in expected.runs(row)]
+            assert same, (got.runs(row), expected.runs(row))
+        lengths += rng.integers(0, 6, 4).astype(np.int32)
+        for row in np.flatnonzero((lengths > 110) | (rng.random(4) < 0.02)).tolist():
+            for proposer in both:
+                proposer.end(row, texts[row, : lengths[row]], True)
+            lengths[row] = 0
+            texts[row, :60] = texts[int(rng.integers(4)), 30:90]
 
 
 def test_a_learnt_text_is_continued():
