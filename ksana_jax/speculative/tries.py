@@ -175,6 +175,6 @@ class Cursor:
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes of the runs at the end of the text, the longest first, of 0 to at most depth - 1 tokens; fewer after
-        nodes were removed."""
+        """The nodes of the runs at the end of the text, the longest first, of 0 to at most depth - 1 tokens; fewer
+        after nodes were removed."""
         return self._nodes if self._generation == self.trie.generation else [ROOT]
