@@ -211,7 +211,8 @@ class Buckets:
 
     def largest(self) -> list[StepShape]:
         """Returns the largest shape for each width of tiles; one of them takes the most memory."""
-        parts = [(Part(self.decodes[-1], 1), tiles) for tiles in self.largest_tiles]
+        most = {tiles.width: tiles for tiles in self.tiles}
+        parts = [(Part(self.decodes[-1], 1), tiles) for tiles in most.values()]
         return [self._shape(p, self.widths[-1], self.shared_rows) for p in parts]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
