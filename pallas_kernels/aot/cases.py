@@ -63,6 +63,13 @@ PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32, "sinks": 4},
     *({"q": 32, "h": h, "registers": False} for h in (64, 96, 128, 256)),
     {"q": 32, "sinks": 4, "registers": False},
+    {"q": 32, "codes": "int8"},
+    {"q": 32, "codes": "float8_e4m3fn"},
+    {"q": 32, "codes": "int4"},
+    {"q": 32, "codes": "int8", "h": 64, "b": 16, "sinks": 4},
+    {"q": 32, "codes": "float8_e4m3fn", "h": 96, "b": 32, "soft_cap": 30.0},
+    {"q": 32, "codes": "float8_e4m3fn", "b": 16, "sinks": 4, "soft_cap": 30.0},
+    {"q": 32, "codes": "int4", "h": 64, "b": 128, "sinks": 1},
 )
 MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
 WRITES: tuple[dict[str, Any], ...] = (

@@ -11,14 +11,16 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.contract import Call, Kernel, Result, check_options
+from pallas_kernels.contract import Call, Kernel, Pool, Result, check_options
 from pallas_kernels.hopper import prefill_work
+from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper.common import ROWS, check_heads, launch, layout, numbers_of
+from pallas_kernels.hopper.decode import PRODUCTS
 from pallas_kernels.hopper.prefill_kernel import attend_tile
 from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config
 from pallas_kernels.hopper.prefill_work import TILE, PrefillWork, piece_tokens, splits_of
 from pallas_kernels.hopper.tiles import Tiles, where_queried
-from pallas_kernels.work import unit_tokens, units_per_block_id
+from pallas_kernels.work import TILE_KV, unit_tokens, units_per_block_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Tuning:
     take_turns: one consumer has the tensor cores while the other computes its softmax.
     registers: weights stay in registers: a tenth fewer instructions than through shared memory, counted in the inner
       loop. Compiled kernels sum the output in place. jax's interpreter can do neither and does without;
-      `pallas_kernels.ptx` holds both forms to the reference.
+      `pallas_kernels.ptx` holds both forms to the reference. Codes leave no shared memory for weights.
     interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
     """
 
@@ -74,18 +76,22 @@ def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Re
       NotImplementedError: a dtype, head dim, block size, group or option that the kernel does not support.
     """
     options, pool = call.options, call.pool.kv
-    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "out_dtype")
-    check_heads(call, (jnp.bfloat16, jnp.float16))
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "out_dtype", "scales")
+    check_heads(call, PRODUCTS)
+    call.pool.check_scales()
+    if pool.dtype.itemsize == 1 and pool.shape[5] > 128:
+        raise NotImplementedError("codes with a head dim of 256: they and the output do not fit the registers")
     tiles = Tiles.of(call, CONSUMERS)
     if work is None:
         work = schedule(call, tuning=tuning)
     splits = _splits(call, tuning)
     compiled, block_size, h = not tuning.interpret, *pool.shape[4:]
+    dtype = jnp.dtype(PRODUCTS[pool.dtype])
     config = Config(
         num_kv_heads=tiles.num_kv_heads,
         head_dim=h,
         block_size=block_size,
-        dtype=pool.dtype,
+        dtype=dtype,
         # Results of splits are rounded once they are merged.
         out_dtype=call.out_dtype if splits == 1 else jnp.dtype(jnp.float32),
         stages=tuning.stages,
@@ -95,12 +101,13 @@ def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Re
         in_place=compiled,
         num_sink_queries=call.num_sink_queries,
         splits=splits,
+        codes=pool.dtype if pool.dtype.itemsize == 1 else None,
     )
     out, lse = _attend_tiles(
-        tiles.pack(call.q.astype(pool.dtype)),
-        tiles.pack_sink_queries(options.q_sink, pool.dtype),
+        tiles.pack(call.q.astype(dtype)),
+        tiles.pack_sink_queries(options.q_sink, dtype),
         tiles.pack_positions(call.positions),
-        pool,
+        call.pool,
         tiles.pack_sinks(options.sinks),
         work,
         numbers_of(call),
@@ -123,7 +130,7 @@ def _merged(out, lse, splits: int):
     return out, jnp.where(total == 0, -jnp.inf, top[:, 0] + jnp.log(total))
 
 
-def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers, config: Config, interpret):
+def _attend_tiles(q, q_sink, positions, pool: Pool, sinks, work: PrefillWork, numbers, config: Config, interpret):
     """Output [S*K*2*splits, 64, H] in out_dtype and natural log-sum-exp [S*K*2*splits, 64] float32, in order of tiles.
 
     Args:
@@ -134,7 +141,10 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
     size, h, piece = unit_tokens(config.block_size), config.head_dim, piece_tokens(config.head_dim)
     tiles, part_tiles = layout(h, 2), layout(math.gcd(h, config.part), 2)  # wgmma reads whole tiles
     buffers = functools.partial(plgpu.SMEM, (config.stages, piece, h), config.dtype)
-    arrived = plgpu.Barrier(num_arrivals=piece // size, num_barriers=config.stages)
+    units, codes = pool.kv.reshape(-1, size, h), config.codes
+    scales = None if pool.scales is None else pool.scales.reshape(len(units), *narrow.scales_shape(units))
+    arrivals = piece // size
+    arrived = plgpu.Barrier(num_arrivals=1 if codes else arrivals, num_barriers=config.stages)
     read = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
     weights = plgpu.SMEM((CONSUMERS, ROWS, piece), config.dtype, transforms=part_tiles)
     kernel = launch(
@@ -149,6 +159,7 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
             plgpu.SMEM((CONSUMERS, ROWS, h), config.dtype, transforms=tiles),
             buffers(transforms=tiles),
             buffers(transforms=part_tiles),
+            *_scratch_of_codes(config, scales),
             None if config.registers else weights,
             plgpu.SMEM(
                 (CONSUMERS, ROWS, config.staged),
@@ -157,6 +168,8 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
             ),
             plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=CONSUMERS),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=2) if codes else None,
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=2) if codes else None,
             arrived,
             arrived,
             read,
@@ -167,7 +180,23 @@ def _attend_tiles(q, q_sink, positions, pool, sinks, work: PrefillWork, numbers,
         warpgroups=CONSUMERS + 1,
     )
     positions = positions[work.tiles[:, TILE]]
-    return kernel(q, q_sink, pool.reshape(-1, size, h), work.units, work.starts, work.tiles, positions, sinks, numbers)
+    return kernel(q, q_sink, units, scales, work.units, work.starts, work.tiles, positions, sinks, numbers)
+
+
+def _scratch_of_codes(config: Config, scales):
+    """Shared memory of a quantised pool, in the order of `Refs`: codes, raw scales, scales, their largest."""
+    if scales is None:
+        return (None,) * 4
+    codes, f32, kept = config.codes, jnp.float32, config.stages + 1
+    tiles = layout(config.head_dim, 0.5 if codes == jnp.int4 else 1)
+    raw = narrow.held(scales.shape[1:])
+    pieces = config.piece // TILE_KV
+    return (
+        plgpu.SMEM((2, config.piece, config.head_dim), codes, transforms=tiles),
+        plgpu.SMEM((2, raw[0] * pieces) if config.by_token else (2, pieces, *raw), scales.dtype),
+        plgpu.SMEM((kept, 2, config.piece), f32) if config.by_token else None,
+        plgpu.SMEM((kept, ROWS), f32) if config.in_units else None,
+    )
 
 
 KERNEL = Kernel(attend, Tuning(), schedule)

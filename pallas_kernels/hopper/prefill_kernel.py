@@ -3,7 +3,8 @@
 A block of threads attends one query tile of 128 rows (queries x query heads of the group) of one kv head, the tiles
 with most keys first. Its three warpgroups:
 
-    producer      per piece of 128 keys one TMA box per unit: K [128, H], V [128, H] into one of `stages` buffers each
+    producer      per piece of 128 keys one TMA box per unit: K [128, H], V [128, H] into one of `stages` buffers each;
+                  codes of a quantised pool it widens into these buffers, see `prefill_widen`
     consumers     two, of 64 rows each; per piece
                     wgmma 64 x 128 x H    scores
                     registers             soft cap, online softmax in base 2
@@ -32,8 +33,8 @@ from jax import lax
 from pallas_kernels.hopper.common import ROWS, finished, int32, load
 from pallas_kernels.hopper.prefill_turns import State, attend_masked, attend_unmasked
 from pallas_kernels.hopper.prefill_warpgroup import CONSUMERS, Config, Refs, Warpgroup
+from pallas_kernels.hopper.prefill_widen import produce as widen_pieces
 from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST, NUM_MASKED, NUM_PIECES, SPLIT
-from pallas_kernels.patterns import Pattern
 
 
 def attend_tile(*refs, config: Config) -> None:
@@ -46,23 +47,9 @@ def attend_tile(*refs, config: Config) -> None:
 
 
 def _produce(warpgroup: Warpgroup) -> None:
-    """Copies keys and values, `stages` pieces ahead of the consumers."""
+    """Brings keys and values, `stages` pieces ahead of the consumers."""
     refs, config = warpgroup.refs, warpgroup.config
-    plgpu.set_max_registers(24, action="decrease")
-    parts, num_kv_heads = config.units_of_block, config.num_kv_heads
-    keys = (refs.numbers_g[len(Pattern._fields)] * 2 * num_kv_heads + warpgroup.head) * parts
-
-    def fetch(i, _):
-        stage = lax.rem(i, int32(config.stages))
-        buffers = (refs.k_s, refs.k_bar, refs.k_read), (refs.v_s, refs.v_bar, refs.v_read)
-        for which, (to, arrived, read) in enumerate(buffers):
-            pl.when(i >= config.stages)(lambda read=read: plgpu.barrier_wait(read.at[stage]))
-            for j in range(config.units_of_piece):
-                unit = refs.units_g[warpgroup.row, i * config.units_of_piece + j] + keys + which * num_kv_heads * parts
-                slots = pl.ds(j * config.unit, config.unit)
-                plgpu.copy_gmem_to_smem(refs.pool_g.at[unit], to.at[stage, slots], arrived.at[stage])
-
-    lax.fori_loop(0, warpgroup.number(NUM_PIECES), fetch, None)
+    (_copy if config.codes is None else widen_pieces)(warpgroup)
     # Each completion of a barrier is waited for: also of those that nothing will be fetched after.
     for stage in range(config.stages):
 
@@ -72,10 +59,29 @@ def _produce(warpgroup: Warpgroup) -> None:
             plgpu.barrier_wait(refs.v_read.at[stage])
 
 
+def _copy(warpgroup: Warpgroup) -> None:
+    """Copies all pieces."""
+    refs, config = warpgroup.refs, warpgroup.config
+    plgpu.set_max_registers(config.producer_registers, action="decrease")
+    first = warpgroup.first_unit()
+
+    def fetch(i, _):
+        stage = warpgroup.stage(i)
+        buffers = (refs.k_s, refs.k_bar, refs.k_read), (refs.v_s, refs.v_bar, refs.v_read)
+        for which, (to, arrived, read) in enumerate(buffers):
+            pl.when(i >= config.stages)(lambda read=read: plgpu.barrier_wait(read.at[stage]))
+            for j in range(config.units_of_piece):
+                slots = pl.ds(j * config.unit, config.unit)
+                unit = refs.pool_g.at[warpgroup.unit_index(first, i, j, which)]
+                plgpu.copy_gmem_to_smem(unit, to.at[stage, slots], arrived.at[stage])
+
+    lax.fori_loop(0, warpgroup.number(NUM_PIECES), fetch, None)
+
+
 def _consume(warpgroup: Warpgroup) -> None:
     """Attends one half of the tile's rows to its pieces, first to those that need a mask."""
     refs, config, number = warpgroup.refs, warpgroup.config, warpgroup.number
-    plgpu.set_max_registers(240, action="increase")
+    plgpu.set_max_registers(config.consumer_registers, action="increase")
     warpgroup.fetch_queries(refs.q_g.at[warpgroup.half()])
 
     @pl.when(number(NUM_PIECES) > 0)
@@ -89,6 +95,7 @@ def _consume(warpgroup: Warpgroup) -> None:
         (jnp.zeros((ROWS, config.columns), jnp.float32),) * (config.head_dim // config.columns),
         jnp.full((ROWS,), -jnp.inf, jnp.float32),
         jnp.zeros((ROWS,), jnp.float32),
+        jnp.zeros((ROWS,), jnp.float32) if config.in_units else None,
     )
     num_visits = number(NUM_MASKED)
     if config.num_sink_queries:
@@ -117,13 +124,15 @@ def _silence(warpgroup: Warpgroup) -> None:
     warpgroup.rendezvous()
 
 
-def _store(warpgroup: Warpgroup, acc, top, total) -> None:
+def _store(warpgroup: Warpgroup, acc, top, total, largest) -> None:
     """Stores the result, normalised, and its log-sum-exp, both with the learned sink."""
     refs, config, group, split = warpgroup.refs, warpgroup.config, warpgroup.group, warpgroup.split
     sink = None if refs.sinks_g is None else load(refs.sinks_g, warpgroup.head)
     if sink is not None and config.splits > 1:  # one of the splits has it
         sink = lax.cond(warpgroup.number(SPLIT) == 0, lambda x: x, lambda x: jnp.full_like(x, -jnp.inf), sink)
     scale, refs.lse_s[group] = finished(top, total, sink)
+    if largest is not None:
+        scale *= jnp.exp2(largest)
     scale = lax.broadcast_in_dim(scale, acc[0].shape, [0])
     width = config.columns
     for i in range(0, config.head_dim, config.staged):

@@ -21,12 +21,13 @@ class State(NamedTuple):
     """What the online softmax has found so far.
 
     sums: weights times values, [64, columns] for each part of the columns. top: largest score of each row, in base 2.
-    total: sum of its weights.
+    total: sum of its weights. largest: where not None, sums are yet to be multiplied with 2 to the power of it.
     """
 
     sums: tuple[jax.Array, ...]
     top: jax.Array
     total: jax.Array
+    largest: jax.Array | None
 
 
 class Visit(NamedTuple):
@@ -68,16 +69,17 @@ def _attend_part(warpgroup: Warpgroup, visit: Visit, state: State) -> State:
     pl.when(visit.first)(lambda: warpgroup.wait_for_keys(visit.i))
     s = _scores(warpgroup, visit.i, slots, config.part)
     pl.when(visit.last)(lambda: warpgroup.leave_keys(visit.i))
-    s, scale = _capped(config, s)
-    new = _softmax(_masked(warpgroup, visit, s), scale, state, rows_may_be_empty=True)
-    weights = new.weights.astype(config.dtype)
+    s, scale = _capped(warpgroup, s, visit.i, slots)
+    largest = warpgroup.largest(visit.i)
+    new = _softmax(_masked(warpgroup, visit, s), scale, state, largest, rows_may_be_empty=True)
+    weights = _times_scales(warpgroup, new.weights, visit.i, slots).astype(config.dtype)
     sums, weights, top, total = _pinned(config, (_faded(state.sums, new.fade), weights, new.top, new.total))
     held = warpgroup.hold_weights(weights)
     warpgroup.take_turns()
     pl.when(visit.first)(lambda: warpgroup.wait_for_values(visit.i))
     sums = _with_values(warpgroup, sums, held, visit.i, slots)
     pl.when(visit.last)(lambda: warpgroup.leave_values(visit.i))
-    return State(sums, top, total)
+    return State(sums, top, total, largest)
 
 
 def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
@@ -92,17 +94,19 @@ def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
 
     def attend():
         warpgroup.wait_for_keys(first)
-        s, scale = _capped(config, _scores(warpgroup, first, slots, config.piece))
+        s, scale = _capped(warpgroup, _scores(warpgroup, first, slots, config.piece), first, slots)
         warpgroup.leave_keys(first)
-        new = _softmax(s, scale, state)
-        held = warpgroup.hold_weights(new.weights.astype(config.dtype))
+        largest = warpgroup.largest(first)
+        new = _softmax(s, scale, state, largest)
+        weights = _times_scales(warpgroup, new.weights, first, slots)
+        held = warpgroup.hold_weights(weights.astype(config.dtype))
         warpgroup.take_turns()
-        carry = State(_faded(state.sums, new.fade), new.top, new.total), held
-        (sums, top, total), held = lax.fori_loop(first + 1, end, turn, carry)
+        carry = State(_faded(state.sums, new.fade), new.top, new.total, largest), held
+        (sums, top, total, largest), held = lax.fori_loop(first + 1, end, turn, carry)
         warpgroup.wait_for_values(end - 1)
         sums = _with_values(warpgroup, sums, held, end - 1, slots)
         warpgroup.leave_values(end - 1)
-        return State(sums, top, total)
+        return State(sums, top, total, largest)
 
     def turn(i, carry):
         state, held = carry
@@ -116,9 +120,12 @@ def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
         def overlap(scores, *products):
             warpgroup.multiply_values(products, state.sums, held, i - 1, slots)
             warpgroup.take_turns()
-            s, scale = _capped(config, plgpu.wgmma_accumulator_load(scores, wait_n=len(products)))
+            s = plgpu.wgmma_accumulator_load(scores, wait_n=len(products))
             warpgroup.leave_keys(i)
-            new = _pinned(config, _softmax(s, scale, state))
+            s, scale = _capped(warpgroup, s, i, slots)
+            largest = warpgroup.largest(i)
+            new = _softmax(s, scale, state, largest)
+            new = _pinned(config, new._replace(weights=_times_scales(warpgroup, new.weights, i, slots)))
             # Loops until it is this one's turn, and ptxas moves no wait across a loop: not the next one either, which
             # would then come before the softmax.
             warpgroup.take_turns()
@@ -126,7 +133,7 @@ def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
             warpgroup.leave_values(i - 1)
             # Narrowed only now: ptxas serialises wgmmas during which operands of others are written.
             weights = warpgroup.hold_weights(new.weights.astype(config.dtype))
-            return State(_faded(sums, new.fade), new.top, new.total), weights
+            return State(_faded(sums, new.fade), new.top, new.total, largest), weights
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, config.piece), jnp.float32))
 
@@ -142,13 +149,26 @@ class Softmax(NamedTuple):
     total: jax.Array
 
 
-def _softmax(s, scale: float, state: State, rows_may_be_empty: bool = False) -> Softmax:
+def _softmax(s, scale: float, state: State, largest=None, rows_may_be_empty: bool = False) -> Softmax:
+    """A turn of scores that are yet to be multiplied with a scale. largest: of `State`, after it."""
     top = jnp.maximum(state.top, s.max(axis=1) * scale)
     # exp2(-inf - 0) is 0 for rows that have seen nothing yet.
     base = jnp.where(top == -jnp.inf, 0.0, top) if rows_may_be_empty else top
     fade = jnp.exp2(state.top - base)
-    weights = jnp.exp2(s * scale - lax.broadcast_in_dim(base, s.shape, [0]))
-    return Softmax(weights, fade, top, state.total * fade + weights.sum(axis=1))
+    in_units = base if largest is None else base + largest
+    weights = jnp.exp2(s * scale - lax.broadcast_in_dim(in_units, s.shape, [0]))
+    total = weights.sum(axis=1)
+    if largest is None:
+        return Softmax(weights, fade, top, state.total * fade + total)
+    total = state.total * fade + total * jnp.exp2(largest)
+    return Softmax(weights, fade * jnp.exp2(state.largest - largest), top, total)
+
+
+def _times_scales(warpgroup: Warpgroup, weights, i, slots):
+    """Weights of piece i, each times the scale of its value."""
+    if not warpgroup.config.by_token:
+        return weights
+    return weights * lax.broadcast_in_dim(warpgroup.scales(i, 1, slots), weights.shape, [1])
 
 
 def _faded(sums, fade):
@@ -169,11 +189,14 @@ def _scores(warpgroup: Warpgroup, i, slots, columns: int):
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
 
 
-def _capped(config: Config, s):
-    """Scores with soft cap, and what they are yet to be multiplied with, which is base 2."""
-    if config.soft_cap is None:
-        return s, LOG2E
-    return jnp.tanh(s * (1 / config.soft_cap)), config.soft_cap * LOG2E
+def _capped(warpgroup: Warpgroup, s, i, slots):
+    """Scores of piece i with the keys' scales and soft cap, and what they are yet to be multiplied with, to be in base
+    2."""
+    cap = warpgroup.config.soft_cap
+    factor = LOG2E if cap is None else 1 / cap
+    if warpgroup.config.by_token:  # scales have the factor
+        s, factor = s * lax.broadcast_in_dim(warpgroup.scales(i, 0, slots), s.shape, [1]), 1.0
+    return (s, factor) if cap is None else (jnp.tanh(s * factor), cap * LOG2E)
 
 
 def _masked(warpgroup: Warpgroup, visit: Visit, s):

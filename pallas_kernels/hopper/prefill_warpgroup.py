@@ -25,7 +25,8 @@ class Config:
     stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
     through shared memory. in_place: it adds to the output, as compiled kernels do; else its sums are added afterwards.
     jax's interpreter of GPU programs can follow neither of the two. num_sink_queries: sink queries, J.
-    splits: of each tile over its keys.
+    splits: of each tile over its keys. codes: dtype of a quantised pool, None of one in 16 bits; dtype is that of what
+    is multiplied.
     """
 
     num_kv_heads: int
@@ -40,6 +41,27 @@ class Config:
     in_place: bool
     num_sink_queries: int
     splits: int
+    codes: jnp.dtype | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether scales multiply scores and weights."""
+        return self.codes is not None and self.codes != jnp.int4
+
+    @property
+    def in_units(self) -> bool:
+        """Whether weights times scales are held in units of each piece's largest scale: float16 has a short range."""
+        return self.by_token and self.dtype == jnp.float16
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread of the warpgroup that copies, and widens codes."""
+        return 24 if self.codes is None else 72
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread: three warpgroups have 3 x 168 to share."""
+        return (3 * 168 - self.producer_registers) // CONSUMERS // 8 * 8
 
     @property
     def piece(self) -> int:
@@ -85,11 +107,16 @@ class Refs(NamedTuple):
 
     _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which the
     consumers arrive when they have read what may be overwritten. turn: that at which they take turns.
+
+    Of a quantised pool codes and raw (scales) are copied. The producer makes of them what the consumers read: k, v,
+    scales [stages + 1, 2, piece] of both, and where weights are held in units, largest [stages + 1, 64]: in each row
+    the logarithm in base 2 of the largest scale of the values.
     """
 
     q_g: Any
     q_sink_g: Any
     pool_g: Any
+    scales_g: Any
     units_g: Any
     starts_g: Any
     tiles_g: Any
@@ -101,10 +128,16 @@ class Refs(NamedTuple):
     q_s: Any
     k_s: Any
     v_s: Any
+    codes_s: Any
+    raw_s: Any
+    scales_s: Any
+    largest_s: Any
     p_s: Any
     out_s: Any
     lse_s: Any
     q_bar: Any
+    codes_bar: Any
+    raw_bar: Any
     k_bar: Any
     v_bar: Any
     k_read: Any
@@ -133,6 +166,17 @@ class Warpgroup(NamedTuple):
         """Index of this warpgroup's rows among those of all splits."""
         return self.half() * self.config.splits + self.number(SPLIT)
 
+    def first_unit(self):
+        """What a unit's index in the work becomes one in the pool by: the layer's keys of this head."""
+        layer, config = self.refs.numbers_g[len(Pattern._fields)], self.config
+        return (layer * 2 * config.num_kv_heads + self.head) * config.units_of_block
+
+    def unit_index(self, first, i, j: int, which: int):
+        """Index in the pool of unit j of piece i's keys (0) or values (1). first: from `first_unit`."""
+        config = self.config
+        values = which * config.num_kv_heads * config.units_of_block
+        return self.refs.units_g[self.row, i * config.units_of_piece + j] + first + values
+
     def pattern(self) -> Pattern:
         return Pattern(*(self.refs.numbers_g[i] for i in range(len(Pattern._fields))))
 
@@ -147,6 +191,18 @@ class Warpgroup(NamedTuple):
 
     def stage(self, i):
         return lax.rem(i, int32(self.config.stages))
+
+    def scales_slot(self, i):
+        """Where the scales of a piece lie: one more than stages, as those of values are read before the values."""
+        return lax.rem(i, int32(self.config.stages + 1))
+
+    def scales(self, i, which: int, slots):
+        """Scales of keys (0) or values (1) in slots of piece i, which `wait_for_keys` has waited for."""
+        return self.refs.scales_s[self.scales_slot(i), which, slots]
+
+    def largest(self, i):
+        """Of piece i, for each row: see `Refs`; None where weights are not held in units of it."""
+        return self.refs.largest_s[self.scales_slot(i)] if self.config.in_units else None
 
     def wait_for_keys(self, i) -> None:
         plgpu.barrier_wait(self.refs.k_bar.at[self.stage(i)])

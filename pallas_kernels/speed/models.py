@@ -36,7 +36,8 @@ def decode(config: dict[str, Any]) -> Model | None:
 
 def prefill(config: dict[str, Any]) -> Model | None:
     """Returns the model of a causal prefill in tiles of 32 queries of 4 heads, for the same heads."""
-    if config["q"] != 32 or not config.keys() <= {"q", "h", "registers"} or len(config) > 2 or config.get("h") == 96:
+    known = config["q"] == 32 and config.keys() <= {"q", "h", "registers", "codes"}
+    if not known or len(config) > 2 or config.get("h") == 96:
         return None
     head_dim = config.get("h", 128)
     piece, part = (128, 64) if head_dim <= 128 else (64, 32)

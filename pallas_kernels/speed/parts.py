@@ -22,6 +22,7 @@ class Parts:
       before: from the beginning to the inner loop, or to the end where there is no loop. turn: of the inner loop.
       around: one turn of the loop around it, with one of the inner loop; empty where there is none. after: to the end.
       masked: one turn of another loop with products of matrices; empty where there is none.
+      beside: one turn of the loop of a warpgroup that stores what the inner loop multiplies; empty where copies do.
     """
 
     before: Code
@@ -29,6 +30,7 @@ class Parts:
     around: Code
     after: Code
     masked: Code
+    beside: Code = ()
 
     @property
     def stages(self) -> int:
@@ -50,6 +52,7 @@ def find_parts(function: Function) -> Parts:
     outer = [loop for loop in loops if inner.blocks < loop.blocks and _work(turns[loop.head]) != (0, 0, 0)]
     apart = [loop for loop in loops if not loop.blocks & inner.blocks and _flops(turns[loop.head])]
     masked = max(apart, key=lambda loop: _flops(turns[loop.head]), default=None)
+    makes = [turns[loop.head] for loop in loops if not loop.blocks & inner.blocks and _makes(turns[loop.head])]
     left = {m for n in inner.blocks for m in graph[n].next} - inner.blocks
     after = min(
         (flow.path(graph, n, ends, set(everything) - inner.blocks, loops, _cost) for n in left),
@@ -62,6 +65,7 @@ def find_parts(function: Function) -> Parts:
         turns[outer[0].head] if outer else (),
         after,
         turns[masked.head] if masked else (),
+        max(makes, key=len, default=()),
     )
 
 
@@ -79,6 +83,12 @@ def _flops(code: Sequence[Instruction]) -> int:
     """Of products of matrices, a warpgroup's or a warp's."""
     shapes = [pipes.wgmma(i) for i in code]
     return sum(shape.flops for shape in shapes if shape) + sum(2 * 16 * 8 * 16 for i in code if i.name == "HMMA")
+
+
+def _makes(code: Sequence[Instruction]) -> bool:
+    """Whether a turn makes operands of products that others compute: it stores them and hands them over."""
+    names = Counter(i.name for i in code)
+    return names["STS"] > 8 and names["FENCE"] > 1 and not _flops(code)
 
 
 def _work(code: Sequence[Instruction]) -> tuple[int, int, int]:

@@ -47,6 +47,7 @@ class Machine:
                 blocks=blocks,
                 turns=turns,
                 load_latency=load_latency,
+                beside=self.parts.beside if part in ("turn", "masked") else (),
             )
         return self.seen[key]
 

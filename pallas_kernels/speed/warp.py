@@ -16,6 +16,7 @@ from pallas_kernels.speed import pipes
 from pallas_kernels.speed.chip import Chip
 from pallas_kernels.speed.meetings import Meetings, waits
 from pallas_kernels.speed.sass import Instruction
+from pallas_kernels.speed.supply import Supply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,32 +59,46 @@ def simulate(
     blocks: int = 1,
     turns: int = 12,
     load_latency: float | None = None,
+    beside: Sequence[Instruction] = (),
 ) -> Timing:
     """Simulates turns until they are steady.
 
     Args:
+      beside: turn of one more warp of each block, which makes what the others multiply; none where a copy does.
       warps: of a block of threads on one scheduler. blocks: of threads on the multiprocessor.
       turns: to simulate; the first third of them does not count.
       load_latency: of loads from global memory; by default as if they were found in the L1.
     """
     load = chip.l1_latency if load_latency is None else load_latency
-    uses = [pipes.use(i, chip, load) for i in turn]
+    programs = [turn] * warps + ([beside] if beside else [])
+    uses = [[pipes.use(i, chip, load) for i in program] for program in programs]
+    supply = Supply(turn, beside) if beside else None
     # They start apart, as copies do not arrive for all of them at once.
     apart = sum(i.stall for i in turn) / (warps * blocks)
-    every = [_Warp(n // warps, n % warps, n * apart) for n in range(warps * blocks)]
+    size = len(programs)
+    every = [_Warp(n // size, n % size, (n // size * warps + n % size % warps) * apart) for n in range(size * blocks)]
     meetings = [Meetings(turn, warps) for _ in range(blocks)]
     free: defaultdict[str, float] = defaultdict(float)
     busy: defaultdict[str, float] = defaultdict(float)
     gathered: dict[tuple[int, int, int], list[_Warp]] = {}
     now, running = 0.0, list(every)
+
+    def earliest(w: _Warp) -> float:
+        makes = w.number == warps
+        if supply is not None:
+            *others, maker = ((x.at, len(x.ends)) for x in every[w.block * size : (w.block + 1) * size])
+            if not (supply.may_make(*maker, others) if makes else supply.may_read(w.at, len(w.ends), maker)):
+                return float("inf")
+        of_block = None if makes else meetings[w.block]
+        return _earliest(w, programs[w.number][w.at], uses[w.number][w.at], free, of_block)
+
     while running:
         # The one that can go on first; of several, the one that has waited longest.
-        when, _, n = min(
-            (max(now, _earliest(w, turn[w.at], uses[w.at], free, meetings[w.block])), w.issued, n)
-            for n, w in enumerate(running)
-        )
+        when, _, n = min((max(now, earliest(w)), w.issued, n) for n, w in enumerate(running))
         assert when < float("inf"), "the warps wait for each other"
-        warp, instruction, used = running[n], turn[running[n].at], uses[running[n].at]
+        warp = running[n]
+        program = programs[warp.number]
+        instruction, used = program[warp.at], uses[warp.number][warp.at]
         now, warp.issued = when + 1, when
         begin = max(when, free[used.pipe]) if used.cycles else when
         # A wgmma whose operands come slower than it multiplies them takes as long as they do.
@@ -92,7 +107,8 @@ def simulate(
             busy[pipe] += cycles
         warp.ready = when + max(instruction.stall, 1)
         _take_effect(warp, instruction, used, begin, when)
-        meetings[warp.block].issue(warp.number, warp.at, instruction, when)
+        if warp.number < warps:
+            meetings[warp.block].issue(warp.number, warp.at, instruction, when)
         if warps > 1 and _meets_others(instruction):
             met = gathered.setdefault((warp.block, len(warp.ends), warp.at), [])
             met.append(warp)
@@ -101,12 +117,13 @@ def simulate(
                 for other in met:
                     other.ready = max(other.ready, when + pipes.BARRIER_LATENCY)
                 running += met
-        warp.at = (warp.at + 1) % len(turn)
+        warp.at = (warp.at + 1) % len(program)
         if warp.at == 0:
             warp.ends.append(warp.ready)
             if len(warp.ends) == turns:
                 running.remove(warp)
-                meetings[warp.block].leave(warp.number)
+                if warp.number < warps:
+                    meetings[warp.block].leave(warp.number)
     skipped = max(turns // 3, 1)
     cycles = max(w.ends[-1] - w.ends[skipped - 1] for w in every) / (turns - skipped)
     used_up = {pipe: cycles / turns for pipe, cycles in busy.items() if cycles}
@@ -123,11 +140,11 @@ def _meets_others(instruction: Instruction) -> bool:
 
 
 def _earliest(
-    warp: _Warp, instruction: Instruction, used: pipes.Use, free: Mapping[str, float], meetings: Meetings
+    warp: _Warp, instruction: Instruction, used: pipes.Use, free: Mapping[str, float], meetings: Meetings | None
 ) -> float:
     """When a warp may issue its next instruction."""
     opens = 0.0
-    if warp.at == 0 or waits(instruction):
+    if meetings is not None and (warp.at == 0 or waits(instruction)):
         opens = meetings.open(warp.number, warp.at if waits(instruction) else -1, warp.at == 0 and not warp.ends)
     when = max(opens, warp.ready, *(warp.scoreboards[n] for n in range(6) if instruction.waits >> n & 1), 0.0)
     if instruction.opcode.startswith("WARPGROUP.DEPBAR"):

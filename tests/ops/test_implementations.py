@@ -209,15 +209,24 @@ def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
 
 
 @several_warpgroups
-@pytest.mark.parametrize("name", ["sliding", "StreamingLLM"])
-def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name):
-    test_kernels_serve_a_step_as_the_reference_does(HOPPER, name, name == "sliding", "bf16", tile=64)
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    soak_unless(
+        lambda case: case[1] == "bf16",
+        [("sliding", "bf16"), ("StreamingLLM", "bf16"), ("sliding", "int8"), ("full", "fp8_e4m3")],
+    ),
+)
+def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name, codec):
+    test_kernels_serve_a_step_as_the_reference_does(HOPPER, name, name == "sliding", codec, tile=64)
 
 
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
-    def served(tile: int, head_dim: int = H, kernels: Kernels = HOPPER, **asked) -> tuple[str, ...]:
+    def served(
+        tile: int, head_dim: int = H, kernels: Kernels = HOPPER, codec: str = "bf16", **asked
+    ) -> tuple[str, ...]:
         _, _, batch, shape = make_step(0, shared=True, tile=tile)
-        cache = KVCache({"kv": jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)}, "bf16")
+        pool = jnp.zeros((1, 2, 2, K, B, head_dim), jnp.bfloat16)
+        cache = KVCache(find_codec(codec).encode(pool, jnp), codec)
         context = AttentionContext(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
         named = {
             name: kernel and kernel._replace(schedule=lambda call, tuning, name=name: name)
@@ -227,6 +236,8 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
 
     # Decodes, tiles, what decodes share: 64 queries of a group of 2 are 128 rows.
     assert served(64) == served(64, head_dim=256) == ("decode", "prefill", "ragged")
+    assert served(64, codec="int8") == served(64, codec="fp8_e4m3") == ("decode", "prefill", "ragged")
+    assert served(64, head_dim=256, codec="int8") == ("decode", "ragged", "ragged")
     assert served(32) == ("decode", "ragged", "ragged")
     assert served(64, kernels=TRITON) == ("decode", "ragged", "ragged")
 

@@ -242,6 +242,25 @@ def test_a_prefill_takes_the_turns_of_its_tiles_on_all_multiprocessors():
     assert found.tflops == pytest.approx(876 * ideal / found.us, rel=0.01)
 
 
+def test_a_warpgroup_that_widens_what_others_multiply_waits_and_is_waited_for():
+    product = "HGMMA.64x128x16.F32.BF16 R24, R24, gdesc[UR16], R24, gsb0"
+    turn = [*[product] * 8, "WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 2
+    loop = [".L_x_1:", *turn, "@P0 BRA `(.L_x_1)", "EXIT"]
+
+    def cycles(num_steps: int) -> float:
+        half = [*["LOP3.LUT R2, R2, R3, RZ"] * num_steps, *["STS.128 [R4], R8"] * 8, "FENCE.VIEW.ASYNC.S"]
+        code = function("@P2 BRA `(.L_x_2)", *loop, ".L_x_2:", *half, *half, "@P1 BRA `(.L_x_2)", "EXIT")
+        made = parts.find_parts(code)
+        assert len(made.turn) == 19 and len(made.beside) == 2 * len(half) + 1
+        return machine(parts=made, resident=1, warpgroups=2).turn(H200, 1).cycles
+
+    alone = machine(parts=parts.find_parts(function(*loop)), resident=1, warpgroups=2).turn(H200, 1).cycles
+    assert not parts.find_parts(function(*loop)).beside
+    # Two instructions of two cycles each for each step, or the products of two warpgroups: whatever takes longer.
+    assert alone <= cycles(10) < 1.1 * alone
+    assert 1 < cycles(1000) / 4000 < 1.3
+
+
 def test_tokens_that_are_written_take_their_bytes_or_a_launch():
     code = function("LDG.E.128 R4, [R2.64]; 1, 0, 7, 0", "STG.E.128 [R2.64], R4; 1, 7, 7, 1", "EXIT")
     made = machine(parts=parts.find_parts(code), resident=8)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout
+from pallas_kernels.arguments import DILATED, GLOBAL, SINKS, SINKS_AT_CEILING, WINDOW, Spec, layout, make
 from pallas_kernels.contract import Kernel
 from pallas_kernels.hopper import prefill
 from pallas_kernels.hopper.prefill_work import NEWEST, NUM_PIECES, SPLIT, TILE, piece_tokens, schedule, splits_of
@@ -46,10 +46,45 @@ SPECS = (
     # Three sink queries for six sinks, which some of the queries score with them.
     Spec(rows=((80, 40),), q_tile=40, num_heads=2, num_kv_heads=1, pattern=SINKS_AT_CEILING, sink_queries=3),
 )
+# Keys and values in 8 and 4 bits: slots that nobody has written, scales with gaps between units of 16 tokens, sinks.
+QUANTISED = (
+    Spec(
+        rows=((150, 20),),
+        q_tile=20,
+        num_kv_heads=1,
+        codes="int8",
+        sink_logits=True,
+        return_lse=True,
+        evict_every=3,
+    ),
+    Spec(
+        rows=((290, 31),),
+        q_tile=32,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=128,
+        block_size=64,
+        codes="float8_e4m3fn",
+        soft_cap=15.0,
+        pattern=SINKS,
+        return_lse=True,
+    ),
+    Spec(rows=((150, 20),), q_tile=20, num_kv_heads=1, block_size=64, head_dim=128, codes="int4"),
+    Spec(
+        rows=((80, 20),),
+        q_tile=20,
+        num_kv_heads=1,
+        head_dim=96,
+        block_size=32,
+        codes="float8_e4m3fn",
+        pattern=SINKS_AT_CEILING,
+        sink_queries=3,
+    ),
+)
 
 
 @several_warpgroups
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, *QUANTISED], ids=str)
 def test_the_prefill_kernel_equals_the_reference_without_races(spec):
     with interpreting():
         check(KERNEL, spec)
@@ -148,3 +183,5 @@ def test_few_tiles_over_many_keys_are_split():
 
 def test_what_the_kernel_lacks_is_named():
     expect_unsupported_is_named(KERNEL, Spec(rows=((5, 5),), q_tile=32))
+    with pytest.raises(NotImplementedError, match="codes with a head dim of 256"):
+        KERNEL(make(Spec(rows=((5, 5),), q_tile=32, head_dim=256, codes="int8")))

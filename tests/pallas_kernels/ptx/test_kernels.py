@@ -30,7 +30,14 @@ GROUPS = [
 ]
 DECODE = [*TINY, *TINY_QUANTISED, *test_decode.TWO_GROUPS, *GROUPS]
 WIDE = Spec(rows=((290, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=64, pattern=SINKS, sink_logits=True)
-PREFILL = [*test_prefill.SPECS, WIDE]
+PREFILL = [*test_prefill.SPECS, *test_prefill.QUANTISED, WIDE]
+# Prefill of longer rows in 8 and 4 bits.
+CODES = [
+    dataclasses.replace(spec, codes=codes, dtype="bfloat16")
+    for spec in SMALL
+    for codes in ("int8", "float8_e4m3fn", "int4")
+    if spec.q_tile > 1 and spec.head_dim <= 128 and (codes != "int4" or spec.block_size % 64 == spec.head_dim % 64 == 0)
+]
 
 
 def run(function, call, *args, **options):
@@ -65,14 +72,20 @@ def test_merge_of_split_pairs(shape):
     test_merge.compare(ptx.run(merge, partial, partial_lse, sinks, out, lse, *map(np.asarray, work)), arguments)
 
 
-@pytest.mark.parametrize("registers", [True, False], ids=["weights in registers", "weights in shared memory"])
 @pytest.mark.parametrize("spec", PREFILL, ids=str)
-def test_prefill(spec, registers):
-    emulate(KERNELS["hopper_prefill"].tuned(registers=registers), spec)
+def test_prefill(spec):
+    emulate(KERNELS["hopper_prefill"], spec)
 
 
-def test_splits_of_a_prefill():
-    emulate(KERNELS["hopper_prefill"].tuned(splits=2), PREFILL[0])
+# Beside codes there is no room for them.
+@pytest.mark.parametrize("spec", [spec for spec in PREFILL if not spec.codes], ids=str)
+def test_prefill_with_weights_in_shared_memory(spec):
+    emulate(KERNELS["hopper_prefill"].tuned(registers=False), spec)
+
+
+@pytest.mark.parametrize("spec", [PREFILL[0], dataclasses.replace(PREFILL[0], codes="float8_e4m3fn")], ids=str)
+def test_splits_of_a_prefill(spec):
+    emulate(KERNELS["hopper_prefill"].tuned(splits=2), spec)
 
 
 @pytest.mark.parametrize("spec", test_mass.SPECS, ids=str)
@@ -103,6 +116,6 @@ def test_attention_and_merge_of_longer_rows(spec):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("spec", [spec for spec in SMALL if spec.q_tile > 1], ids=str)
+@pytest.mark.parametrize("spec", [*(spec for spec in SMALL if spec.q_tile > 1), *CODES], ids=str)
 def test_prefill_of_longer_rows(spec):
     emulate(KERNELS["hopper_prefill"], spec)
