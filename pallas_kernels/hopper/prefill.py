@@ -185,9 +185,9 @@ def _attend_tiles(q, q_sink, positions, pool: Pool, sinks, work: PrefillWork, nu
 
 def _scratch_of_codes(config: Config, scales):
     """Shared memory of a quantised pool, in the order of `Refs`: codes, raw scales, scales, their largest."""
-    if scales is None:
-        return (None,) * 4
     codes, f32, kept = config.codes, jnp.float32, config.stages + 1
+    if codes is None:
+        return (None,) * 4
     tiles = layout(config.head_dim, 0.5 if codes == jnp.int4 else 1)
     raw = narrow.held(scales.shape[1:])
     pieces = config.piece // TILE_KV
