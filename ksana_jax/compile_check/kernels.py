@@ -15,6 +15,7 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.step.contract import StepShape
 from pallas_kernels import aot
 from pallas_kernels.aot.check import SOURCES, Case, check
+from pallas_kernels.speed import models
 
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
@@ -35,9 +36,13 @@ def cases(target: aot.Target) -> list[Case]:
     found = []
     for attention, shape, kv in chosen:
         config = {"attention": attention} | sizes_of(shape) | ({} if kv == "bf16" else {"kv": kv})
-        found.append(
-            Case("step of Llama-8B", config, functools.partial(_step, shape=shape, attention=attention, kv=kv))
-        )
+        step = functools.partial(_step, shape=shape, attention=attention, kv=kv)
+        whole = models.step(**sizes_of(shape)) if (attention, kv) == ("hopper", "bf16") else None
+        found.append(Case("step of Llama-8B", config, step, speed=whole))
+    if target.hopper:
+        for rows in models.STEPS:
+            choice = functools.partial(_sampling, model=LLAMA_8B, rows=rows, num_devices=1, samples=False)
+            found.append(Case("choice of tokens of Llama-8B", {"rows": rows}, choice, speed=models.choice(rows)))
     rows = SHAPES[1].parts[0].count
     for name, num_devices in DIVIDED:
         shape, divided = SHAPES[2], {"model": MODELS[name], "num_devices": num_devices}
@@ -55,8 +60,8 @@ def _step(target: aot.Target, *, shape: StepShape, model: ModelConfig = LLAMA_8B
     return lower_step(gpu_target(target), model, shape, kv=kv, num_blocks=blocks, **settings)
 
 
-def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int):
-    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices)
+def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int, samples: bool = True):
+    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices, samples=samples)
 
 
 def main(target: str, *, only: str, as_json: bool) -> int:

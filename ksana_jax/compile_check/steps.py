@@ -52,12 +52,12 @@ def lower_step(target: Target, model: ModelConfig, shape: StepShape, *, num_devi
         return runner.lower_step(shape)
 
 
-def lower_sampling(target: Target, model: ModelConfig, rows: int, *, num_devices: int = 1) -> Any:
-    """Lowers the choice of a token for each of `rows` hidden states, by temperature and top-p."""
+def lower_sampling(target: Target, model: ModelConfig, rows: int, *, num_devices: int = 1, samples: bool = True) -> Any:
+    """Lowers the choice of a token for each of `rows` hidden states: by temperature and top-p, or the most probable."""
     runner = runner_of(target, model, num_devices=num_devices, num_blocks=1)
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), jnp.bfloat16)
     with target.described(num_devices):
-        return runner.lower_sampler(hidden, rows, samples=True, dense=False, num_top=None)
+        return runner.lower_sampler(hidden, rows, samples=samples, dense=False, num_top=None)
 
 
 def collectives_of_step(model: ModelConfig, shape: StepShape, num_devices: int) -> Counter[Collective]:

@@ -30,7 +30,7 @@ from typing import Any
 from pallas_kernels import aot
 from pallas_kernels.aot import report
 from pallas_kernels.aot.report import Collective
-from pallas_kernels.speed import baseline, sass
+from pallas_kernels.speed import baseline, sass, steps
 from pallas_kernels.speed import report as speed
 from pallas_kernels.speed.predict import Model
 
@@ -62,14 +62,14 @@ class Case:
       lower: the program lowered for a target, mostly by `aot.lower`. Its pool is what it takes over from its caller;
         where it takes nothing over, its largest argument.
       collectives: those that the program must have, and no others; None: of one device, or judged by nobody.
-      speed: how its time is predicted from machine code; None: not at all.
+      speed: how its time is predicted from machine code: of its kernels, or of the whole program; None: not at all.
     """
 
     name: str
     config: dict[str, Any]
     lower: Callable[[aot.Target], Any]
     collectives: Counter[Collective] | None = None
-    speed: Model | None = None
+    speed: Model | steps.Program | None = None
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
@@ -107,16 +107,19 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     inside, outside = report.count_thunks(thunks)
     about = program.plain() | {"thunks": inside.total() + outside.total(), "captured": inside.total()}
     about |= {"launches_per_layer": report.count_repeated(thunks), "seconds": seconds}
+    nvdisasm = sass.find_nvdisasm()
+    chip = None if nvdisasm is None else speed.CHIPS.get(target.name)
+    if isinstance(case.speed, steps.Program) and chip is not None and nvdisasm is not None:
+        code = steps.read_code(folder, program.hlo, thunks, target.arch, ptxas, nvdisasm)
+        about |= steps.examine(code, case.speed, chip)
     if not kernels:
         return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(report.Kernel)) | about]
     rows = [
         _row(case, [*wrong, *report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
         for kernel in kernels
     ]
-    nvdisasm = sass.find_nvdisasm()
-    if case.speed is None or target.name not in speed.CHIPS or nvdisasm is None:
+    if case.speed is None or isinstance(case.speed, steps.Program) or chip is None or nvdisasm is None:
         return rows
-    chip = speed.CHIPS[target.name]
     machines = speed.read_machines(folder, kernels, target.arch, ptxas, nvdisasm)
     computed = speed.examine(machines, case.speed, chip)
     return [
@@ -212,6 +215,7 @@ def check(
         show(f"no speed is predicted: nvdisasm is not installed (extra {aot.EXTRA})")
     show(_line(("", *_COLUMNS.values())))
     rows: list[dict[str, Any]] = []
+    firsts: list[dict[str, Any]] = []  # of each case
     with concurrent.futures.ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, 8)) as pool:
         waiting = [pool.submit(_check_in_process, *found, target, timeout_s) for found in taken]
         try:
@@ -219,11 +223,14 @@ def check(
                 result = _compared(future.result())
                 show("\n".join([_title(case, result[0]), *map(_describe, result), *_predicted(result[0])]))
                 rows += result
+                firsts.append(result[0])
         finally:
             pool.shutdown(cancel_futures=True)
+    whole = steps.totals(firsts)
+    show("\n".join(map(_whole_step, whole))) if whole else None
     failed = sum(row["reason"] is not None for row in rows)
     show(f"{len(rows)} reports, {failed} failed, {time.perf_counter() - began:.0f} s")
-    return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "failed": failed}
+    return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "steps": whole, "failed": failed}
 
 
 def _compared(rows: list[dict]) -> list[dict]:
@@ -255,6 +262,14 @@ def _predicted(row: dict[str, Any]) -> list[str]:
         rate = f"{found['tflops']:>8,.0f} TFLOP/s" if found["tflops"] else f"{found['share']:>8.3f} of a copy"
         lines.append(f"    computed: {found['shape']:<14}{found['us']:>10,.1f} us {rate}, limit: {found['limit']}")
     return lines
+
+
+def _whole_step(step: dict[str, Any]) -> str:
+    """A line for a whole step, each term in it."""
+    terms = ", ".join(f"{name} {us:,.0f}" for name, us in step["terms"].items())
+    aim = f" (aim {step['aim_ms']:g})" if step["aim_ms"] is not None else ""
+    host = f"host {step['host_us']:,.0f} us meanwhile"
+    return f"computed: a step of {step['shape']} takes {step['ms']:.2f} ms{aim}; us: {terms}; {host}"
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@ pipes     what an instruction occupies, and how long;  chip: rates, latencies an
 warp      simulates turns of a loop on one scheduler of a multiprocessor
 lists     shapes of the GPU script, their lists of work and grids
 predict   cycles against the memory time of the bytes: microseconds, share of a copy or TFLOP/s, and what limits
+launches  what a whole program starts, and the bytes of each launch
+steps     whole programs: their launches and gaps; a step with the choice of its tokens
 models    which model belongs to which case of the report
 baseline  predictions that are stored, and compared with new ones
 """

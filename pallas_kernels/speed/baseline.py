@@ -10,14 +10,14 @@ import functools
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("baseline.json")
 README = Path(__file__).parents[1] / "README.md"
 ALLOWED = 1.05
-_BEGIN, _END = "<!-- begin: computed speed -->\n", "<!-- end: computed speed -->\n"
+_TABLES = ("computed speed", "computed steps")
 _SHAPES = ("64x4k", "1x32k", "256x512")
 
 
@@ -49,18 +49,22 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for row in rows:
         if row.get("predictions"):
             case = found.setdefault(key(row), {"kernels": {}, "shapes": {}})
-            turn = row["speed"]["turn"]
-            numbers = {"instructions": turn["instructions"], "cycles": row["speed"]["cycles"]}
-            case["kernels"][row["kernel"]] = numbers | {"blocks": row["speed"]["blocks"]}
+            if "launches" in row:  # a whole program
+                case["launches"] = {name: row[name] for name in ("launches", "launches_per_layer") if row[name]}
+            else:
+                turn = row["speed"]["turn"]
+                numbers = {"instructions": turn["instructions"], "cycles": row["speed"]["cycles"]}
+                case["kernels"][row["kernel"]] = numbers | {"blocks": row["speed"]["blocks"]}
             for said in row["predictions"]:
                 case["shapes"][said["shape"]] = {name: said[name] for name in ("us", "share", "tflops", "limit")}
     return found
 
 
 def costs(case: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of an entry that must not grow: cycles of kernels' inner loops, microseconds of shapes."""
+    """Returns the numbers of an entry that must not grow: cycles of loops, microseconds of shapes, launches."""
     cycles = {f"cycles of a turn of {name}": numbers["cycles"] for name, numbers in case["kernels"].items()}
-    return cycles | {f"us of {name}": numbers["us"] for name, numbers in case["shapes"].items()}
+    launches = {name.replace("_", " "): number for name, number in case.get("launches", {}).items()}
+    return cycles | {f"us of {name}": numbers["us"] for name, numbers in case["shapes"].items()} | launches
 
 
 def judge(rows: Iterable[Mapping[str, Any]], base: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -96,6 +100,8 @@ def table(cases: Mapping[str, Any]) -> str:
         "|---|---:|---:|" + "---:|" * len(_SHAPES) + "---|",
     ]
     for name, case in cases.items():
+        if not case["kernels"]:
+            continue
         kernels, shapes = list(case["kernels"].values()), case["shapes"]
         first = max(kernels, key=lambda kernel: kernel["instructions"])
         cells = [_cell(shapes[shape]) if shape in shapes else "" for shape in _SHAPES]
@@ -112,6 +118,22 @@ def _cell(numbers: Mapping[str, Any]) -> str:
     return f"{numbers['us']:,.0f} us, {rate}"
 
 
-def with_table(readme: str, cases: Mapping[str, Any]) -> str:
-    """Returns the text of the README with the table of these predictions."""
-    return re.sub(f"(?<={_BEGIN}).*(?={_END})", lambda _: f"\n{table(cases)}\n", readme, flags=re.DOTALL)
+def table_of_steps(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Returns stored predictions of whole steps as a Markdown table, in microseconds."""
+    names = list(dict.fromkeys(name for step in steps for name in step["terms"]))
+    lines = ["| computed, us | " + " | ".join(step["shape"] for step in steps) + " |", "|---|" + "---:|" * len(steps)]
+    for name in names:
+        lines.append(f"| {name} | " + " | ".join(f"{step['terms'].get(name, 0):,.0f}" for step in steps) + " |")
+    totals = [f"**{step['ms']:.2f} ms**, aim {step['aim_ms']:g}" for step in steps]
+    launches = [f"{step['launches']}, {step['launches_per_layer']} of a layer" for step in steps]
+    for name, cells in (("a step", totals), ("launches", launches)):
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(readme: str, base: Mapping[str, Any]) -> str:
+    """Returns the text of the README with the tables of these predictions."""
+    for name, lines in zip(_TABLES, (table(base["cases"]), table_of_steps(base.get("steps", ())))):
+        begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
+        readme = re.sub(f"(?<={begin}).*(?={end})", lambda _, lines=lines: f"\n{lines}\n", readme, flags=re.DOTALL)
+    return readme

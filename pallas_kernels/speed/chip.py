@@ -25,6 +25,9 @@ class Chip:
     # Share of it that reading alone, in pieces, gets at best. FA3's decode on an H200: 3.98 TB/s, 0.92 of copy
     # (tile-ai/TileOPs pull request 2136). No kernel is assumed to do better.
     streaming: float = 0.92
+    # Of the L2, 50 MB, where an array lies that a launch before has just written. Chips and Cheese, "Nvidia's H100",
+    # 2023: 5.5 TB/s, measured on an H100 PCIe with fewer multiprocessors.
+    l2_bytes_per_s: float = 5.5e12
     # Schedulers of a multiprocessor; each issues an instruction per cycle. Guide.
     schedulers: int = 4
     # Multiply-adds of 16 bits per cycle and multiprocessor: 989.4 TFLOP/s at 1.83 GHz, NVIDIA's data sheet of the H100.

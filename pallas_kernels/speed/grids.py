@@ -106,18 +106,20 @@ class Tokens:
 
     def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
         """Predicts writes of several sizes."""
-        machine, found = machines[self.kernel], []
-        for name, tokens in lists.WRITES.items():
-            blocks = min(machine.resident, -(-tokens // chip.num_cores))
-            timing = machine.simulated("before", chip, blocks, chip.dram_latency)
-            waves = -(-tokens // (blocks * chip.num_cores))
-            num_bytes = tokens * self.token_bytes
-            terms = {
-                "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
-                "compute": chip.us(waves * timing.cycles),
-                "launches": chip.launch_us,
-            }
-            us = sum_of(terms)
-            share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
-            found.append(Prediction(name, us, limit_of(terms, timing), terms, share))
-        return found
+        return [self.of_tokens(name, tokens, machines, chip) for name, tokens in lists.WRITES.items()]
+
+    def of_tokens(self, name: str, tokens: int, machines: Mapping[str, Machine], chip: Chip) -> Prediction:
+        """Predicts a write of as many tokens."""
+        machine = machines[self.kernel]
+        blocks = min(machine.resident, -(-tokens // chip.num_cores))
+        timing = machine.simulated("before", chip, blocks, chip.dram_latency)
+        waves = -(-tokens // (blocks * chip.num_cores))
+        num_bytes = tokens * self.token_bytes
+        terms = {
+            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "compute": chip.us(waves * timing.cycles),
+            "launches": chip.launch_us,
+        }
+        us = sum_of(terms)
+        share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
+        return Prediction(name, us, limit_of(terms, timing), terms, share)

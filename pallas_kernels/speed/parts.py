@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.speed import flow, pipes
-from pallas_kernels.speed.flow import Block
+from pallas_kernels.speed.flow import Block, Rank
 from pallas_kernels.speed.sass import Function, Instruction
 
 Code = tuple[Instruction, ...]
@@ -39,28 +39,42 @@ class Parts:
         return max(1, copies(self.before) // max(copies(self.turn), 1))
 
 
-def find_parts(function: Function) -> Parts:
-    """Finds the inner loop of a kernel: with most products of matrices, else with most copies, loads and stores."""
+def copying(block: Block) -> Rank:
+    """The cost of a block where a path asks for as many copies as possible, and is short."""
+    return -count_copies(block.code), len(block.code)
+
+
+def working(block: Block) -> Rank:
+    """The cost of a block where a path loads and stores as much as possible: it leaves out what has nothing to do."""
+    return -sum(i.name in ("LDG", "STG") for i in block.code), len(block.code)
+
+
+def find_parts(function: Function, cost: Callable[[Block], Rank] = copying) -> Parts:
+    """Finds the inner loop of a kernel: with most products of matrices, else with most copies, loads and stores.
+
+    Args:
+      cost: of a block, by which paths are chosen; see `flow.path`.
+    """
     graph = flow.blocks(function)
     loops = flow.loops(graph)
-    turns = {loop.head: flow.turn(graph, loop, loops, _cost) for loop in loops}
+    turns = {loop.head: flow.turn(graph, loop, loops, cost) for loop in loops}
     ends = [n for n, block in enumerate(graph) if not block.next and block.code[-1].name == "EXIT"]
     everything = range(len(graph))
     inner = max(loops, key=lambda loop: (_work(turns[loop.head]), -len(loop.blocks)), default=None)
     if inner is None or _work(turns[inner.head]) == (0, 0, 0):
-        return Parts(flow.path(graph, 0, ends, everything, loops, _cost), (), (), (), ())
+        return Parts(flow.path(graph, 0, ends, everything, loops, cost), (), (), (), ())
     outer = [loop for loop in loops if inner.blocks < loop.blocks and _work(turns[loop.head]) != (0, 0, 0)]
     apart = [loop for loop in loops if not loop.blocks & inner.blocks and _flops(turns[loop.head])]
     masked = max(apart, key=lambda loop: _flops(turns[loop.head]), default=None)
     makes = [turns[loop.head] for loop in loops if not loop.blocks & inner.blocks and _makes(turns[loop.head])]
     left = {m for n in inner.blocks for m in graph[n].next} - inner.blocks
     after = min(
-        (flow.path(graph, n, ends, set(everything) - inner.blocks, loops, _cost) for n in left),
+        (flow.path(graph, n, ends, set(everything) - inner.blocks, loops, cost) for n in left),
         key=lambda code: (-count_copies(code), len(code)) if code else (0, len(function.code)),
         default=(),
     )
     return Parts(
-        flow.path(graph, 0, [inner.head], everything, loops, _cost)[: -len(graph[inner.head].code)],
+        flow.path(graph, 0, [inner.head], everything, loops, cost)[: -len(graph[inner.head].code)],
         turns[inner.head],
         turns[outer[0].head] if outer else (),
         after,
@@ -97,10 +111,6 @@ def _work(code: Sequence[Instruction]) -> tuple[int, int, int]:
         return flops, 0, 0
     transfers = sum(i.name in ("LDG", "LDS", "STG", "STS", "LDGSTS") for i in code)
     return 0, count_copies(code), transfers if len(code) > 16 else 0
-
-
-def _cost(block: Block) -> tuple[float, ...]:
-    return -count_copies(block.code), len(block.code)
 
 
 _GROUPS = {

@@ -142,9 +142,14 @@ class Attention:
     kernels: tuple[str, str]
 
     def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
-        return [self._of_shape(name, lengths, machines, chip) for name, lengths in lists.DECODE.items()]
+        return [self.of_shape(name, lengths, machines, chip) for name, lengths in lists.DECODE.items()]
 
-    def _of_shape(self, name: str, lengths: Sequence[int], machines: Mapping[str, Machine], chip: Chip) -> Prediction:
+    def num_bytes(self, lengths: Sequence[int]) -> float:
+        """Returns the bytes of keys and values that rows of these lengths read."""
+        return sum(lists.stretches(lengths, self.num_kv_heads, self.num_workers).pieces) * self.piece_bytes
+
+    def of_shape(self, name: str, lengths: Sequence[int], machines: Mapping[str, Machine], chip: Chip) -> Prediction:
+        """Predicts rows of these lengths."""
         work = lists.stretches(lengths, self.num_kv_heads, self.num_workers)
         machine, merge = (machines[kernel] for kernel in self.kernels)
         timing, start, compute, end = walk(machine, work, chip)

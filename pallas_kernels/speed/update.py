@@ -2,7 +2,8 @@
 
     python -m pallas_kernels.speed.update [--show]
 
-Compiles the cases that have a model, about a minute, and shows each number before and after.
+Compiles the cases that have a model, about a minute, and shows each number before and after. Whole steps are those of
+the engine; it has to be installed beside the kernels.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import sys
 from pallas_kernels.aot import check
 from pallas_kernels.speed import baseline
 
+# Steps are of the engine, which the kernels do not import.
+SOURCES = (*check.SOURCES, "ksana_jax.compile_check.kernels:cases")
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Exit status 1: a case was not compiled; nothing is stored then."""
     parser = argparse.ArgumentParser("python -m pallas_kernels.speed.update", description="Stores predictions.")
     parser.add_argument("--show", action="store_true", help="show what has changed, and store nothing")
     args = parser.parse_args(argv)
-    rows = check.check("h200", chosen=lambda case: case.speed is not None, show=lambda line: None)["kernels"]
+    found = check.check("h200", chosen=lambda case: case.speed is not None, sources=SOURCES, show=lambda line: None)
+    rows = found["kernels"]
     if broken := [f"{baseline.key(row)}: {row['reason']}" for row in rows if not row.get("predictions")]:
         print(*broken, sep="\n", file=sys.stderr)
         return 1
@@ -29,8 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"stored: {old['versions']}; these compilers: {baseline.versions()}")
     print(*(baseline.changes(new, old["cases"]) or ["nothing has changed"]), sep="\n")
     if not args.show:
-        baseline.PATH.write_text(json.dumps({"versions": baseline.versions(), "cases": new}, indent=1) + "\n")
-        baseline.README.write_text(baseline.with_table(baseline.README.read_text(), new))
+        stored = {"versions": baseline.versions(), "cases": new, "steps": found["steps"]}
+        baseline.PATH.write_text(json.dumps(stored, indent=1) + "\n")
+        baseline.README.write_text(baseline.with_tables(baseline.README.read_text(), stored))
     return 0
 
 

@@ -71,6 +71,13 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
     for row in steps:
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]
+    for step in found["steps"]:
+        assert step["launches_per_layer"] * 32 < step["launches"] and step["ms"] == pytest.approx(
+            sum(step["terms"].values()) / 1e3, abs=0.001
+        )
+        # Weights of layers are read at 0.92 of a copy, and of the head.
+        assert 3_500 < step["terms"]["products"] < 3_700 and 262 < step["terms"]["LM head"] < 270
+    assert [step["shape"] for step in found["steps"]] == ["1 row of 1k", "64 rows of 2k"]
     assert {row["config"].get("devices", 1) for row in steps} == {1, 2, 8}
     h200 = aot.target("h200").memory_bytes
     assert all(row["argument_bytes"] + row["temp_bytes"] < h200 for row in steps)

@@ -295,8 +295,9 @@ def test_a_change_that_costs_more_than_5_percent_fails(monkeypatch):
 
 def test_the_readme_has_the_stored_predictions():
     text = baseline.README.read_text()
-    assert baseline.with_table(text, baseline.stored()["cases"]) == text
+    assert baseline.with_tables(text, baseline.stored()) == text
     assert baseline.table(baseline.stored()["cases"]) in text
+    assert baseline.table_of_steps(baseline.stored()["steps"]) in text
 
 
 @needs_compiler

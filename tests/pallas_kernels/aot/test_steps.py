@@ -1,0 +1,128 @@
+"""The model of speed of whole programs: launches and their bytes are read from the program, terms are added up."""
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels.speed import baseline, models, steps
+from pallas_kernels.speed.chip import H200
+from pallas_kernels.speed.launches import read_launches
+from pallas_kernels.speed.parts import find_parts, working
+from pallas_kernels.speed.predict import Machine
+from tests.pallas_kernels.aot.test_speed import function
+
+HLO = """HloModule jit_step
+
+%fused_gather (param_0: bf16[1000,64], param_1: s32[8]) -> bf16[8,64] {
+  %param_0 = bf16[1000,64]{1,0} parameter(0)
+  %param_1 = s32[8]{0} parameter(1)
+  %bitcast.1 = s32[8,1]{1,0} bitcast(%param_1)
+  ROOT %gather.1 = bf16[8,64]{1,0} gather(%param_0, %bitcast.1), offset_dims={1}
+}
+
+%dot_computation (parameter_0: bf16[8,2,32], parameter_1: bf16[96,2,32]) -> f32[2,8,96] {
+  %parameter_0 = bf16[8,2,32]{2,1,0} parameter(0)
+  %parameter_1 = bf16[96,2,32]{2,1,0} parameter(1)
+  ROOT %dot.1 = f32[2,8,96]{2,1,0} dot(%parameter_0, %parameter_1), lhs_batch_dims={1}, lhs_contracting_dims={2}, rhs_batch_dims={1}, rhs_contracting_dims={2}
+}
+
+ENTRY %main (embed: bf16[1000,64], tokens: s32[8], w: bf16[96,64]) -> f32[2,8,96] {
+  %embed = bf16[1000,64]{1,0} parameter(0)
+  %tokens = s32[8]{0} parameter(1)
+  %w = bf16[96,64]{1,0} parameter(2)
+  %loop_gather_fusion = bf16[8,64]{1,0} fusion(%embed, %tokens), kind=kLoop, calls=%fused_gather, metadata={op_name="jit(step)/embed/gather"}
+  %bitcast.2 = bf16[8,2,32]{2,1,0} bitcast(%loop_gather_fusion)
+  %bitcast.3 = bf16[96,2,32]{2,1,0} bitcast(%w)
+  ROOT %gemm_fusion_dot.7 = f32[2,8,96]{2,1,0} fusion(%bitcast.2, %bitcast.3), kind=kCustom, calls=%dot_computation
+}
+"""  # noqa: E501
+THUNKS = """000: kCommandBuffer [source | sink]
+    001: kCustomKernel [source       | next=002 (1)] loop_gather_fusion grid: [4, 2, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
+    002: kCustomKernel [prev=001 (1) | sink        ] gemm_fusion_dot grid: [12, 1, 1] threads: [64, 1, 1]  shared_memory: 512 bytes
+"""  # noqa: E501
+
+
+def test_launches_have_their_bytes_and_operations():
+    gather, product = read_launches(HLO, THUNKS)
+    assert (gather.scope, gather.kernel, gather.grid, gather.threads) == ("embed/gather", "loop_gather_fusion", 8, 128)
+    # Eight rows of the embedding and the tokens are read, not all rows; the rows are written.
+    assert (gather.argument_bytes, gather.passed_bytes) == (8 * 64 * 2 + 8 * 4, 8 * 64 * 2)
+    assert not gather.product and product.product
+    # The weights are an argument through a bitcast. Operations are those of 64 rows.
+    assert product.argument_bytes == 96 * 64 * 2 and product.passed_bytes == 8 * 64 * 2 + 2 * 8 * 96 * 4
+    assert product.flops == 2 * 64 * 64 * 96
+
+
+def test_thunks_of_another_program_are_refused():
+    with pytest.raises(ValueError, match="2 instructions are started by 1 thunks"):
+        read_launches(HLO, "\n".join(THUNKS.splitlines()[:2]))
+    with pytest.raises(ValueError, match="loop_gather_fusion is started by the thunk of loop_add_fusion"):
+        read_launches(HLO, THUNKS.replace("loop_gather_fusion", "loop_add_fusion"))
+
+
+def test_a_product_takes_its_weights_or_its_operations():
+    _, product = read_launches(HLO, THUNKS)
+    gigabyte = dataclasses.replace(product, argument_bytes=10**9)
+    start = H200.us(H200.dram_latency)
+    assert steps.product_us(gigabyte, H200) == pytest.approx(1e9 / (0.92 * 4.3e12) * 1e6 + start)
+    many = dataclasses.replace(gigabyte, flops=10**12)
+    assert steps.product_us(many, H200) == pytest.approx(1e12 / (132 * 4096 * 1.98e9) * 1e6 + start)
+
+
+def test_a_small_kernel_takes_its_instructions_its_turns_and_its_waves():
+    lines = ("@P0 EXIT", "LDG.E R4, [R2.64]; 1, 0, 7, 0", "STG.E [R2.64], R4; 1, 7, 7, 1", "EXIT")
+    once = Machine(find_parts(function(*lines), working), resident=8, warpgroups=1)
+    assert [i.name for i in once.parts.before] == ["EXIT", "LDG", "STG", "EXIT"]
+    gather, _ = read_launches(HLO, THUNKS)
+    alone = steps.own_us(gather, once, H200)
+    assert H200.us(H200.l2_latency) < alone < 2 * H200.us(H200.l2_latency)
+    waves = dataclasses.replace(gather, grid=3 * 8 * H200.num_cores)
+    assert steps.own_us(waves, once, H200) > 2.9 * alone
+    # Each thread reads four bytes in a turn: as many turns as what is read needs.
+    loop = (
+        ".L_x_1:",
+        *["LDG.E R4, [R2.64]; 1, 0, 7, 0", "FADD R5, R4, R5; 4, 7, 7, 1"] * 9,
+        "@P0 BRA `(.L_x_1)",
+        "EXIT",
+    )
+    turns = Machine(find_parts(function(*loop), working), resident=8, warpgroups=1)
+    few, many = (dataclasses.replace(gather, passed_bytes=n * 8 * 128 * 36) for n in (2, 20))
+    assert 8 < steps.own_us(many, turns, H200) / steps.own_us(few, turns, H200) < 12
+    large = dataclasses.replace(gather, passed_bytes=55 * 10**6)
+    assert steps.own_us(large, once, H200) == pytest.approx(10, rel=0.01)
+
+
+def case(**changed) -> dict:
+    terms = {"products": 3000.0, "gaps": 600.0}
+    said = {"shape": "1 row", "us": 3600.0, "terms": terms, "share": 0.8, "tflops": 0.0, "limit": "products"}
+    return {
+        "name": "step", "config": {"rows": 1}, "predictions": [said], "launches": 500, "launches_per_layer": 14,
+        "host_us": 30.0, "aim_ms": 4.4, "reason": None,
+    } | changed  # fmt: skip
+
+
+def test_a_step_and_the_choice_of_its_tokens_are_added_and_hide_the_host():
+    choice = case(name="choice", launches=7, launches_per_layer=None, host_us=0.0, aim_ms=None)
+    choice["predictions"] = [choice["predictions"][0] | {"us": 300.0, "terms": {"LM head": 290.0, "gaps": 10.0}}]
+    [step] = steps.totals([case(), {"name": "a kernel"}, choice])
+    assert step["terms"] == {"products": 3000, "gaps": 610, "LM head": 290}
+    assert (step["launches"], step["launches_per_layer"], step["ms"], step["aim_ms"]) == (507, 14, 3.9, 4.4)
+    assert steps.totals([case(host_us=9000.0), choice])[0]["ms"] == 9
+    assert steps.totals([case()]) == []  # without its choice it is no whole step
+    table = baseline.table_of_steps([step])
+    assert "| gaps | 610 |" in table and "| a step | **3.90 ms**, aim 4.4 |" in table
+
+
+def test_a_step_with_more_launches_or_a_longer_one_fails():
+    base = {"versions": baseline.versions(), "cases": baseline.entries([case()])}
+    assert baseline.judge([case()], base) == {}
+    assert baseline.judge([case(launches_per_layer=15)], base) == {
+        "step rows=1": ["computed launches per layer: 15, stored 14"]
+    }
+    slower = case()
+    slower["predictions"] = [slower["predictions"][0] | {"us": 3800.0}]
+    assert baseline.judge([slower], base) == {"step rows=1": ["computed us of 1 row: 3,800, stored 3,600"]}
+
+
+def test_models_are_of_decode_steps():
+    assert models.step(64, 0) is not None and models.step(64, 8) is models.step(3, 0) is None
