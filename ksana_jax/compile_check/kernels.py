@@ -12,7 +12,9 @@ from ksana_jax.compile_check.models import LLAMA_8B, MODELS, SHAPES, sizes_of
 from ksana_jax.compile_check.steps import collectives_of_step, lower_sampling, lower_step
 from ksana_jax.compile_check.targets import gpu_target, targets
 from ksana_jax.config import ModelConfig
+from ksana_jax.kv.eviction.h2o import H2O
 from ksana_jax.step.contract import StepShape
+from ksana_jax.step.shared_prefix import SHARED_ROWS
 from pallas_kernels import aot
 from pallas_kernels.aot.check import SOURCES, Case, check
 from pallas_kernels.speed import models
@@ -20,7 +22,8 @@ from pallas_kernels.speed import models
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
 NUM_BLOCKS = (28_001, 4096)
-
+# With scores of tokens, of which the same is true; rows of up to 2k tokens then.
+NUM_SCORED_BLOCKS, SCORED_WIDTH = 14_000, 32
 
 # Models divided among devices of a host: by name, with their numbers of devices.
 DIVIDED = (("Llama-8B", 2), ("Llama-8B", 8), ("Llama-70B", 8))
@@ -40,6 +43,7 @@ def cases(target: aot.Target) -> list[Case]:
         whole = models.step(**sizes_of(shape)) if (attention, kv) == ("hopper", "bf16") else None
         found.append(Case("step of Llama-8B", config, step, speed=whole))
     if target.hopper:
+        found += _with_options()
         for rows in models.STEPS:
             choice = functools.partial(_sampling, model=LLAMA_8B, rows=rows, num_devices=1, samples=False)
             found.append(Case("choice of tokens of Llama-8B", {"rows": rows}, choice, speed=models.choice(rows)))
@@ -55,9 +59,24 @@ def cases(target: aot.Target) -> list[Case]:
     return found
 
 
+def _with_options() -> list[Case]:
+    """Returns decode steps whose rows share blocks, and whose attention returns the weight that each slot got."""
+    sharing, weighing = SHAPES[1]._replace(shared_rows=SHARED_ROWS), SHAPES[1]._replace(table_width=SCORED_WIDTH)
+    evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
+    sizes, found = sizes_of(SHAPES[1]), []
+    for shape, option, settings, asked in (
+        (sharing, {"shared_rows": SHARED_ROWS}, {}, {"group": SHARED_ROWS}),
+        (weighing, {"kv_eviction": "h2o"}, evicting, {"mass": True}),
+    ):
+        step = functools.partial(_step, shape=shape, attention="hopper", **settings)
+        config = {"attention": "hopper"} | sizes | option
+        found.append(Case("step of Llama-8B", config, step, speed=models.step(**sizes, **asked)))
+    return found
+
+
 def _step(target: aot.Target, *, shape: StepShape, model: ModelConfig = LLAMA_8B, kv: str = "bf16", **settings: Any):
-    blocks = NUM_BLOCKS[kv == "bf16"]
-    return lower_step(gpu_target(target), model, shape, kv=kv, num_blocks=blocks, **settings)
+    settings = {"num_blocks": NUM_BLOCKS[kv == "bf16"]} | settings
+    return lower_step(gpu_target(target), model, shape, kv=kv, **settings)
 
 
 def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int, samples: bool = True):

@@ -21,11 +21,12 @@ LLAMA_8B = ModelConfig(
 LLAMA_70B = dataclasses.replace(LLAMA_8B, d_model=8192, num_layers=80, num_heads=64, d_ff=28_672)
 MODELS = {"Llama-8B": LLAMA_8B, "Llama-70B": LLAMA_70B}
 
-# Decode of one row and of 64 rows; 32 rows with eight tiles of prompts, 64 tokens each.
+# Decode of one row and of 64 rows; 32 rows with eight tiles of prompts, 64 tokens each; decode of eight rows, the
+# fewest that an engine computes on a GPU.
 TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
 SHAPES = tuple(
     StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)
-    for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)))
+    for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)), (Part(8, 1),))
 )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ksana_jax.compile_check.targets import Target
 from ksana_jax.config import ModelConfig
 from ksana_jax.devices.capabilities import stored_as_bits
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.operator_settings import OperatorSettings
@@ -30,6 +31,7 @@ def runner_of(
     num_devices: int = 1,
     attention: str = "auto",
     kv: str = "bf16",
+    eviction: EvictionMethod | None = None,
 ) -> Runner:
     """Returns a runner in bfloat16 that compiles for a target. kv: how keys and values are stored."""
     return Runner(
@@ -37,7 +39,9 @@ def runner_of(
         abstract_params(model, "bf16"),
         (FULL,) * model.num_layers,
         num_blocks=num_blocks,
-        layout=KVLayout.of(model, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(target.device)),
+        layout=KVLayout.of(
+            model, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(target.device), eviction=eviction
+        ),
         max_model_len=model.max_position,
         max_repositioned_sinks=0,
         settings=OperatorSettings(attention=attention),

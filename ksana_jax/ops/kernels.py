@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -112,8 +113,12 @@ class Kernels(NamedTuple):
         for i, call in enumerate(calls(context.batch, context.shape)):
             q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
             asked = _ask(call, context, pattern, cache, q, q_sink)
-            result = self.serving(call, asked)(asked, None if work is None else work[i])
+            with jax.named_scope("shared") if call.shared else contextlib.nullcontext():
+                result = self.serving(call, asked)(asked, None if work is None else work[i])
             if result.mass is not None:
+                # The kernel of the mass reads the pool after the attention. Without this, nothing says that it does so
+                # before the next layer writes to the pool, and XLA copies the pool.
+                result = jax.lax.optimization_barrier(result)
                 masses.append(result.mass)
             found.append(jax.tree.map(call.give, result._replace(mass=None)))
         if context.shape.shared_rows:

@@ -50,7 +50,8 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if row.get("predictions"):
             case = found.setdefault(key(row), {"kernels": {}, "shapes": {}})
             if "launches" in row:  # a whole program
-                case["launches"] = {name: row[name] for name in ("launches", "launches_per_layer") if row[name]}
+                names = ("launches", "launches_per_layer") if row["step"] else ("launches",)
+                case["launches"] = {name: row[name] for name in names}
             else:
                 turn = row["speed"]["turn"]
                 numbers = {"instructions": turn["instructions"], "cycles": row["speed"]["cycles"]}
@@ -121,13 +122,15 @@ def _cell(numbers: Mapping[str, Any]) -> str:
 def table_of_steps(steps: Sequence[Mapping[str, Any]]) -> str:
     """Returns stored predictions of whole steps as a Markdown table, in microseconds."""
     names = list(dict.fromkeys(name for step in steps for name in step["terms"]))
-    lines = ["| computed, us | " + " | ".join(step["shape"] for step in steps) + " |", "|---|" + "---:|" * len(steps)]
-    for name in names:
-        lines.append(f"| {name} | " + " | ".join(f"{step['terms'].get(name, 0):,.0f}" for step in steps) + " |")
-    totals = [f"**{step['ms']:.2f} ms**, aim {step['aim_ms']:g}" for step in steps]
-    launches = [f"{step['launches']}, {step['launches_per_layer']} of a layer" for step in steps]
-    for name, cells in (("a step", totals), ("launches", launches)):
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines = [
+        f"| computed, us | {' | '.join(names)} | a step, ms | launches, of a layer |",
+        "|---|" + "---:|" * (len(names) + 2),
+    ]
+    for step in steps:
+        cells = [f"{step['terms'][name]:,.0f}" if name in step["terms"] else "" for name in names]
+        total = f"**{step['ms']:.2f}**" + (f", aim {step['aim_ms']:g}" if step["aim_ms"] else "")
+        launches = f"{step['launches']}, {step['launches_per_layer']}"
+        lines.append(f"| {step['shape']} | {' | '.join(cells)} | {total} | {launches} |")
     return "\n".join(lines) + "\n"
 
 

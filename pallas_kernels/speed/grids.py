@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pallas_kernels.speed import lists
 from pallas_kernels.speed.chip import Chip
@@ -74,24 +74,30 @@ class Mass:
     num_kv_heads: int
     piece_bytes: float
     num_workers: int
+    kernel: str = "hopper_mass"
 
     def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
         """Predicts the shapes of decode."""
-        machine, found = machines["hopper_mass"], []
-        for name, lengths in lists.DECODE.items():
-            work = lists.stretches(lengths, self.num_kv_heads, self.num_workers)
-            timing, start, compute, end = walk(machine, work, chip)
-            num_bytes = sum(work.pieces) * self.piece_bytes
-            terms = {
-                "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
-                "compute": chip.us(compute),
-                "start and end": chip.us(start + end),
-                "launches": chip.launch_us,
-            }
-            us = sum_of(terms)
-            share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
-            found.append(Prediction(name, us, limit_of(terms, timing), terms, share))
-        return found
+        return [self.of_shape(name, lengths, machines, chip) for name, lengths in lists.DECODE.items()]
+
+    def num_bytes(self, lengths: Sequence[int]) -> float:
+        """Returns the bytes of keys that rows of these lengths read."""
+        return sum(lists.stretches(lengths, self.num_kv_heads, self.num_workers).pieces) * self.piece_bytes
+
+    def of_shape(self, name: str, lengths: Sequence[int], machines: Mapping[str, Machine], chip: Chip) -> Prediction:
+        """Predicts rows of these lengths."""
+        work = lists.stretches(lengths, self.num_kv_heads, self.num_workers)
+        timing, start, compute, end = walk(machines[self.kernel], work, chip)
+        num_bytes = sum(work.pieces) * self.piece_bytes
+        terms = {
+            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "compute": chip.us(compute),
+            "start and end": chip.us(start + end),
+            "launches": chip.launch_us,
+        }
+        us = sum_of(terms)
+        share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
+        return Prediction(name, us, limit_of(terms, timing), terms, share)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,8 @@ _NOTHING = frozenset("parameter get-tuple-element bitcast constant tuple after-a
 # What reads of its first operand only as much as it returns.
 _PARTIAL = frozenset("gather dynamic-slice slice".split())
 _RESHAPES = frozenset("bitcast reshape".split())
+# What returns its first operand with an update, and which operand that is.
+_UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
@@ -147,10 +149,29 @@ def _traffic(
 ) -> tuple[int, int, int]:
     """Bytes read of the program's arguments, bytes read of other values and written, operations."""
     body = computations.get(i.called() or "", ())
+    number, update = _updated(body)
     read = [_bytes_read(body, n) if body else num_bytes(values[name].type) for n, name in enumerate(i.operands)]
+    written = num_bytes(i.type)
+    if number is not None:  # in place: what is updated is read and written, the rest is not touched
+        read[number], written = update, update
     given = [_is_argument(values, name) for name in i.operands]
     from_arguments = sum(size for size, is_given in zip(read, given) if is_given)
-    return from_arguments, sum(read) - from_arguments + num_bytes(i.type), sum(map(_flops_in(body), body))
+    return from_arguments, sum(read) - from_arguments + written, sum(map(_flops_in(body), body))
+
+
+def _updated(body: Sequence[Instruction]) -> tuple[int | None, int]:
+    """The parameter that a fusion returns updated, None without, and the bytes of the update."""
+    inside = {i.name: i for i in body}
+    i = body[-1] if body else None
+    while i is not None and i.operation in _RESHAPES:
+        i = inside.get(i.operands[0])
+    if i is None or i.operation not in _UPDATES:
+        return None, 0
+    update = num_bytes(inside[i.operands[_UPDATES[i.operation]]].type)
+    i = inside[i.operands[0]]
+    while i.operation in _RESHAPES:
+        i = inside[i.operands[0]]
+    return (int(i.operands[0]), update) if i.operation == "parameter" else (None, 0)
 
 
 def _is_argument(values: Mapping[str, Instruction], name: str) -> bool:

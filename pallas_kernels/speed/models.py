@@ -9,7 +9,18 @@ from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.grids import Mass, Prefill, Tokens
 from pallas_kernels.speed.lists import PREFILL, TILE_KV
 from pallas_kernels.speed.predict import Attention, Merge, Model
-from pallas_kernels.speed.steps import ATTENTION, MERGE, ONCE, PRODUCTS, WRITE, Program
+from pallas_kernels.speed.steps import (
+    ATTENTION,
+    MASS,
+    MERGE,
+    ONCE,
+    PRODUCTS,
+    SHARED_ATTENTION,
+    SHARED_MERGE,
+    WRITE,
+    Program,
+    Rows,
+)
 
 # Of codes, by name: bytes of a number and of the scales of a token; of int4, 4.5 bits in all.
 _CODES = {None: (2.0, 0), "int8": (1.0, 4), "float8_e4m3fn": (1.0, 4), "int4": (4.5 / 8, 0)}
@@ -60,28 +71,57 @@ def kv_write(config: dict[str, Any]) -> Tokens | None:
     return Tokens(_UPDATING, rotated + 2 * 8 * (128 * (2 + of_number) + of_token))
 
 
-# Whole steps of a Llama-8B shape, by their rows: the text of each row, what the host takes for a step in microseconds,
-# and the aim in milliseconds. The host: `ksana bench host --rows 1,64`, CPU time, medians of 200 steps on two cores of a
-# busy EPYC; what starting programs on a GPU costs it is not in it.
-STEPS = {1: ("1 row of 1k", 1024, 25.5, 4.4), 64: ("64 rows of 2k", 2048, 37.3, 9.0)}
+# What the host takes for a step, in microseconds, by rows: `ksana bench host --rows 1,64`, CPU time, medians of 200
+# steps on two cores of a busy EPYC; what starting programs on a GPU costs it is not in it.
+HOST_US = {8: 25.5, 64: 37.3}
+AIMS_MS = {8: 4.4, 64: 9.0}
+# Visible tokens of a long row in a window of 4k with sinks: of the blocks that the window touches, and one of sinks.
+WINDOWED = 4096 + 2 * TILE_KV
+# Decode steps of a Llama-8B shape by the rows that they are compiled for: how many rows see how many tokens. On a GPU
+# an engine computes at least eight rows; of one request, seven are padding.
+STEPS = {
+    8: {"1 row of 1k": (1, 1024), "1 row of 128k in a window of 4k": (1, WINDOWED)},
+    64: {
+        "64 rows of 2k": (64, 2048),
+        "64 rows of 6k": (64, 6144),
+        "64 rows of 128k in a window of 4k": (64, WINDOWED),
+    },
+}
+# The same 64 rows with further options.
+SHARING, WEIGHING = "64 rows of 6k, 4k shared by groups of {group}", "64 rows of 2k with their mass"
 
 
-def step(rows: int, tiles: int) -> Program | None:
-    """Returns the model of a decode step with 8 kv heads of 4 queries, in bfloat16."""
+def step(rows: int, tiles: int, *, group: int = 0, mass: bool = False) -> Program | None:
+    """Returns the model of a decode step with 8 kv heads of 4 queries, in bfloat16; None of other shapes.
+
+    Args:
+      group: rows that share blocks; 0 for none. mass: whether the attention returns the weight of each slot.
+    """
     if rows not in STEPS or tiles:
         return None
-    name, length, host_us, aim_ms = STEPS[rows]
-    attention, write = decode({}), kv_write({})
-    assert attention is not None and write is not None
-    attention = dataclasses.replace(attention, kernels=(ATTENTION, MERGE))
+    whole, write, of_mass = decode({}), kv_write({}), Mass(8, TILE_KV * 128 * 2, H200.num_cores * 2, MASS)
+    assert whole is not None and write is not None
+    shapes = {name: Rows((length,) * count) for name, (count, length) in STEPS[rows].items()}
+    if group:
+        shapes = {SHARING.format(group=group): Rows((2048,) * rows, (4096,) * (rows // group))}
+    if mass:
+        shapes = {WEIGHING: Rows((2048,) * rows)}
+    # `hopper.merge`: 8 blocks of threads share the numbers of a pair, 128 at a time.
+    merge = dataclasses.replace(whole.merge, shares=8, idle_blocks=8 * whole.num_workers, loops=max(group // 2, 1))
     return Program(
-        name, (length,) * rows, attention, dataclasses.replace(write, kernel=WRITE), host_us=host_us, aim_ms=aim_ms
+        shapes,
+        dataclasses.replace(whole, kernels=(ATTENTION, MERGE)),
+        dataclasses.replace(write, kernel=WRITE),
+        dataclasses.replace(whole, merge=merge, kernels=(SHARED_ATTENTION, SHARED_MERGE)) if group else None,
+        of_mass if mass else None,
+        host_us=HOST_US[rows],
+        aim_ms=None if group or mass else AIMS_MS[rows],
     )
 
 
 def choice(rows: int) -> Program:
-    """Returns the model of the choice of the most probable tokens after such a step."""
-    return Program(STEPS[rows][0], (), terms={PRODUCTS: "LM head", ONCE: "choice of tokens"})
+    """Returns the model of the choice of the most probable tokens after a step of as many rows."""
+    return Program({f"choice of {rows}": Rows(())}, terms={PRODUCTS: "LM head", ONCE: "choice of tokens"})
 
 
 def triton_decode(config: dict[str, Any]) -> Model | None:

@@ -106,11 +106,13 @@ class Merge:
     Args:
       segments: that one turn of its loop reads. shares: blocks of threads that share a pair.
       idle_blocks: of the grid, where only split pairs are merged; 0 where all are, each by blocks of its own.
+      loops: how often a block of threads runs this loop for a pair.
     """
 
     segments: int
     shares: int
     idle_blocks: int
+    loops: int = 1
 
     def cycles(self, machine: Machine, work: lists.Stretches, chip: Chip) -> float:
         """Cycles of the whole grid."""
@@ -122,7 +124,7 @@ class Merge:
         arrival = chip.l2_latency + chip.tma_latency if count_copies(machine.parts.turn) else 0
         cycles = max(turn.cycles, (arrival + turn.held) / machine.parts.stages)
         fixed = arrival + sum(machine.once(part, chip, blocks, chip.l2_latency) for part in ("before", "after"))
-        durations = [fixed + cycles * -(-n // self.segments) for n in merged for _ in range(self.shares)]
+        durations = [fixed + cycles * self.loops * -(-n // self.segments) for n in merged for _ in range(self.shares)]
         idle = [fixed] * (count - len(durations))
         return lists.makespan(durations + idle, blocks * chip.num_cores)
 

@@ -9,22 +9,40 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.aot import report as compiled
 from pallas_kernels.speed import parts, pipes, sass
 from pallas_kernels.speed.chip import H200, Chip
-from pallas_kernels.speed.grids import Tokens
+from pallas_kernels.speed.grids import Mass, Tokens
 from pallas_kernels.speed.launches import Launch, num_bytes, read_launches
-from pallas_kernels.speed.predict import Attention, Machine, Prediction
+from pallas_kernels.speed.predict import Attention, Machine, Prediction, sum_of
 
-# Of kernels of Pallas, by what stands in their scope; they name a term each.
-ATTENTION, MERGE, WRITE = "attention", "merge", "write"
+# Terms of a step, of which the first ones are kernels of Pallas. Shared: over blocks that rows have in common.
+ATTENTION, MERGE, WRITE, MASS = "attention", "merge", "write", "mass"
+SHARED_ATTENTION, SHARED_MERGE = "shared attention", "shared merge"
+PRODUCTS, SMALL, WORK_LIST, GAPS = "products", "small kernels of layers", "work list", "gaps"
 # Embedding, angles of the rope, last norm.
-PRODUCTS, ONCE = "products", "others of a step"
-_SCOPES = {"hopper_attention": ATTENTION, "hopper_merge": MERGE, "kv_write": WRITE}
+ONCE = "others of a step"
+# Of kernels, by what stands in their scope.
+_SCOPES = {
+    "shared/hopper_attention": SHARED_ATTENTION,
+    "shared/hopper_merge": SHARED_MERGE,
+    "hopper_attention": ATTENTION,
+    "hopper_merge": MERGE,
+    "kv_write": WRITE,
+    "hopper_mass": MASS,
+}
+
+
+class Rows(NamedTuple):
+    """Rows of one query each in a step. lengths: visible tokens of each, beside those that it shares.
+    shared: visible tokens that each group of rows shares."""
+
+    lengths: tuple[int, ...]
+    shared: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,68 +50,79 @@ class Program:
     """How a whole program is predicted.
 
     Args:
-      name: of the shape. lengths: of its rows of one query each.
-      attention, write: models of its kernels, None where it has none; theirs are named "attention", "merge", "write".
+      shapes: by their names; the program is compiled for all of them.
+      attention, write, shared, mass: models of its kernels, named after their terms; None where it has none.
       terms: other names of the terms PRODUCTS and ONCE, if it is no step.
-      host_us: what the host takes for a step, in microseconds, measured. aim_ms: of a whole step.
+      host_us: what the host takes for a step, in microseconds, measured. aim_ms: of the first shape, of a whole step.
     """
 
-    name: str
-    lengths: tuple[int, ...]
+    shapes: Mapping[str, Rows]
     attention: Attention | None = None
     write: Tokens | None = None
+    shared: Attention | None = None
+    mass: Mass | None = None
     terms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host_us: float = 0.0
     aim_ms: float | None = None
 
-    def predict(self, code: Code, chip: Chip) -> Prediction:
-        """Predicts the program; terms are in microseconds, and all of them are added."""
+    def predict(self, code: Code, chip: Chip) -> list[Prediction]:
+        """Predicts each shape; terms are in microseconds, and all of them are added."""
+        return [self._of_shape(name, rows, code, chip) for name, rows in self.shapes.items()]
+
+    def _of_shape(self, shape: str, rows: Rows, code: Code, chip: Chip) -> Prediction:
         terms: dict[str, float] = defaultdict(float)
         repeated = Counter(launch.alike for launch in code.launches)
-        layers = max(
-            (n for n in Counter(launch.pallas for launch in code.launches if launch.pallas).values()), default=1
-        )
-        num_bytes, of_pallas = 0.0, self._of_pallas(code, chip)
+        layers = max(Counter(launch.pallas for launch in code.launches if launch.pallas).values(), default=1)
+        num_bytes, of_pallas = 0.0, self._of_pallas(rows, code, chip)
         for launch in code.launches:
             if launch.pallas:
                 name = _kind(launch)
-                terms[name] += of_pallas[name]
-                continue
-            if launch.product:
+                us, read = of_pallas[name]
+                num_bytes += read
+            elif launch.product:
                 name, us = PRODUCTS, product_us(launch, chip)
                 num_bytes += launch.argument_bytes
             else:
                 # What every layer has, maybe but for the first and the last one.
                 in_layers = 2 * repeated[launch.alike] > layers > 1
-                name = (
-                    "small kernels of layers" if in_layers else "work list" if "/attention/" in launch.scope else ONCE
-                )
+                name = SMALL if in_layers else WORK_LIST if "/attention/" in launch.scope else ONCE
                 us = own_us(launch, code.machines.get(launch.kernel), chip)
             terms[self.terms.get(name, name)] += us
-        terms["gaps"] = chip.launch_us * len(code.launches)
+        terms[GAPS] = chip.launch_us * len(code.launches)
         us = sum(terms.values())
-        if self.attention is not None:
-            num_bytes += layers * self.attention.num_bytes(self.lengths)
         share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
-        return Prediction(self.name, us, max(terms, key=lambda name: terms[name]), dict(terms), share)
+        return Prediction(shape, us, max(terms, key=lambda name: terms[name]), dict(terms), share)
 
-    def _of_pallas(self, code: Code, chip: Chip) -> dict[str, float]:
-        """Microseconds of a launch of each kernel of Pallas, without the gap before it."""
+    def _of_pallas(self, rows: Rows, code: Code, chip: Chip) -> dict[str, tuple[float, float]]:
+        """Microseconds of a launch of each kernel of Pallas, without the gap before it, and bytes of the pool."""
         found = {}
-        if self.attention is not None:
-            whole = self.attention.of_shape("", self.lengths, code.machines, chip).terms
-            found[MERGE] = whole["merge"]
-            found[ATTENTION] = max(whole["memory"], whole["compute"]) + whole["start and end"]
+        attentions = (self.attention, rows.lengths, ATTENTION, MERGE), (
+            self.shared, rows.shared, SHARED_ATTENTION, SHARED_MERGE
+        )  # fmt: skip
+        for model, lengths, name, merge in attentions:
+            if model is not None:
+                terms = model.of_shape("", lengths, code.machines, chip).terms
+                found[merge] = terms["merge"], 0.0
+                found[name] = _without_gaps(terms, merge=0.0), model.num_bytes(lengths)
         if self.write is not None:
-            whole = self.write.of_tokens("", len(self.lengths), code.machines, chip)
-            found[WRITE] = whole.us - whole.terms["launches"]
+            terms = self.write.of_tokens("", len(rows.lengths), code.machines, chip).terms
+            found[WRITE] = _without_gaps(terms), 0.0
+        if self.mass is not None:
+            terms = self.mass.of_shape("", rows.lengths, code.machines, chip).terms
+            found[MASS] = _without_gaps(terms), self.mass.num_bytes(rows.lengths)
         return found
+
+
+def _without_gaps(terms: Mapping[str, float], **changed: float) -> float:
+    return sum_of({**terms, "launches": 0.0, **changed})
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A compiled program: its launches, and the machine code of its kernels by name; those of Pallas are named after
-    their terms."""
+    """A compiled program: its launches, and the machine code of its kernels by name.
+
+    Kernels of Pallas are named after their terms.
+    """
 
     launches: Sequence[Launch]
     machines: Mapping[str, Machine]
@@ -125,8 +154,10 @@ def own_us(launch: Launch, machine: Machine | None, chip: Chip) -> float:
 
 
 def _kind(launch: Launch) -> str:
+    # Functions under jit of their own are no scopes.
+    scopes = "/".join(part for part in launch.scope.split("/") if "(" not in part)
     for scope, name in _SCOPES.items():
-        if f"/{scope}/" in f"/{launch.scope}":
+        if f"/{scope}/" in f"/{scopes}":
             return name
     raise ValueError(f"no model of the kernel of {launch.scope}")
 
@@ -184,41 +215,45 @@ def _machine(ptx: Path, arch: str, ptxas: str, nvdisasm: str, threads: int = 0) 
 
 
 def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
-    """Returns what rows say of a whole program: "predictions", "launches", and the model's "host_us" and "aim_ms"."""
-    found = model.predict(code, chip).plain()
+    """Returns what rows say of a whole program: "predictions", "launches", the model's "host_us" and "aim_ms", and
+    whether it is a "step" or what follows one."""
+    found = [prediction.plain() for prediction in model.predict(code, chip)]
     return {
-        "predicted_share": found["share"],
+        "predicted_share": found[0]["share"],
         "predicted_tflops": None,
-        "limit": found["limit"],
-        "predictions": [found],
+        "limit": found[0]["limit"],
+        "predictions": found,
         "launches": len(code.launches),
         "host_us": model.host_us,
         "aim_ms": model.aim_ms,
+        "step": model.attention is not None,
     }
 
 
-def totals(cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Adds up programs that follow each other, of one shape, such as a step and the choice of its tokens.
+def totals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Adds to steps the choice of their tokens, a program of its own.
 
     Args:
-      cases: a row of each program.
+      cases: a row of each program. Those of a step and of its choice have the same rows.
 
     Returns:
-      of each shape that has all of its programs: its terms in microseconds, "ms", the launches of both, "host_us", and
-      "aim_ms". One step ahead, the host prepares a step while the device computes the one before it: a step takes as
-      long as the longer of the two.
+      of each shape of a step: its terms in microseconds, "ms", the launches of both programs, "host_us", and "aim_ms"
+      of the first one. One step ahead, the host prepares a step while the device computes the one before it: a step
+      takes as long as the longer of the two.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for case in (case for case in cases if case.get("launches")):
-        [said] = case["predictions"]
-        whole = found.setdefault(said["shape"], {"shape": said["shape"], "terms": {}, "programs": 0, "launches": 0})
-        whole["programs"] += 1
-        whole["launches"] += case["launches"]
-        whole["terms"] = dict(Counter(whole["terms"]) + Counter(said["terms"]))
-        if case["aim_ms"] is not None:
-            whole |= {key: case[key] for key in ("aim_ms", "host_us", "launches_per_layer")}
-    whole = [step for step in found.values() if step.pop("programs") > 1]
-    for step in whole:
-        step["terms"] = {name: round(us, 1) for name, us in step["terms"].items()}
-        step["ms"] = round(max(sum(step["terms"].values()), step["host_us"]) / 1e3, 3)
-    return whole
+    programs = [case for case in cases if case.get("launches")]
+    choices = {case["config"]["rows"]: case for case in programs if not case["step"]}
+    found = []
+    for case in programs:
+        choice = choices.get(case["config"]["rows"])
+        if not case["step"] or choice is None:
+            continue
+        [after] = choice["predictions"]
+        for number, said in enumerate(case["predictions"]):
+            added = Counter(said["terms"]) + Counter(after["terms"])
+            terms = {name: round(us, 1) for name, us in added.items()}
+            about = {"shape": said["shape"], "terms": terms, "launches": case["launches"] + choice["launches"]}
+            about |= {"launches_per_layer": case["launches_per_layer"], "host_us": case["host_us"]}
+            about["aim_ms"] = None if number else case["aim_ms"]
+            found.append(about | {"ms": round(max(sum(terms.values()), case["host_us"]) / 1e3, 3)})
+    return found

@@ -1,10 +1,15 @@
 """The model of speed of whole programs: launches and their bytes are read from the program, terms are added up."""
 
 import dataclasses
+import functools
 
+import jax
+import numpy as np
 import pytest
 
-from pallas_kernels.speed import baseline, models, steps
+from pallas_kernels import work
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.speed import baseline, lists, models, steps
 from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.launches import read_launches
 from pallas_kernels.speed.parts import find_parts, working
@@ -92,25 +97,79 @@ def test_a_small_kernel_takes_its_instructions_its_turns_and_its_waves():
     assert steps.own_us(large, once, H200) == pytest.approx(10, rel=0.01)
 
 
+SCATTER = """%fused_scatter (param_0: f32[100,64], param_1: s32[8], param_2: f32[8,64]) -> f32[100,64] {
+  %param_0 = f32[100,64]{1,0} parameter(0)
+  %param_1 = s32[8]{0} parameter(1)
+  %param_2 = f32[8,64]{1,0} parameter(2)
+  %bitcast.1 = f32[100,64]{1,0} bitcast(%param_0)
+  %scatter.1 = f32[100,64]{1,0} scatter(%bitcast.1, %param_1, %param_2), to_apply=%add
+  ROOT %bitcast.2 = f32[100,64]{1,0} bitcast(%scatter.1)
+}
+
+ENTRY %main (scores: f32[100,64], at: s32[8], new: f32[8,64]) -> f32[100,64] {
+  %scores = f32[100,64]{1,0} parameter(0)
+  %at = s32[8]{0} parameter(1)
+  %new = f32[8,64]{1,0} parameter(2)
+  ROOT %input_scatter_fusion = f32[100,64]{1,0} fusion(%scores, %at, %new), kind=kInput, calls=%fused_scatter
+}
+"""
+
+
+def test_an_update_in_place_touches_what_it_updates():
+    thunk = "000: kCustomKernel [source | sink] input_scatter_fusion grid: [4, 1, 1] threads: [128, 1, 1]\n"
+    [update] = read_launches(SCATTER, thunk)
+    # The update is read, and the same number of bytes of the array is read and written.
+    assert update.argument_bytes == 2 * 8 * 64 * 4 + 8 * 4 and update.passed_bytes == 8 * 64 * 4
+
+
+def test_kernels_are_told_apart_by_their_scopes():
+    [launch, _] = read_launches(HLO, THUNKS)
+    for scope, name in (
+        ("layer3/attention/jit(attend)/hopper_attention/mpmd_map", steps.ATTENTION),
+        ("layer3/attention/shared/jit(attend)/hopper_attention/mpmd_map", steps.SHARED_ATTENTION),
+        ("layer3/attention/shared/jit(attend)/hopper_merge/mpmd_map", steps.SHARED_MERGE),
+        ("layer0/kv_write/kv_write/mpmd_map", steps.WRITE),
+    ):
+        assert steps._kind(dataclasses.replace(launch, scope=scope)) == name
+    with pytest.raises(ValueError, match="no model of the kernel of embed/gather"):
+        steps._kind(launch)
+
+
+def test_a_window_at_long_text_has_the_pieces_of_its_model():
+    length, size = 131_072, 64
+    starts = size * np.arange(length // size, dtype=np.int32)[None]
+    sizes = {"block_size": size, "num_kv_heads": 1, "per_block_id": 1, "num_workers": 264}
+    schedule = jax.jit(functools.partial(work.schedule, pattern=Pattern(window=4096, num_sinks=4), **sizes))
+    most = 0
+    for position in range(length - 66, length, 5):
+        made = schedule(np.zeros_like(starts), starts, np.full((1, 1), position, np.int32))
+        used = int(np.asarray(made.first)[-1])
+        most = max(most, int(np.asarray(made.segments)[:used, work.NUM_PIECES].sum()))
+    assert most * lists.TILE_KV == models.WINDOWED
+
+
 def case(**changed) -> dict:
     terms = {"products": 3000.0, "gaps": 600.0}
     said = {"shape": "1 row", "us": 3600.0, "terms": terms, "share": 0.8, "tflops": 0.0, "limit": "products"}
     return {
         "name": "step", "config": {"rows": 1}, "predictions": [said], "launches": 500, "launches_per_layer": 14,
-        "host_us": 30.0, "aim_ms": 4.4, "reason": None,
+        "host_us": 30.0, "aim_ms": 4.4, "step": True, "reason": None,
     } | changed  # fmt: skip
 
 
 def test_a_step_and_the_choice_of_its_tokens_are_added_and_hide_the_host():
-    choice = case(name="choice", launches=7, launches_per_layer=None, host_us=0.0, aim_ms=None)
+    choice = case(name="choice", launches=7, launches_per_layer=None, host_us=0.0, aim_ms=None, step=False)
     choice["predictions"] = [choice["predictions"][0] | {"us": 300.0, "terms": {"LM head": 290.0, "gaps": 10.0}}]
     [step] = steps.totals([case(), {"name": "a kernel"}, choice])
     assert step["terms"] == {"products": 3000, "gaps": 610, "LM head": 290}
     assert (step["launches"], step["launches_per_layer"], step["ms"], step["aim_ms"]) == (507, 14, 3.9, 4.4)
     assert steps.totals([case(host_us=9000.0), choice])[0]["ms"] == 9
     assert steps.totals([case()]) == []  # without its choice it is no whole step
+    longer = case()
+    longer["predictions"] *= 2
+    assert [step["aim_ms"] for step in steps.totals([longer, choice])] == [4.4, None]
     table = baseline.table_of_steps([step])
-    assert "| gaps | 610 |" in table and "| a step | **3.90 ms**, aim 4.4 |" in table
+    assert "| 1 row | 3,000 | 610 | 290 | **3.90**, aim 4.4 | 507, 14 |" in table
 
 
 def test_a_step_with_more_launches_or_a_longer_one_fails():
@@ -125,4 +184,19 @@ def test_a_step_with_more_launches_or_a_longer_one_fails():
 
 
 def test_models_are_of_decode_steps():
-    assert models.step(64, 0) is not None and models.step(64, 8) is models.step(3, 0) is None
+    assert models.step(64, 8) is models.step(3, 0) is None
+    assert models.step(64, 0).mass is models.step(64, 0).shared is None
+    # Groups of 8 rows are tiles of 32 rows of queries: 32 x 128 numbers, which 8 blocks of threads hold 128 of each.
+    shared = models.step(64, 0, group=8)
+    assert shared.shared.merge.loops * shared.shared.merge.shares * 128 == 8 * 4 * 128
+    [rows] = shared.shapes.values()
+    assert len(rows.lengths) == 64 and len(rows.shared) == 8
+    assert models.step(64, 0, mass=True).mass.kernel == steps.MASS
+
+
+def test_shared_blocks_are_read_once_for_a_group():
+    shared, whole = models.step(64, 0, group=8), models.step(64, 0)
+    [rows] = shared.shapes.values()
+    read = shared.attention.num_bytes(rows.lengths) + shared.shared.num_bytes(rows.shared)
+    separate = whole.attention.num_bytes(whole.shapes["64 rows of 6k"].lengths)
+    assert read / separate == pytest.approx((2 + 4 / 8) / 6, rel=0.01)
