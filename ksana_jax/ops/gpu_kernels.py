@@ -6,7 +6,11 @@ from ksana_jax.ops.kernels import Kernels
 from pallas_kernels.registry import KERNELS, KV_WRITES
 
 HOPPER = Kernels(
-    KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], KV_WRITES["hopper_kv_write"]
+    KERNELS["hopper_decode"],
+    KERNELS["hopper_decode"],
+    KERNELS["hopper_prefill"],
+    KV_WRITES["hopper_kv_write"],
+    query_rows=8,
 )
 # Make their work list in each layer.
 TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

@@ -78,6 +78,8 @@ WRITES: tuple[dict[str, Any], ...] = (
     {"n": 4, "k": 1},
     {"norms": True},
     {"sinks": 4},
+    {"q_rows": 8},
+    {"n": 12, "k": 4, "norms": True, "q_rows": 8},
     {"codes": "int8"},
     {"codes": "float8_e4m3fn"},
 )
@@ -172,14 +174,15 @@ def attention_program(
 
 
 def kv_write_program(
-    target: aot.Target, *, kernel: Kernel, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None
+    target: aot.Target, *, kernel: Kernel, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None, q_rows=0
 ):
     """One write to a pool that is taken over from the caller.
 
     Args:
       t, n, k, h, b: tokens, query heads, kv heads, head dim, tokens of a block.
       sinks: queries for repositioned sinks; 0 for none.
-      norms: queries and keys are normed. codes: 8-bit type of a quantised pool.
+      norms: queries and keys are normed. codes: 8-bit type of a quantised pool. q_rows: of the queries of a kv head, by
+        which they are packed.
     """
     array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
     kv = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or bf16))
@@ -197,6 +200,7 @@ def kv_write_program(
         k_norm=norm,
         sink_rope=(sink, sink) if sinks else None,
         q_scale=h**-0.5,
+        q_rows=q_rows,
     )
 
     def run(pool: Pool, call: Write):

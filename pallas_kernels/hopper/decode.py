@@ -42,7 +42,16 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     """
     options, pool = call.options, call.pool.kv
     check_options(
-        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "scales"
+        call,
+        "q_sink",
+        "sinks",
+        "soft_cap",
+        "return_lse",
+        "return_mass",
+        "mass_factor",
+        "out_dtype",
+        "q_packed",
+        "scales",
     )
     check_heads(call, PRODUCTS)
     call.pool.check_scales()
@@ -66,7 +75,7 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     sinks = tiles.pack_sinks(options.sinks)
     num_rows = whole_rows(tiles.queries * tiles.group, config.head_dim)
     segments_and_results = attend_segments(
-        tiles.pack(call.q.astype(dtype)),
+        tiles.pack_queries(call, dtype),
         tiles.pack_sink_queries(options.q_sink, dtype),
         tiles.pack_positions(call.positions)[:, 0],
         call.pool,

@@ -184,7 +184,9 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     """
     pool = call.pool.kv
     block_size, h = pool.shape[4:]
-    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype")
+    check_options(
+        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "q_packed"
+    )
     check_heads(call, (jnp.bfloat16, jnp.float16))
     tiles = Tiles.of(call)
     if work is None:
@@ -207,7 +209,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
         lse = lse - jnp.log2(factor)[:, :, None]
     positions = jnp.broadcast_to(call.positions[:, :, None], lse.shape)
     mass = _kernel(config, work, tuning)(
-        tiles.pack(call.q.astype(pool.dtype)),
+        tiles.pack_queries(call, pool.dtype),
         tiles.pack_sink_queries(call.options.q_sink, pool.dtype),
         tiles.pack(lse, jnp.inf),
         tiles.pack(positions, -1),

@@ -38,7 +38,7 @@ B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
 FEW = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
 MANY = KERNELS["hopper_prefill"].tuned(interpret=PARAMS)
-HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS))
+HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS), query_rows=8)
 
 
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
@@ -229,8 +229,9 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
         cache = KVCache(find_codec(codec).encode(pool, jnp), codec)
         context = AttentionContext(1, batch, shape, PATTERNS["full"].arrays(), make_rope(RopeConfig(), H), 0)
         named = {
-            name: kernel and kernel._replace(schedule=lambda call, tuning, name=name: name)
+            name: kernel._replace(schedule=lambda call, tuning, name=name: name)
             for name, kernel in kernels._asdict().items()
+            if isinstance(kernel, Kernel)
         }
         return Kernels(**named).schedule(context._replace(**asked), cache, N)
 
@@ -248,6 +249,28 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
     capless = HOPPER._replace(prefill=Kernel(uncapped, None))
     assert served(64, kernels=capless)[1] == "prefill"
     assert served(64, kernels=capless, soft_cap=30.0)[1] == "ragged"
+
+
+@pytest.mark.parametrize("group", [2, 8])
+def test_the_write_packs_the_queries_of_steps_that_only_decode(group):
+    def packed(*parts: Part, num_sinks: int = 0, kernels: Kernels = HOPPER):
+        tokens = sum(part.count * part.width for part in parts)
+        q, k = (jnp.zeros((tokens, n, H), jnp.bfloat16) for n in (group * K, K))
+        ints = jnp.zeros(tokens, jnp.int32)
+        batch = StepArrays(None, ints, ints, ints, None, None, None)
+        shape, pattern = StepShape(parts, 1, 3), PATTERNS["full"].arrays()
+        context = AttentionContext(1, batch, shape, pattern, make_rope(RopeConfig(), H), num_sinks)
+        cache = KVCache({"kv": jnp.zeros((4, 2, 2, K, B, H), jnp.bfloat16)}, "bf16")
+        angles = context.rope.angles(ints)
+        queries, _ = jax.eval_shape(lambda q, k: kernels.write(q, k, k, cache, context, angles, 1.0), q, k)
+        assert queries.q.shape == q.shape
+        return queries.q_packed and queries.q_packed.shape
+
+    # Eight heads of a group fill the rows without padding.
+    assert packed(Part(3, 1)) == (None if group == 8 else (3 * K, 8, H))
+    assert (
+        packed(Part(3, 1), Part(1, 4)) is packed(Part(3, 1), num_sinks=1) is packed(Part(3, 1), kernels=TRITON) is None
+    )
 
 
 def test_attention_of_a_device_with_some_of_the_heads_is_that_of_those_heads():
