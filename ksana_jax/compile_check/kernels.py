@@ -64,13 +64,13 @@ def _with_options() -> list[Case]:
     sharing, weighing = SHAPES[1]._replace(shared_rows=SHARED_ROWS), SHAPES[1]._replace(table_width=SCORED_WIDTH)
     evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
     sizes, found = sizes_of(SHAPES[1]), []
-    for shape, option, settings, asked in (
-        (sharing, {"shared_rows": SHARED_ROWS}, {}, {"group": SHARED_ROWS}),
-        (weighing, {"kv_eviction": "h2o"}, evicting, {"mass": True}),
+    for shape, option, settings, speed in (
+        (sharing, {"shared_rows": SHARED_ROWS}, {}, models.step(**sizes, group=SHARED_ROWS)),
+        (weighing, {"kv_eviction": "h2o"}, evicting, models.step(**sizes, mass=True)),
     ):
         step = functools.partial(_step, shape=shape, attention="hopper", **settings)
         config = {"attention": "hopper"} | sizes | option
-        found.append(Case("step of Llama-8B", config, step, speed=models.step(**sizes, **asked)))
+        found.append(Case("step of Llama-8B", config, step, speed=speed))
     return found
 
 

@@ -74,7 +74,7 @@ def lower_loop(
         rows = jax.ShapeDtypeStruct((key.shape.num_tokens,), jnp.int32)
         stop = Stop(rows, None if key.num_top is None else jax.ShapeDtypeStruct((), jnp.float32))
     vectors = jax.ShapeDtypeStruct((key.num_steps, *vector.shape), vector.dtype)
-    run = network.jit_donating(run_loop, 4, key=key, alike=alike, packing=packing, head=head)
+    run = network.jit_donating(run_loop, 4, key.shape.num_tokens, key=key, alike=alike, packing=packing, head=head)
     return lower(run, params, cache, vectors, given, patterns, stop)
 
 

@@ -91,11 +91,11 @@ class Network:
             functools.partial(function, network=self, **static), options=self.tuning.compiler_options
         )
 
-    def jit_donating(self, function: Any, num_results: int, **static: Any) -> Any:
-        """Jits a function (weights, cache, ...) -> (cache, ...) that donates the cache."""
+    def jit_donating(self, function: Any, num_results: int, num_tokens: int, **static: Any) -> Any:
+        """Jits a function (weights, cache, ...) -> (cache, ...) of a step of so many tokens that donates the cache."""
         run = functools.partial(function, network=self, **static)
         returns = pool_and(num_results - 1)
-        return self.placement.jit(run, returns=returns, donated=1, options=self.tuning.compiler_options)
+        return self.placement.jit(run, returns=returns, donated=1, options=self.tuning.options_of(num_tokens))
 
 
 def pool_and(num_others: int) -> tuple[Any, ...]:
@@ -123,7 +123,8 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
       arguments: of the program, or their shapes. given: tokens [J] that the step before this one samples; with the
         embedding on the host, that of the step's tokens [T, D].
     """
-    return lower(network.jit_donating(step_packed, 4, shape=shape, alike=alike, packing=packing), *arguments)
+    step = network.jit_donating(step_packed, 4, shape.num_tokens, shape=shape, alike=alike, packing=packing)
+    return lower(step, *arguments)
 
 
 class _Run(NamedTuple):
@@ -179,7 +180,7 @@ def lower_in_runs(
     for run in _Run.all_of(network):
         if run.program not in runs:
             places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), run.places(network))
-            step = network.jit_donating(step_layers, 2, shape=shape, kind=run.kind)
+            step = network.jit_donating(step_layers, 2, shape.num_tokens, shape=shape, kind=run.kind)
             runs[run.program] = lower(step, run.of(params), cache, x, on_device, angles[run.rope], patterns, places)
     first, last = (
         lower(network.jit(step_first, packing=packing), ends, vector, given),

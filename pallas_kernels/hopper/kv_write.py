@@ -168,7 +168,8 @@ def _store_padded(ref, *index, halves, plain: bool) -> None:
     left = rows - count
     if left:
         # One row is a vector: Mosaic on jax 0.10 says of [1, H / 2] in rows of H that it cannot be stored.
-        shape, layout = (left, width), row_layouts(left, left, width)[0]
+        shape: tuple[int, ...] = left, width
+        layout: Any = row_layouts(left, left, width)[0]
         if left == 1:
             shape, layout = (width,), layout.reduce(0)
         nothing = jnp.zeros(shape, jnp.float32)
@@ -214,7 +215,7 @@ def _write_tokens(*refs, names: tuple[str, ...], config: Config):
     if config.q_rows:
         group = num_heads // num_kv_heads
         parts = [(i * group, group) for i in range(num_kv_heads)]
-        q_layout, _ = row_layouts(group, group, head_dim // 2)
+        q_layout = row_layouts(group, group, head_dim // 2)[0]
         q_column = q_layout.reduce(0)
     layer, plain = g["layer"][0], config.plain_loads
     first = lax.axis_index("block") * config.tokens

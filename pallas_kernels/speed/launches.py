@@ -100,14 +100,15 @@ def read_launches(hlo: str, thunks: str) -> list[Launch]:
         given, passed, flops = _traffic(i, values, computations)
         scope = re.search(r'op_name="(?:jit\([^"/]*\)/)?([^"]*)"', i.rest)
         pallas = re.search(r'kernel_hash = "((?:[^"\\]|\\.)*)"', i.rest)
-        sizes = (math.prod(map(int, text.split(","))) if text else 0 for text in (grid, threads))
+        blocks, of_block = (math.prod(map(int, text.split(","))) if text else 0 for text in (grid, threads))
         found.append(
             Launch(
                 i.name,
                 scope.group(1) if scope else "",
                 own,
                 pallas.group(1) if pallas else "",
-                *sizes,
+                blocks,
+                of_block,
                 given,
                 passed,
                 flops,

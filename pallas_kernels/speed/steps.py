@@ -7,6 +7,7 @@ of matrices their bytes or their operations: which kernels XLA takes for these, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -71,21 +72,15 @@ class Program:
 
     def _of_shape(self, shape: str, rows: Rows, code: Code, chip: Chip) -> Prediction:
         terms: dict[str, float] = defaultdict(float)
-        repeated = Counter(launch.alike for launch in code.launches)
-        layers = max(Counter(launch.pallas for launch in code.launches if launch.pallas).values(), default=1)
         num_bytes, of_pallas = 0.0, self._of_pallas(rows, code, chip)
-        for launch in code.launches:
+        for launch, name in zip(code.launches, code.terms):
             if launch.pallas:
-                name = _kind(launch)
                 us, read = of_pallas[name]
                 num_bytes += read
             elif launch.product:
-                name, us = PRODUCTS, product_us(launch, chip)
+                us = product_us(launch, chip)
                 num_bytes += launch.argument_bytes
             else:
-                # What every layer has, maybe but for the first and the last one.
-                in_layers = 2 * repeated[launch.alike] > layers > 1
-                name = SMALL if in_layers else WORK_LIST if "/attention/" in launch.scope else ONCE
                 us = own_us(launch, code.machines.get(launch.kernel), chip)
             terms[self.terms.get(name, name)] += us
         terms[GAPS] = chip.launch_us * len(code.launches)
@@ -126,6 +121,32 @@ class Code:
 
     launches: Sequence[Launch]
     machines: Mapping[str, Machine]
+
+    @functools.cached_property
+    def num_layers(self) -> int:
+        """How often the kernels of Pallas run."""
+        return max(Counter(launch.pallas for launch in self.launches if launch.pallas).values(), default=1)
+
+    @functools.cached_property
+    def terms(self) -> list[str]:
+        """The term of each launch."""
+        repeated, found = Counter(launch.alike for launch in self.launches), []
+        for launch in self.launches:
+            if launch.pallas:
+                found.append(_kind(launch))
+            elif launch.product:
+                found.append(PRODUCTS)
+            elif 4 * repeated[launch.alike] > self.num_layers > 1:  # XLA need not treat all layers alike
+                found.append(SMALL)
+            else:
+                found.append(WORK_LIST if "/attention/" in launch.scope else ONCE)
+        return found
+
+    @property
+    def launches_per_layer(self) -> float | None:
+        """Launches of layers, by their number; None of a program without layers."""
+        of_layers = sum(name not in (WORK_LIST, ONCE) for name in self.terms)
+        return round(of_layers / self.num_layers, 1) if self.num_layers > 1 else None
 
 
 def product_us(launch: Launch, chip: Chip) -> float:
@@ -215,8 +236,8 @@ def _machine(ptx: Path, arch: str, ptxas: str, nvdisasm: str, threads: int = 0) 
 
 
 def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
-    """Returns what rows say of a whole program: "predictions", "launches", the model's "host_us" and "aim_ms", and
-    whether it is a "step" or what follows one."""
+    """Returns what rows say of a whole program: "predictions", "launches" in all and per layer, the model's "host_us"
+    and "aim_ms", and whether it is a "step" or what follows one."""
     found = [prediction.plain() for prediction in model.predict(code, chip)]
     return {
         "predicted_share": found[0]["share"],
@@ -224,6 +245,7 @@ def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
         "limit": found[0]["limit"],
         "predictions": found,
         "launches": len(code.launches),
+        "launches_per_layer": code.launches_per_layer,
         "host_us": model.host_us,
         "aim_ms": model.aim_ms,
         "step": model.attention is not None,

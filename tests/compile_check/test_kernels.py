@@ -74,8 +74,10 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]
     for step in found["steps"]:
-        assert 14 * 32 <= step["launches_per_layer"] * 32 < step["launches"]
+        assert 10 * 32 <= step["launches_per_layer"] * 32 < step["launches"] < step["launches_per_layer"] * 32 + 40
         assert step["ms"] == pytest.approx(sum(step["terms"].values()) / 1e3, abs=0.001)
+        # Without split products; see `devices.tuning`.
+        assert (step["launches_per_layer"] < 11) == step["shape"].startswith("1 row")
         # Weights of layers, and of the head, are read at 0.92 of a copy.
         assert 3_500 < step["terms"]["products"] < 3_700 and 262 < step["terms"]["LM head"] < 270
     asked = {name for shapes in STEPS.values() for name in shapes} | {SHARING.format(group=SHARED_ROWS), WEIGHING}
