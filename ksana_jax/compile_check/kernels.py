@@ -65,8 +65,8 @@ def _with_options() -> list[Case]:
     evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
     sizes, found = sizes_of(SHAPES[1]), []
     for shape, option, settings, speed in (
-        (sharing, {"shared_rows": SHARED_ROWS}, {}, models.step(**sizes, group=SHARED_ROWS)),
-        (weighing, {"kv_eviction": "h2o"}, evicting, models.step(**sizes, mass=True)),
+        (sharing, {"shared_rows": SHARED_ROWS}, {}, models.step(sizes["rows"], 0, group=SHARED_ROWS)),
+        (weighing, {"kv_eviction": "h2o"}, evicting, models.step(sizes["rows"], 0, mass=True)),
     ):
         step = functools.partial(_step, shape=shape, attention="hopper", **settings)
         config = {"attention": "hopper"} | sizes | option

@@ -1,5 +1,6 @@
 """Which implementation of paged attention is chosen and why; the kernels' adapters against the XLA reference."""
 
+import functools
 import subprocess
 import sys
 
@@ -271,6 +272,32 @@ def test_the_write_packs_the_queries_of_steps_that_only_decode(group):
     assert (
         packed(Part(3, 1), Part(1, 4)) is packed(Part(3, 1), num_sinks=1) is packed(Part(3, 1), kernels=TRITON) is None
     )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_steps_that_only_decode_compute_the_same_with_packed_queries(shared):
+    q, cache, batch, shape = make_step(3, shared)
+    batch = jax.tree.map(lambda x: x[:5], batch._replace(shared_tables=None, shared_starts=None))._replace(
+        shared_tables=batch.shared_tables, shared_starts=batch.shared_starts
+    )
+    at = batch.cache_positions // B - (3 * (jnp.arange(5) < 3) if shared else 0)
+    blocks = jnp.take_along_axis(batch.block_tables, at[:, None], axis=1)[:, 0]
+    batch = batch._replace(slots=jnp.where(at < 0, 64 * B, blocks * B + batch.cache_positions % B))
+    shape = shape._replace(parts=(Part(5, 1),), max_sampled=5)
+    pattern = jax.tree.map(jnp.asarray, PATTERNS["full"].arrays())
+    context = AttentionContext(1, batch, shape, pattern, make_rope(RopeConfig(), H), 0)
+    angles = context.rope.angles(batch.positions)
+
+    def step(kernels: Kernels):
+        queries, written = kernels.write(q[:5], q[5:10, :K], q[:5, :K], cache, context, angles, 1.0)
+        return kernels.attend(queries, written, context, None).out, queries.q_packed, written.kv
+
+    with interpreting():
+        packed, plain = (jax.jit(functools.partial(step, k))() for k in (HOPPER, HOPPER._replace(query_rows=0)))
+    assert packed[1] is not None and plain[1] is None
+    np.testing.assert_array_equal(np.float32(packed[0]), np.float32(plain[0]))
+    np.testing.assert_array_equal(np.float32(packed[2]), np.float32(plain[2]))
+    assert np.isfinite(np.float32(packed[0])).all() and np.float32(packed[0][:4]).any(axis=(1, 2)).all()
 
 
 def test_attention_of_a_device_with_some_of_the_heads_is_that_of_those_heads():
