@@ -40,7 +40,7 @@ def cases(target: aot.Target) -> list[Case]:
     for attention, shape, kv in chosen:
         config = {"attention": attention} | sizes_of(shape) | ({} if kv == "bf16" else {"kv": kv})
         step = functools.partial(_step, shape=shape, attention=attention, kv=kv)
-        whole = models.step(**sizes_of(shape)) if (attention, kv) == ("hopper", "bf16") else None
+        whole = models.step(*sizes_of(shape).values()) if (attention, kv) == ("hopper", "bf16") else None
         found.append(Case("step of Llama-8B", config, step, speed=whole))
     if target.hopper:
         found += _with_options()
