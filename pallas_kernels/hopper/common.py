@@ -25,7 +25,7 @@ class Config:
 
     rows: queries x query heads of a group, padded to a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once. codes: dtype of a quantised pool; dtype is
-    that of what is multiplied, 16 bits.
+    that of what is multiplied, 16 bits. swapped: keys are the rows of the products, `rows` their columns.
     """
 
     num_kv_heads: int
@@ -38,6 +38,7 @@ class Config:
     soft_cap: float | None = None
     num_sink_queries: int = 0
     codes: jnp.dtype | None = None
+    swapped: bool = False
 
     @property
     def unit(self) -> int:
@@ -55,7 +56,7 @@ class Config:
     @property
     def warpgroups(self) -> int:
         """Warpgroups of a block of threads: as many as have registers for the output."""
-        return 2 if self.head_dim > 128 else 1
+        return 2 if self.head_dim > 128 and not self.swapped else 1
 
     @property
     def width(self) -> int:
@@ -112,7 +113,7 @@ def numbers_of(call: Call) -> jax.Array:
     return jnp.stack([int32(x) for x in (*call.effective_pattern, call.layer)])
 
 
-def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1):
+def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1, reduction_bytes: int = 0):
     parameters = interpreter.parameters(interpret)
     return plgpu.kernel(
         interpreter.interpreted(body) if parameters else body,
@@ -125,7 +126,7 @@ def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgro
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,  # rows of a wgmma are reduced within a warp
+            reduction_scratch_bytes=reduction_bytes,  # rows of a wgmma are reduced within a warp, columns are not
         ),
         interpret=parameters,
         num_threads=warpgroups if warpgroups > 1 else None,

@@ -71,13 +71,15 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
         soft_cap=options.soft_cap,
         num_sink_queries=call.num_sink_queries,
         codes=codes,
+        swapped=tuning.swapped,
     )
     sinks = tiles.pack_sinks(options.sinks)
     num_rows = whole_rows(tiles.queries * tiles.group, config.head_dim)
+    positions = tiles.pack_positions(call.positions)[:, 0]
     segments_and_results = attend_segments(
         tiles.pack_queries(call, dtype),
         tiles.pack_sink_queries(options.q_sink, dtype),
-        tiles.pack_positions(call.positions)[:, 0],
+        positions[:, : config.rows] if config.swapped else positions,
         call.pool,
         work,
         sinks,

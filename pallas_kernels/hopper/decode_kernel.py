@@ -32,6 +32,7 @@ from jax import lax
 
 from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode_mask as mask
+from pallas_kernels.hopper import decode_swapped
 from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper.common import LOG2E, ROWS, Config, finished, int32, launch, layout, load
 from pallas_kernels.hopper.decode_warpgroup import Place, Refs, Warpgroup
@@ -51,7 +52,7 @@ def _attend_stretch(*refs, config: Config, plain: bool) -> None:
 
     @pl.when(leads & (first < until))
     def _():
-        if config.rows < ROWS:
+        if config.rows < ROWS and not config.swapped:
             arrays.q_s[0] = jnp.zeros(arrays.q_s.shape[1:], arrays.q_s.dtype)
             if config.num_sink_queries:
                 arrays.q_sink_s[0] = jnp.zeros(arrays.q_sink_s.shape[1:], arrays.q_sink_s.dtype)
@@ -68,7 +69,8 @@ def _attend_stretch(*refs, config: Config, plain: bool) -> None:
 
         ahead = warpgroup.after(ahead)
 
-    lax.fori_loop(first, until, functools.partial(_attend_segment, warpgroup), (int32(0), ahead))
+    attend_segment = decode_swapped.attend_segment if config.swapped else _attend_segment
+    lax.fori_loop(first, until, functools.partial(attend_segment, warpgroup), (int32(0), ahead))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -306,7 +308,8 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
     size, h, n = unit_tokens(config.block_size), config.head_dim, work.segments.shape[0]
     groups, stages, width = config.warpgroups, config.stages, config.width
     tiles = layout(width, 2)  # the same of all that is multiplied
-    matrix = plgpu.SMEM((1, ROWS, h), config.dtype, transforms=tiles)
+    num_queries = config.rows if config.swapped else ROWS
+    matrix = plgpu.SMEM((1, num_queries, h), config.dtype, transforms=tiles)
     codes = layout(width, 0.5 if pool.kv.dtype == jnp.int4 else pool.kv.dtype.itemsize)
     buffers = plgpu.SMEM((stages, groups, TILE_KV, width), pool.kv.dtype, transforms=codes)
     arrivals = TILE_KV // size * (groups + (config.codes is not None))
@@ -330,12 +333,12 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
             buffers,
             None if scales is None else plgpu.SMEM((2, stages, *narrow.held(scales.shape[1:])), scales.dtype),
             plgpu.SMEM((groups, TILE_KV, width), config.dtype, transforms=tiles) if config.codes else None,
-            plgpu.SMEM((groups, ROWS, TILE_KV), config.dtype, transforms=tiles),
-            plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
+            plgpu.SMEM((groups, num_queries, TILE_KV), config.dtype, transforms=tiles),
+            None if config.swapped else plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
             # At most as wide as a swizzle atom, 128 bytes. Where fewer than 8 rows are copied, Mosaic GPU tiles by that
             # many; a second tile of columns would begin inside an atom, and its stores, which swizzle relative to the
             # tile, would disagree with the TMA engine, which swizzles by absolute address.
-            plgpu.SMEM((groups, ROWS, config.staged * 4 // out_type.dtype.itemsize), out_type.dtype),
+            None if config.swapped else plgpu.SMEM((groups, ROWS, config.staged * 4 // out_type.dtype.itemsize), out_type.dtype),
             plgpu.Barrier(),
             plgpu.Barrier(),
             arrived,
@@ -347,6 +350,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
         ),
         interpret=interpret,
         warpgroups=groups,
+        reduction_bytes=128 * config.rows if config.swapped else 0,
     )
     return kernel(
         q,

@@ -48,29 +48,31 @@ def loads_plainly() -> bool:
 
 
 class _Numpy(threading.local):
-    """NumPy, but that matmul transposes its second operand where asked to."""
+    """NumPy, but that matmul transposes its operands where asked to."""
 
-    transposes = False
+    transposes = False, False
 
     def __getattr__(self, name):
         return getattr(np, name)
 
     def matmul(self, a, b, dtype):
-        return np.matmul(a, b.T if self.transposes else b, dtype=dtype)
+        a, b = (x.T if transposed else x for x, transposed in zip((a, b), self.transposes))
+        return np.matmul(a, b, dtype=dtype)
 
 
 @functools.cache
 def _complete() -> None:
-    """Teaches the interpreter of jax 0.10 second operands of wgmma that are transposed."""
+    """Teaches the interpreter of jax 0.10 operands of wgmma that are transposed."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.state.types import TransposeTransform
 
     wgmma, numpy = gpu_callbacks.wgmma, _Numpy()
 
-    def transposing(*, b_transforms, **kwargs):
-        kept = tuple(t for t in b_transforms if not isinstance(t, TransposeTransform))
-        numpy.transposes = len(kept) < len(b_transforms)
-        return wgmma(b_transforms=kept, **kwargs)
+    def transposing(*, a_transforms, b_transforms, **kwargs):
+        given = a_transforms, b_transforms
+        kept = [tuple(t for t in x if not isinstance(t, TransposeTransform)) for x in given]
+        numpy.transposes = len(kept[0]) < len(given[0]), len(kept[1]) < len(given[1])
+        return wgmma(a_transforms=kept[0], b_transforms=kept[1], **kwargs)
 
     gpu_callbacks.np = numpy  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
     gpu_callbacks.wgmma = transposing

@@ -25,6 +25,7 @@ class Tuning:
 
     num_workers: int | None = None
     stages: int | None = None
+    swapped: bool = False
     interpret: Any = False
 
 

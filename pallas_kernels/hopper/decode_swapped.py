@@ -1,0 +1,173 @@
+"""The turns of decode with operands swapped: keys are the 64 rows of a wgmma, queries its 8 or 16 columns.
+
+For few queries and heads of a group. `decode_kernel` has the walk along the work list, and the same turns the other way
+round, in which all rows beyond the queries are padding. Per piece of 64 tokens:
+
+    wgmma 64 x rows x H       scores: K times Q transposed
+    registers                 soft cap, mask (pieces that need one), online softmax in base 2 down the columns
+    wgmma H x rows x 64       V transposed times the weights, which lie in shared memory as [rows, 64]
+
+The sum of the weights is kept for each row of a wgmma, and summed down the columns only where a segment ends.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper import decode_mask as mask
+from pallas_kernels.hopper import quantised as narrow
+from pallas_kernels.hopper import transposed
+from pallas_kernels.hopper.common import LOG2E, Config, finished, int32, load
+from pallas_kernels.hopper.decode_warpgroup import Place, Warpgroup
+from pallas_kernels.patterns import FAR
+from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV
+
+
+def attend_segment(warpgroup: Warpgroup, segment, carry):
+    """Attends the pieces of one segment and stores its result. carry: pieces seen, the next one to ask for."""
+    refs, config = warpgroup.refs, warpgroup.config
+    tile, begin, count = (refs.segments_g[segment, i] for i in (TILE, PIECE, NUM_PIECES))
+    plgpu.barrier_wait(refs.q_bar)
+    state = (
+        jnp.zeros((config.head_dim, config.rows), jnp.float32),
+        jnp.full((config.rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((TILE_KV, config.rows), jnp.float32),
+        *carry,
+    )
+    attend_piece = functools.partial(_attend_piece, warpgroup, segment, tile, begin)
+    acc, top, totals, *carry = lax.fori_loop(0, count, attend_piece, state)
+    pl.when(segment + 1 < warpgroup.until)(lambda: warpgroup.fetch_queries(segment + 1))
+    _store(warpgroup, segment, acc, top, totals.sum(axis=0))
+    return tuple(carry)
+
+
+def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
+    """One turn of the online softmax: 64 keys and values."""
+    refs, config = warpgroup.refs, warpgroup.config
+    acc, top, totals, n, ahead = carry
+    stage = lax.rem(n, int32(config.stages))
+    care = refs.care_g[tile, begin + i]
+    at = Place(segment, tile, lambda: begin + i, stage, care, care >> 3)
+    more = ahead.segment < warpgroup.until
+    plgpu.barrier_wait(refs.k_bar.at[stage])
+
+    def refill(which):
+        pl.when(more)(lambda: warpgroup.fetch(ahead, stage, which))
+
+    s = _scores(warpgroup, at, refs.q_s)
+    masked, capped = functools.partial(_masked, warpgroup, at), functools.partial(_capped, warpgroup, at)
+    s = lax.cond(care & MASK != 0, masked, capped, s)
+    refill(0)
+
+    new_top = jnp.maximum(top, s.max(axis=0))
+    # exp2(-inf - 0) is 0 for columns that have seen nothing yet.
+    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    fade = jnp.exp2(top - base)
+    p = jnp.exp2(s - _columns(base, s.shape))
+    totals = totals * _columns(fade, totals.shape) + p
+    values = _weighted_values(warpgroup, at, p, refill)
+    return acc * _columns(fade, acc.shape) + values, new_top, totals, n + 1, warpgroup.after(ahead)
+
+
+def _columns(x, shape):
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def _scores(warpgroup: Warpgroup, at: Place, queries):
+    """Products [64, rows] of a piece's keys with queries in shared memory."""
+    refs, config = warpgroup.refs, warpgroup.config
+
+    def product(acc_ref):
+        keys = refs.k_s.at[at.stage, 0]
+        plgpu.wgmma(acc_ref, keys, queries.at[at.zero].transpose((1, 0)))
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_KV, config.rows), jnp.float32))
+
+
+def _capped(warpgroup: Warpgroup, at: Place, s):
+    """Scores with soft cap, in base 2."""
+    soft_cap = warpgroup.config.soft_cap
+    if soft_cap is None:
+        return s * LOG2E
+    return jnp.tanh(s * (1 / soft_cap)) * (soft_cap * LOG2E)
+
+
+def _masked(warpgroup: Warpgroup, at: Place, s):
+    """`_capped` scores, -inf where a query does not see a key."""
+    visible = mask.visible(warpgroup.pattern(), *warpgroup.positions(at), mask.SWAPPED)
+    return jnp.where(visible, _capped(warpgroup, at, s), -jnp.inf)
+
+
+def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
+    """A piece's values, weighted by p [64, rows] and summed: [H, rows]. refill: asks for the values after them."""
+    refs, config = warpgroup.refs, warpgroup.config
+    p = p.astype(config.dtype)
+    if warpgroup.plain:
+        refs.p_s[0] = p.T
+    else:
+        transposed.to_shared(refs.p_s.at[0], p)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(refs.v_bar.at[at.stage])
+    values_s = refs.v_s.at[at.stage, 0]
+
+    @pl.when(at.care & DIRTY != 0)
+    def _():
+        # A weight of 0 does not silence a NaN in a slot that nobody has written.
+        v = values_s[...]
+        written = lax.broadcast_in_dim(warpgroup.key_positions(at), v.shape, [0]) <= refs.newest_g[at.tile]
+        values_s[...] = jnp.where(written, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, values_s.transpose((1, 0)), refs.p_s.at[at.zero].transpose((1, 0)))
+        return acc_ref[...]
+
+    values = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.head_dim, config.rows), jnp.float32))
+    refill(1)
+    return values
+
+
+def _store(warpgroup: Warpgroup, segment, acc, top, total) -> None:
+    """Stores the result of a segment: the pair's, if it has no other."""
+    pair = warpgroup.pair(segment)
+    whole = warpgroup.refs.of_pair_g[pair] + 1 == warpgroup.refs.of_pair_g[pair + 1]
+    pl.when(whole)(functools.partial(_store_result, warpgroup, pair, acc, top, total))
+    pl.when(jnp.logical_not(whole))(functools.partial(_store_partial, warpgroup, segment, acc, top, total))
+
+
+def _store_result(warpgroup: Warpgroup, pair, acc, top, total) -> None:
+    """Stores a pair's result in the call's dtype and its natural log-sum-exp, both with the learned sink."""
+    refs, config = warpgroup.refs, warpgroup.config
+    rows = pl.ds(0, config.rows)
+    sink = None
+    if refs.sinks_g is not None:
+        sink = load(refs.sinks_g.at[:, rows], lax.rem(pair, int32(config.num_kv_heads)))
+    scale, lse = finished(top, total, sink)
+    refs.lse_g[pair, rows] = lse
+    _store_columns(warpgroup, acc, scale, refs.out_g, pair)
+
+
+def _store_partial(warpgroup: Warpgroup, segment, acc, top, total) -> None:
+    """Stores a segment's result, normalised, and its log2-sum-exp."""
+    refs = warpgroup.refs
+    nothing = total == 0.0
+    total = jnp.where(nothing, 1.0, total)
+    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total) * LOG2E)
+    refs.partial_lse_g[segment, pl.ds(0, warpgroup.config.rows)] = lse
+    _store_columns(warpgroup, acc, 1.0 / total, refs.partial_g, segment)
+
+
+def _store_columns(warpgroup: Warpgroup, acc, scale, to_g, index) -> None:
+    """Stores scaled columns of acc [H, rows] as the first rows of to_g[index], [R, H]."""
+    x = (acc * _columns(scale, acc.shape)).astype(to_g.dtype)
+    if warpgroup.plain:
+        to_g[index] = x.T[: to_g.shape[1]]
+    else:
+        transposed.to_global(to_g.at[index], x)
