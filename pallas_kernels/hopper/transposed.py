@@ -1,14 +1,14 @@
 """Stores of matrices the other way round, from the registers of a wgmma: what layout inference has no rule for.
 
-The interpreter of jax does not run them: there a kernel transposes.
+jax's interpreter does not run them: there a kernel transposes.
 """
 
 from __future__ import annotations
 
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import arith, llvm
 
 
 def to_shared(ref, x) -> None:
@@ -18,20 +18,24 @@ def to_shared(ref, x) -> None:
 
 def to_global(ref, x) -> None:
     """Stores the first R columns of x [64 n, columns] to ref [R, 64 n] in global memory."""
-    num_rows, num_columns = ref.shape[0], x.shape[1]
+    num_rows = ref.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def store(ctx, to, x):
         del ctx
+        bits = ir.IntegerType.get_signless(utils.bitwidth(x.mlir_dtype))
+        letter = {16: "h", 32: "r"}[bits.width]
         limit = arith.constant(ir.IndexType.get(), num_rows)
+        text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.b{bits.width} [$0], $1; }}"
 
         def one(value, index):
             row, column = index
-            if num_rows == num_columns:
-                memref.store(value, to, [column, row])
-                return
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, column, limit)):
-                memref.store(value, to, [column, row])
+            there = arith.cmpi(arith.CmpIPredicate.ult, column, limit)
+            # Of columns that are not there, an address inside: it is not written to.
+            place = utils.memref_slice(to, (arith.select(there, column, arith.constant(limit.type, 0)), row))
+            given = [utils.memref_ptr(place), utils.bitcast(value, bits), arith.extui(ir.IntegerType.get_signless(32), there)]
+            # A predicate instead of a branch: the threads of a warp stay together.
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), given, text, f"l,{letter},r", has_side_effects=True)
 
         x.foreach(one)
 
