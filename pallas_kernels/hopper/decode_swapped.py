@@ -60,12 +60,13 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     def refill(which):
         pl.when(more)(lambda: warpgroup.fetch(ahead, stage, which))
 
-    s = _scores(warpgroup, at, refs.q_s)
+    if warpgroup.quantised:
+        warpgroup.widen(0, stage)
+    s = _scores(warpgroup, at, refs.q_s, at.zero)
     masked, capped = functools.partial(_masked, warpgroup, at), functools.partial(_capped, warpgroup, at)
     s = lax.cond(care & MASK != 0, masked, capped, s)
-    refill(0)
-
     new_top = jnp.maximum(top, s.max(axis=0))
+    refill(0)  # all warps have met for the maximum, so all have read keys and scales
     # exp2(-inf - 0) is 0 for columns that have seen nothing yet.
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
     fade = jnp.exp2(top - base)
@@ -75,63 +76,112 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     return acc * _columns(fade, acc.shape) + values, new_top, totals, n + 1, warpgroup.after(ahead)
 
 
+def _rows(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
 def _columns(x, shape):
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def _scores(warpgroup: Warpgroup, at: Place, queries):
+def _scores(warpgroup: Warpgroup, at: Place, queries, zero):
     """Products [64, rows] of a piece's keys with queries in shared memory."""
     refs, config = warpgroup.refs, warpgroup.config
 
     def product(acc_ref):
-        keys = refs.k_s.at[at.stage, 0]
-        plgpu.wgmma(acc_ref, keys, queries.at[at.zero].transpose((1, 0)))
+        keys = refs.wide_s.at[zero] if warpgroup.quantised else refs.k_s.at[at.stage, 0]
+        plgpu.wgmma(acc_ref, keys, queries.at[zero].transpose((1, 0)))
         return acc_ref[...]
 
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_KV, config.rows), jnp.float32))
 
 
 def _capped(warpgroup: Warpgroup, at: Place, s):
-    """Scores with soft cap, in base 2."""
-    soft_cap = warpgroup.config.soft_cap
-    if soft_cap is None:
-        return s * LOG2E
-    return jnp.tanh(s * (1 / soft_cap)) * (soft_cap * LOG2E)
+    """Scores with scales of the keys and soft cap, in base 2."""
+    config = warpgroup.config
+    factor = LOG2E if config.soft_cap is None else 1 / config.soft_cap
+    if warpgroup.by_token:
+        scales = narrow.scales(warpgroup.refs.scales_s.at[0, at.stage], config.unit)
+        factor = _rows(scales * factor, s.shape)
+    s = s * factor
+    return s if config.soft_cap is None else jnp.tanh(s) * (config.soft_cap * LOG2E)
 
 
 def _masked(warpgroup: Warpgroup, at: Place, s):
-    """`_capped` scores, -inf where a query does not see a key."""
+    """`_capped` scores with repositioned sinks scored anew, -inf where a query does not see a key."""
+    if warpgroup.config.num_sink_queries:
+        with_sinks = functools.partial(_with_sinks, warpgroup, at)
+        s = lax.cond(at.care & REPOSITIONED != 0, with_sinks, lambda s: s, s)
     visible = mask.visible(warpgroup.pattern(), *warpgroup.positions(at), mask.SWAPPED)
     return jnp.where(visible, _capped(warpgroup, at, s), -jnp.inf)
 
 
+def _with_sinks(warpgroup: Warpgroup, at: Place, s):
+    """Scores of repositioned sinks by the queries for them, others as they are."""
+    refs, config = warpgroup.refs, warpgroup.config
+    # StreamingLLM has one such query for all sinks.
+    count = jnp.where(warpgroup.pattern().sink_position == 1, 1, config.num_sink_queries)
+
+    def with_sink(j, s):
+        plgpu.copy_gmem_to_smem(refs.q_sink_g.at[warpgroup.pair(at.segment), j], refs.q_sink_s.at[0], refs.sink_bar)
+        plgpu.barrier_wait(refs.sink_bar)
+        # care is read anew, lest numbers be kept through this loop.
+        other = _scores(warpgroup, at, refs.q_sink_s, refs.care_g[at.tile, at.piece()] >> 3)
+        q_pos, kv_pos = warpgroup.positions(at)
+        # Only the rows of this query's sinks; FAR is no sink.
+        kv_pos = jnp.where((kv_pos == j) | (j == count - 1) & (kv_pos > j), kv_pos, FAR)
+        return jnp.where(mask.repositioned(warpgroup.pattern(), q_pos, kv_pos, mask.SWAPPED), other, s)
+
+    return lax.fori_loop(0, count, with_sink, s)
+
+
 def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
     """A piece's values, weighted by p [64, rows] and summed: [H, rows]. refill: asks for the values after them."""
-    refs, config = warpgroup.refs, warpgroup.config
+    refs, config, stage = warpgroup.refs, warpgroup.config, at.stage
+    dirty = at.care & DIRTY != 0
+
+    def written(shape):
+        return _rows(warpgroup.key_positions(at), shape) <= refs.newest_g[at.tile]
+
+    unit_weight = None
+    plgpu.barrier_wait(refs.v_bar.at[stage])
+    if warpgroup.by_token:
+
+        def scales():
+            scales = narrow.scales(refs.scales_s.at[1, stage], config.unit)
+            return lax.cond(dirty, lambda x: jnp.where(written(x.shape), x, 0.0), lambda x: x, scales)
+
+        p, unit_weight = narrow.weighted_rows(p, scales, config.dtype, warpgroup.plain)
+    if warpgroup.quantised:
+        warpgroup.widen(1, stage)
     p = p.astype(config.dtype)
     if warpgroup.plain:
         refs.p_s[0] = p.T
     else:
         transposed.to_shared(refs.p_s.at[0], p)
     plgpu.commit_smem()
-    plgpu.barrier_wait(refs.v_bar.at[at.stage])
-    values_s = refs.v_s.at[at.stage, 0]
+    values_s = refs.wide_s.at[at.zero] if warpgroup.quantised else refs.v_s.at[stage, 0]
 
-    @pl.when(at.care & DIRTY != 0)
-    def _():
-        # A weight of 0 does not silence a NaN in a slot that nobody has written.
-        v = values_s[...]
-        written = lax.broadcast_in_dim(warpgroup.key_positions(at), v.shape, [0]) <= refs.newest_g[at.tile]
-        values_s[...] = jnp.where(written, v, jnp.zeros_like(v))
-        plgpu.commit_smem()
+    if config.codes != jnp.int8:
+
+        @pl.when(dirty)
+        def _():
+            # A weight of 0 does not silence a NaN in a slot that nobody has written.
+            v = values_s[...]
+            values_s[...] = jnp.where(written(v.shape), v, jnp.zeros_like(v))
+            plgpu.commit_smem()
 
     def product(acc_ref):
         plgpu.wgmma(acc_ref, values_s.transpose((1, 0)), refs.p_s.at[at.zero].transpose((1, 0)))
         return acc_ref[...]
 
-    values = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.head_dim, config.rows), jnp.float32))
-    refill(1)
-    return values
+    sums = plgpu.WGMMAAccumulatorRef((config.head_dim, config.rows), jnp.float32)
+    if warpgroup.quantised:
+        refill(1)
+    values = pl.run_scoped(product, sums)
+    if not warpgroup.quantised:
+        refill(1)
+    return values if unit_weight is None else values * unit_weight
 
 
 def _store(warpgroup: Warpgroup, segment, acc, top, total) -> None:

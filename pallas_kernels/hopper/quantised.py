@@ -93,3 +93,21 @@ def weighted(p, value_scales, dtype):
         return p * by_column, None
     largest = jnp.maximum(by_column.max(axis=1), 1e-30)
     return p * (by_column * lax.broadcast_in_dim(1 / largest, p.shape, [0])), largest
+
+
+def weighted_rows(p, value_scales, dtype, plain: bool):
+    """`weighted` of weights [64 keys, columns], by their rows' scales. What the sums are yet to be multiplied with is
+    one number for all.
+
+    Args:
+      value_scales: gives the scales [64], as often as it is called, in the layout that is needed.
+      plain: leave out what the interpreter of jax 0.10 lacks.
+    """
+    by_row = lax.broadcast_in_dim(value_scales(), p.shape, [0])
+    if dtype != jnp.float16:
+        return p * by_row, None
+    scales = value_scales()
+    if not plain:  # each warp holds all of them: the largest one without a meeting of warps
+        scales = plgpu.layout_cast(scales, plgpu.Layout.WGMMA.reduce(0))
+    largest = jnp.maximum(scales.max(), 1e-30)
+    return p * (by_row * (1 / largest)), largest
