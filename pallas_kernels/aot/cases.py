@@ -36,6 +36,24 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"sinks": 4},
     {"h": 256, "sinks": 4},
 )
+# As many queries as swapped operands take, then more of them.
+TILES: tuple[dict[str, Any], ...] = (
+    {"q": 4},
+    {"q": 4, "codes": "int8", "sinks": 4},
+    {"q": 4, "codes": "float8_e4m3fn", "soft_cap": 30.0, "sinks": 4},
+    {"q": 4, "codes": "int4", "sinks": 4},
+    {"q": 4, "codes": "int8", "h": 256, "sinks": 4},
+    {"q": 16},
+    {"q": 16, "h": 64, "b": 16},
+    {"q": 16, "h": 256},
+    {"q": 16, "sinks": 4},
+    {"q": 16, "h": 256, "sinks": 4},
+    {"q": 16, "codes": "int8", "sinks": 4},
+    {"q": 16, "codes": "int8", "h": 256, "b": 16},
+    {"q": 16, "codes": "float8_e4m3fn"},
+    {"q": 16, "codes": "float8_e4m3fn", "h": 256, "b": 32, "soft_cap": 30.0, "sinks": 4},
+    {"q": 16, "codes": "int4", "h": 256, "soft_cap": 30.0, "sinks": 4},
+)
 QUANTISED: tuple[dict[str, Any], ...] = (
     {"codes": "int8"},
     {"codes": "int8", "h": 64, "b": 16},
@@ -93,7 +111,7 @@ def cases(target: aot.Target) -> list[Case]:
 
     found = []
     if target.hopper:
-        shapes = (*DECODE, {"q": 16}, *QUANTISED)
+        shapes = (*DECODE, *TILES, *QUANTISED)
         found += attention("hopper attention", KERNELS["hopper_decode"], shapes, models.decode)
         found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL, models.prefill)
         found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS, models.mass)

@@ -12,7 +12,7 @@ from pallas_kernels.hopper.common import Config, check_heads, numbers_of
 from pallas_kernels.hopper.decode_kernel import attend_segments
 from pallas_kernels.hopper.mass import probability_mass
 from pallas_kernels.hopper.merge import merge_segments, whole_rows
-from pallas_kernels.hopper.schedule import Tuning, schedule
+from pallas_kernels.hopper.schedule import Tuning, plan, schedule
 from pallas_kernels.hopper.tiles import Tiles, where_queried
 from pallas_kernels.work import Work
 
@@ -58,6 +58,7 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     tiles = Tiles.of(call)
     if work is None:
         work = schedule(call, tuning=tuning)
+    how = plan(call, tuning)
     codes = pool.dtype if pool.dtype.itemsize == 1 else None
     dtype = jnp.dtype(PRODUCTS[pool.dtype])
     config = Config(
@@ -67,11 +68,11 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
         rows=tiles.rows,
         dtype=dtype,
         num_workers=work.first.shape[0] - 1,
-        stages=tuning.stages or (3 if codes else 2),
+        stages=tuning.stages or how.stages,
         soft_cap=options.soft_cap,
         num_sink_queries=call.num_sink_queries,
         codes=codes,
-        swapped=tuning.swapped,
+        swapped=how.swapped,
     )
     sinks = tiles.pack_sinks(options.sinks)
     num_rows = whole_rows(tiles.queries * tiles.group, config.head_dim)

@@ -296,7 +296,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
     """Attention of each segment.
 
     Args:
-      q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None. positions: [S, 64] of the rows.
+      q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None. positions: [S, 64] of the rows; [S, rows] where swapped.
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
       numbers: from `numbers_of`.
       out_type: shape [S*K, R, H] and dtype of the result, R <= rows.
@@ -316,6 +316,15 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
     arrived = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     units = pool.kv.reshape(-1, size, h)
     scales = None if pool.scales is None else pool.scales.reshape(len(units), *narrow.scales_shape(units))
+    staged = None, None
+    if not config.swapped:
+        staged = (
+            plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
+            # At most as wide as a swizzle atom, 128 bytes. Where fewer than 8 rows are copied, Mosaic GPU tiles by that
+            # many; a second tile of columns would begin inside an atom, and its stores, which swizzle relative to the
+            # tile, would disagree with the TMA engine, which swizzles by absolute address.
+            plgpu.SMEM((groups, ROWS, config.staged * 4 // out_type.dtype.itemsize), out_type.dtype),
+        )
     kernel = launch(
         "hopper_attention",
         functools.partial(_attend_stretch, config=config, plain=bool(interpret)),
@@ -334,11 +343,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
             None if scales is None else plgpu.SMEM((2, stages, *narrow.held(scales.shape[1:])), scales.dtype),
             plgpu.SMEM((groups, TILE_KV, width), config.dtype, transforms=tiles) if config.codes else None,
             plgpu.SMEM((groups, num_queries, TILE_KV), config.dtype, transforms=tiles),
-            None if config.swapped else plgpu.SMEM((groups, ROWS, config.staged), jnp.float32, transforms=layout(config.staged, 4)),
-            # At most as wide as a swizzle atom, 128 bytes. Where fewer than 8 rows are copied, Mosaic GPU tiles by that
-            # many; a second tile of columns would begin inside an atom, and its stores, which swizzle relative to the
-            # tile, would disagree with the TMA engine, which swizzles by absolute address.
-            None if config.swapped else plgpu.SMEM((groups, ROWS, config.staged * 4 // out_type.dtype.itemsize), out_type.dtype),
+            *staged,
             plgpu.Barrier(),
             plgpu.Barrier(),
             arrived,
@@ -350,6 +355,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
         ),
         interpret=interpret,
         warpgroups=groups,
+        # Of 4 warps, what each of their threads holds of a maximum over 64 rows.
         reduction_bytes=128 * config.rows if config.swapped else 0,
     )
     return kernel(

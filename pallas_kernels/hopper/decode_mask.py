@@ -1,5 +1,5 @@
-"""Masks of 64 x 64 scores inside a Hopper kernel: `patterns.Pattern`, with all that is not a comparison done per row or
-column. Remainders and flags of a column cost a quarter of the registers that they would cost for each score."""
+"""Masks of scores inside a Hopper kernel: `patterns.Pattern`, with all that is not a comparison done per query or key.
+Remainders and flags of a key cost a quarter of the registers that they would cost for each of 64 x 64 scores."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from jax import lax
 from pallas_kernels.patterns import FAR, Pattern
 
 
-
 class Axes(NamedTuple):
-    """Which axes of the scores are queries, and keys. With keys as rows, there are as many columns as queries."""
+    """Which axis of a matrix of scores counts queries, and which keys."""
 
-    q: int
-    kv: int
+    query: int
+    key: int
 
     def spread(self, q_pos, kv_pos):
-        """Functions that repeat what queries, and keys, have each, for all scores."""
-        sizes = {self.q: len(q_pos), self.kv: len(kv_pos)}
+        """Functions that repeat what each query, and what each key has, for all scores."""
+        sizes = {self.query: len(q_pos), self.key: len(kv_pos)}
         shape = sizes[0], sizes[1]
 
-        def along(axis: int):
-            return lambda x: lax.broadcast_in_dim(x, shape, [axis])
+        def of_query(x):
+            return lax.broadcast_in_dim(x, shape, [self.query])
 
-        return along(self.q), along(self.kv)
+        def of_key(x):
+            return lax.broadcast_in_dim(x, shape, [self.key])
+
+        return of_query, of_key
 
 
-ROWS_ARE_QUERIES, SWAPPED = Axes(0, 1), Axes(1, 0)
+STRAIGHT, SWAPPED = Axes(0, 1), Axes(1, 0)
 
 
 def _remainder(x, divisor):
     return lax.rem(x, jnp.full(x.shape, divisor, jnp.int32))
 
 
-def visible(pattern: Pattern, q_pos, kv_pos, axes: Axes = ROWS_ARE_QUERIES):
-    """`Pattern.visible` of q_pos [64] (rows) and kv_pos [64] (columns): boolean [64, 64]."""
+def visible(pattern: Pattern, q_pos, kv_pos, axes: Axes = STRAIGHT):
+    """`Pattern.visible` of q_pos [Q] and kv_pos [T]: boolean [Q, T], or [T, Q] where swapped."""
     of_query, of_key = axes.spread(q_pos, kv_pos)
     is_global = (pattern.has_global != 0) & (_remainder(kv_pos, pattern.global_every) == 0)
     always = (kv_pos < pattern.num_sinks) | is_global
@@ -48,8 +50,8 @@ def visible(pattern: Pattern, q_pos, kv_pos, axes: Axes = ROWS_ARE_QUERIES):
     return (of_key(kv_pos) <= of_query(q_pos)) & near & in_step
 
 
-def repositioned(pattern: Pattern, q_pos, kv_pos, axes: Axes = ROWS_ARE_QUERIES):
-    """`Pattern.repositioned` of q_pos [64] (rows) and kv_pos [64] (columns): boolean [64, 64]."""
+def repositioned(pattern: Pattern, q_pos, kv_pos, axes: Axes = STRAIGHT):
+    """`Pattern.repositioned` of q_pos [Q] and kv_pos [T]: boolean [Q, T], or [T, Q] where swapped."""
     of_query, of_key = axes.spread(q_pos, kv_pos)
     # Where sink_position is 1 they are all sinks (no text is half as long as FAR), else those beyond both.
     reach = jnp.where(pattern.sink_position == 1, -FAR // 2, jnp.maximum(pattern.window - 1, pattern.sink_ceiling))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jax import lax
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper import transposed
-from pallas_kernels.hopper.common import LOG2E, Config, finished, int32, load
+from pallas_kernels.hopper.common import LOG2E, finished, int32, load
 from pallas_kernels.hopper.decode_warpgroup import Place, Warpgroup
 from pallas_kernels.patterns import FAR
 from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV

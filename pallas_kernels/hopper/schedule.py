@@ -1,12 +1,15 @@
-"""The work list of decode and of the mass on Hopper, and how the two are run."""
+"""The work list of decode and of the mass on Hopper, and how the two are run: the one place where it is decided."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from pallas_kernels import work
 from pallas_kernels.contract import Call
+from pallas_kernels.hopper.common import ROWS
 from pallas_kernels.hopper.tiles import Tiles
 
 NUM_PROCESSORS = 132  # of an H100 or H200
@@ -16,17 +19,60 @@ NUM_PROCESSORS = 132  # of an H100 or H200
 class Tuning:
     """How a kernel runs.
 
-    num_workers: blocks of threads that the work is cut for; by default as many as run at once: two for each
-      multiprocessor, with a head dim of 256 one.
-    stages: pieces of 64 keys and values that each of them holds at once. By default of decode 2, or 3 of 8 or 4 bits;
-      of the mass 64 KB of keys.
+    num_workers: blocks of threads that the work is cut for; by default as many as run at once, as `Plan.of` says.
+    stages: pieces of 64 keys and values that each of them holds at once. By default of decode as `Plan.of` says; of the
+      mass 64 KB of keys.
+    swapped: whether decode takes keys as rows of its products, queries as columns; by default wherever it can.
     interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
     """
 
     num_workers: int | None = None
     stages: int | None = None
-    swapped: bool = False
+    swapped: bool | None = None
     interpret: Any = False
+
+
+# Queries x query heads of a group that swapped operands are for: beyond, registers are short.
+MAX_COLUMNS = 16
+
+
+class Plan(NamedTuple):
+    """How decode runs a call.
+
+    swapped: keys are rows of the products, see `decode_swapped`. blocks: of threads that a multiprocessor holds.
+    stages: as in `Tuning`.
+    """
+
+    swapped: bool
+    blocks: int
+    stages: int
+
+    @classmethod
+    def of(cls, head_dim: int, pool_dtype, rows: int, swapped: bool | None = None) -> Plan:
+        """Returns the plan for matrices of `rows` rows, padding included.
+
+        Raises:
+          NotImplementedError: swapped operands are asked for, and cannot be had.
+        """
+        can = rows <= MAX_COLUMNS and head_dim % ROWS == 0
+        if swapped and not can:
+            raise NotImplementedError(
+                f"swapped operands with {rows} queries x query heads and a head dim of {head_dim}; "
+                f"they take up to {MAX_COLUMNS}, and multiples of {ROWS}"
+            )
+        bits = 4 if pool_dtype == jnp.int4 else 8 * jnp.dtype(pool_dtype).itemsize
+        wide = head_dim > 128
+        if not (can if swapped is None else swapped):
+            return cls(False, 1 if wide else 2, 2 if bits == 16 else 3)
+        # Memory is the limit of 16 bits, which needs no more blocks; codes gain by each that registers leave room for.
+        blocks = {16: 1 if wide else 2, 8: 2 if wide else 3, 4: 2 if wide else 4 if rows <= 8 else 3}[bits]
+        return cls(True, blocks, 2)
+
+
+def plan(call: Call, tuning: Tuning) -> Plan:
+    """How decode runs a call."""
+    shape, dtype = call.pool.kv.shape, call.pool.kv.dtype
+    return Plan.of(shape[5], dtype, Tiles.of(call).rows, tuning.swapped)
 
 
 def schedule(call: Call, *, tuning: Tuning) -> work.Work:
@@ -38,5 +84,5 @@ def schedule(call: Call, *, tuning: Tuning) -> work.Work:
         block_size=shape[4],
         num_kv_heads=shape[3],
         per_block_id=work.units_per_block_id(shape),
-        num_workers=tuning.num_workers or NUM_PROCESSORS * (1 if shape[5] > 128 else 2),
+        num_workers=tuning.num_workers or NUM_PROCESSORS * plan(call, tuning).blocks,
     )

@@ -33,7 +33,11 @@ def to_global(ref, x) -> None:
             there = arith.cmpi(arith.CmpIPredicate.ult, column, limit)
             # Of columns that are not there, an address inside: it is not written to.
             place = utils.memref_slice(to, (arith.select(there, column, arith.constant(limit.type, 0)), row))
-            given = [utils.memref_ptr(place), utils.bitcast(value, bits), arith.extui(ir.IntegerType.get_signless(32), there)]
+            given = [
+                utils.memref_ptr(place),
+                utils.bitcast(value, bits),
+                arith.extui(ir.IntegerType.get_signless(32), there),
+            ]
             # A predicate instead of a branch: the threads of a warp stay together.
             llvm.inline_asm(ir.Type.parse("!llvm.void"), given, text, f"l,{letter},r", has_side_effects=True)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.schedule import Plan
 from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.grids import Mass, Prefill, Tokens
 from pallas_kernels.speed.lists import PREFILL, TILE_KV
@@ -41,7 +44,8 @@ def decode(config: dict[str, Any]) -> Attention | None:
     head_dim = config.get("h", 128)
     of_number, of_token = _CODES[config.get("codes")]
     piece_bytes = 2 * TILE_KV * (head_dim * of_number + of_token)
-    workers = H200.num_cores * (1 if head_dim > 128 else 2)
+    pool_dtype = jnp.dtype(config.get("codes", "bfloat16"))
+    workers = H200.num_cores * Plan.of(head_dim, pool_dtype, rows=8).blocks
     # `hopper.merge`: 8 segments are read at once, and a block of threads holds 128 of a pair's 4 * head_dim numbers.
     shares = 4 * head_dim // 128
     return Attention(8, piece_bytes, workers, Merge(8, shares, workers * shares), ("hopper_attention", _UPDATING))

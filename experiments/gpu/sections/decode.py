@@ -14,7 +14,7 @@ TORCH = ("torch SDPA flash (dense)", "torch SDPA cuDNN (dense)", "FlashInfer", "
 FLEX_ON = ("64x4k", "2x100")
 # Attention by itself and the merge by itself: where long texts, a single one, and many short ones spend their time.
 PARTS_ON = ("64x4k", "1x32k", "256x512")
-# (stages, workers) of the Hopper kernel: what is in flight, and how many blocks of threads. Three stages and more leave
+# (stages, workers) of the Hopper kernel: what is in flight, and how many blocks of threads. Four stages and more leave
 # room for one block on a multiprocessor of 132.
 TUNING = ((2, 264), (2, 396), (4, 132), (5, 132))
 TUNED = "64x4k"

@@ -1,12 +1,15 @@
 """The Hopper kernels, run by jax's interpreter of GPU programs on the CPU, against the reference."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pallas_kernels import kv_write_reference, reference
-from pallas_kernels.arguments import SINKS_AT_CEILING, SINKS_IN_CACHE, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.arguments import SINKS, SINKS_AT_CEILING, SINKS_IN_CACHE, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode
+from pallas_kernels.hopper.schedule import Plan
 from tests.pallas_kernels.contract import check, expect_unsupported_is_named
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.soak import soak_unless
@@ -39,20 +42,39 @@ TWO_GROUPS = (
 )
 KERNEL = decode.KERNEL.tuned(interpret=PARAMS)
 SPECS = (*TINY, *TINY_QUANTISED)
+# As many columns as swapped operands take: 4 queries x a group of 4.
+SIXTEEN = Spec(rows=((75, 5),), q_tile=4, num_kv_heads=1, block_size=64, codes="int8", pattern=SINKS, return_lse=True)
+SWAPPED = (*(spec for spec in SPECS if spec.head_dim != 96), *TWO_GROUPS, SIXTEEN)
 
 
 @pytest.mark.parametrize("spec", soak_unless(TINY[::3].__contains__, SPECS), ids=str)
 def test_the_hopper_kernel_equals_the_reference_without_races(spec):
     workers = WORKERS[SPECS.index(spec) % len(WORKERS)]
     with interpreting():
-        check(KERNEL.tuned(num_workers=workers), spec)
+        check(KERNEL.tuned(num_workers=workers, swapped=False), spec)
+
+
+@pytest.mark.parametrize("spec", soak_unless((TINY[1], TINY_QUANTISED[0], SIXTEEN).__contains__, SWAPPED), ids=str)
+def test_swapped_operands_equal_the_reference_without_races(spec):
+    workers = WORKERS[SWAPPED.index(spec) % len(WORKERS)]
+    with interpreting():
+        check(KERNEL.tuned(num_workers=workers, swapped=True), spec)
 
 
 @several_warpgroups
 @pytest.mark.parametrize("spec", TWO_GROUPS, ids=str)
 def test_two_warpgroups_equal_the_reference_without_races(spec):
     with interpreting():
-        check(KERNEL.tuned(num_workers=3), spec)
+        check(KERNEL.tuned(num_workers=3, swapped=False), spec)
+
+
+def test_operands_are_swapped_for_few_queries_of_whole_head_dims():
+    assert [Plan.of(128, "bfloat16", rows).swapped for rows in (8, 16, 24)] == [True, True, False]
+    assert not Plan.of(96, "bfloat16", rows=8).swapped
+    for changes in ({"head_dim": 96}, {"num_heads": 17, "num_kv_heads": 1}):
+        call = make(dataclasses.replace(TINY[0], **changes))
+        assert KERNEL.unsupported(call) is None
+        assert "swapped operands with" in (KERNEL.tuned(swapped=True).unsupported(call) or "")
 
 
 @pytest.mark.soak

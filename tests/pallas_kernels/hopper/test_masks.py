@@ -34,6 +34,16 @@ def test_masks_of_decode(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_masks_of_decode_with_keys_as_rows(name):
+    (pattern, q_pos, kv_pos), visible, repositioned = arrays(name)
+    few = slice(None, None, 8)
+    given = pattern, q_pos[few], kv_pos, decode_mask.SWAPPED
+    np.testing.assert_array_equal(decode_mask.visible(*given), visible[few].T)
+    found = np.asarray(decode_mask.repositioned(*given)).T
+    np.testing.assert_array_equal(found[visible[few]], repositioned[few][visible[few]])
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_masks_of_prefill(name):
     (pattern, q_pos, kv_pos), visible, repositioned = arrays(name)
     scores, given = jnp.zeros(visible.shape), (lambda: pattern, lambda: (q_pos, kv_pos))

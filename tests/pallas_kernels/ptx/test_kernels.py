@@ -29,6 +29,7 @@ GROUPS = [
     for n, h, dtype in ((1, 128, "bfloat16"), (3, 96, "bfloat16"), (4, 128, "float16"), (7, 256, "bfloat16"))
 ]
 DECODE = [*TINY, *TINY_QUANTISED, *test_decode.TWO_GROUPS, *GROUPS]
+SWAPPED = [*test_decode.SWAPPED, *(spec for spec in GROUPS if spec.head_dim != 96)]
 WIDE = Spec(rows=((290, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=64, pattern=SINKS, sink_logits=True)
 PREFILL = [*test_prefill.SPECS, *test_prefill.QUANTISED, WIDE]
 # Prefill of longer rows in 8 and 4 bits.
@@ -59,7 +60,12 @@ def emulate(kernel: Kernel, spec: Spec) -> None:
 
 @pytest.mark.parametrize("spec", DECODE, ids=str)
 def test_attention_and_merge(spec):
-    emulate(KERNELS["hopper_decode"].tuned(num_workers=3), spec)
+    emulate(KERNELS["hopper_decode"].tuned(num_workers=3, swapped=False), spec)
+
+
+@pytest.mark.parametrize("spec", SWAPPED, ids=str)
+def test_attention_with_swapped_operands(spec):
+    emulate(KERNELS["hopper_decode"].tuned(num_workers=3, swapped=True), spec)
 
 
 @pytest.mark.parametrize("shape", test_merge.SHAPES, ids=str)
@@ -102,9 +108,12 @@ def test_write_of_keys_and_values(case):
     test_kv_write.compare(ptx.run(test_kv_write.write_of(case), call), case, call)
 
 
-def test_float32_results_of_few_rows():
+@pytest.mark.parametrize("swapped", [False, True])
+def test_float32_results_of_few_rows(swapped):
     spec = dataclasses.replace(GROUPS[2], dtype="bfloat16")
-    result = run(KERNELS["hopper_decode"].tuned(num_workers=2), make(spec).replace(out_dtype=np.float32))
+    result = run(
+        KERNELS["hopper_decode"].tuned(num_workers=2, swapped=swapped), make(spec).replace(out_dtype=np.float32)
+    )
     assert result.out.dtype == np.float32
     contract.compare(result._replace(out=result.out.astype("bfloat16")), spec)
 
