@@ -113,7 +113,7 @@ def numbers_of(call: Call) -> jax.Array:
     return jnp.stack([int32(x) for x in (*call.effective_pattern, call.layer)])
 
 
-def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1, reduction_bytes: int = 0):
+def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1, reduction_bytes: int = 0, auto_barriers=True):
     parameters = interpreter.parameters(interpret)
     return plgpu.kernel(
         interpreter.interpreted(body) if parameters else body,
@@ -126,6 +126,7 @@ def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgro
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=not auto_barriers,
             reduction_scratch_bytes=reduction_bytes,  # rows of a wgmma are reduced within a warp, columns are not
         ),
         interpret=parameters,

@@ -357,6 +357,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
         warpgroups=groups,
         # Of 4 warps, what each of their threads holds of a maximum over 64 rows.
         reduction_bytes=128 * config.rows if config.swapped else 0,
+        auto_barriers=not config.swapped,
     )
     return kernel(
         q,

@@ -60,6 +60,7 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
         pl.when(more)(lambda: warpgroup.fetch(ahead, stage, which))
 
     if warpgroup.quantised:
+        plgpu.commit_smem()  # a barrier: all warps have read the last piece's values
         warpgroup.widen(0, stage)
     s = _scores(warpgroup, at, refs.q_s, at.zero)
     masked, capped = functools.partial(_masked, warpgroup, at), functools.partial(_capped, warpgroup, at)
@@ -122,6 +123,7 @@ def _with_sinks(warpgroup: Warpgroup, at: Place, s):
     count = jnp.where(warpgroup.pattern().sink_position == 1, 1, config.num_sink_queries)
 
     def with_sink(j, s):
+        plgpu.commit_smem()  # a barrier: all warps have read the queries before
         plgpu.copy_gmem_to_smem(refs.q_sink_g.at[warpgroup.pair(at.segment), j], refs.q_sink_s.at[0], refs.sink_bar)
         plgpu.barrier_wait(refs.sink_bar)
         # care is read anew, lest numbers be kept through this loop.
@@ -152,7 +154,7 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
 
         p, unit_weight = narrow.weighted_rows(p, scales, config.dtype, warpgroup.plain)
     if warpgroup.quantised:
-        warpgroup.widen(1, stage)
+        warpgroup.widen(1, stage, commit=False)
     p = p.astype(config.dtype)
     if warpgroup.plain:
         refs.p_s[0] = p.T
@@ -179,6 +181,7 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
         refill(1)
     values = pl.run_scoped(product, sums)
     if not warpgroup.quantised:
+        plgpu.commit_smem()  # a barrier: all warps have read them
         refill(1)
     return values if unit_weight is None else values * unit_weight
 

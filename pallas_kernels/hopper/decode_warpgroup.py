@@ -178,12 +178,13 @@ class Warpgroup(NamedTuple):
             plgpu.barrier_arrive(barrier)
             pl.when(self.leads)(lambda: plgpu.barrier_wait(barrier))
 
-    def widen(self, which: int, stage) -> None:
-        """Writes this warpgroup's columns of keys (0) or values (1) in 16 bits."""
+    def widen(self, which: int, stage, commit: bool = True) -> None:
+        """Writes this warpgroup's columns of keys (0) or values (1) in 16 bits. commit: for wgmma to read, at once."""
         refs, config = self.refs, self.config
         x = narrow.widened((refs.k_s, refs.v_s)[which][stage, self.group], config.dtype, self.plain)
         narrow.write(refs.wide_s.at[self.group], x, refs.scales_s.at[which, stage], which, self.group * config.width)
-        plgpu.commit_smem()
+        if commit:
+            plgpu.commit_smem()
 
     def wide_written_or_read(self) -> None:
         """Waits until all warpgroups are here: their parts of the widened keys are read by all of them."""
