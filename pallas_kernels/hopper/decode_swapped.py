@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper import transposed
-from pallas_kernels.hopper.common import LOG2E, finished, int32, load
+from pallas_kernels.hopper.common import LOG2E, finished, int32, load, store
 from pallas_kernels.hopper.decode_warpgroup import Place, Warpgroup
 from pallas_kernels.patterns import FAR
 from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV
@@ -202,7 +202,7 @@ def _store_result(warpgroup: Warpgroup, pair, acc, top, total) -> None:
     if refs.sinks_g is not None:
         sink = load(refs.sinks_g.at[:, rows], lax.rem(pair, int32(config.num_kv_heads)))
     scale, lse = finished(top, total, sink)
-    refs.lse_g[pair, rows] = lse
+    store(refs.lse_g, (pair, rows), lse)
     _store_columns(warpgroup, acc, scale, refs.out_g, pair)
 
 
@@ -212,7 +212,7 @@ def _store_partial(warpgroup: Warpgroup, segment, acc, top, total) -> None:
     nothing = total == 0.0
     total = jnp.where(nothing, 1.0, total)
     lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total) * LOG2E)
-    refs.partial_lse_g[segment, pl.ds(0, warpgroup.config.rows)] = lse
+    store(refs.partial_lse_g, (segment, pl.ds(0, warpgroup.config.rows)), lse)
     _store_columns(warpgroup, acc, 1.0 / total, refs.partial_g, segment)
 
 
