@@ -113,7 +113,25 @@ def numbers_of(call: Call) -> jax.Array:
     return jnp.stack([int32(x) for x in (*call.effective_pattern, call.layer)])
 
 
-def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgroups: int = 1, reduction_bytes: int = 0, auto_barriers=True):
+def launch(
+    name: str,
+    body,
+    grid,
+    *,
+    out_type,
+    scratch_types,
+    interpret,
+    warpgroups: int = 1,
+    reduction_bytes: int = 0,
+    auto_barriers: bool = True,
+):
+    """A kernel of `body` for blocks of threads of a grid of one axis.
+
+    Args:
+      reduction_bytes: of shared memory, for reductions over rows of a wgmma, which cross warps.
+      auto_barriers: the warps of a warpgroup meet around each store to shared memory and before each copy. Without, the
+        body says where, by `commit_smem`.
+    """
     parameters = interpreter.parameters(interpret)
     return plgpu.kernel(
         interpreter.interpreted(body) if parameters else body,
@@ -127,7 +145,7 @@ def launch(name: str, body, grid, *, out_type, scratch_types, interpret, warpgro
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             unsafe_no_auto_barriers=not auto_barriers,
-            reduction_scratch_bytes=reduction_bytes,  # rows of a wgmma are reduced within a warp, columns are not
+            reduction_scratch_bytes=reduction_bytes,
         ),
         interpret=parameters,
         num_threads=warpgroups if warpgroups > 1 else None,

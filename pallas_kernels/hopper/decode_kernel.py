@@ -1,9 +1,10 @@
 """Ragged paged attention for Hopper, in Mosaic GPU: few queries to a row, many keys. Bound by memory.
 
-Each block of threads is one warpgroup that walks its stretch of the work list (`work`). Two of them fit a
-multiprocessor, so that one computes while the other waits. Where the output is too wide for one warpgroup's registers,
-two of them score the same keys and sum half of the values' columns each; both K and V lie in memory as two halves. Per
-piece of 64 tokens:
+Each block of threads is one warpgroup that walks its stretch of the work list (`work`). Several of them fit a
+multiprocessor, so that one computes while another waits. Where the output is too wide for one warpgroup's registers,
+two of them score the same keys and sum half of the values' columns each; both K and V lie in memory as two halves. Up
+to 16 queries x query heads of a group swap the operands of the products: their turns are in `decode_swapped`. Those of
+more, per piece of 64 tokens:
 
     TMA, one box per unit     K [64, H], V [64, H] into one of `stages` buffers, asked for `stages` pieces ahead
     wgmma 64 x 64 x H         scores: rows are queries x query heads of the group, padded to 64

@@ -50,7 +50,7 @@ def loads_plainly() -> bool:
 class _Numpy(threading.local):
     """NumPy, but that matmul transposes its operands where asked to."""
 
-    transposes = False, False
+    transposes: tuple[bool, bool] = False, False
 
     def __getattr__(self, name):
         return getattr(np, name)

@@ -1,9 +1,11 @@
-"""Stores of matrices the other way round, from the registers of a wgmma: what layout inference has no rule for.
+"""Stores of matrices the other way round, from the registers of a wgmma.
 
 jax's interpreter does not run them: there a kernel transposes.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic.gpu import utils
@@ -17,10 +19,13 @@ def to_shared(ref, x) -> None:
 
 
 def to_global(ref, x) -> None:
-    """Stores the first R columns of x [64 n, columns] to ref [R, 64 n] in global memory."""
+    """Stores the first R columns of x [64 n, columns] to ref [R, 64 n] in global memory.
+
+    Layout inference has no transposed store to global memory, nor, on its way there, one of fewer than 8 rows to shared
+    memory.
+    """
     num_rows = ref.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def store(ctx, to, x):
         del ctx
         bits = ir.IntegerType.get_signless(utils.bitwidth(x.mlir_dtype))
@@ -43,4 +48,5 @@ def to_global(ref, x) -> None:
 
         x.foreach(one)
 
-    store(ref, x)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    inlined(store)(ref, x)
