@@ -51,7 +51,8 @@ TILES: tuple[dict[str, Any], ...] = (
     {"q": 16, "codes": "int8", "sinks": 4},
     {"q": 16, "codes": "int8", "h": 256, "b": 16},
     {"q": 16, "codes": "float8_e4m3fn"},
-    {"q": 16, "codes": "float8_e4m3fn", "h": 256, "b": 32, "soft_cap": 30.0, "sinks": 4},
+    {"q": 16, "codes": "float8_e4m3fn", "h": 256, "b": 32, "soft_cap": 30.0},
+    {"swapped": False, "codes": "float8_e4m3fn", "h": 256, "b": 32, "soft_cap": 30.0, "sinks": 4},
     {"q": 16, "codes": "int4", "h": 256, "soft_cap": 30.0, "sinks": 4},
 )
 QUANTISED: tuple[dict[str, Any], ...] = (

@@ -64,9 +64,11 @@ class Plan(NamedTuple):
         wide = head_dim > 128
         if not (can if swapped is None else swapped):
             return cls(False, 1 if wide else 2, 2 if bits == 16 else 3)
-        # Memory is the limit of 16 bits, which needs no more blocks; codes gain by each that registers leave room for.
-        blocks = {16: 1 if wide else 2, 8: 2 if wide else 3, 4: 2 if wide else 4 if rows <= 8 else 3}[bits]
-        return cls(True, blocks, 2)
+        # Memory is the limit of 16 bits, which needs no more blocks; codes gain by each that registers and shared
+        # memory leave room for. With more rows that is one less, but for int8, which needs the fewest registers.
+        blocks = {16: 1 if wide else 2, 8: 2 if wide else 3, 4: 2 if wide else 4}[bits]
+        fewer = bits < 16 and rows > 8 and (wide or pool_dtype != jnp.int8)
+        return cls(True, blocks - fewer, 2)
 
 
 def plan(call: Call, tuning: Tuning) -> Plan:
