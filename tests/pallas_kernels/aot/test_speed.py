@@ -305,8 +305,9 @@ def test_the_decode_kernel_does_not_become_slower():
     found = check.check("h200", only="^hopper attention$", show=lambda line: None)
     attention = {row["kernel"]: row for row in found["kernels"]}["hopper_attention"]
     turn = attention["speed"]["turn"]
-    # Counted by hand once: two products of 8 wgmma each, 32 exponentials of scores, a copy of keys and one of values.
-    assert turn["wgmma"] == {"hgmma 64x64x16": 16} and turn["copies"] == 2 and turn["mufu"] >= 32
+    # Counted by hand: two products of 8 wgmma each, a copy of keys and one of values; of 64 keys x 8 columns a thread
+    # has 4 exponentials, and 2 of how the sums of its columns fade.
+    assert turn["wgmma"] == {"hgmma 64x8x16": 16} and turn["copies"] == 2 and turn["mufu"] == 6
     assert 0.8 < attention["predicted_share"] < H200.streaming and attention["limit"] == "memory"
     assert found["failed"] == 0  # no number is more than 5 % above the stored ones
     json.dumps(found)
