@@ -12,6 +12,7 @@ from ksana_jax.cli import groups, serving
 from ksana_jax.cli.options import read_setting
 
 DEFAULT_BLOCK_SIZE = 16
+MOST_SPAWNED = 10_000
 # click's, or of the copy of click that newer versions of typer have.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -111,6 +112,8 @@ def route(
         raise ConfigError(f"server {twice[0]} is given twice")
     if spawn < 0 or bool(spawn) != (model is not None):
         raise ConfigError("--spawn needs a number of servers, from 1, and a model, such as --spawn 4 ksana-tiny")
+    if spawn > MOST_SPAWNED:
+        raise ConfigError(f"--spawn is {spawn:,}, must be at most {MOST_SPAWNED:,} servers")
     if bool(addresses) == bool(spawn):
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
     if on not in ("local", "ray"):

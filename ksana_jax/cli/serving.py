@@ -95,6 +95,9 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the chat template cannot be read from {path}: {system_reason(error)}") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start:,} is not UTF-8"
+        raise ConfigError(f"the chat template cannot be read from {path}: {reason}") from None
 
 
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:

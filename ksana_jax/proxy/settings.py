@@ -62,6 +62,7 @@ class ProxySettings:
 
     def __post_init__(self):
         checks.require(
+            None if self.host else "host is '', must be an address to listen on; 0.0.0.0 is all of this machine",
             checks.integer("port", self.port, 0, 65535),
             checks.one_of("index", self.index, (APPROXIMATE, EXACT)),
             checks.integer("num_queued", self.num_queued, 0),

@@ -46,6 +46,7 @@ class ServerSettings:
 
     def __post_init__(self):
         checks.require(
+            None if self.host else "host is '', must be an address to listen on; 0.0.0.0 is all of this machine",
             checks.integer("port", self.port, 0, 65535),
             checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, 2**31 - 1, optional=True),
             checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**31 - 1, optional=True),

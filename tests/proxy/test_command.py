@@ -30,6 +30,8 @@ ROUTE = {
     "settings of servers of others": ((*SERVERS, "block_size=8"), "--spawn needs a number of servers, from 1, and a"),
     "spawn without a model": (("--spawn", "2"), "--spawn needs a number of servers, from 1, and a model"),
     "no servers to start": (("--spawn", "0", "ksana-tiny"), "--spawn needs a number of servers, from 1, and a model"),
+    "too many to start": (("--spawn", "1000000000", "ksana-tiny"), "--spawn is 1,000,000,000, must be at most 10,000"),
+    "no host": ((*SERVERS, "--host", ""), "host is '', must be an address to listen on"),
     "blocks of no tokens": ((*SERVERS, "--block-size", "0"), "block_size is 0"),
     "option": ((*SERVERS, "--polcy", "x"), "ksana route has no option --polcy; options of ksana serve follow"),
     "option of serve": ((*SPAWN, "--client-timeot", "6"), "ksana serve: No such option"),
@@ -40,6 +42,7 @@ ROUTE = {
 SERVE = {
     "port": (("--port", "99999"), "port is 99,999, must be an integer from 0 to 65,535"),
     "host": (("--host", "256.0.0.1", "--port", "0"), "cannot listen on 256.0.0.1 port 0: "),
+    "no host": (("--host", ""), "host is '', must be an address to listen on"),
     "keys absent": (("--api-key-file", "nofile"), "API keys cannot be read from nofile: No such file"),
     "template": (("--chat-template", "nofile"), "the chat template cannot be read from nofile: No such file"),
     "setting": (("block_size",), "'block_size' is not an override: write key=value"),
@@ -64,6 +67,13 @@ def test_wrong_arguments_of_route_are_told_in_a_line(capsys, name):
 def test_wrong_arguments_of_serve_are_told_in_a_line(capsys, name):
     arguments, told = SERVE[name]
     assert error_of(capsys, "serve", "ksana-tiny", *arguments).startswith(told)
+
+
+def test_a_chat_template_that_is_no_text_is_named(capsys, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_bytes(b"{{ a \xff")
+    expected = f"the chat template cannot be read from {path}: byte 5 is not UTF-8"
+    assert error_of(capsys, "serve", "ksana-tiny", "--chat-template", str(path)) == expected
 
 
 @pytest.mark.parametrize("command", [("serve", "ksana-tiny"), ("route", *SERVERS)], ids=lambda words: words[0])
