@@ -69,12 +69,16 @@ def number(
     limits += [f"below {shown(below)}"] if below < math.inf else []
     joint = " " if low is not None and high < math.inf else " and "
     kind = "a number" if min(high, below) < math.inf else "a finite number"
-    return f"{name} is {shown(value)}, must be {kind} {joint.join(limits)}{' or None' * optional}"
+    return f"{name} is {shown(value)}, must be {kind}{' ' * bool(limits)}{joint.join(limits)}{' or None' * optional}"
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> str | None:
     """Returns the problem with a setting that must be one of some values, or None."""
-    return None if value in allowed else f"{name} is {shown(value)}, must be one of {', '.join(map(str, allowed))}"
+    try:
+        found = value in allowed
+    except TypeError:  # a list or mapping, which has no hash, among the keys of a mapping
+        found = False
+    return None if found else f"{name} is {shown(value)}, must be one of {', '.join(map(str, allowed))}"
 
 
 def boolean(name: str, value: Any) -> str | None:

@@ -27,6 +27,8 @@ from ksana_jax.errors import ConfigError
             "x is 55,000,000, must be a number from 1 to 10,000,000 or None",
         ),
         (checks.number("x", "1", 0), "x is '1', must be a finite number from 0"),
+        (checks.number("x", math.nan), "x is nan, must be a finite number"),
+        (checks.one_of("kind", ["a"], {"a": 1, "b": 2}), "kind is ['a'], must be one of a, b"),
         (checks.one_of("kind", "c", ("a", "b")), "kind is 'c', must be one of a, b"),
         (checks.boolean("on", 1), "on is 1, must be True or False"),
         (checks.boolean("on", "x" * 100), f"on is '{'x' * 76}..., must be True or False"),

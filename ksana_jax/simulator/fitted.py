@@ -79,8 +79,10 @@ class FittedCost(Cost):
 
     def __post_init__(self):
         checks.require(checks.one_of("cost.method", self.method, ("affine", "table")), error=ConfigError)
+        _require_mapping("cost.phases", self.phases, PHASES)
         for phase, found in self.phases.items():
             checks.require(checks.one_of("cost.phases", phase, PHASES), error=ConfigError)
+            _require_mapping(f"cost.phases.{phase}", found, FEATURES)
             for name, value in found.items():
                 checks.require(checks.one_of(f"cost.phases.{phase}", name, FEATURES), error=ConfigError)
                 checks.require(checks.number(f"cost.phases.{phase}.{name}", value, 0), error=ConfigError)
@@ -130,6 +132,11 @@ class FittedCost(Cost):
         }
 
 
+def _require_mapping(name: str, value: Any, keys: Sequence[str]) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {checks.shown(value)}, must be a mapping of {', '.join(keys)}")
+
+
 def read_fitted(given: Mapping[str, Any]) -> FittedCost:
     """Returns the model of the fields of a JSON object.
 
@@ -141,6 +148,16 @@ def read_fitted(given: Mapping[str, Any]) -> FittedCost:
 
 def _read_shapes(given: Any) -> list[ShapeTimes]:
     try:
-        return [ShapeTimes(**s | {"shape": read_shape(s["shape"]), "residuals": tuple(s["residuals"])}) for s in given]
+        found = [ShapeTimes(**s | {"shape": read_shape(s["shape"]), "residuals": tuple(s["residuals"])}) for s in given]
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(f"cost.shapes: {error}") from None
+    for number, times in enumerate(found):
+        name = f"cost.shapes[{number}]"
+        checks.require(
+            checks.integer(f"{name}.count", times.count),
+            checks.number(f"{name}.mean_s", times.mean_s, 0),
+            checks.number(f"{name}.factor", times.factor, 0),
+            *(checks.number(f"{name}.residuals", value, 0) for value in times.residuals),
+            error=ConfigError,
+        )
+    return found

@@ -23,6 +23,9 @@ from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import ScheduledBatch, StepInput
 from ksana_jax.workload.tokens import FIRST_TOKEN
 
+# A step that takes longer is a mistake in its costs.
+MAX_WAIT_S = 3600
+
 
 @dataclasses.dataclass(frozen=True)
 class WallClock:
@@ -34,7 +37,10 @@ class WallClock:
         return self.now()
 
     def advance_to(self, time_s: float) -> None:
-        if (left_s := time_s - self.now()) > 0:
+        left_s = time_s - self.now()
+        if left_s > MAX_WAIT_S:
+            raise ConfigError(f"a step of the paced device takes {left_s:,.4g} s, must be at most {MAX_WAIT_S:,} s")
+        if left_s > 0:
             time.sleep(left_s)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ksana_jax import checks
 from ksana_jax.errors import ConfigError
 from ksana_jax.files import write_atomic
 from ksana_jax.metrics import StepRecord
@@ -51,16 +52,34 @@ def read_steps(path: str | Path) -> Steps:
         known = header.pop("kind", None) == KIND
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (ValueError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         known = False
     if not known:
         raise ConfigError(f"{path} has no steps: `ksana simulate record` writes them")
-    if (format := header.pop("format")) != FORMAT:
+    if (format := header.pop("format", None)) != FORMAT:
         raise ConfigError(f"{path} has steps of format {format}, this version reads {FORMAT}")
-    records = [StepRecord(**line | {"shape": read_shape(line["shape"])}) for line in lines]
+    records = [_read_record(path, number, line) for number, line in enumerate(lines, 2)]
     if not records:
         raise ConfigError(f"{path} has no steps: nothing was computed")
     return Steps(header, records)
+
+
+def _read_record(path: str | Path, number: int, line: Any) -> StepRecord:
+    """Returns the step of one line.
+
+    Raises:
+      ConfigError: it is no step; names the file, the line and what is wrong.
+    """
+    try:
+        record = StepRecord(**line | {"shape": read_shape(line["shape"])})
+    except KeyError as error:
+        raise ConfigError(f"{path}, line {number:,}: there is no field {error}") from None
+    except (TypeError, ValueError):
+        raise ConfigError(f"{path}, line {number:,} is {checks.shown(line)}, must be the fields of a step") from None
+    for name, value in record._asdict().items():
+        if name not in ("shape", "compiled"):
+            checks.require(checks.number(f"{path}, line {number:,}: {name}", value), error=ConfigError)
+    return record
 
 
 def plain_shape(shape: StepShape) -> list[Any]:

@@ -1,0 +1,65 @@
+"""Files of costs and of steps with what does not belong there: an error that names the place and the value."""
+
+import json
+
+import pytest
+
+from ksana_jax.config import ConfigError
+from ksana_jax.simulator.cost import read_cost
+from ksana_jax.simulator.paced import WallClock
+from ksana_jax.simulator.step_file import read_steps
+
+TIMES = {"shape": [[[1, 1]], 4, 1], "count": 9, "mean_s": 0.1, "factor": 1.0, "residuals": [1.0]}
+FITTED = {"level": "fitted", "phases": {"decode": {"step": 0.001}}, "shapes": [TIMES]}
+STEP = {"ended_s": 1.0, "shape": [[[1, 1]], 4, 1]} | dict.fromkeys(
+    ("num_tokens", "num_decodes", "num_running", "num_waiting", "blocks_in_use", "peak_blocks", "num_preemptions"), 1
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"level": ["fitted"]}, "cost.level is ['fitted'], must be one of affine"),
+        ({"level": {}}, "cost.level is {}, must be one of affine"),
+        ({"phases": 7}, "cost.phases is 7, must be a mapping of decode, chunk"),
+        ({"phases": {"decode": 3}}, "cost.phases.decode is 3, must be a mapping of step, tokens"),
+        ({"shapes": [TIMES | {"mean_s": "x"}]}, "cost.shapes[0].mean_s is 'x', must be a finite number from 0"),
+        ({"shapes": [TIMES, TIMES | {"factor": -2}]}, "cost.shapes[1].factor is -2, must be a finite number from 0"),
+        ({"shapes": [TIMES | {"count": 0}]}, "cost.shapes[0].count is 0, must be an integer from 1"),
+        ({"shapes": [TIMES | {"residuals": [float("nan")]}]}, "cost.shapes[0].residuals is nan, must be a finite"),
+    ],
+)
+def test_wrong_costs_are_named_with_their_value(fields, says):
+    read_cost(FITTED)
+    with pytest.raises(ConfigError) as raised:
+        read_cost(FITTED | fields)
+    assert str(raised.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("header", "step", "says"),
+    [
+        ([], STEP, " has no steps: `ksana simulate record` writes them"),
+        ({"kind": "steps"}, STEP, " has steps of format None, this version reads 1"),
+        (None, {}, ", line 3: there is no field 'shape'"),
+        (None, [], ", line 3 is [], must be the fields of a step"),
+        (None, 5, ", line 3 is 5, must be the fields of a step"),
+        (None, {"shape": 3}, ", line 3 is {'shape': 3}, must be the fields of a step"),
+        (None, STEP | {"num_tokens": "many"}, ", line 3: num_tokens is 'many', must be a finite number"),
+        (None, STEP | {"ended_s": float("nan")}, ", line 3: ended_s is nan, must be a finite number"),
+    ],
+)
+def test_broken_lines_of_steps_are_named(tmp_path, header, step, says):
+    path = tmp_path / "steps.jsonl"
+    good = {"kind": "steps", "format": 1}
+    path.write_text("\n".join(map(json.dumps, [good, STEP])))
+    assert len(read_steps(path).records) == 1
+    path.write_text("\n".join(map(json.dumps, [good if header is None else header, STEP, step])))
+    with pytest.raises(ConfigError) as raised:
+        read_steps(path)
+    assert str(raised.value) == f"{path}{says}"
+
+
+def test_a_paced_step_of_ages_is_an_error_with_its_seconds():
+    with pytest.raises(ConfigError, match=r"a step of the paced device takes 1e\+300 s, must be at most 3,600 s"):
+        WallClock(lambda: 0.0).advance_to(1e300)
