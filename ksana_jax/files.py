@@ -110,3 +110,14 @@ def _open(path: Path, flags: int) -> int:
 def _kind(mode: int) -> str:
     kinds = ((stat.S_ISLNK, "a link"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISDIR, "a folder"))
     return next((name for is_kind, name in kinds if is_kind(mode)), "a device or a socket")
+
+
+def require_folder(name: str, path: Path | None) -> None:
+    """Raises ConfigError if a folder neither is there nor can be made, because something else is in its place."""
+    if path is None:
+        return
+    there = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{name} is {str(path)!r}, must be a folder, and {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name} is {str(path)!r}, and {there} may not be written to")

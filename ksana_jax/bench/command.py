@@ -9,7 +9,7 @@ from typing import Any
 from ksana_jax.bench.core import Bench, run
 from ksana_jax.experiments.records import Records
 from ksana_jax.experiments.report import Report, draw, report_of_rows, result_rows, write_tables
-from ksana_jax.files import write_atomic
+from ksana_jax.files import require_folder, write_atomic
 
 
 def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool) -> Report:
@@ -24,6 +24,7 @@ def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool)
 
     from ksana_jax.experiments.command import show
 
+    require_folder("--out", out)  # before the time that measuring takes
     records, text = run(bench, repeats)
     made = report_of(bench, records)
     show(made)

@@ -44,6 +44,7 @@ class Routing(Bench):
             *(checks.integer("blocks", count) for count in self.blocks),
             *(checks.one_of("policies", name, POLICIES) for name in self.policies),
             checks.integer("requests", self.requests),
+            checks.integer("seed", self.seed, 0),
             error=ConfigError,
         )
         return [

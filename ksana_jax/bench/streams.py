@@ -54,7 +54,8 @@ class Streams(Bench):
 
     def cases(self) -> list[Case]:
         counts = [("streams", n) for n in self.streams] + [(n, getattr(self, n)) for n in ("prompt", "output_tokens")]
-        checks.require(*(checks.integer(name, count) for name, count in counts), error=ConfigError)
+        problems = [checks.integer(name, count) for name, count in counts]
+        checks.require(*problems, checks.integer("seed", self.seed, 0, 2**32 - 1), error=ConfigError)
         for way in self.ways:
             if way not in WAYS:
                 raise ConfigError(f"ways has {way!r:.40}, must have some of {', '.join(WAYS)}")

@@ -88,6 +88,7 @@ def record(
     """Runs an engine through steps of many sizes and records what they take."""
     from ksana_jax import checks
     from ksana_jax.experiments.dotted import dotlist
+    from ksana_jax.files import require_folder
     from ksana_jax.simulator.measuring import about, exercise, make_engine
     from ksana_jax.simulator.move_times import measure_moves
     from ksana_jax.simulator.step_file import write_steps
@@ -97,6 +98,9 @@ def record(
         checks.integer("--max-prompt", max_prompt),
         checks.integer("--max-output", max_output),
     )
+    require_folder("--out", out.parent)
+    if out.is_dir():
+        raise ValueError(f"--out is {str(out)!r}, must be a file, not a folder")
     engine = make_engine(model, **dotlist(settings or []))
     if (longest := max_prompt + max_output) > engine.max_model_len:
         raise ValueError(

@@ -222,6 +222,8 @@ def read_cost(given: Mapping[str, Any] | str | Path) -> Cost:
       ConfigError: there is no such file or level, or a field is wrong.
     """
     if not isinstance(given, Mapping):
+        if not isinstance(given, (str, Path)) or not str(given):
+            raise ConfigError(f"cost is {checks.shown(given)}, must be a mapping with a level, or the name of a file")
         try:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError) as error:

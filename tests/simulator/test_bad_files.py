@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ksana_jax import cli
 from ksana_jax.config import ConfigError
 from ksana_jax.simulator.cost import read_cost
 from ksana_jax.simulator.paced import WallClock
@@ -63,3 +64,38 @@ def test_broken_lines_of_steps_are_named(tmp_path, header, step, says):
 def test_a_paced_step_of_ages_is_an_error_with_its_seconds():
     with pytest.raises(ConfigError, match=r"a step of the paced device takes 1e\+300 s, must be at most 3,600 s"):
         WallClock(lambda: 0.0).advance_to(1e300)
+
+
+@pytest.mark.parametrize("given", [None, "", 5, []])
+def test_costs_that_are_neither_fields_nor_a_file_are_named(given):
+    with pytest.raises(ConfigError) as raised:
+        read_cost(given)
+    assert str(raised.value) == f"cost is {given!r}, must be a mapping with a level, or the name of a file"
+
+
+BENCH = ("bench", "routing", "--servers", "1", "--blocks", "1", "--requests", "1", "--policies", "random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((*BENCH, "--out", "taken"), "--out is 'taken', must be a folder, and taken is a file"),
+        ((*BENCH, "--seed", "-1"), "seed is -1, must be an integer from 0"),
+        (("bench", "streams", "--seed", "-1"), "seed is -1, must be an integer from 0 to 4,294,967,295"),
+        (
+            ("simulate", "record", "ksana-tiny", "-o", "taken/steps"),
+            "--out is 'taken', must be a folder, and taken is a",
+        ),
+        (("simulate", "record", "ksana-tiny", "-o", "folder"), "--out is 'folder', must be a file, not a folder"),
+    ],
+)
+def test_what_would_fail_after_the_measurement_is_told_before_it(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*arguments])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"ksana: error: {says}")
+    assert not printed.out
