@@ -118,6 +118,9 @@ def route(
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
     if on not in ("local", "ray"):
         raise ConfigError(f"--on is {on!r}, must be local or ray")
+    if (on == "local" or not spawn) and (ray_resources is not None or ray_address != "auto"):
+        option = "--ray-address" if ray_resources is None else "--ray-resources"
+        raise ConfigError(f"{option} needs --spawn and --on ray, which start servers on a Ray cluster")
     given = engine_settings or []
     engine = {} if model is None else _engine_settings(model, given)
     if tokenizer is not None:

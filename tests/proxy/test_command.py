@@ -31,6 +31,8 @@ ROUTE = {
     "spawn without a model": (("--spawn", "2"), "--spawn needs a number of servers, from 1, and a model"),
     "no servers to start": (("--spawn", "0", "ksana-tiny"), "--spawn needs a number of servers, from 1, and a model"),
     "too many to start": (("--spawn", "1000000000", "ksana-tiny"), "--spawn is 1,000,000,000, must be at most 10,000"),
+    "Ray without Ray": ((*SPAWN, "--ray-resources", "{num_cpus: 2}"), "--ray-resources needs --spawn and --on ray"),
+    "Ray without servers": ((*SERVERS, "--on", "ray", "--ray-address", "a:1"), "--ray-address needs --spawn and --on"),
     "no host": ((*SERVERS, "--host", ""), "host is '', must be an address to listen on"),
     "blocks of no tokens": ((*SERVERS, "--block-size", "0"), "block_size is 0"),
     "option": ((*SERVERS, "--polcy", "x"), "ksana route has no option --polcy; options of ksana serve follow"),
