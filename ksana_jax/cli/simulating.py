@@ -176,8 +176,11 @@ def validate(
         checks.integer("--requests", requests, 10),
         checks.integer("--seed", seed, 0),
     )
-    device = read_setting("paced", paced)
-    cost = None if device is None else read_cost(device)
+    if not (queues or decisions or prediction):
+        raise ValueError("--no-queues --no-decisions --no-prediction leave nothing to validate")
+    if paced is not None and not prediction:
+        raise ValueError("--paced is of the predicted engine, and --no-prediction leaves it out")
+    cost = None if paced is None else read_cost(read_setting("paced", paced))
     right = check_known_answers() if queues else True
     if decisions:
         right &= check_decisions(model)
