@@ -187,7 +187,8 @@ class Goodput:
         rests = self.rests_for_now(plain) and not self._rests[plain].drafts and self.costs.is_measured(plain)
         if not (rests and self._watches and self._allowance_s is not None):
             return rows[:0]
-        most = min(int(self._allowance_s / self._watch_s) if self._watch_s else 1, 2 * self._num_watched, WATCHED)
+        affordable = int(self._allowance_s / (WATCHED_S * self._watch_s)) if self._watch_s else 1
+        most = min(affordable, 2 * self._num_watched, WATCHED)
         if most < 1 or self._allowance_s <= 0:
             return rows[:0]
         return rows if most >= len(rows) else rows[np.argpartition(self.outcomes.number(rows), most)[:most]]
@@ -250,7 +251,7 @@ class Goodput:
             rest.run, rest.left = 0, PAUSE
             return None
         if (self._allowance_s or 0.0) < 0:  # which says nothing of these drafts
-            rest.left, rest.drafts = MOST_REST if self._watches else LEAST_REST, False
+            rest.left, rest.drafts = LEAST_REST, False
             return None
         if rest.run % LEAST_REST and self.last is not None and self.last.width > 1:
             return offer  # what was found a few steps ago holds, and drafts are weighed once they are there
