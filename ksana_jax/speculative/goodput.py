@@ -28,6 +28,9 @@ LEAST_GAIN = 1.03
 SWITCH = 1.1
 # Share of the time that drafts may lose, and what of it may be saved up and is there at first, in plain steps.
 LOSS, MOST_SAVED, FIRST_SAVED = 0.01, 16, 2
+# What drafts that should pay may lose beyond that, in plain steps, where acceptance was watched: luck goes up and down.
+# Then they pause until it is earned back.
+DEBT = 4
 # Steps without drafts after drafts did not pay, doubled each time in turn up to the most; 1 at first where the proposer
 # found none.
 LEAST_REST, MOST_REST = 8, 256
@@ -36,8 +39,8 @@ LEAST_REST, MOST_REST = 8, 256
 LONGEST_MEMORY = 4096
 # Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one.
 TRIAL, REST_BEFORE_TRIAL = 4, 32
-# Steps with drafts after which a few have none, to see what these take by now.
-LONGEST_RUN, PAUSE = 256, 5
+# Steps with drafts after which a few have none, to see what these take by now; fewer where drafts gain less than so much.
+LONGEST_RUN, SHORT_RUN, LARGE_GAIN, PAUSE = 256, 32, 1.3, 5
 # No step takes less time, whatever a coarse clock says.
 LEAST_S = 1e-9
 # Most rows whose texts are watched at once, and what their time counts for: so it is at most half of what may be lost.
@@ -52,7 +55,7 @@ class _Rest:
     """Steps of one shape without drafts.
 
     left: until drafts are asked for again. last: how many there were last time; 0 since drafts have paid.
-    trial: steps that are left of one, None before. run: steps with drafts since the last one without.
+    trial: steps that are left of one, None before. run: steps with drafts since the last one without. longest: of runs.
     number: steps without drafts in turn. memory: of them, those after which times of steps with drafts are forgotten.
     drafts: whether drafts are asked for.
     """
@@ -61,6 +64,7 @@ class _Rest:
     last: int = 0
     trial: int | None = None
     run: int = 0
+    longest: int = SHORT_RUN
     number: int = 0
     memory: int = MOST_REST
     drafts: bool = False
@@ -106,8 +110,9 @@ class Goodput:
         # The part of the step before; None if it had others, or its time says nothing.
         self.last: Part | None = None
         self._asked = False
-        # Seconds that drafts may still lose; None until plain steps are measured.
+        # Seconds that drafts may still lose; None until plain steps are measured. in_debt: until it is earned back.
         self._allowance_s: float | None = None
+        self._in_debt = False
         self._verified_s: float | None = None
         # Seconds for a row that is watched, the last ones; and rows at once.
         self._watch_s: float | None = None
@@ -247,10 +252,12 @@ class Goodput:
             return None
         offer = self._offer(rows, int(most.max()))
         rest = self._rests[offer.plain]
-        if rest.run == LONGEST_RUN:
+        if rest.run >= rest.longest:
             rest.run, rest.left = 0, PAUSE
             return None
-        if (self._allowance_s or 0.0) < 0:  # which says nothing of these drafts
+        least_s = -DEBT * self.costs.plain_s(offer.plain) if self._watches and not self._in_debt else 0.0
+        self._in_debt = (self._allowance_s or 0.0) < least_s
+        if self._in_debt:  # which says nothing of these drafts
             rest.left, rest.drafts = LEAST_REST, False
             return None
         if rest.run % LEAST_REST and self.last is not None and self.last.width > 1:
@@ -280,6 +287,7 @@ class Goodput:
         gains = tokens * self.costs.alone_s(offer.plain) / offer.seconds
         if (part := self._most_promising(offer, gains)) is not None:
             rest.last, rest.trial, rest.run, rest.number, rest.drafts = 0, None, rest.run + 1, 0, True
+            rest.longest = LONGEST_RUN if gains[offer.parts.index(part)] >= LARGE_GAIN else SHORT_RUN
             if rest.run > 2 * LEAST_REST:
                 rest.memory = MOST_REST
             return part.width - 1
