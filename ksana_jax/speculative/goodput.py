@@ -39,7 +39,7 @@ LEAST_REST, MOST_REST = 8, 256
 LONGEST_MEMORY = 4096
 # Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one.
 TRIAL, REST_BEFORE_TRIAL = 4, 32
-# Steps with drafts after which a few have none, to see what these take by now; fewer where drafts gain less than so much.
+# Steps with drafts after which a few have none, to see what these take by now; fewer where drafts gain less than this.
 LONGEST_RUN, SHORT_RUN, LARGE_GAIN, PAUSE = 256, 32, 1.3, 5
 # No step takes less time, whatever a coarse clock says.
 LEAST_S = 1e-9
