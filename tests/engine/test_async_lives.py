@@ -69,8 +69,9 @@ def test_streams_that_are_left_leave_nothing_behind(count):
             assert max(ours) - before < 5 * 10, (before, ours)  # the engine remembers the last step's requests
             assert not llm._open.by_id and not llm._threads[0]._requests and not llm.engine._watched
             assert len(llm.engine.records) <= 2 * 4096
-            # What the last half adds to the process is no more than noise: 5,000 requests of 1 KiB would show.
-            assert sizes[-1] - sizes[3] < 4 * 2**20, sizes
+            # What the last half adds to the process is no more than noise: 5,000 requests of 1 KiB would show. Of 200
+            # nothing would: what other tests have left allocates, too.
+            assert count < 1000 or sizes[-1] - sizes[3] < 4 * 2**20, sizes
 
     asyncio.run(main())
 

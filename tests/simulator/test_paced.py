@@ -1,6 +1,7 @@
 """An engine with a paced device: a real host, and steps that wait as long as costs say."""
 
 import time
+import types
 
 import numpy as np
 import pytest
@@ -36,6 +37,11 @@ class Passing:
         self.now += seconds
 
 
+def sleeps_by(monkeypatch, sleep) -> None:
+    """Lets the paced device alone, and no other thread, sleep in another way."""
+    monkeypatch.setattr("ksana_jax.simulator.paced.time", types.SimpleNamespace(sleep=sleep))
+
+
 def engine(clock=time.perf_counter, **settings) -> Engine:
     given = config(**settings)
     nobody = SimExecutor(VirtualClock(), COST.start(), [MODEL.pattern] * MODEL.num_layers, 4, 64)
@@ -46,7 +52,7 @@ def engine(clock=time.perf_counter, **settings) -> Engine:
 
 def test_requests_take_as_long_as_in_a_simulation_of_a_host_that_takes_no_time(monkeypatch):
     passing = Passing()
-    monkeypatch.setattr("time.sleep", passing.sleep)
+    sleeps_by(monkeypatch, passing.sleep)
     items = with_known_lengths(drawn_items(12, rate=20.0))
     paced = engine(passing, async_scheduling=False)
     pace(paced, COST)
@@ -62,7 +68,7 @@ def test_what_the_costs_say_of_the_host_is_not_waited_for(monkeypatch):
     ends = []
     for host in (HostCost(), HostCost(5.0)):
         passing = Passing()
-        monkeypatch.setattr("time.sleep", passing.sleep)
+        sleeps_by(monkeypatch, passing.sleep)
         paced = engine(passing)
         pace(paced, AffineCost(0.010, 0.0, host=host))
         serve(paced, with_known_lengths(drawn_items(3, rate=1000.0)))
@@ -73,7 +79,7 @@ def test_what_the_costs_say_of_the_host_is_not_waited_for(monkeypatch):
 def test_steps_are_built_as_for_a_device(monkeypatch):
     built, build = [], BatchBuilder.build
     monkeypatch.setattr(BatchBuilder, "build", lambda *args: built.append(build(*args)) or built[-1])
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    sleeps_by(monkeypatch, lambda seconds: None)
     paced = engine()
     pace(paced, COST)
     [request] = paced.new_requests([RequestInput(np.arange(3, 20, dtype=np.int32), exactly(5))])
