@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.schedule import Plan
@@ -28,8 +29,9 @@ from pallas_kernels.speed.steps import (
 # Of codes, by name: bytes of a number and of the scales of a token; of int4, 4.5 bits in all.
 _CODES = {None: (2.0, 0), "int8": (1.0, 4), "float8_e4m3fn": (1.0, 4), "int4": (4.5 / 8, 0)}
 
-# What kernels that update their arguments are called, whatever their name.
-_UPDATING = "new_body"
+# Kernels that update their arguments; jax 0.10 names all of them after a function of its own.
+_NAMED = jax.__version_info__ >= (0, 11)
+_MERGE, _WRITE = ("hopper_merge", "kv_write") if _NAMED else ("new_body", "new_body")
 # Stretches of the list of work of Triton's decode: what its tuning says, each a program.
 _TRITON_WORKERS = 512
 
@@ -48,7 +50,7 @@ def decode(config: dict[str, Any]) -> Attention | None:
     workers = H200.num_cores * Plan.of(head_dim, pool_dtype, rows=8).blocks
     # `hopper.merge`: 8 segments are read at once, and a block of threads holds 128 of a pair's 4 * head_dim numbers.
     shares = 4 * head_dim // 128
-    return Attention(8, piece_bytes, workers, Merge(8, shares, workers * shares), ("hopper_attention", _UPDATING))
+    return Attention(8, piece_bytes, workers, Merge(8, shares, workers * shares), ("hopper_attention", _MERGE))
 
 
 def prefill(config: dict[str, Any]) -> Model | None:
@@ -72,7 +74,7 @@ def kv_write(config: dict[str, Any]) -> Tokens | None:
         return None
     of_number, of_token = _CODES[config.get("codes")]
     rotated = 2 * 32 * 128 * 2 + 2 * 64 * 4
-    return Tokens(_UPDATING, rotated + 2 * 8 * (128 * (2 + of_number) + of_token))
+    return Tokens(_WRITE, rotated + 2 * 8 * (128 * (2 + of_number) + of_token))
 
 
 # What the host takes for a step, in microseconds, by rows: `ksana bench host --rows 1,64`, CPU time, medians of 200
