@@ -97,7 +97,8 @@ WRITES: tuple[dict[str, Any], ...] = (
     {"n": 4, "k": 1},
     {"norms": True},
     {"sinks": 4},
-    {"q_rows": 8},
+    # Later versions of jax find no layouts for it, and `ksana_jax.ops.gpu_kernels` does not ask for it there.
+    *([{"q_rows": 8}] if jax.__version_info__ < (0, 11) else []),
     {"n": 12, "k": 4, "norms": True, "q_rows": 8},
     {"codes": "int8"},
     {"codes": "float8_e4m3fn"},
