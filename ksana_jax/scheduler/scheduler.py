@@ -243,7 +243,7 @@ class Scheduler:
             if self.speculation is not None:
                 self.speculation.begin(self.rows, batch.admitted)
         if self.drafting is not None and not ahead and not chunks:
-            batch.drafts = self.drafting.draft(decodes)
+            batch.drafts = self.drafting.draft(decodes, bool(self.waiting))
         self._unsettled.append(batch)
         return batch
 
@@ -326,7 +326,7 @@ class Scheduler:
         if counts is not None:
             return StepResult(batch.sampled, runs, finished, beams, counts)
         if self.speculation is not None:
-            self.speculation.watch(r, self.order)
+            self.speculation.watch(r, self.order, bool(self.waiting))
         return StepResult(sampled, tokens, finished, beams)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:

@@ -2,7 +2,8 @@
 
 A step costs what its padded shape costs, so the choice is between shapes, not numbers of tokens. A step with drafts
 follows known texts, so the host cannot prepare it while the step before runs, and what is weighed is whole steps, host
-included. What drafts lose against plain decoding is booked: an allowance, a small share of the time, pays for it.
+included. What drafts lose against plain decoding is booked: an allowance, a small share of the time, pays for it. Unless
+others wait for rows, a token saves what it brings the end of the batch nearer, see `Drain`.
 
 Source: SmartSpec, Liu et al., arXiv:2406.14066, section 4, with measured times in place of a model of them.
 """
@@ -10,82 +11,60 @@ Source: SmartSpec, Liu et al., arXiv:2406.14066, section 4, with measured times 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.speculative.allowance import Allowance
+from ksana_jax.speculative.drain import Drain
 from ksana_jax.speculative.outcomes import Outcomes, tokens_of
+from ksana_jax.speculative.rest import (
+    LARGE_GAIN,
+    LEAST_REST,
+    LONGEST_MEMORY,
+    LONGEST_RUN,
+    MOST_REST,
+    PAUSE,
+    SHORT_RUN,
+    Rest,
+)
 from ksana_jax.speculative.step_costs import StepCosts
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part
 from ksana_jax.step.drafts import Drafts
 
 # Drafts must promise so much more than plain decoding.
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.05
 # A shape must promise so much more than that of the step before, because a change takes time.
 SWITCH = 1.1
-# Share of the time that drafts may lose, and what of it may be saved up and is there at first, in plain steps.
-LOSS, MOST_SAVED, FIRST_SAVED = 0.01, 16, 2
-# What drafts that should pay may lose beyond that, in plain steps, where acceptance was watched: luck goes up and down.
-# Then they pause until it is earned back.
-DEBT = 4
-# Steps without drafts after drafts did not pay, doubled each time in turn up to the most; 1 at first where the proposer
-# found none.
-LEAST_REST, MOST_REST = 8, 256
-# Most steps without drafts in turn before times of steps with drafts are forgotten; MOST_REST at first and after a
-# long run of drafts.
-LONGEST_MEMORY = 4096
+# Shares of the time that may be lost: by drafts where texts are watched, by watching them, and by drafts where they are
+# not. What may be lost at first, by drafts and by watching, in plain steps.
+LOSS, WATCHING, LOSS_UNWATCHED = 0.005, 0.005, 0.0075
+FIRST_LOSS, FIRST_WATCHING = 2, 8
+# What drafts that should pay may lose beyond that where acceptance was watched, because luck goes up and down: a share
+# of the time so far, and the most, in plain steps. Then they pause until half of it is earned back.
+DEBT, MOST_DEBT = 0.005, 8
 # Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one.
 TRIAL, REST_BEFORE_TRIAL = 4, 32
-# Steps with drafts after which a few have none, to see what these take by now; fewer where drafts gain less than this.
-LONGEST_RUN, SHORT_RUN, LARGE_GAIN, PAUSE = 256, 32, 1.3, 5
 # No step takes less time, whatever a coarse clock says.
 LEAST_S = 1e-9
-# Most rows whose texts are watched at once, and what their time counts for: so it is at most half of what may be lost.
-WATCHED, WATCHED_S = 8, 2
+# Most rows whose texts are watched at once, and the least weight of an observation: in a rest others follow.
+WATCHED, WEIGHT_WATCHED = 8, 0.1
 # Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too.
 # At first all are observed, so that drafts that pay are found soon.
 UNSEEN = 7
 
 
-@dataclasses.dataclass
-class _Rest:
-    """Steps of one shape without drafts.
-
-    left: until drafts are asked for again. last: how many there were last time; 0 since drafts have paid.
-    trial: steps that are left of one, None before. run: steps with drafts since the last one without. longest: of runs.
-    number: steps without drafts in turn. memory: of them, those after which times of steps with drafts are forgotten.
-    drafts: whether drafts are asked for.
-    """
-
-    left: int = 0
-    last: int = 0
-    trial: int | None = None
-    run: int = 0
-    longest: int = SHORT_RUN
-    number: int = 0
-    memory: int = MOST_REST
-    drafts: bool = False
-
-    def begin(self, least: int) -> None:
-        """Begins a rest twice as long as the last one."""
-        self.left = self.last = min(max(2 * self.last, least), MOST_REST)
-        self.run, self.trial, self.drafts = 0, None, False
-
-    def step(self, count: int = 1) -> None:
-        self.left, self.number = max(self.left - count, 0), self.number + count
-
-
 class Offer(NamedTuple):
     """Steps among which there is a choice: parts [m] with drafts, the draft tokens [m, 1] of a row that they hold, and
-    their seconds [m]; and the one without drafts."""
+    their seconds [m]; and the one without drafts. drain: how the batch ends; None while others wait for rows."""
 
     plain: Part
     parts: tuple[Part, ...]
     most: np.ndarray
     seconds: np.ndarray
+    drain: Drain | None
 
 
 class Goodput:
@@ -100,18 +79,22 @@ class Goodput:
     def __init__(self, buckets: Buckets, num_rows: int, steps_per_call: int = 1, watches: bool = False):
         self._buckets, self._watches = buckets, watches
         self.costs = StepCosts(steps_per_call)
-        self.outcomes = Outcomes(num_rows, max(part.width for part in buckets.verifications) - 1)
+        most = max(part.width for part in buckets.verifications) - 1
+        self.outcomes = Outcomes(num_rows, most, WEIGHT_WATCHED) if watches else Outcomes(num_rows, most)
         self._candidates: dict[tuple[int, int], tuple[tuple[Part, ...], np.ndarray]] = {}
-        self._rests: collections.defaultdict[Part, _Rest] = collections.defaultdict(_Rest)
+        self._rests: collections.defaultdict[Part, Rest] = collections.defaultdict(Rest)
         # The last few seconds of the proposer, by the part of a step without drafts.
         self._proposals_s: collections.defaultdict[Part, collections.deque[float]] = collections.defaultdict(
             lambda: collections.deque(maxlen=3)
         )
+        # Tokens [R] that each row has left at most; None while others wait for rows.
+        self.left: np.ndarray | None = None
         # The part of the step before; None if it had others, or its time says nothing.
         self.last: Part | None = None
         self._asked = False
-        # Seconds that drafts may still lose; None until plain steps are measured. in_debt: until it is earned back.
-        self._allowance_s: float | None = None
+        # in_debt: until what was lost is earned back.
+        self._allowance = Allowance(LOSS if watches else LOSS_UNWATCHED, FIRST_LOSS)
+        self._watching = Allowance(WATCHING, FIRST_WATCHING)
         self._in_debt = False
         self._verified_s: float | None = None
         # Seconds for a row that is watched, the last ones; and rows at once.
@@ -152,24 +135,24 @@ class Goodput:
                 self.costs.forget(part.count)
             # What is saved up pays for questions to the proposer too, and for the way back from drafts.
             lost = booked - (known or booked) if self._asked or after_drafts else 0.0
-            self._book(part, LOSS * booked - max(lost, 0.0))
+            self._pass_time(part, booked)
+            self._allowance.lose(max(lost, 0.0))
         self.last, self._asked = part, False
 
-    def _book(self, plain: Part, saved_s: float) -> None:
-        if not self.costs.is_measured(plain):
-            return
-        plain_s = self.costs.plain_s(plain)
-        if self._allowance_s is None:
-            self._allowance_s = FIRST_SAVED * plain_s
-        self._allowance_s = min(self._allowance_s + saved_s, MOST_SAVED * plain_s)
+    def _pass_time(self, plain: Part, seconds: float) -> None:
+        if self.costs.is_measured(plain):
+            for allowance in (self._allowance, self._watching):
+                allowance.pass_time(seconds, self.costs.plain_s(plain))
 
     def observe_drafts(self, rows: np.ndarray, lengths: np.ndarray, num_accepted: np.ndarray) -> None:
         """Takes note of drafts of rows [n], all those of a step: of `lengths` [n] tokens num_accepted [n] were
         accepted."""
         if self._verified_s is not None:  # else it was not measured: something was compiled
             plain = self._plain(len(rows))
-            steps_saved = 1 + num_accepted.sum() / len(rows)
-            self._book(plain, LOSS * self._verified_s + steps_saved * self.costs.plain_s(plain) - self._verified_s)
+            saved_s = float(self._saved_s(self._drain(plain, len(rows)), plain, rows, 1 + num_accepted))
+            self._pass_time(plain, self._verified_s)
+            if self.costs.is_measured(plain):
+                self._allowance.gain(saved_s - self._verified_s, self.costs.plain_s(plain))
             self._verified_s = None
         self.outcomes.observe_judged(rows, lengths, num_accepted)
 
@@ -180,8 +163,11 @@ class Goodput:
             self._proposals_s[self._plain(num_rows)].append(seconds)
 
     def begin(self, row: int) -> None:
-        """Takes note that another text has entered a row."""
+        """Takes note that another text has entered a row, whose drafts may pay."""
         self.outcomes.begin(row)
+        if not self._allowance.is_spent:
+            for rest in self._rests.values():
+                rest.left = 0
 
     # ------------------------------------------------------------------ watching
 
@@ -190,11 +176,11 @@ class Goodput:
         least is known, as many as are worth the time."""
         plain = self._plain(len(rows))
         rests = self.rests_for_now(plain) and not self._rests[plain].drafts and self.costs.is_measured(plain)
-        if not (rests and self._watches and self._allowance_s is not None):
+        if not (rests and self._watches) or self._watching.is_spent or self._owes(plain):
             return rows[:0]
-        affordable = int(self._allowance_s / (WATCHED_S * self._watch_s)) if self._watch_s else 1
+        affordable = int((self._watching.left_s or 0.0) / self._watch_s) if self._watch_s else 1
         most = min(affordable, 2 * self._num_watched, WATCHED)
-        if most < 1 or self._allowance_s <= 0:
+        if most < 1:
             return rows[:0]
         return rows if most >= len(rows) else rows[np.argpartition(self.outcomes.number(rows), most)[:most]]
 
@@ -207,7 +193,7 @@ class Goodput:
         """
         self._watch_s, self._num_watched = seconds / num_watched, num_watched
         plain = self._plain(len(rows))
-        self._book(plain, -WATCHED_S * seconds)
+        self._watching.lose(seconds)
         if self._best(self._offer(rows, most), rows, np.full(len(rows), most)) is not None:
             rest = self._rests[plain]
             rest.left, rest.last, rest.drafts = 0, 0, True
@@ -217,12 +203,12 @@ class Goodput:
         on meanwhile."""
         plain = self._plain(num_rows)
         rest = self._rests[plain]
-        if self._allowance_s is None or plain != self.last or self.costs.within_call(plain):
+        if self._allowance.left_s is None or plain != self.last or self.costs.within_call(plain):
             return 0
         # `observe_step` counts a step itself, and the last one of a rest is to be seen.
         count = max(min(UNSEEN, rest.number // (UNSEEN + 1), rest.left - 1), 0)
         rest.step(count)
-        self._book(plain, count * LOSS * self.costs.plain_s(plain))
+        self._pass_time(plain, count * self.costs.plain_s(plain))
         return count
 
     # ------------------------------------------------------------------ choices
@@ -255,9 +241,7 @@ class Goodput:
         if rest.run >= rest.longest:
             rest.run, rest.left = 0, PAUSE
             return None
-        least_s = -DEBT * self.costs.plain_s(offer.plain) if self._watches and not self._in_debt else 0.0
-        self._in_debt = (self._allowance_s or 0.0) < least_s
-        if self._in_debt:  # which says nothing of these drafts
+        if self._owes(offer.plain):  # which says nothing of these drafts
             rest.left, rest.drafts = LEAST_REST, False
             return None
         if rest.run % LEAST_REST and self.last is not None and self.last.width > 1:
@@ -266,6 +250,14 @@ class Goodput:
             return offer
         rest.begin(MOST_REST if self._watches else LEAST_REST)
         return None
+
+    def _owes(self, plain: Part) -> bool:
+        """Whether drafts pause until what they have lost is earned back."""
+        allowance, least_s = self._allowance, 0.0
+        if self._watches:
+            least_s = -min(DEBT * allowance.passed_s, MOST_DEBT * self.costs.plain_s(plain))
+        self._in_debt = (allowance.left_s or 0.0) < (least_s / 2 if self._in_debt else least_s)
+        return self._in_debt
 
     def choose(self, offer: Offer, rows: np.ndarray, drafts: Drafts | None) -> int:
         """Returns the most draft tokens of each row in this step, 0 for none.
@@ -283,8 +275,9 @@ class Goodput:
         lengths = drafts.lengths(offer.most[:, 0])
         self.outcomes.observe_found(rows, lengths[-1])
         # What has been done for them has been done: they must be better than a step that begins now without them.
-        tokens = np.add.reduce(tokens_of(self.outcomes.acceptance(rows), lengths), axis=1) / len(rows)
-        gains = tokens * self.costs.alone_s(offer.plain) / offer.seconds
+        tokens = tokens_of(self.outcomes.acceptance(rows), lengths)
+        gains = self._gains(offer, rows, tokens, offer.seconds)
+        gains *= self.costs.alone_s(offer.plain) / max(self.costs.plain_s(offer.plain), LEAST_S)
         if (part := self._most_promising(offer, gains)) is not None:
             rest.last, rest.trial, rest.run, rest.number, rest.drafts = 0, None, rest.run + 1, 0, True
             rest.longest = LONGEST_RUN if gains[offer.parts.index(part)] >= LARGE_GAIN else SHORT_RUN
@@ -307,12 +300,28 @@ class Goodput:
             return None
         share, length = self.outcomes.found(rows)
         lengths = np.minimum(np.minimum(length, most), offer.most)
-        more = share * (tokens_of(self.outcomes.acceptance(rows), lengths) - 1)
-        tokens = 1 + np.add.reduce(more, axis=1) / len(rows)
+        tokens = 1 + share * (tokens_of(self.outcomes.acceptance(rows), lengths) - 1)
         # A step has drafts if one of its rows has.
         none = np.multiply.reduce(1 - share)
         seconds = (1 - none) * offer.seconds + none * max(self.costs.alone_s(offer.plain), LEAST_S)
-        return self._most_promising(offer, tokens * self.costs.plain_s(offer.plain) / seconds)
+        return self._most_promising(offer, self._gains(offer, rows, tokens, seconds))
+
+    def _gains(self, offer: Offer, rows: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Returns how many times as fast as plain decoding steps [m] are that yield tokens [m, n] in `seconds` [m]."""
+        return self._saved_s(offer.drain, offer.plain, rows, tokens) / seconds
+
+    def _saved_s(self, drain: Drain | None, plain: Part, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns the seconds [...] that plain decoding takes for tokens [..., n] of rows [n]. While others wait for
+        rows, steps stay as long as they are, whichever rows end."""
+        if drain is None or self.left is None:
+            return np.add.reduce(tokens, axis=-1) * (self.costs.plain_s(plain) / len(rows))
+        return drain.saved_s(self.left[rows], tokens)
+
+    def _drain(self, plain: Part, num_rows: int) -> Drain | None:
+        if self.left is None:
+            return None
+        sizes = [count for count in self._buckets.decodes if count < plain.count] + [plain.count]
+        return Drain.of(sizes, self.costs.of_fewer(plain, sizes), num_rows)
 
     def _most_promising(self, offer: Offer, gains: np.ndarray) -> Part | None:
         if not offer.parts:
@@ -333,11 +342,12 @@ class Goodput:
             return None if at is None else offer.parts[at]
         # As long as nothing is accepted, and a step until the device has its data again.
         trial_s = TRIAL * (offer.seconds[at] - plain_s) + plain_s
-        return offer.parts[at] if trial_s <= (self._allowance_s or 0.0) else None
+        return offer.parts[at] if trial_s <= (self._allowance.left_s or 0.0) else None
 
     def _offer(self, rows: np.ndarray, most: int) -> Offer:
         plain, (parts, holds) = self._plain(len(rows)), self._parts(len(rows), most)
-        return Offer(plain, parts, holds, np.array([self._seconds(part, plain) for part in parts]))
+        seconds = np.array([self._seconds(part, plain) for part in parts])
+        return Offer(plain, parts, holds, seconds, self._drain(plain, len(rows)))
 
     def _seconds(self, part: Part, plain: Part) -> float:
         """Returns the seconds of a step with drafts, those of the proposer included."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Least weight of a new observation.
+# Least weight of a new observation, for the averages of all.
 NEW = 0.02
 # Observations that a new text is taken to have had, with the averages of all texts.
 IMAGINED = 2
@@ -17,10 +17,12 @@ class Outcomes:
     """Averages of each row, and of all texts.
 
     Args:
-      num_rows: of the engine. most: draft tokens of a row in a step.
+      num_rows: of the engine. most: draft tokens of a row in a step. least_weight: of a new observation of a row: large
+        if texts are to be noticed soon that take another turn, small if chance is to count for little.
     """
 
-    def __init__(self, num_rows: int, most: int):
+    def __init__(self, num_rows: int, most: int, least_weight: float = NEW):
+        self._least_weight = least_weight
         # Of each row, and in the last column of all: accepted draft tokens, and drafts that were rejected somewhere;
         # drafts that were found, and tokens of a draft, 0 of one that was not.
         self._judged, self._found = np.ones((2, num_rows + 1)), np.ones((2, num_rows + 1))
@@ -44,7 +46,7 @@ class Outcomes:
 
     def observe_found(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """Takes note of the drafts of rows [n] for which a proposer was asked; lengths: [n], 0 where it found none."""
-        _average(self._found, self._num_found, rows, np.array([lengths > 0, lengths], float))
+        self._average(self._found, self._num_found, rows, np.array([lengths > 0, lengths], float))
 
     def observe_judged(self, rows: np.ndarray, lengths: np.ndarray, num_accepted: np.ndarray) -> None:
         """Takes note of drafts of rows [n], all those of a step: of `lengths` [n] tokens num_accepted [n] were
@@ -53,7 +55,15 @@ class Outcomes:
             return
         if np.count_nonzero(lengths) < len(rows):
             rows, lengths, num_accepted = (x[lengths > 0] for x in (rows, lengths, num_accepted))
-        _average(self._judged, self._num_judged, rows, np.array([num_accepted, num_accepted < lengths], float))
+        self._average(self._judged, self._num_judged, rows, np.array([num_accepted, num_accepted < lengths], float))
+
+    def _average(self, averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray, new: np.ndarray) -> None:
+        """Moves averages [2, R + 1] of rows [n] towards new values [2, n], and those of all towards their mean."""
+        numbers[rows] += 1
+        numbers[-1] += 1
+        old, of_all = averages[:, rows], averages[:, -1]
+        averages[:, rows] = old + np.maximum(self._least_weight, 1 / numbers[rows]) * (new - old)
+        of_all += max(NEW, 1 / numbers[-1]) * (np.add.reduce(new, axis=1) / len(rows) - of_all)
 
     def acceptance(self, rows: np.ndarray) -> np.ndarray:
         """Returns the probability [n] that a row's next draft token is accepted, given that those before it are."""
@@ -69,15 +79,6 @@ class Outcomes:
 def _expected(averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns averages [2, n] of rows [n]; the less is known of a row, the more they are those of all texts."""
     return averages[:, rows] + IMAGINED / np.maximum(numbers[rows], IMAGINED) * (averages[:, -1:] - averages[:, rows])
-
-
-def _average(averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray, new: np.ndarray) -> None:
-    """Moves averages [2, R + 1] of rows [n] towards new values [2, n], and those of all towards their mean."""
-    numbers[rows] += 1
-    numbers[-1] += 1
-    old, of_all = averages[:, rows], averages[:, -1]
-    averages[:, rows] = old + np.maximum(NEW, 1 / numbers[rows]) * (new - old)
-    of_all += max(NEW, 1 / numbers[-1]) * (np.add.reduce(new, axis=1) / len(rows) - of_all)
 
 
 def tokens_of(acceptance: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -69,14 +69,15 @@ class Speculation:
         self._watch = Watch(context.config.max_num_seqs, method.num_speculative_tokens)
         # When the last step ended, 0 if there was no text since; and the texts that have rows.
         self._last_end_s, self._num_texts = 0.0, 0
-        # Steps that goodput does not look at, and of how many rows they are.
-        self._unseen, self._unseen_rows = 0, 0
+        # Steps that goodput does not look at, as long as they have as many rows as the last one that it looked at.
+        self._unseen, self._num_running = 0, 0
+        self._passed_s: list[float] = []
         # Of each row's sequence: drafts, their tokens, accepted ones.
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
     def most_at(self, rows: np.ndarray) -> int:
         """Returns the most draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
-        if self._unseen and len(rows) == self._unseen_rows:
+        if self._unseen and len(rows) == self._num_running:
             return 0
         most = min(self.method.most_at(len(rows)), self.buckets.most_drafts(len(rows)))
         if most and len(rows) and self.goodput is not None and self.goodput.rests(rows, most):
@@ -121,9 +122,11 @@ class Speculation:
         self._asked(functools.partial(self.proposer.keep_up, texts, which))
         self.counts.proposer_s += time.perf_counter() - began
 
-    def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
-        """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
+    def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray, queued: bool = False) -> Drafts | None:
+        """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none. queued: whether
+        others wait for rows."""
         offer = None
+        self._tell_left(rows, queued)
         if self.goodput is not None and (offer := self.goodput.asks(decodes, most)) is None:
             return None
         began = time.perf_counter()
@@ -139,13 +142,19 @@ class Speculation:
     def _proposed(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts | None:
         return self._asked(lambda: self._checked(self.proposer.propose(texts, rows, most), most))
 
-    def watch(self, rows: Rows, running: np.ndarray) -> None:
-        """Compares drafts that no step verifies with the texts of running rows [n], where goodput wants to know."""
+    def _tell_left(self, rows: Rows, queued: bool) -> None:
+        if self.goodput is not None:
+            self.goodput.left = None if queued else rows.max_len - rows.num_known
+
+    def watch(self, rows: Rows, running: np.ndarray, queued: bool = False) -> None:
+        """Compares drafts that no step verifies with the texts of running rows [n], where goodput wants to know.
+        queued: whether others wait for rows."""
         if self._unseen or self.goodput is None or not len(running) or rows.num_beams:
             return
+        self._tell_left(rows, queued)
         if len(some := self.goodput.to_watch(running)):
             self._watch_some(self.goodput, rows, running, some)
-        self._unseen, self._unseen_rows = self.goodput.unseen(len(running)), len(running)
+        self._num_running = len(running)
 
     def _watch_some(self, goodput: Goodput, rows: Rows, running: np.ndarray, some: np.ndarray) -> None:
         began = time.perf_counter()
@@ -214,12 +223,18 @@ class Speculation:
         if self.goodput is None:
             return
         part = None if shape is None else shape.parts[0]
+        seconds = ended_s - since
         if self._unseen:
             self._unseen -= 1
             if part == self.goodput.last:
+                self._passed_s.append(seconds)
                 return
-            self._unseen = 0
-        self.goodput.observe_step(part, ended_s - since, ended_s - waits_from_s)
+            self._passed_s.clear()
+        # Single steps of half a millisecond vary by half of it.
+        seconds = (sum(self._passed_s) + seconds) / (len(self._passed_s) + 1)
+        self._passed_s.clear()
+        self.goodput.observe_step(part, seconds, ended_s - waits_from_s)
+        self._unseen = self.goodput.unseen(self._num_running) if part is not None and part.width == 1 else 0
 
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
         """Counts what became of the drafts of rows [n]; num_accepted: [n] their accepted tokens."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ksana_jax.step.contract import Part
 
 # Measurements whose median is taken, and after how many a shape counts as measured.
-RECENT, ENOUGH = 5, 3
+RECENT, ENOUGH = 9, 3
+# Steps without drafts in turn after which those that follow take as long as they do without speculation: before, caches
+# and threads are still those of the steps before.
+SETTLED = 8
 
 
 class _Recent:
@@ -29,6 +32,7 @@ class _Measured:
     """Seconds of steps of one shape.
 
     recent: of the last ones that followed another step of the shape. hosts: what of them the host did not wait.
+    settled: of the last ones without drafts that followed SETTLED others; in_turn: how many there were since a change.
     alone: of the last ones without drafts for which a proposer was asked, so that they could not run ahead.
     group: (seconds, seconds of the host) of steps that count as one.
     first_s: of the last one that followed a step of another shape, whose data the caches of a CPU then hold.
@@ -37,6 +41,8 @@ class _Measured:
     recent: _Recent = dataclasses.field(default_factory=_Recent)
     hosts: _Recent = dataclasses.field(default_factory=_Recent)
     alone: _Recent = dataclasses.field(default_factory=_Recent)
+    settled: _Recent = dataclasses.field(default_factory=_Recent)
+    in_turn: int = 0
     group: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     first_s: float | None = None
     number: int = 0
@@ -79,6 +85,7 @@ class StepCosts:
         """
         found = self._measured[part]
         found.number += 1
+        found.in_turn = 0 if is_first else found.in_turn + 1
         if asked and part.width == 1:
             found.alone.append(seconds)
         elif is_first:
@@ -86,7 +93,9 @@ class StepCosts:
         else:
             found.group.append((seconds, seconds - waited_s))
             if len(found.group) >= self._group(part):
-                found.recent.append(sum(s for s, _ in found.group) / len(found.group))
+                found.recent.append(mean_s := sum(s for s, _ in found.group) / len(found.group))
+                if part.width == 1 and found.in_turn >= SETTLED:
+                    found.settled.append(mean_s)
                 found.hosts.append(sum(s for _, s in found.group))
                 found.group.clear()
             return
@@ -105,6 +114,18 @@ class StepCosts:
         """Returns the seconds of a step without drafts; 0 if nothing is known of it."""
         found = self.in_service(part)
         return self.ahead.get(part, 0.0) if found is None else found
+
+    def of_fewer(self, plain: Part, sizes: Sequence[int]) -> list[float]:
+        """Returns the seconds [J] of steps of up to sizes [J] rows without drafts, the last one those of `plain`; what
+        is not known is in proportion to those."""
+        plain_s, ahead_s = self.plain_s(plain), self.ahead.get(plain, 0.0)
+        found = []
+        for count in sizes:
+            known = self.in_service(part := Part(count, 1))
+            if known is None and ahead_s and part in self.ahead:
+                known = self.ahead[part] * plain_s / ahead_s
+            found.append(plain_s * count / plain.count if known is None else known)
+        return found
 
     def alone_s(self, plain: Part) -> float:
         """Returns the seconds of a step without drafts that the host begins after the step before has ended."""
@@ -139,6 +160,7 @@ class StepCosts:
     def in_service(self, part: Part) -> float | None:
         """Returns the seconds of steps of this part in service; None before there are any that can be trusted."""
         found = self._measured[part]
-        if found.recent.median is not None:
-            return found.recent.median
+        if (recent_s := found.recent.median) is not None:
+            # The time that drafts have to beat: the last few steps between others with drafts may take longer.
+            return recent_s if found.settled.median is None else min(recent_s, found.settled.median)
         return found.first_s if self.is_measured(part) else None

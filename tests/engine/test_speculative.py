@@ -214,7 +214,7 @@ def test_goodput_looks_at_few_of_the_steps_that_have_no_drafts(monkeypatch):
     del seen[:]
     llm.clear_records()
     llm.generate(PROMPTS, params)
-    assert 0 < sum(part is not None for part in seen) < len(llm.records) / 3
+    assert len(llm.records) / 12 < sum(part is not None for part in seen) < len(llm.records) / 3
 
 
 @pytest.mark.parametrize(

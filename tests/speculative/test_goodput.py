@@ -9,7 +9,8 @@ import pytest
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.speculative import draft_lengths
-from ksana_jax.speculative.goodput import LEAST_REST, Goodput
+from ksana_jax.speculative.goodput import Goodput
+from ksana_jax.speculative.rest import LEAST_REST
 from ksana_jax.speculative.step_costs import StepCosts
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import Part
