@@ -7,6 +7,7 @@ from ksana_jax import SamplingParams
 from ksana_jax.config import EngineConfig
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.errors import ConfigError
+from ksana_jax.speculative.goodput import UNSEEN
 from ksana_jax.speculative.speculation import SpeculationCounts
 from ksana_jax.step.contract import Part
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, complete, make_llm
@@ -202,19 +203,21 @@ def test_the_warm_up_measures_steps_and_leaves_the_pool_as_it_was():
     assert llm.runner.num_compilations == compiled
 
 
-def test_goodput_looks_at_few_of_the_steps_that_have_no_drafts(monkeypatch):
+def test_goodput_looks_at_every_eighth_of_the_steps_that_have_no_drafts(monkeypatch):
     llm = guessing("wrong", 5, adaptive="goodput")
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None and speculation.goodput is not None
-    seen, observe = [], speculation.goodput.observe_step
-    monkeypatch.setattr(speculation.goodput, "observe_step", lambda *args: seen.append(args[0]) or observe(*args))
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    passed, seen = [], []
+    all_steps, observe = speculation.observe_step, speculation.goodput.observe_step
+    monkeypatch.setattr(speculation, "observe_step", lambda *args: passed.append(args) or all_steps(*args))
+    monkeypatch.setattr(speculation.goodput, "observe_step", lambda *args: seen.append(len(passed)) or observe(*args))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for _ in range(4):
         llm.generate(PROMPTS, params)
-    del seen[:]
-    llm.clear_records()
+    del passed[:], seen[:]
     llm.generate(PROMPTS, params)
-    assert len(llm.records) / 12 < sum(part is not None for part in seen) < len(llm.records) / 3
+    assert len(seen) < len(passed) / 2
+    assert max(np.diff([0, *seen, len(passed)])) <= UNSEEN + 1
 
 
 @pytest.mark.parametrize(
