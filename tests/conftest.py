@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +27,7 @@ DEVICE = "KSANA_TEST_DEVICE"
 
 
 def pytest_addoption(parser):
+    parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--device", help='runs the tests on another device: "loopback", or the setting `device` as JSON')
 
 
@@ -51,7 +53,14 @@ def _start(setting):
         plugin.programs = {}  # engines of different tests compile the same programs
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if shard := config.getoption("--shard"):
+        number, of = map(int, shard.split("/"))
+        # By name, so that a test stays in its part whatever others there are.
+        elsewhere = [item for item in items if zlib.crc32(item.nodeid.encode()) % of != number - 1]
+        gone = set(elsewhere)
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in gone]
     if DEVICE in os.environ:
         for item in items:
             if mark := item.get_closest_marker("cpu"):

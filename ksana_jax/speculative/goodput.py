@@ -2,8 +2,8 @@
 
 A step costs what its padded shape costs, so the choice is between shapes, not numbers of tokens. A step with drafts
 follows known texts, so the host cannot prepare it while the step before runs, and what is weighed is whole steps, host
-included. What drafts lose against plain decoding is booked: an allowance, a small share of the time, pays for it. Unless
-others wait for rows, a token saves what it brings the end of the batch nearer, see `Drain`.
+included. What drafts lose against plain decoding is booked: an allowance, a small share of the time, pays for it.
+Unless others wait for rows, a token saves what it brings the end of the batch nearer, see `Drain`.
 
 Source: SmartSpec, Liu et al., arXiv:2406.14066, section 4, with measured times in place of a model of them.
 """

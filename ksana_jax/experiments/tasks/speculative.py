@@ -114,7 +114,7 @@ class Speculative(BaseTask):
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, plain = SpeculativeSettings(**trial.config["settings"]), trial.llm
-        drafting = with_drafts(plain, settings.speculative_config)
+        drafting = with_drafts(plain, settings.speculative_config, _params(settings, 1, trial.seed))
         asked, known, preloaded = _requests(settings, plain, trial.seed)
         outputs = _outputs(plain, preloaded, settings, trial.seed) if preloaded else []
         written: dict[Side, list[list[int]]] = {}
@@ -216,8 +216,9 @@ class Speculative(BaseTask):
 _COUNTS = ("num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "proposer_s", "num_steps")
 
 
-def with_drafts(plain: LLM, speculative_config: Mapping[str, Any]) -> LLM:
-    """Returns an engine with the same weights and settings that drafts."""
+def with_drafts(plain: LLM, speculative_config: Mapping[str, Any], params: Sequence[Any]) -> LLM:
+    """Returns an engine with the same weights and settings that drafts. One that chooses how long drafts are by the
+    seconds of steps measures them first, as servers do; params: of its requests."""
     from ksana_jax import LLM
 
     key = repr(sorted(speculative_config.items()))
@@ -226,6 +227,8 @@ def with_drafts(plain: LLM, speculative_config: Mapping[str, Any]) -> LLM:
         made = LLM.from_params(
             plain.model_config, plain.runner.params, pattern=plain.patterns, tokenizer=plain.tokenizer, **settings
         )
+        if (method := read_speculative(speculative_config)) is not None and method.adaptive == "goodput":
+            made.warm_up(sampling_params=params)
         _TWINS[plain] = (key, made)
     return _TWINS[plain][1]
 
