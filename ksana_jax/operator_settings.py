@@ -14,7 +14,7 @@ from ksana_jax.plugins import nearest
 # Implementations of each operator that has several, in order of preference.
 IMPLEMENTATION_NAMES = {
     "attention": ("hopper", "triton", "native", "xla"),
-    "linear": ("packed", "mixed", "native", "xla"),
+    "linear": ("packed", "mixed", "native", "hopper", "xla"),
     "norm": ("native", "xla"),
 }
 # Entry points of this group add implementations of attention from other packages, each under its own name.
@@ -35,7 +35,8 @@ class OperatorSettings:
       linear: products with weights. On a CPU "packed" lays weights out anew when they are loaded and computes all that
         a layer does besides attention in two calls of C++, "native" takes them as they are, "mixed" is native for up to
         64 rows of a step and XLA's for more. With "packed" and "native", a row's result is the same whatever the other
-        rows.
+        rows. On a Hopper GPU "hopper" computes, in bfloat16 and for up to 64 tokens of a step, products together with
+        norms, gated activations and residuals in one kernel each, where that is faster by its bytes; XLA the others.
       norm: norms, where "packed" does not compute them with its products. On a CPU "native" is C++.
     """
 

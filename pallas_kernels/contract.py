@@ -4,9 +4,10 @@
     out = kernel(Call(q, Pool(kv), tables, starts, positions, layer=3, pattern=Pattern(window=1024))).out
 
 A `Call` is attention and gives a `Result`, `reference.attend` says in 40 lines what it means; a `Write` stores keys and
-values and gives a `Written`, see `kv_write_reference.write`. A kernel raises NotImplementedError for what it does not
-support; of options that it does not read, `check_options` does so. All types are pytrees, so that jax.jit takes a call
-and jax.eval_shape asks, without running anything, whether a kernel supports one.
+values and gives a `Written`, see `kv_write_reference.write`; a `Product` gives an array, see
+`product_reference.multiply`. A kernel raises NotImplementedError for what it does not support; of options that it does
+not read, `check_options` does so. All types are pytrees, so that jax.jit takes a call and jax.eval_shape asks, without
+running anything, whether a kernel supports one.
 """
 
 from __future__ import annotations
@@ -196,11 +197,45 @@ class Written(NamedTuple):
     q_packed: jax.Array | None = None
 
 
-AnyResult = TypeVar("AnyResult", Result, Written)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """A product of few rows with a matrix, and what stands beside it in a layer: residual + activation(norm(x) w + bias).
+
+    x: [T, D]. w: [F, D], or with an activation [2F, D], first what gates and then what is gated.
+    norm: [D] weight of an RMS norm of x, with eps; plus_one: 1 + weight is meant.
+    bias: [F] or [2F]. residual: [T, F].
+    activation: "silu" or "gelu_tanh" of what gates, which multiplies the other half; None without.
+    ahead: [.., ..] matrix that a later kernel multiplies; a kernel may bring the first `ahead_bytes` of it, first columns
+      of all rows, into a cache.
+    """
+
+    x: Array
+    w: Array
+    norm: Array | None = None
+    bias: Array | None = None
+    residual: Array | None = None
+    ahead: Array | None = None
+    eps: float = dataclasses.field(default=1e-6, metadata=STATIC)
+    plus_one: bool = dataclasses.field(default=False, metadata=STATIC)
+    activation: str | None = dataclasses.field(default=None, metadata=STATIC)
+    ahead_bytes: int = dataclasses.field(default=0, metadata=STATIC)
+
+    @property
+    def parts(self) -> int:
+        """Matrices that w holds."""
+        return 1 if self.activation is None else 2
+
+
+AnyResult = TypeVar("AnyResult", Result, Written, jax.Array)
+
+
+AnyCall: TypeAlias = Call | Write | Product
 
 
 class Kernel(NamedTuple, Generic[AnyResult]):
-    """An implementation of the contract: a Kernel[Result] takes a `Call`, a Kernel[Written] a `Write`.
+    """An implementation of the contract: a Kernel[Result] takes a `Call`, a Kernel[Written] a `Write`, a
+    Kernel[jax.Array] a `Product`.
 
     run: (call, work, *, tuning) -> result. `work` is what `schedule` made, or None.
     tuning: a frozen dataclass: how the kernel runs, never what it computes.
@@ -213,17 +248,17 @@ class Kernel(NamedTuple, Generic[AnyResult]):
     tuning: Any
     schedule: Callable[..., Any] | None = None
 
-    def __call__(self, call: Call | Write, work: Any = None) -> AnyResult:
+    def __call__(self, call: AnyCall, work: Any = None) -> AnyResult:
         return self.run(call, work, tuning=self.tuning)
 
     def tuned(self, **changes: Any) -> Kernel[AnyResult]:
         return self._replace(tuning=dataclasses.replace(self.tuning, **changes))
 
-    def work(self, call: Call | Write) -> Any:
+    def work(self, call: AnyCall) -> Any:
         """Computes what this call can share with others; None if there is nothing to share."""
         return None if self.schedule is None else self.schedule(call, tuning=self.tuning)
 
-    def unsupported(self, call: Call | Write) -> str | None:
+    def unsupported(self, call: AnyCall) -> str | None:
         """Returns why the kernel does not support a call, or None. Runs nothing; arrays may be jax.ShapeDtypeStruct."""
         try:
             jax.eval_shape(lambda call: self(call), call)

@@ -39,7 +39,8 @@ def operator_errors(runner: Runner, tokens: Sequence[int], exact: Calls) -> dict
     """Returns the error of each implementation that serves, by operator and name, over all calls on a text."""
     dtype, kinds = runner.params.final_norm.dtype.name, kinds_of(runner.config)
     attention = [i for i in implementations() if i.unsupported(runner.requirements) is None]
-    linear = [i for i in LINEAR_IMPLEMENTATIONS if i.unsupported(runner.platform, dtype) is None]
+    capability = runner.requirements.compute_capability
+    linear = [i for i in LINEAR_IMPLEMENTATIONS if i.why_not(runner.platform, dtype, capability) is None]
     norms = [i for i in NORM_IMPLEMENTATIONS if i.unsupported(runner.platform, dtype, kinds) is None]
     params, found = separate(unpacked(runner.params), runner.config), {}
     # Each call has the inputs of the float32 model, so that one run shows an implementation of each operator.

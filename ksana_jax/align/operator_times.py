@@ -82,7 +82,7 @@ def _calls(runner: Runner, shape: StepShape, context: int) -> Iterator[tuple[tup
     matrices = [w for w in found if getattr(w, "ndim", 2) == 2]
     inputs = {w.shape[1]: drawn(shape.num_tokens, w.shape[1]) for w in matrices}
     for i in LINEAR_IMPLEMENTATIONS:
-        if i.unsupported(platform, dtype.name) is None:
+        if i.why_not(platform, dtype.name, runner.requirements.compute_capability) is None:
             weights = [pack(w) if i.packs and can_pack(w) else w for w in matrices]
 
             def products(inputs, weights, apply=i.apply):

@@ -96,7 +96,7 @@ def _matrix_rate(dtype: str) -> float:
     a, platform = jnp.ones((_WIDTH, _WIDTH), kind), jax.default_backend()
     found = []
     for implementation in LINEAR_IMPLEMENTATIONS:
-        if implementation.unsupported(platform, a.dtype.name) is None:
+        if implementation.why_not(platform, a.dtype.name) is None:
             multiply = functools.partial(jax.jit(implementation.apply), a, pack(a) if implementation.packs else a)
             found.append(_fastest(lambda multiply=multiply: multiply().block_until_ready()))
     return 2 * _WIDTH**3 / min(found)

@@ -206,7 +206,8 @@ def serving_pairs(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
     dtype = array_dtype(config.dtype).name
     needs = Requirements.of(model, layout, num_repositioned_sinks=config.max_repositioned_sinks or 0, query_dtype=dtype)
     attention = [i.name for i in implementations() if i.unsupported(needs) is None]
-    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(needs.platform, dtype) is None]
+    capability = needs.compute_capability
+    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.why_not(needs.platform, dtype, capability) is None]
     asked = config.operators.attention, config.operators.linear
     attention, linear = (
         [name for name in names if wanted in ("auto", name)]

@@ -66,8 +66,14 @@ class Operators:
             q, k = norm(q, p.q_norm), norm(k, p.k_norm)
         return q, k, v
 
-    def after_attention(self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
-        """Returns hidden states [..., D] after a layer, from those before it, x, and attention's result [..., N, H]."""
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
+    ) -> jax.Array:
+        """Returns hidden states [..., D] after a layer, from those before it, x, and attention's result [..., N, H].
+
+        Args:
+          following: weights of the layer after it, where they are known: they may be brought nearer meanwhile.
+        """
         norm, linear = self.normaliser(spec.norms), self.linear
         with jax.named_scope("output"):
             out = self.summed(linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))

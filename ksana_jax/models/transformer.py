@@ -47,9 +47,11 @@ def forward(
       Hidden states [..., D], and the state after the last layer.
     """
     x = embedded(params, tokens, config=config, operators=operators)
-    for index, (p, spec) in enumerate(zip(params.layers, config.layers, strict=True)):
+    following = (*params.layers[1:], None)
+    for index, (p, after, spec) in enumerate(zip(params.layers, following, config.layers, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            x, state = run_layer(p, x, functools.partial(attend, index), state, spec=spec, operators=operators)
+            attend_layer = functools.partial(attend, index)
+            x, state = run_layer(p, x, attend_layer, state, spec=spec, operators=operators, following=after)
     return final_norm(params, x, config=config, operators=operators), state
 
 
@@ -70,17 +72,19 @@ def run_layer(
     *,
     spec: LayerSpec,
     operators: Operators = XLA_OPERATORS,
+    following: LayerParams | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs one layer on hidden states x [..., D].
 
     Args:
       attend: `Attend` of this layer: (q, k, v, state) -> (out, state).
+      following: weights of the layer after it, where they are known.
 
     Returns:
       Hidden states [..., D], and the state that attend returned.
     """
     out, state = attend(*operators.queries_keys_values(x, p, spec), state)
-    return operators.after_attention(x, out, p, spec), state
+    return operators.after_attention(x, out, p, spec, following), state
 
 
 def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: Operators = XLA_OPERATORS) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ class LinearImplementation(NamedTuple):
 
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
     packs: takes weights as `models.packed_matrix.packed` gives them.
+    fused: operators that fuse parts of a layer, as "module:class"; None where products stand alone.
+    compute_capability: of the NVIDIA GPU that it needs; None where it needs none.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
     needs: hardware and software that it runs on, for readers.
     """
@@ -40,16 +43,26 @@ class LinearImplementation(NamedTuple):
     apply: Linear
     unsupported: Callable[[str, str], str | None]
     packs: bool = False
+    fused: str | None = None
+    compute_capability: tuple[int, int] | None = None
     row_by_row: bool = False
     needs: str = ""
 
+    def why_not(self, platform: str, dtype: str, compute_capability: tuple[int, int] | None = None) -> str | None:
+        """Returns why it cannot serve a device of some platform and compute capability, and a type; or None."""
+        if reason := self.unsupported(platform, dtype):
+            return reason
+        if self.compute_capability not in (None, compute_capability):
+            wanted, found = (".".join(map(str, x or ())) for x in (self.compute_capability, compute_capability))
+            return f"needs compute capability {wanted}, this is {found or 'unknown'}"
+        return None
+
     def operators(self, normaliser: Callable[[NormSpec], Normalise]) -> Operators:
         """Returns the operators of a network with these products and some norms."""
-        if not self.packs:
+        if self.fused is None:
             return Operators(self.apply, normaliser)
-        from ksana_jax.ops.packed import PackedOperators
-
-        return PackedOperators(self.apply, normaliser)
+        module, name = self.fused.split(":")
+        return getattr(importlib.import_module(module), name)(self.apply, normaliser)
 
     def weights(self, params: Params, config: ModelConfig, joins: bool, *, consume: bool = False) -> Params:
         """Returns weights in the form in which the products read them.
@@ -99,6 +112,18 @@ def _cpu_features() -> frozenset[str]:
         return frozenset()
 
 
+def _fused(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    from ksana_jax.ops.fused_products import linear
+
+    return linear(x, w, b, dtype=dtype)
+
+
+def _not_hopper(platform: str, dtype: str) -> str | None:
+    if platform != "gpu":
+        return f"needs an NVIDIA GPU of compute capability 9.0, this is {platform}"
+    return None if dtype == "bfloat16" else f"activations are {dtype}; the kernel has bfloat16"
+
+
 def _not_packed(platform: str, dtype: str) -> str | None:
     if reason := _not_native(platform, dtype):
         return reason
@@ -122,23 +147,46 @@ def _not_native(platform: str, dtype: str) -> str | None:
 
 _NEEDS = "a CPU with AVX-512 and a C++ compiler"
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
-# are given, and XLA's for more.
+# are given, and XLA's for more; so does "hopper" with its kernel.
 LINEAR_IMPLEMENTATIONS = (
-    LinearImplementation("packed", _packed, _not_packed, packs=True, row_by_row=True, needs=f"{_NEEDS}; bf16: no AMX"),
+    LinearImplementation(
+        "packed",
+        _packed,
+        _not_packed,
+        packs=True,
+        fused="ksana_jax.ops.packed:PackedOperators",
+        row_by_row=True,
+        needs=f"{_NEEDS}; bf16: no AMX",
+    ),
     LinearImplementation("mixed", _mixed, _not_native, needs=_NEEDS),
     LinearImplementation("native", _native, _not_native, row_by_row=True, needs=_NEEDS),
+    LinearImplementation(
+        "hopper",
+        _fused,
+        _not_hopper,
+        fused="ksana_jax.ops.fused_products:FusedOperators",
+        compute_capability=(9, 0),
+        needs="an NVIDIA GPU of compute capability 9.0; bf16",
+    ),
     LinearImplementation("xla", layers.linear, lambda platform, dtype: None),
 )
 
 
 def choose_linear(
-    platform: str, dtype: str, name: str = "auto", *, row_by_row: bool = False, num_devices: int = 1
+    platform: str,
+    dtype: str,
+    name: str = "auto",
+    *,
+    row_by_row: bool = False,
+    num_devices: int = 1,
+    compute_capability: tuple[int, int] | None = None,
 ) -> LinearImplementation:
     """Returns the first implementation that serves a platform and a type, or the one with the given name.
 
     Args:
       row_by_row: leaves out those whose rows depend on each other.
       num_devices: that add up their products.
+      compute_capability: of an NVIDIA GPU.
 
     Raises:
       ValueError: there is none of that name, or it does not serve.
@@ -146,9 +194,9 @@ def choose_linear(
     allowed = [i for i in LINEAR_IMPLEMENTATIONS if i.row_by_row or not row_by_row]
 
     def unsupported(i: LinearImplementation) -> str | None:
-        if i.packs and num_devices > 1:
-            return f"computes all of a layer after attention at once, and {num_devices} devices add up parts of it"
-        return i.unsupported(platform, dtype)
+        if i.fused and num_devices > 1:
+            return f"computes parts of a layer at once, and {num_devices} devices add up parts of it"
+        return i.why_not(platform, dtype, compute_capability)
 
     if name == "auto":
         serving = [i for i in allowed if unsupported(i) is None]

@@ -31,11 +31,13 @@ class PackedOperators(Operators):
             found = project(x, list(map(_weights, matrices, biases)), norm=p.attn_norm, norms=norms)
             return self.heads(tuple(found), p, spec)
 
-    def after_attention(self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
+    ) -> jax.Array:
         matrices = p.w_o, p.w_gate, p.w_up, p.w_down
         norms = _norms(spec.norms)
         if norms is None or spec.mlp.kind not in ACTIVATIONS or not _are_packed(*matrices):
-            return super().after_attention(x, attended, p, spec)
+            return super().after_attention(x, attended, p, spec, following)
         output, gate, up, down = map(_weights, matrices, (p.b_o, p.b_gate, p.b_up, p.b_down))
         weights = p.post_attn_norm, p.mlp_norm, p.post_mlp_norm
         with jax.named_scope("mlp"):

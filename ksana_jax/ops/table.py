@@ -44,9 +44,10 @@ def operator_table(
         rows += [
             OperatorRow(operator, i.name, i.needs, i.name == attention, i.unsupported(needs)) for i in implementations()
         ]
-    linear = choose_linear(platform, dtype, settings.linear).name
+    capability = needs.compute_capability
+    linear = choose_linear(platform, dtype, settings.linear, compute_capability=capability).name
     rows += [
-        OperatorRow("linear", i.name, i.needs, i.name == linear, i.unsupported(platform, dtype))
+        OperatorRow("linear", i.name, i.needs, i.name == linear, i.why_not(platform, dtype, capability))
         for i in LINEAR_IMPLEMENTATIONS
     ]
     norm = choose_norm(platform, dtype, kinds, settings.norm).name

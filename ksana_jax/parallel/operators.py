@@ -31,12 +31,14 @@ class DividedOperators(Operators):
     def summed(self, out: jax.Array) -> jax.Array:
         return jax.lax.psum(out, AXIS)
 
-    def after_attention(self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
+    ) -> jax.Array:
         # One device adds the biases of products that are summed.
         p = p.replace(  # pyright: ignore[reportAttributeAccessIssue]
             w_o=_divided(p.w_o), w_down=_divided(p.w_down), b_o=_once(p.b_o), b_down=_once(p.b_down)
         )
-        return super().after_attention(x, attended, p, spec)
+        return super().after_attention(x, attended, p, spec, following)
 
 
 def _divided(w: Any) -> Any:

@@ -112,7 +112,14 @@ class Runner:
             settings = dataclasses.replace(settings, attention=ROW_BY_ROW)
         self.implementation = choose(needs, settings.attention)
         row_by_row, num_devices = numerics == "invariant", placement.num_devices
-        products = choose_linear(self.platform, dtype, settings.linear, row_by_row=row_by_row, num_devices=num_devices)
+        products = choose_linear(
+            self.platform,
+            dtype,
+            settings.linear,
+            row_by_row=row_by_row,
+            num_devices=num_devices,
+            compute_capability=needs.compute_capability,
+        )
         self.linear_implementation = products.name
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
         self.operators: Operators = placement.operators(products.operators(norms.normaliser))

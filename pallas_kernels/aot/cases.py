@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import aot, int4
 from pallas_kernels.aot.check import Case
-from pallas_kernels.contract import Call, Kernel, Options, Pool, Write
+from pallas_kernels.contract import Call, Kernel, Options, Pool, Product, Write
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.speed import models
 from pallas_kernels.speed.predict import Model
@@ -103,6 +103,14 @@ WRITES: tuple[dict[str, Any], ...] = (
     {"codes": "int8"},
     {"codes": "float8_e4m3fn"},
 )
+# By rows and name; then what Llama-8B does not have.
+PRODUCTS: tuple[dict[str, Any], ...] = (
+    *({"rows": rows, "product": name} for rows in (8, 64) for name in models.LAYER),
+    {"rows": 16, "product": "gate_up"},
+    {"rows": 32, "product": "down"},
+    {"rows": 64, "product": "gate_up", "plus_one": True, "activation": "gelu_tanh", "bias": True},
+    {"rows": 40, "product": "qkv", "bias": True, "residual": True},
+)
 
 
 def cases(target: aot.Target) -> list[Case]:
@@ -110,6 +118,7 @@ def cases(target: aot.Target) -> list[Case]:
     from pallas_kernels.hopper import mass
     from pallas_kernels.hopper.schedule import Tuning
     from pallas_kernels.registry import KERNELS, KV_WRITES
+    from pallas_kernels.registry import PRODUCTS as PRODUCT_KERNELS
 
     found = []
     if target.hopper:
@@ -126,6 +135,15 @@ def cases(target: aot.Target) -> list[Case]:
                 speed=models.kv_write(shape),
             )
             for shape in WRITES
+        ]
+        found += [
+            Case(
+                "hopper product",
+                shape,
+                functools.partial(product_program, kernel=PRODUCT_KERNELS["hopper_product"], **shape),
+                speed=models.product(shape),
+            )
+            for shape in PRODUCTS
         ]
     found += attention("triton decode", KERNELS["triton_decode"], DECODE, models.triton_decode)
     found += attention("triton ragged", KERNELS["triton_ragged"], ({"q": 16}, {"h": 256, "q": 16}))
@@ -227,3 +245,24 @@ def kv_write_program(
         return kernel(dataclasses.replace(call, pool=pool))
 
     return aot.lower(target, run, call.pool, dataclasses.replace(call, pool=Pool(None)), donate_argnums=0)
+
+
+def product_program(target: aot.Target, *, kernel: Kernel, rows: int, product: str, **changes: Any):
+    """One product of a layer of Llama-8B. changes: to what `models.LAYER` says of it; "bias": with one; "plus_one"."""
+    shape: dict[str, Any] = models.LAYER[product] | changes
+    d, f, activation = shape["d"], shape["f"], shape.get("activation")
+    width = f if activation is None else 2 * f
+
+    def array(*dims: int):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    call = Product(
+        array(rows, d),
+        array(width, d),
+        array(d) if shape.get("norm") else None,
+        array(width) if shape.get("bias") else None,
+        array(rows, f) if shape.get("residual") else None,
+        plus_one=shape.get("plus_one", False),
+        activation=activation,
+    )
+    return aot.lower(target, lambda call: kernel(call), call)

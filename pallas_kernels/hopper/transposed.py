@@ -1,4 +1,4 @@
-"""Stores of matrices the other way round, from the registers of a wgmma.
+"""Loads and stores of matrices the other way round, to and from the registers of a wgmma.
 
 jax's interpreter does not run them: there a kernel transposes.
 """
@@ -16,6 +16,11 @@ from jaxlib.mlir.dialects import arith, llvm
 def to_shared(ref, x) -> None:
     """Stores x [64 n, columns] to ref [columns, 64 n] in shared memory, which has to be tiled."""
     plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def from_shared(ref):
+    """Loads ref [columns, 64 n] in shared memory, which has to be tiled, as [64 n, columns]."""
+    return plgpu.layout_cast(plgpu.transpose_ref(ref, (1, 0))[...], plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def to_global(ref, x) -> None:

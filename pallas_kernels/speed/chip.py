@@ -28,6 +28,10 @@ class Chip:
     # Of the L2, 50 MB, where an array lies that a launch before has just written. Chips and Cheese, "Nvidia's H100",
     # 2023: 5.5 TB/s, measured on an H100 PCIe with fewer multiprocessors.
     l2_bytes_per_s: float = 5.5e12
+    # Of it, what is kept until it is used, as both halves may have a copy.
+    l2_kept_bytes: int = 25 << 20
+    # That a multiprocessor receives from the L2 per cycle, half of what its shared memory takes. Assumed.
+    core_bytes_per_cycle: int = 64
     # Schedulers of a multiprocessor; each issues an instruction per cycle. Guide.
     schedulers: int = 4
     # Multiply-adds of 16 bits per cycle and multiprocessor: 989.4 TFLOP/s at 1.83 GHz, NVIDIA's data sheet of the H100.

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS
 from pallas_kernels.hopper.schedule import Plan
 from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.grids import Mass, Prefill, Tokens
 from pallas_kernels.speed.lists import PREFILL, TILE_KV
 from pallas_kernels.speed.predict import Attention, Merge, Model
+from pallas_kernels.speed.products import Product
 from pallas_kernels.speed.steps import (
     ATTENTION,
     MASS,
@@ -28,6 +30,14 @@ from pallas_kernels.speed.steps import (
 
 # Of codes, by name: bytes of a number and of the scales of a token; of int4, 4.5 bits in all.
 _CODES = {None: (2.0, 0), "int8": (1.0, 4), "float8_e4m3fn": (1.0, 4), "int4": (4.5 / 8, 0)}
+
+# The products of a layer of Llama-8B, with what stands beside them.
+LAYER: dict[str, dict[str, Any]] = {
+    "qkv": {"d": 4096, "f": 6144, "norm": True},
+    "output": {"d": 4096, "f": 4096, "residual": True},
+    "gate_up": {"d": 4096, "f": 14_336, "norm": True, "activation": "silu"},
+    "down": {"d": 14_336, "f": 4096, "residual": True},
+}
 
 # Kernels that update their arguments; jax 0.10 names all of them after a function of its own.
 _NAMED = jax.__version_info__ >= (0, 11)
@@ -77,6 +87,22 @@ def kv_write(config: dict[str, Any]) -> Tokens | None:
     return Tokens(_WRITE, rotated + 2 * 8 * (128 * (2 + of_number) + of_token))
 
 
+def product(config: dict[str, Any]) -> Product | None:
+    """Returns the model of a product of `LAYER`, of a case that has no more than its number of rows and its name."""
+    if config.keys() != {"rows", "product"}:
+        return None
+    shape = LAYER[config["product"]]
+    return Product(config["rows"], shape["d"], shape["f"], parts=2 if "activation" in shape else 1)
+
+
+def _product_of_step(rows: int, name: str) -> Product:
+    """Returns the model of a product of a decode step, which asks for weights of the next one."""
+    found = product({"rows": rows, "product": name})
+    assert found is not None
+    asks = name != "qkv" or rows <= AHEAD_OF_ATTENTION_ROWS
+    return dataclasses.replace(found, ahead_bytes=AHEAD_BYTES if asks else 0)
+
+
 # What the host takes for a step, in microseconds, by rows: `ksana bench host --rows 1,64`, CPU time, medians of 200
 # steps on two cores of a busy EPYC; what starting programs on a GPU costs it is not in it.
 HOST_US = {8: 25.5, 64: 37.3}
@@ -120,6 +146,7 @@ def step(rows: int, tiles: int, *, group: int = 0, mass: bool = False) -> Progra
         dataclasses.replace(write, kernel=WRITE),
         dataclasses.replace(whole, merge=merge, kernels=(SHARED_ATTENTION, SHARED_MERGE)) if group else None,
         of_mass if mass else None,
+        {f"product {name}": _product_of_step(rows, name) for name in LAYER},
         host_us=HOST_US[rows],
         aim_ms=None if group or mass else AIMS_MS[rows],
     )

@@ -1,7 +1,8 @@
 """Predicts whole programs, such as a step of a model: each of their launches, and the gaps between them.
 
-Kernels of Pallas take what `predict` and `grids` say, XLA's own small kernels what their machine code takes, products
-of matrices their bytes or their operations: which kernels XLA takes for these, it finds out on a GPU, by timing them.
+Kernels of Pallas take what `predict`, `grids` and `products` say, XLA's own small kernels what their machine code takes,
+XLA's products of matrices their bytes or their operations: which kernels it takes for these, it finds out on a GPU, by
+timing them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from pallas_kernels.speed.chip import H200, Chip
 from pallas_kernels.speed.grids import Mass, Tokens
 from pallas_kernels.speed.launches import Launch, num_bytes, read_launches
 from pallas_kernels.speed.predict import Attention, Machine, Prediction, sum_of
+from pallas_kernels.speed.products import Ahead, Product
 
 # Terms of a step, of which the first ones are kernels of Pallas. Shared: over blocks that rows have in common.
 ATTENTION, MERGE, WRITE, MASS = "attention", "merge", "write", "mass"
 SHARED_ATTENTION, SHARED_MERGE = "shared attention", "shared merge"
 PRODUCTS, SMALL, WORK_LIST, GAPS = "products", "small kernels of layers", "work list", "gaps"
+# Products of few rows in a kernel of ours, of the term PRODUCTS.
+OWN_PRODUCTS = {f"product {name}": f"{name}/hopper_product" for name in ("qkv", "output", "gate_up", "down")}
 # Embedding, angles of the rope, last norm.
 ONCE = "others of a step"
 # Of kernels, by what stands in their scope.
@@ -35,7 +39,7 @@ _SCOPES = {
     "hopper_merge": MERGE,
     "kv_write": WRITE,
     "hopper_mass": MASS,
-}
+} | {scope: name for name, scope in OWN_PRODUCTS.items()}
 
 
 class Rows(NamedTuple):
@@ -53,6 +57,7 @@ class Program:
     Args:
       shapes: by their names; the program is compiled for all of them.
       attention, write, shared, mass: models of its kernels, named after their terms; None where it has none.
+      products: models of products, by their names in OWN_PRODUCTS.
       terms: other names of the terms PRODUCTS and ONCE, if it is no step.
       host_us: what the host takes for a step, in microseconds, measured. aim_ms: of the first shape, of a whole step.
     """
@@ -62,6 +67,7 @@ class Program:
     write: Tokens | None = None
     shared: Attention | None = None
     mass: Mass | None = None
+    products: Mapping[str, Product] = dataclasses.field(default_factory=dict)
     terms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host_us: float = 0.0
     aim_ms: float | None = None
@@ -72,16 +78,25 @@ class Program:
 
     def _of_shape(self, shape: str, rows: Rows, code: Code, chip: Chip) -> Prediction:
         terms: dict[str, float] = defaultdict(float)
-        num_bytes, of_pallas = 0.0, self._of_pallas(rows, code, chip)
+        num_bytes, of_pallas, ahead = 0.0, self._of_pallas(rows, code, chip), Ahead(chip)
         for launch, name in zip(code.launches, code.terms):
-            if launch.pallas:
+            ahead.start()
+            if name in OWN_PRODUCTS:
+                model = self.products[name]
+                us = _without_gaps(model.of_machine(code.machines[name], chip, ahead.take()).terms)
+                num_bytes += model.weight_bytes
+                ahead.ask(model.ahead_bytes)
+            elif launch.pallas:
                 us, read = of_pallas[name]
                 num_bytes += read
+                ahead.run(us, read)
             elif launch.product:
-                us = product_us(launch, chip)
+                us = product_us(launch, chip, ahead.take())
                 num_bytes += launch.argument_bytes
             else:
                 us = own_us(launch, code.machines.get(launch.kernel), chip)
+                ahead.run(us, launch.argument_bytes)
+            name = PRODUCTS if name in OWN_PRODUCTS else name
             terms[self.terms.get(name, name)] += us
         terms[GAPS] = chip.launch_us * len(code.launches)
         us = sum(terms.values())
@@ -149,15 +164,20 @@ class Code:
         return round(of_layers / self.num_layers, 1) if self.num_layers > 1 else None
 
 
-def product_us(launch: Launch, chip: Chip) -> float:
-    """Microseconds of a product of matrices at its bound, and until its first bytes are there."""
+def product_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
+    """Microseconds of a product of matrices at its bound, and until its first bytes are there.
+
+    Args:
+      cached_bytes: of its weights that are in the L2.
+    """
     flops = launch.flops / (chip.tensor_flops * chip.num_cores * chip.clock_hz) * 1e6
-    return max(memory_us(launch, chip), flops) + chip.us(chip.dram_latency)
+    return max(memory_us(launch, chip, cached_bytes), flops) + chip.us(chip.dram_latency)
 
 
-def memory_us(launch: Launch, chip: Chip) -> float:
-    """Microseconds of a launch's bytes: what an earlier launch has just written comes from the L2."""
-    of_memory = launch.argument_bytes / (chip.copy_bytes_per_s * chip.streaming)
+def memory_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
+    """Microseconds of a launch's bytes: what an earlier launch has just written comes from the L2, as do cached bytes of
+    its arguments."""
+    of_memory = (launch.argument_bytes - cached_bytes) / (chip.copy_bytes_per_s * chip.streaming)
     return max(of_memory, (launch.argument_bytes + launch.passed_bytes) / chip.l2_bytes_per_s) * 1e6
 
 

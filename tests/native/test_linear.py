@@ -83,12 +83,17 @@ def test_other_types_are_refused():
 def test_each_platform_gets_the_first_implementation_that_serves_it():
     assert tuple(i.name for i in LINEAR_IMPLEMENTATIONS) == IMPLEMENTATION_NAMES["linear"]
     assert choose_linear("gpu", "bfloat16").name == choose_linear("cpu", "float16").name == "xla"
+    assert choose_linear("gpu", "bfloat16", compute_capability=(9, 0)).name == "hopper"
+    assert choose_linear("gpu", "float16", compute_capability=(9, 0)).name == "xla"
+    assert choose_linear("gpu", "bfloat16", compute_capability=(9, 0), num_devices=2).name == "xla"
+    with pytest.raises(ValueError, match=r"'hopper': needs compute capability 9\.0, this is 8\.0"):
+        choose_linear("gpu", "bfloat16", "hopper", compute_capability=(8, 0))
     assert choose_linear("cpu", "float32").name == ("xla" if unsupported else "packed")
     assert choose_linear("cpu", "float32", "xla").apply is layers.linear
     with pytest.raises(ValueError, match=r"operators\.linear 'native': needs a CPU, this is gpu"):
         choose_linear("gpu", "float32", "native")
     with pytest.raises(
-        ValueError, match=r"operators\.linear is 'mkl', must be auto or one of packed, mixed, native, xla"
+        ValueError, match=r"operators\.linear is 'mkl', must be auto or one of packed, mixed, native, hopper, xla"
     ):
         choose_linear("cpu", "float32", "mkl")
 

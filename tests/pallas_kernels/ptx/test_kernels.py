@@ -18,7 +18,7 @@ from pallas_kernels.hopper.merge import merge_segments
 from pallas_kernels.hopper.schedule import Tuning
 from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels import contract
-from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_merge, test_prefill
+from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_merge, test_prefill, test_product
 from tests.pallas_kernels.ptx.plugin import needs_plugin
 
 pytestmark = needs_plugin
@@ -106,6 +106,18 @@ def test_probability_mass(spec):
 def test_write_of_keys_and_values(case):
     call = test_kv_write.make(case, np.random.default_rng(1))
     test_kv_write.compare(ptx.run(test_kv_write.write_of(case), call), case, call)
+
+
+@pytest.mark.parametrize("case", test_product.CASES, ids=str)
+def test_product_of_few_rows(case):
+    call = test_product.make(case)
+    test_product.compare(ptx.run(test_product.kernel_of(case), call, seed=case.rows), call)
+
+
+def test_a_product_that_asks_for_weights_of_the_next_one():
+    case = dataclasses.replace(test_product.CASES[0])
+    call = dataclasses.replace(test_product.make(case), ahead=np.ones((300, 256), "bfloat16"), ahead_bytes=300 * 2 * 128)
+    test_product.compare(ptx.run(test_product.kernel_of(case), call), call)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

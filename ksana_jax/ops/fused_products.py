@@ -1,0 +1,109 @@
+"""The operators of a layer on Hopper in steps of few tokens: products that take norm, bias, gated activation and residual
+along, in one kernel each.
+
+A part of a layer that the kernel does not support, or of which it would be slower (`hopper.product.pays`), is XLA's:
+another type than bfloat16, weights in 8 bits, more than 64 tokens or no multiple of 8, norms after a product, and
+products of few columns with many rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ksana_jax.layer_spec import LayerSpec, NormSpec
+from ksana_jax.models import layers
+from ksana_jax.models.mlp import mlp_kind
+from ksana_jax.models.operators import Operators
+from ksana_jax.models.params import LayerParams
+from pallas_kernels.contract import Kernel, Product
+from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS, pays
+from pallas_kernels.registry import PRODUCTS
+
+# Norms and MLPs that the kernel has, by their kinds: whether 1 is added to the weight, what is done to a gate.
+PLUS_ONE = {"rms": False, "rms_plus_one": True}
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}
+KERNEL = PRODUCTS["hopper_product"]
+
+
+def linear(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    """Multiplies, in the kernel where it pays; the contract of `models.layers.linear`."""
+    out = None if dtype not in (None, x.dtype) else _multiplied(KERNEL, x, w, bias=b)
+    return layers.linear(x, w, b, dtype=dtype) if out is None else out
+
+
+def _multiplied(kernel: Kernel[jax.Array], x: jax.Array, w: Any, **options: Any) -> jax.Array | None:
+    """Returns the `Product` of x [..., D] and options, or None where XLA is to compute it."""
+    if not isinstance(w, jax.Array) or w.ndim != 2:
+        return None
+    if (residual := options.pop("residual", None)) is not None:
+        residual = residual.reshape(-1, residual.shape[-1])
+    if not isinstance(ahead := options.pop("ahead", None), jax.Array) or ahead.ndim != 2:
+        ahead = None
+    flat = x.reshape(-1, x.shape[-1])
+    call = Product(flat, w, residual=residual, ahead=ahead, ahead_bytes=AHEAD_BYTES, **options)
+    return kernel(call).reshape(*x.shape[:-1], -1) if pays(call) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedOperators(Operators):
+    """The contract of `Operators` for one device. kernel: of products."""
+
+    kernel: Kernel[jax.Array] = KERNEL
+
+    def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
+        with jax.named_scope("qkv"):
+            few = x.size // x.shape[-1] <= AHEAD_OF_ATTENTION_ROWS
+            ahead = p.w_o if few else None
+            out = self._of_normed(x, p.attn_norm, spec.norms, p.w_qkv, p.b_qkv, ahead=ahead)
+            if out is not None:
+                return self.heads((out,), p, spec)
+        return super().queries_keys_values(x, p, spec)
+
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
+    ) -> jax.Array:
+        norm = self.normaliser(spec.norms)
+        with jax.named_scope("output"):
+            flat = attended.reshape(*x.shape[:-1], -1)
+            x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec.norms, ahead=p.w_gate_up)
+        with jax.named_scope("mlp"):
+            if (activation := ACTIVATIONS.get(spec.mlp.kind)) is not None:
+                with jax.named_scope("gate_up"):
+                    options = {"activation": activation, "ahead": p.w_down}
+                    gated = self._of_normed(x, p.mlp_norm, spec.norms, p.w_gate_up, p.b_gate_up, **options)
+                if gated is not None:
+                    with jax.named_scope("down"):
+                        ahead = None if following is None else following.w_qkv
+                        return self._added(x, gated, p.w_down, p.b_down, p.post_mlp_norm, spec.norms, ahead=ahead)
+            out = mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, self.linear)
+            return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm))
+
+    def _of_normed(
+        self, x: jax.Array, weight: jax.Array, norms: NormSpec, w: Any, bias: jax.Array | None, **options: Any
+    ) -> jax.Array | None:
+        """Returns the product of normed rows, or None where XLA is to compute it."""
+        if norms.kind not in PLUS_ONE:
+            return None
+        of_norm = {"norm": weight, "eps": norms.eps, "plus_one": PLUS_ONE[norms.kind]}
+        return _multiplied(self.kernel, x, w, bias=bias, **of_norm, **options)
+
+    def _added(
+        self,
+        x: jax.Array,
+        y: jax.Array,
+        w: Any,
+        bias: jax.Array | None,
+        post_norm: jax.Array | None,
+        norms: NormSpec,
+        **options: Any,
+    ) -> jax.Array:
+        """Returns x plus the product of y, which is normed first where there is a norm."""
+        if post_norm is None:
+            out = _multiplied(self.kernel, y, w, bias=bias, residual=x, **options)
+            if out is not None:
+                return out
+        out = self.linear(y, w, bias)
+        return x + (out if post_norm is None else self.normaliser(norms)(out, post_norm))

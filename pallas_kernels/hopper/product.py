@@ -1,0 +1,158 @@
+"""Products of few rows on Hopper: checks a call, plans how it runs, and runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.contract import Kernel, Product
+from pallas_kernels.hopper.common import ROWS
+from pallas_kernels.hopper.product_kernel import Config
+from pallas_kernels.hopper.product_kernel import multiply as multiply_kernel
+from pallas_kernels.hopper.schedule import NUM_PROCESSORS
+from pallas_kernels.product_reference import check
+from pallas_kernels.speed.chip import H200
+
+# Rows of x that registers have room for.
+MAX_ROWS = 64
+# Shared memory of a multiprocessor for pieces under way, and the most of it that one block of threads takes.
+SHARED_BYTES, MOST_BYTES = 216 * 1024, 200 * 1024
+# What it saves at least, where XLA adds up parts of a product, or a residual, in a launch of its own: 1.3 us to start it,
+# and the latency of its bytes twice.
+SPARED_US = 2.0
+# What the chip reads between two launches if it is asked to, about 2 us of memory; `Product.ahead_bytes`.
+AHEAD_BYTES = 8 << 20
+# Of more rows, keys and values that are read meanwhile would take its place in the L2.
+AHEAD_OF_ATTENTION_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a kernel runs.
+
+    tiles: of 64 columns of the result, of each matrix, that a block of threads computes; by default as `Plan.of` says.
+    piece: of the depth; stages: pieces that a block of threads holds at once; by default as `Plan.of` says.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+    """
+
+    tiles: int | None = None
+    piece: int | None = None
+    stages: int | None = None
+    interpret: Any = False
+
+
+class Plan(NamedTuple):
+    """How a product runs; fields as in `Tuning`. us: microseconds that its bytes take at least."""
+
+    tiles: int
+    piece: int
+    stages: int
+    us: float
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result of a block of threads."""
+        return self.tiles * ROWS
+
+    @classmethod
+    def of(cls, rows: int, depth: int, width: int, parts: int, tuning: Tuning = Tuning()) -> Plan:
+        """Returns the plan for matrices [width, depth].
+
+        Raises:
+          NotImplementedError: it cannot be divided into tiles and pieces.
+        """
+        tiles = [n for n in ([tuning.tiles] if tuning.tiles else (1, 2)) if width % (n * ROWS) == 0]
+        piece = tuning.piece or (128 if depth % 128 == 0 else 64)
+        if not tiles or depth % piece:
+            raise NotImplementedError(
+                f"a matrix [{width}, {depth}]; this kernel takes multiples of [{(tuning.tiles or 1) * ROWS}, {piece}]"
+            )
+        us, chosen = min((bound_us(rows, depth, width, parts, n), n) for n in tiles)
+        if not tuning.piece and parts * chosen * rows > 128:  # more stages rather than larger ones
+            piece = 64
+        blocks = -(-width // (chosen * ROWS * NUM_PROCESSORS))  # of a multiprocessor
+        of_piece = 2 * piece * (rows + parts * chosen * ROWS)
+        stages = tuning.stages or min(SHARED_BYTES // blocks, MOST_BYTES) // of_piece
+        return cls(chosen, piece, min(max(stages, 2), depth // piece), us)
+
+
+def bound_us(rows: int, depth: int, width: int, parts: int, tiles: int = 0) -> float:
+    """Returns the microseconds that the bytes of a product take at least, if each block of threads computes `tiles` times
+    64 columns and reads all rows again; with 0, those of the matrices alone."""
+    weights = 2 * parts * width * depth
+    us = weights / (H200.copy_bytes_per_s * H200.streaming) * 1e6
+    if not tiles:
+        return us
+    blocks, again = width // (tiles * ROWS), 2 * rows * depth
+    of_processor = -(-blocks // NUM_PROCESSORS) * (again + weights / blocks)
+    all_bytes = weights + blocks * again
+    return max(us, all_bytes / H200.l2_bytes_per_s * 1e6, H200.us(of_processor / H200.core_bytes_per_cycle))
+
+
+def plan(call: Product, tuning: Tuning = Tuning()) -> Plan:
+    """Returns the plan for a call.
+
+    Raises:
+      NotImplementedError: another type than bfloat16, a number of rows that is no multiple of 8 up to 64, or a matrix
+        that is no multiple of the kernel's tiles.
+    """
+    rows, depth = call.x.shape
+    given = [x for x in (call.x, call.w, call.norm, call.bias, call.residual) if x is not None]
+    if other := next((x.dtype for x in given if x.dtype != jnp.bfloat16), None):
+        raise NotImplementedError(f"arrays of {other}; this kernel takes bfloat16")
+    if rows % 8 or not 0 < rows <= MAX_ROWS:
+        raise NotImplementedError(f"{rows} rows; this kernel takes multiples of 8 up to {MAX_ROWS}")
+    return Plan.of(rows, depth, call.w.shape[0] // call.parts, call.parts, tuning)
+
+
+def pays(call: Product) -> bool:
+    """Whether the kernel supports a call and spares more than its blocks of threads take to read the rows again."""
+    try:
+        found = plan(call)
+    except NotImplementedError:
+        return False
+    weights_us = bound_us(*call.x.shape, call.w.shape[0] // call.parts, call.parts)
+    return found.us - weights_us <= SPARED_US
+
+
+# Under jit of its own, so that all layers of a model share one lowering.
+@functools.partial(jax.jit, static_argnames="tuning")
+def multiply(call: Product, work: None = None, *, tuning: Tuning) -> jax.Array:
+    """Multiplies; `pallas_kernels.contract` has the arguments, `plan` what is not supported."""
+    check(call)
+    (rows, depth), width = call.x.shape, call.w.shape[0] // call.parts
+    how = plan(call, tuning)
+    config = Config(
+        rows=rows,
+        depth=depth,
+        width=width,
+        parts=call.parts,
+        columns=how.columns,
+        piece=how.piece,
+        stages=how.stages,
+        eps=call.eps,
+        plus_one=call.plus_one,
+        activation=call.activation,
+        ahead=_ahead(call, width // how.columns),
+    )
+    w = call.w.reshape(call.parts, width, depth)
+    bias = None if call.bias is None else call.bias.reshape(call.parts, width)
+    ahead = None if config.ahead is None else call.ahead
+    return multiply_kernel(call.x, w, call.norm, bias, call.residual, ahead, config, tuning.interpret)
+
+
+def _ahead(call: Product, blocks: int) -> tuple[int, int] | None:
+    """Rows of `Product.ahead` for each of so many blocks of threads, and first columns of them, in whole lines of a
+    cache."""
+    if call.ahead is None:
+        return None
+    rows, depth = call.ahead.shape
+    columns = min(call.ahead_bytes // (call.ahead.dtype.itemsize * rows), depth) // ROWS * ROWS
+    return (-(-rows // blocks), columns) if columns else None
+
+
+KERNEL = Kernel(multiply, Tuning())
