@@ -21,11 +21,13 @@ from pallas_kernels.speed.chip import H200
 MAX_ROWS = 64
 # Shared memory of a multiprocessor for pieces under way, and the most of it that one block of threads takes.
 SHARED_BYTES, MOST_BYTES = 216 * 1024, 200 * 1024
+# Of the depth that is read together, the best first.
+PIECES = (256, 128, 64)
 # What it saves at least, where XLA adds up parts of a product, or a residual, in a launch of its own: 1.3 us to start it,
 # and the latency of its bytes twice.
 SPARED_US = 2.0
-# What the chip reads between two launches if it is asked to, about 2 us of memory; `Product.ahead_bytes`.
-AHEAD_BYTES = 8 << 20
+# Somewhat more than the chip reads between two launches, 2 us of memory; `Product.ahead_bytes`.
+AHEAD_BYTES = 12 << 20
 # Of more rows, keys and values that are read meanwhile would take its place in the L2.
 AHEAD_OF_ATTENTION_ROWS = 16
 
@@ -66,18 +68,17 @@ class Plan(NamedTuple):
           NotImplementedError: it cannot be divided into tiles and pieces.
         """
         tiles = [n for n in ([tuning.tiles] if tuning.tiles else (1, 2)) if width % (n * ROWS) == 0]
-        piece = tuning.piece or (128 if depth % 128 == 0 else 64)
-        if not tiles or depth % piece:
-            raise NotImplementedError(
-                f"a matrix [{width}, {depth}]; this kernel takes multiples of [{(tuning.tiles or 1) * ROWS}, {piece}]"
-            )
+        pieces = [n for n in ([tuning.piece] if tuning.piece else PIECES) if depth % n == 0]
+        if not tiles or not pieces:
+            multiples = f"[{(tuning.tiles or 1) * ROWS}, {tuning.piece or PIECES[-1]}]"
+            raise NotImplementedError(f"a matrix [{width}, {depth}]; this kernel takes multiples of {multiples}")
         us, chosen = min((bound_us(rows, depth, width, parts, n), n) for n in tiles)
-        if not tuning.piece and parts * chosen * rows > 128:  # more stages rather than larger ones
-            piece = 64
         blocks = -(-width // (chosen * ROWS * NUM_PROCESSORS))  # of a multiprocessor
-        of_piece = 2 * piece * (rows + parts * chosen * ROWS)
-        stages = tuning.stages or min(SHARED_BYTES // blocks, MOST_BYTES) // of_piece
-        return cls(chosen, piece, min(max(stages, 2), depth // piece), us)
+        column_bytes = 2 * (rows + parts * chosen * ROWS)
+        room = min(SHARED_BYTES // blocks, MOST_BYTES) // column_bytes
+        # Large pieces meet less often; three of them are enough for copies to be under way.
+        piece = next((n for n in pieces if room >= 3 * n), pieces[-1])
+        return cls(chosen, piece, min(max(tuning.stages or room // piece, 2), depth // piece), us)
 
 
 def bound_us(rows: int, depth: int, width: int, parts: int, tiles: int = 0) -> float:
@@ -151,8 +152,13 @@ def _ahead(call: Product, blocks: int) -> tuple[int, int] | None:
     if call.ahead is None:
         return None
     rows, depth = call.ahead.shape
-    columns = min(call.ahead_bytes // (call.ahead.dtype.itemsize * rows), depth) // ROWS * ROWS
+    columns = columns_ahead(rows, depth, call.ahead_bytes)
     return (-(-rows // blocks), columns) if columns else None
+
+
+def columns_ahead(rows: int, depth: int, num_bytes: int) -> int:
+    """Returns how many columns of a matrix [rows, depth] of 16 bits take so many bytes at most: whole lines of a cache."""
+    return min(num_bytes // (2 * rows), depth) // ROWS * ROWS
 
 
 KERNEL = Kernel(multiply, Tuning())

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS
+from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS, columns_ahead
 from pallas_kernels.hopper.schedule import Plan
 from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.grids import Mass, Prefill, Tokens
@@ -97,10 +97,13 @@ def product(config: dict[str, Any]) -> Product | None:
 
 def _product_of_step(rows: int, name: str) -> Product:
     """Returns the model of a product of a decode step, which asks for weights of the next one."""
-    found = product({"rows": rows, "product": name})
-    assert found is not None
+    found, names = product({"rows": rows, "product": name}), list(LAYER)
+    following = product({"rows": rows, "product": names[(names.index(name) + 1) % len(names)]})
+    assert found is not None and following is not None
+    columns = columns_ahead(following.parts * following.width, following.depth, AHEAD_BYTES)
     asks = name != "qkv" or rows <= AHEAD_OF_ATTENTION_ROWS
-    return dataclasses.replace(found, ahead_bytes=AHEAD_BYTES if asks else 0)
+    ahead_bytes = 2 * following.parts * following.width * columns
+    return dataclasses.replace(found, ahead_bytes=ahead_bytes if asks else 0)
 
 
 # What the host takes for a step, in microseconds, by rows: `ksana bench host --rows 1,64`, CPU time, medians of 200

@@ -46,15 +46,14 @@ class Product:
         """Predicts the product by its kernel's machine code. cached_bytes: of its weights that are in the L2."""
         plan = self.plan
         blocks = self.width // plan.columns
-        resident = min(machine.resident, -(-blocks // chip.num_cores))
+        resident = self._resident(machine, chip)
         turn = machine.turn(chip, resident)
         # A copy is asked for `stages` turns before its data is needed, when its place has been read.
         cycles = max(turn.cycles, (chip.loaded_latency + turn.held) / machine.parts.stages)
         waves = -(-blocks // (resident * chip.num_cores))
         row_bytes = 2 * self.rows * self.depth
         of_core = waves * resident * (row_bytes + self.weight_bytes / blocks)
-        start = machine.once("before", chip, resident, chip.l2_latency) + chip.dram_latency + chip.tma_latency
-        end = machine.once("after", chip, resident, chip.l2_latency)
+        start, end = self.start_us(machine, chip), self.end_us(machine, chip)
         bounds = {
             "memory": (self.weight_bytes - cached_bytes) / (chip.copy_bytes_per_s * chip.streaming) * 1e6,
             "L2": (self.weight_bytes + blocks * row_bytes) / chip.l2_bytes_per_s * 1e6,
@@ -63,16 +62,28 @@ class Product:
         terms = {
             "memory": max(bounds.values()),
             "compute": chip.us(waves * (self.depth // plan.piece) * cycles),
-            "start and end": chip.us(start + end),
+            "start and end": start + end,
             "launches": chip.launch_us,
         }
         us = sum_of(terms)
         limit = limit_of(terms, turn)
         if limit == "memory":
             limit = max(bounds, key=lambda name: bounds[name])
-        return Prediction(
-            f"{self.rows} rows", us, limit, terms, share=self.weight_bytes / (us * 1e-6) / chip.copy_bytes_per_s
-        )
+        share = self.weight_bytes / (us * 1e-6) / chip.copy_bytes_per_s
+        return Prediction(f"{self.rows} rows", us, limit, terms, share)
+
+    def start_us(self, machine: Machine, chip: Chip) -> float:
+        """Returns the microseconds until the first bytes are there."""
+        before = machine.once("before", chip, self._resident(machine, chip), chip.l2_latency)
+        return chip.us(before + chip.dram_latency + chip.tma_latency)
+
+    def end_us(self, machine: Machine, chip: Chip) -> float:
+        """Returns the microseconds after the last turn, at whose beginning the next product's weights are asked for."""
+        return chip.us(machine.once("after", chip, self._resident(machine, chip), chip.l2_latency))
+
+    def _resident(self, machine: Machine, chip: Chip) -> int:
+        """Blocks of threads that a multiprocessor has at once."""
+        return min(machine.resident, -(-(self.width // self.plan.columns) // chip.num_cores))
 
 
 class Ahead:
@@ -84,9 +95,9 @@ class Ahead:
     def __init__(self, chip: Chip):
         self.chip, self._asked, self._idle_us, self._read = chip, 0.0, 0.0, 0.0
 
-    def ask(self, num_bytes: float) -> None:
-        """A product has asked for bytes."""
-        self._asked, self._idle_us, self._read = num_bytes, 0.0, 0.0
+    def ask(self, num_bytes: float, end_us: float) -> None:
+        """A product has asked for bytes, some time before its end."""
+        self._asked, self._idle_us, self._read = num_bytes, end_us, 0.0
 
     def start(self) -> None:
         """A launch follows, after a gap."""
@@ -97,9 +108,10 @@ class Ahead:
         self._idle_us += max(us - num_bytes / self._bytes_per_us, 0.0)
         self._read += num_bytes
 
-    def take(self) -> float:
-        """Returns the bytes that a product finds in the L2: none if so much was read meanwhile that they are gone."""
-        came = (self._idle_us + self.chip.us(self.chip.dram_latency)) * self._bytes_per_us
+    def take(self, start_us: float) -> float:
+        """Returns the bytes that a product finds in the L2 when it has started: none if so much was read meanwhile that
+        they are gone."""
+        came = (self._idle_us + start_us) * self._bytes_per_us
         found = min(self._asked, came) if self._read + self._asked <= self.chip.l2_kept_bytes else 0.0
         self._asked = 0.0
         return found

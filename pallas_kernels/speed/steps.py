@@ -82,16 +82,17 @@ class Program:
         for launch, name in zip(code.launches, code.terms):
             ahead.start()
             if name in OWN_PRODUCTS:
-                model = self.products[name]
-                us = _without_gaps(model.of_machine(code.machines[name], chip, ahead.take()).terms)
+                model, machine = self.products[name], code.machines[name]
+                cached = ahead.take(model.start_us(machine, chip))
+                us = _without_gaps(model.of_machine(machine, chip, cached).terms)
                 num_bytes += model.weight_bytes
-                ahead.ask(model.ahead_bytes)
+                ahead.ask(model.ahead_bytes, model.end_us(machine, chip))
             elif launch.pallas:
                 us, read = of_pallas[name]
                 num_bytes += read
                 ahead.run(us, read)
             elif launch.product:
-                us = product_us(launch, chip, ahead.take())
+                us = product_us(launch, chip, ahead.take(chip.us(chip.dram_latency)))
                 num_bytes += launch.argument_bytes
             else:
                 us = own_us(launch, code.machines.get(launch.kernel), chip)
