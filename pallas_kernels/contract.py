@@ -200,14 +200,14 @@ class Written(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A product of few rows with a matrix, and what stands beside it in a layer: residual + activation(norm(x) w + bias).
+    """A product of few rows with a matrix, and what stands beside it: residual + activation(norm(x) w + bias).
 
     x: [T, D]. w: [F, D], or with an activation [2F, D], first what gates and then what is gated.
     norm: [D] weight of an RMS norm of x, with eps; plus_one: 1 + weight is meant.
     bias: [F] or [2F]. residual: [T, F].
     activation: "silu" or "gelu_tanh" of what gates, which multiplies the other half; None without.
-    ahead: [.., ..] matrix that a later kernel multiplies; a kernel may bring the first `ahead_bytes` of it, first columns
-      of all rows, into a cache.
+    ahead: matrix that a later kernel multiplies; a kernel may bring the first columns of all its rows into a cache, up to
+      ahead_bytes.
     """
 
     x: Array

@@ -1,5 +1,5 @@
-"""The operators of a layer on Hopper in steps of few tokens: products that take norm, bias, gated activation and residual
-along, in one kernel each.
+"""The operators of a layer on Hopper in steps of few tokens: products that take norms, biases, gated activations and
+residuals along, in one kernel each.
 
 A part of a layer that the kernel does not support, or of which it would be slower (`hopper.product.pays`), is XLA's:
 another type than bfloat16, weights in 8 bits, more than 64 tokens or no multiple of 8, norms after a product, and

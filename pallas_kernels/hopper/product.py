@@ -23,8 +23,8 @@ MAX_ROWS = 64
 SHARED_BYTES, MOST_BYTES = 216 * 1024, 200 * 1024
 # Of the depth that is read together, the best first.
 PIECES = (256, 128, 64)
-# What it saves at least, where XLA adds up parts of a product, or a residual, in a launch of its own: 1.3 us to start it,
-# and the latency of its bytes twice.
+# What it saves at least, where XLA adds up parts of a product, or a residual, in a launch of its own: 1.3 us to start
+# it, and the latency of its bytes twice.
 SPARED_US = 2.0
 # Somewhat more than the chip reads between two launches, 2 us of memory; `Product.ahead_bytes`.
 AHEAD_BYTES = 12 << 20
@@ -82,8 +82,8 @@ class Plan(NamedTuple):
 
 
 def bound_us(rows: int, depth: int, width: int, parts: int, tiles: int = 0) -> float:
-    """Returns the microseconds that the bytes of a product take at least, if each block of threads computes `tiles` times
-    64 columns and reads all rows again; with 0, those of the matrices alone."""
+    """Returns the microseconds that the bytes of a product take at least, if each block of threads computes `tiles`
+    times 64 columns and reads all rows again; with 0, those of the matrices alone."""
     weights = 2 * parts * width * depth
     us = weights / (H200.copy_bytes_per_s * H200.streaming) * 1e6
     if not tiles:
@@ -116,8 +116,8 @@ def pays(call: Product) -> bool:
         found = plan(call)
     except NotImplementedError:
         return False
-    weights_us = bound_us(*call.x.shape, call.w.shape[0] // call.parts, call.parts)
-    return found.us - weights_us <= SPARED_US
+    rows, depth = call.x.shape
+    return found.us - bound_us(rows, depth, call.w.shape[0] // call.parts, call.parts) <= SPARED_US
 
 
 # Under jit of its own, so that all layers of a model share one lowering.
@@ -157,7 +157,8 @@ def _ahead(call: Product, blocks: int) -> tuple[int, int] | None:
 
 
 def columns_ahead(rows: int, depth: int, num_bytes: int) -> int:
-    """Returns how many columns of a matrix [rows, depth] of 16 bits take so many bytes at most: whole lines of a cache."""
+    """Returns how many columns of a matrix [rows, depth] of 16 bits take so many bytes at most, in whole lines of a
+    cache."""
     return min(num_bytes // (2 * rows), depth) // ROWS * ROWS
 
 

@@ -1,7 +1,8 @@
 """Products of few rows with a matrix for Hopper, in Mosaic GPU, with what stands beside them. Bound by memory.
 
-Each block of threads is one warpgroup that computes some columns of the result for all rows. Operands are swapped, as in
-`decode_swapped`: rows of the matrix are the 64 rows of a wgmma, the few rows of x its columns. Per piece of x's depth:
+Each block of threads is one warpgroup that computes some columns of the result for all rows. Operands are swapped, as
+in `decode_swapped`: rows of the matrix are the 64 rows of a wgmma, the few rows of x its columns. Per piece of x's
+depth:
 
     TMA                     the matrix [columns, piece] and x [rows, piece] into one of `stages` buffers
     registers, with a norm  squares of x are added up, x times the norm's weight goes back to shared memory
@@ -134,8 +135,8 @@ def _fetch(refs: Refs, config: Config, columns, i, stage) -> None:
 def _ask_ahead(refs: Refs, config: Config) -> None:
     """Asks the L2 for what a later kernel reads first, while memory would have nothing to do: between two launches.
 
-    A hint, which nobody waits for. Others have measured what such requests at the end of a kernel gain, on another chip:
-    3.7 % of a decode step (github.com/Neroued/ninfer, pull request 69).
+    A hint, which nobody waits for. Others have measured what such requests at the end of a kernel gain, on another
+    chip: 3.7 % of a decode step (github.com/Neroued/ninfer, pull request 69).
     """
     assert config.ahead is not None
     rows, columns = config.ahead
@@ -165,7 +166,7 @@ def _weigh(refs: Refs, config: Config, stage, squares, plain: bool):
 
 
 def _products(refs: Refs, stage, sums, meanwhile, plain: bool):
-    """Returns sums, each [columns, rows], plus a piece's products, and what `meanwhile` gives while they are computed."""
+    """Returns sums, each [columns, rows], plus a piece's products, and what `meanwhile` gives during these."""
 
     def multiply(*accs):
         for part, acc in enumerate(accs):

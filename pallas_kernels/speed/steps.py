@@ -1,8 +1,8 @@
 """Predicts whole programs, such as a step of a model: each of their launches, and the gaps between them.
 
-Kernels of Pallas take what `predict`, `grids` and `products` say, XLA's own small kernels what their machine code takes,
-XLA's products of matrices their bytes or their operations: which kernels it takes for these, it finds out on a GPU, by
-timing them.
+Kernels of Pallas take what `predict`, `grids` and `products` say, XLA's own small kernels what their machine code
+takes, XLA's products of matrices their bytes or their operations: which kernels it takes for these, it finds out on a
+GPU, by timing them.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def product_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
 
 
 def memory_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
-    """Microseconds of a launch's bytes: what an earlier launch has just written comes from the L2, as do cached bytes of
-    its arguments."""
+    """Microseconds of a launch's bytes: what an earlier launch has just written comes from the L2, as do cached bytes
+    of its arguments."""
     of_memory = (launch.argument_bytes - cached_bytes) / (chip.copy_bytes_per_s * chip.streaming)
     return max(of_memory, (launch.argument_bytes + launch.passed_bytes) / chip.l2_bytes_per_s) * 1e6
 

@@ -69,17 +69,20 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
     ]
     # jax 0.10 names kernels that update arrays after a function of its own.
     updating = {"new_body"} if jax.__version_info__ < (0, 11) else {"kv_write", "hopper_merge"}
-    assert {row["kernel"] for row in steps} == {"hopper_attention", "hopper_prefill", "hopper_mass"} | updating
+    kernels_of_steps = {"hopper_attention", "hopper_prefill", "hopper_mass", "hopper_product"}
+    assert {row["kernel"] for row in steps} == kernels_of_steps | updating
     for row in steps:
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]
     for step in found["steps"]:
-        assert 10 * 32 <= step["launches_per_layer"] * 32 < step["launches"] < step["launches_per_layer"] * 32 + 40
+        assert 7 * 32 <= step["launches_per_layer"] * 32 < step["launches"] < step["launches_per_layer"] * 32 + 40
         assert step["ms"] == pytest.approx(sum(step["terms"].values()) / 1e3, abs=0.001)
-        # Without split products; see `devices.tuning`.
-        assert (step["launches_per_layer"] < 11) == step["shape"].startswith("1 row")
-        # Weights of layers, and of the head, are read at 0.92 of a copy.
-        assert 3_500 < step["terms"]["products"] < 3_700 and 262 < step["terms"]["LM head"] < 270
+        # With 64 rows, XLA multiplies by the output and down projections in two launches each.
+        if step["aim_ms"]:
+            assert step["ms"] < step["aim_ms"]
+            assert step["launches_per_layer"] == (7 if step["shape"].startswith("1 row") else 9)
+        # Weights of layers, and of the head, are read at 0.92 of a copy, some of layers while kernels are started.
+        assert 3_300 < step["terms"]["products"] < 3_700 and 262 < step["terms"]["LM head"] < 270
     asked = {name for shapes in STEPS.values() for name in shapes} | {SHARING.format(group=SHARED_ROWS), WEIGHING}
     assert {step["shape"] for step in found["steps"]} == asked
     assert {row["config"].get("devices", 1) for row in steps} == {1, 2, 8}

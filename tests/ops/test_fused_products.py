@@ -75,7 +75,12 @@ def test_layers_are_those_of_xla(config):
     fused = [(call.w.shape[0], call.norm is not None, call.residual is not None, call.activation) for call in calls]
     activation = "gelu_tanh" if config is BIASED else "silu"
     d, f = config.d_model, config.d_ff
-    wanted = [(256, True, False, None), (d, False, True, None), (2 * f, True, False, activation), (d, False, True, None)]
+    wanted = [
+        (256, True, False, None),
+        (d, False, True, None),
+        (2 * f, True, False, activation),
+        (d, False, True, None),
+    ]
     assert fused == (wanted[::2] if config is SANDWICH else wanted)
     assert all((call.bias is not None) == (config is BIASED) for call in calls)
 
@@ -83,7 +88,9 @@ def test_layers_are_those_of_xla(config):
 def test_a_kernel_asks_for_the_matrix_that_the_next_one_reads():
     calls, (p, spec) = [], layer(PLAIN)
     both_parts(FusedOperators(kernel=recording(calls)), PLAIN, p, spec, 8)
-    assert [call.ahead is w for call, w in zip(calls, (p.w_o, p.w_gate_up, p.w_down, p.w_qkv), strict=True)] == [True] * 4
+    assert [call.ahead is w for call, w in zip(calls, (p.w_o, p.w_gate_up, p.w_down, p.w_qkv), strict=True)] == [
+        True
+    ] * 4
     calls.clear()
     both_parts(FusedOperators(kernel=recording(calls)), PLAIN, p, spec, 24)  # the attention between would read more
     assert calls[0].ahead is None and calls[1].ahead is p.w_gate_up

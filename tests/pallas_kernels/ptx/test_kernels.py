@@ -116,7 +116,9 @@ def test_product_of_few_rows(case):
 
 def test_a_product_that_asks_for_weights_of_the_next_one():
     case = dataclasses.replace(test_product.CASES[0])
-    call = dataclasses.replace(test_product.make(case), ahead=np.ones((300, 256), "bfloat16"), ahead_bytes=300 * 2 * 128)
+    call = dataclasses.replace(
+        test_product.make(case), ahead=np.ones((300, 256), "bfloat16"), ahead_bytes=300 * 2 * 128
+    )
     test_product.compare(ptx.run(test_product.kernel_of(case), call), call)
 
 
