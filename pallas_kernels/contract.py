@@ -206,8 +206,8 @@ class Product:
     norm: [D] weight of an RMS norm of x, with eps; plus_one: 1 + weight is meant.
     bias: [F] or [2F]. residual: [T, F].
     activation: "silu" or "gelu_tanh" of what gates, which multiplies the other half; None without.
-    ahead: matrix that a later kernel multiplies; a kernel may bring the first columns of all its rows into a cache, up to
-      ahead_bytes.
+    ahead: matrix that a later kernel multiplies; a kernel may bring the first columns of all its rows into a cache, of
+      ahead_bytes at most.
     """
 
     x: Array
