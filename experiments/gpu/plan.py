@@ -31,6 +31,7 @@ SECTIONS = (
     Section("quantised", "quantised", 40, 12),
     Section("step", "step", 110, 45, 0.92),
     Section("kv_write", "kv_write", 35, 8),
+    Section("products", "products", 35, 10),
     Section("engine", "engine", 70, 25, 0.85),
     Section("throughput", "throughput", 80, 25, 0.92),
     Section("mixed", "mixed", 30, 10),

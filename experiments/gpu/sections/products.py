@@ -1,0 +1,108 @@
+"""A layer without its attention, with few rows: products that take norm, activation and residual along, against XLA's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.gpu.candidates import relative_error
+from experiments.gpu.compiling import compile_in_parallel
+from experiments.gpu.context import Context
+from experiments.gpu.llama import LLAMA_8B, SMALL, random_params
+from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, measured
+from ksana_jax.layer_spec import LayerSpec
+from ksana_jax.models.joined import joined
+from ksana_jax.models.operators import Operators
+from ksana_jax.models.params import LayerParams
+from pallas_kernels.contract import Kernel, Product
+
+# Each rounds its results to 8 bits, and the last ones depend on all before.
+TOLERANCE = 2e-2
+LAYERS = 4  # together 1.7 GB
+
+
+def candidates() -> dict[str, tuple[Operators, bool]]:
+    """(operators, whether they are ours) by name."""
+    found: dict[str, tuple[Operators, bool]] = {"XLA": (Operators(), False)}
+    if jax.default_backend() == "gpu":
+        from ksana_jax.ops.fused_products import KERNEL, FusedOperators
+
+        def without_ahead(call: Product, work: None, *, tuning: None) -> jax.Array:
+            return KERNEL(dataclasses.replace(call, ahead=None))
+
+        found["hopper"] = FusedOperators(), True
+        found["hopper, nothing asked for ahead"] = FusedOperators(kernel=Kernel(without_ahead, None)), True
+    return found
+
+
+def run(context: Context) -> None:
+    config = dataclasses.replace(SMALL if context.tiny else LLAMA_8B, num_layers=LAYERS, vocab_size=256)
+    layers = joined(random_params(config), config, consume=True).layers
+    for rows in (8,) if context.tiny else (8, 64):
+        context.attempt(f"{rows} rows", lambda n=rows: _time(context, n, config.layers[0], layers))
+
+
+def _step_of(operators: Operators, spec: LayerSpec) -> Callable[[Any, Any, Any], Any]:
+    """A layer in which attention gives the queries."""
+
+    def step(x: jax.Array, shared: None, own: tuple[LayerParams, LayerParams]) -> jax.Array:
+        p, following = own
+        q, _, _ = operators.queries_keys_values(x, p, spec)
+        return operators.after_attention(x, q, p, spec, following)
+
+    return step
+
+
+def _time(context: Context, rows: int, spec: LayerSpec, layers: tuple[LayerParams, ...]) -> None:
+    case, calls = f"{rows} rows", 3 if context.tiny else CHAIN
+    x = jax.random.normal(jax.random.key(rows), (rows, layers[0].attn_norm.shape[0]), jnp.bfloat16)
+    owns = tuple(zip(layers, (*layers[1:], layers[0])))
+    lowered = []
+    for name, (operators, _) in candidates().items():
+        if not context.excluded(name, case):
+            step = _step_of(operators, spec)
+            lowered.append(((name, 1), jax.jit(step).lower(x, None, owns[0])))
+            lowered.append(((name, calls), chain(step, calls).lower(x, None, owns)))
+    timeout_s = max(context.left() - 8, 1)
+    programs = compile_in_parallel(context, lowered, timeout_s=timeout_s, case=case, who=lambda key: key[0])
+    exact = jax.tree.map(lambda w: w.astype(jnp.float32), owns[0])
+    right = jax.jit(_step_of(Operators(), spec))(x.astype(jnp.float32), None, exact)
+    samplers: dict[str, Sampler] = {}
+    verdicts: dict[str, bool] = {}
+    for name, (_, is_ours) in candidates().items():
+        try:
+            one, chained = programs[name, 1], programs[name, calls]
+            for program in (one, chained):
+                if isinstance(program, Exception):
+                    raise program
+            with context.guard(name, case):
+                error = relative_error(jax.block_until_ready(one(x, None, owns[0])), right)
+            verdicts[name] = error <= TOLERANCE
+            verdict = {"error": error, "tolerance": TOLERANCE, "right": verdicts[name]}
+            context.record("check", metric="products", case=case, who=name, ours=is_ours, **verdict)
+            with context.guard(name, case):
+                samplers[name] = Chained(chained, jnp.copy(x), None, owns, calls)
+        except Exception as error:
+            context.failed(f"{name} on {case}", error, who=name, case=case)
+    times, failed, readings = measured(context, samplers, count=3 if context.tiny else 6)
+    for name, error in failed.items():
+        context.failed(f"{name} on {case}", error, who=name, case=case)
+    nbytes = sum(w.nbytes for w in jax.tree.leaves(layers[0]))
+    for name, t in times.items():
+        context.record(
+            "time",
+            metric="products",
+            case=case,
+            who=name,
+            ours=candidates()[name][1],
+            mode="chained",
+            right=verdicts.get(name),
+            **t.fields(),
+            **readings,
+            bytes=nbytes,
+        )
+        context.say(f"{name} on {case}: {t.median * 1e6:.1f} us, {nbytes / t.median / 1e12:.2f} TB/s")
