@@ -67,7 +67,8 @@ _TUNING = {
         # XLA splits products over their inner dimension, so that fewer multiprocessors read each row, and sums the
         # parts in a launch of its own. Few rows are read from the L2 while the weights come from memory (computed for
         # the longest product of Llama-8B on an H200: 27 us of 30 for 8 rows, 32 for 16, 64 for 64), and without the
-        # split the next kernel takes the residual too: a layer is 10 or 11 launches instead of 13. Not measured.
+        # split the next kernel takes the residual too: a layer is 10 or 11 launches instead of 13. Not measured. It
+        # matters where `ops.fused_products` does not serve: there, a layer of few rows has no product of XLA's.
         few_tokens=16,
         few_tokens_options={"xla_disable_hlo_passes": "rematerialization,splitk-rewriter"},
         # Matrix units multiply eight rows as fast as one.

@@ -20,7 +20,7 @@ from pallas_kernels.speed.chip import H200
 # Rows of x that registers have room for.
 MAX_ROWS = 64
 # Shared memory of a multiprocessor for pieces under way, and the most of it that one block of threads takes.
-SHARED_BYTES, MOST_BYTES = 216 * 1024, 200 * 1024
+SHARED_BYTES, MOST_BYTES = 212 * 1024, 200 * 1024
 # Of the depth that is read together, the best first.
 PIECES = (256, 128, 64)
 # What it saves at least, where XLA adds up parts of a product, or a residual, in a launch of its own: 1.3 us to start

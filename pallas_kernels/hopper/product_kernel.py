@@ -118,8 +118,9 @@ def _multiply(*arrays, config: Config, plain: bool) -> None:
     sums, squares = lax.fori_loop(0, last, turn, (sums, squares))
     if config.ahead is not None and not plain:
         _ask_ahead(refs, config)
-    sums, _ = _products(refs, int32(last % config.stages), sums, tuple, plain)
-    _store(refs, config, columns, sums, squares, plain)
+    factor = functools.partial(_factor, refs, config, squares, plain)
+    sums, factor = _products(refs, int32(last % config.stages), sums, factor, plain)
+    _store(refs, config, columns, sums, factor, plain)
 
 
 def _fetch(refs: Refs, config: Config, columns, i, stage) -> None:
@@ -179,12 +180,18 @@ def _products(refs: Refs, stage, sums, meanwhile, plain: bool):
     return pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(x.shape, jnp.float32) for x in sums))
 
 
-def _store(refs: Refs, config: Config, columns, sums, squares, plain: bool) -> None:
+def _factor(refs: Refs, config: Config, squares, plain: bool):
+    """What the sums of each row [rows] are yet to be multiplied with; () without a norm."""
+    if refs.norm_g is None:
+        return ()
+    if not plain:
+        squares = plgpu.layout_cast(squares, plgpu.Layout.WGMMA)
+    return lax.rsqrt(squares.sum(axis=0) * (1 / config.depth) + config.eps)
+
+
+def _store(refs: Refs, config: Config, columns, sums, factor, plain: bool) -> None:
     """Completes the sums and stores them."""
     if refs.norm_g is not None:
-        if not plain:
-            squares = plgpu.layout_cast(squares, plgpu.Layout.WGMMA)
-        factor = lax.rsqrt(squares.sum(axis=0) * (1 / config.depth) + config.eps)
         sums = tuple(x * lax.broadcast_in_dim(factor, x.shape, [1]) for x in sums)
     if refs.bias_g is not None:
         bias = (load(refs.bias_g, (part, columns)).astype(jnp.float32) for part in range(config.parts))

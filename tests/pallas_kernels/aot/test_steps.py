@@ -14,7 +14,8 @@ from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.launches import read_launches
 from pallas_kernels.speed.parts import find_parts, working
 from pallas_kernels.speed.predict import Machine
-from tests.pallas_kernels.aot.test_speed import function
+from pallas_kernels.speed.products import Ahead, Product
+from tests.pallas_kernels.aot.test_speed import LOOP, function
 
 HLO = """HloModule jit_step
 
@@ -129,6 +130,8 @@ def test_kernels_are_told_apart_by_their_scopes():
         ("layer3/attention/shared/jit(attend)/hopper_attention/mpmd_map", steps.SHARED_ATTENTION),
         ("layer3/attention/shared/jit(attend)/hopper_merge/mpmd_map", steps.SHARED_MERGE),
         ("layer0/kv_write/kv_write/mpmd_map", steps.WRITE),
+        ("layer0/qkv/jit(multiply)/hopper_product/mpmd_map", "product qkv"),
+        ("layer0/mlp/down/jit(multiply)/hopper_product/mpmd_map", "product down"),
     ):
         assert steps._kind(dataclasses.replace(launch, scope=scope)) == name
     with pytest.raises(ValueError, match="no model of the kernel of embed/gather"):
@@ -200,3 +203,40 @@ def test_shared_blocks_are_read_once_for_a_group():
     read = shared.attention.num_bytes(rows.lengths) + shared.shared.num_bytes(rows.shared)
     separate = whole.attention.num_bytes(whole.shapes["64 rows of 6k"].lengths)
     assert read / separate == pytest.approx((2 + 4 / 8) / 6, rel=0.01)
+
+
+def test_a_product_takes_its_weights_and_the_rows_that_its_blocks_read_again():
+    machine = Machine(find_parts(function(*LOOP)), resident=1, warpgroups=1)
+    few, many = Product(8, 14_336, 4096), Product(64, 14_336, 4096)
+    weights_us = 2 * 14_336 * 4096 / (0.92 * 4.3e12) * 1e6
+    found = few.of_machine(machine, H200)
+    assert found.terms["memory"] == pytest.approx(weights_us) and found.limit == "memory"
+    assert found.us == pytest.approx(sum(found.terms.values()) - found.terms["compute"])
+    # 64 blocks of threads read 64 rows each: as many bytes as the weights.
+    found = many.of_machine(machine, H200)
+    assert found.terms["memory"] == pytest.approx(2 * 2 * 14_336 * 4096 / 5.5e12 * 1e6) and found.limit == "L2"
+    # Half of the weights from the L2 cost what the L2 takes for all.
+    found = few.of_machine(machine, H200, few.weight_bytes / 2)
+    assert found.terms["memory"] == pytest.approx(few.weight_bytes * 1.125 / 5.5e12 * 1e6)
+
+
+def test_weights_asked_for_ahead_come_while_memory_has_nothing_to_do():
+    per_us = 0.92 * 4.3e6
+
+    def found(asked, launches, start_us=0.5, end_us=0.3):
+        ahead = Ahead(H200)
+        ahead.ask(asked, end_us)
+        for us, num_bytes in launches:
+            ahead.start()
+            ahead.run(us, num_bytes)
+        ahead.start()
+        return ahead.take(start_us), ahead.take(start_us)
+
+    # Between two products: the end of one, a gap, the start of the other; and only once.
+    assert found(12e6, []) == (pytest.approx((0.3 + H200.launch_us + 0.5) * per_us), 0)
+    assert found(1e6, []) == (1e6, 0)
+    # What runs meanwhile leaves the time in which it reads nothing.
+    idle_us = 0.3 + 2 * H200.launch_us + 2 + 0.5
+    assert found(50e6, [(4, 2 * per_us)])[0] == 0  # more than the L2 keeps
+    assert found(16e6, [(4, 2 * per_us)])[0] == pytest.approx(min(16e6, idle_us * per_us))
+    assert found(12e6, [(10, 20e6)])[0] == 0  # what was read meanwhile has taken its place
