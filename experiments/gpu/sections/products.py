@@ -1,4 +1,4 @@
-"""A layer without its attention, with few rows: products that take norm, activation and residual along, against XLA's."""
+"""A layer without its attention, with few rows: products that take norm, activation and residual along, and XLA's."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 from ksana_jax.models import layers
 from pallas_kernels import product_reference
 from pallas_kernels.contract import Product
+from pallas_kernels.hopper.product import Plan, bound_us
 from pallas_kernels.registry import PRODUCTS
 from tests.pallas_kernels.interpreter import PARAMS, interpreting
 from tests.soak import soak_unless
@@ -132,3 +133,20 @@ def test_other_shapes_are_refused(change, reason):
     said = kernel_of(case).unsupported(Product(*arrays))
     assert said is not None
     assert re.search(reason, said)
+
+
+def test_blocks_compute_more_columns_where_reading_rows_again_would_cost_more():
+    few, many = Plan.of(8, 4096, 6144, 1), Plan.of(64, 4096, 6144, 1)
+    assert (few.columns, many.columns) == (64, 128)
+    assert few.us == bound_us(8, 4096, 6144, 1) and bound_us(8, 4096, 6144, 1) < many.us < bound_us(
+        64, 4096, 6144, 1, 1
+    )
+    # Of what a multiprocessor holds, two blocks of threads have half each.
+    for rows, depth, width, parts, blocks in (
+        (8, 4096, 14_336, 2, 2),
+        (16, 4096, 14_336, 2, 2),
+        (64, 14_336, 4096, 1, 1),
+    ):
+        plan = Plan.of(rows, depth, width, parts)
+        held = 2 * plan.stages * plan.piece * (rows + parts * plan.columns)
+        assert plan.stages >= 3 and 80 * 1024 < blocks * held < 227 * 1024
