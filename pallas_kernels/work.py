@@ -54,8 +54,9 @@ class Work(NamedTuple):
     care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, REPOSITIONED.
     newest: [S] largest position of each tile's queries; -1 where there are none.
     segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
-    first: [W + 1] each worker's first segment.
-    of_pair: [S*K + 1] each pair's first segment; pairs are in the order of segments.
+    first: [R] each worker's first segment. R = max(S*K, W) + 1.
+    of_pair: [R] each pair's first segment; pairs are in the order of segments. Beyond the last worker and the last
+      pair, both are the number of segments.
     place: [S, units of a table] where each of the table's units went among `units`; U for those that are not live.
     """
 
@@ -67,6 +68,9 @@ class Work(NamedTuple):
     first: jax.Array
     of_pair: jax.Array
     place: jax.Array
+
+    def num_workers(self, num_kv_heads: int) -> int:
+        return len(self.segments) - len(self.units) * num_kv_heads
 
 
 def units_per_block_id(pool_shape) -> int:
@@ -181,34 +185,39 @@ def stretches(pieces, num_kv_heads: int, num_workers: int):
     """Returns segments, first and of_pair of a `Work`, from each tile's number of pieces [S].
 
     On a GPU, sorts, scans and binary searches are several kernels each. Here each step is a sum over comparisons, of
-    one kernel; what is divided is divided before, so that XLA finds the sums cheap enough to fuse.
+    one kernel, as are several of one shape; what is divided is divided before, so that XLA finds the sums cheap enough
+    to fuse.
     """
     num_tiles = len(pieces)
     num_pairs = num_tiles * num_kv_heads
     pair = jnp.arange(num_pairs + 1)
-    tile, head = pair[:, None] // num_kv_heads, pair[:, None] % num_kv_heads
+    tile, head = lax.div(pair, num_kv_heads), lax.rem(pair, num_kv_heads)
     others = jnp.arange(num_tiles)
-    # Pieces in the line before a pair: all heads of earlier tiles, and earlier heads of its own.
-    heads_before = jnp.where(others < tile, num_kv_heads, jnp.where(others == tile, head, 0))
-    begin = jnp.sum(pieces * heads_before, axis=1, dtype=jnp.int32)
-    total = begin[-1]
+    # Pieces in the line before a pair (all heads of earlier tiles, and earlier heads of its own), and from there on.
+    heads_before = jnp.where(others < tile[:, None], num_kv_heads, jnp.where(others == tile[:, None], head[:, None], 0))
+    begin, rest = (
+        jnp.sum(pieces * heads, axis=1, dtype=jnp.int32) for heads in (heads_before, num_kv_heads - heads_before)
+    )
+    begins, ends, total = begin[:-1], begin[1:], (begin + rest)[:-1]
+    # The same for all pairs. Of one number XLA would make a kernel of its own.
     stretch = jnp.maximum(-(-total // num_workers), MIN_PIECES)
     # Cuts are at multiples of the stretch: for each pair, the last one up to its begin, the first one from its end on.
-    last_cut, end_cut = lax.div(begin[:-1], stretch), lax.div(begin[1:] + stretch - 1, stretch)
-    num_segments = jnp.where(begin[:-1] < begin[1:], end_cut - last_cut, 0)
-    of_pair = jnp.sum(jnp.where(pair[:-1] < pair[:, None], num_segments, 0), axis=1, dtype=jnp.int32)
+    last_cut, end_cut = lax.div(begins, stretch), lax.div(ends + stretch - 1, stretch)
+    num_segments = jnp.where(begins < ends, end_cut - last_cut, 0)
+    row = jnp.arange(max(num_pairs, num_workers) + 1)[:, None]
+    of_pair = jnp.sum(jnp.where(pair[:-1] < row, num_segments, 0), axis=1, dtype=jnp.int32)
     # Before a worker's cut are all segments of the pairs that end there, and those of its own pair up to there.
-    worker = jnp.arange(num_workers + 1)[:, None]
-    up_to_cut = jnp.clip(worker, last_cut, last_cut + num_segments) - last_cut
+    up_to_cut = jnp.clip(row, last_cut, last_cut + num_segments) - last_cut
     first = jnp.sum(up_to_cut, axis=1, dtype=jnp.int32)
-    number = jnp.arange(num_pairs + num_workers)
-    pair = jnp.sum(of_pair[1:] <= number[:, None], axis=1, dtype=jnp.int32)
-    there, pair = pair < num_pairs, jnp.minimum(pair, num_pairs - 1)
-    # Of a pair, the first segment begins with it, the others at the cuts within it.
-    nth, begins, ends = number - of_pair[pair], begin[pair], begin[pair + 1]
-    cut = (last_cut[pair] + nth) * stretch
+    # Of a pair, the first segment begins with it, the others at the cuts within it. Rows beyond the last segment are of
+    # the last pair, without pieces.
+    number = jnp.arange(num_pairs + num_workers)[:, None]
+    there, is_last = number < of_pair[num_pairs], pair[:-1] == num_pairs - 1
+    owns = (of_pair[:num_pairs] <= number) & ((number < of_pair[1 : num_pairs + 1]) | is_last)
+    nth = number - of_pair[:num_pairs]
+    cut = (last_cut + nth) * stretch
     start = jnp.where(nth == 0, begins, cut)
     length = jnp.where(there, jnp.minimum(cut + stretch, ends) - start, 0)
     piece = jnp.where(there, start, total) - begins
-    segments = jnp.stack([pair // num_kv_heads, pair % num_kv_heads, piece, length], axis=1).astype(jnp.int32)
-    return segments, first, of_pair
+    columns = jnp.stack(jnp.broadcast_arrays(tile[:-1], head[:-1], piece, length), axis=1)
+    return jnp.sum(jnp.where(owns[:, None], columns, 0), axis=2, dtype=jnp.int32), first, of_pair

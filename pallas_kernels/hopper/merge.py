@@ -82,7 +82,7 @@ def _merge(*refs, num_kv_heads: int, head_dim: int, num_workers: int, parts: int
         def _():
             _join_lse(r, num_kv_heads, pair, first, until)
 
-    pairs = r.of_pair.shape[0] - 1
+    pairs = r.out.shape[0]
 
     def clear(i, carry):
         numbers = [worker + (i * GROUP + j) * num_workers for j in range(GROUP)]
@@ -179,7 +179,8 @@ def merge_segments(partial, partial_lse, work: Work, sinks, out, lse, interpret)
       out, lse: [S*K, R, H] and [S*K, 64]; R as `whole_rows` gives it.
     """
     pairs, num_rows, head_dim = out.shape
-    num_workers, num_kv_heads = work.first.shape[0] - 1, pairs // len(work.units)
+    num_kv_heads = pairs // len(work.units)
+    num_workers = work.num_workers(num_kv_heads)
     chunks = num_rows * head_dim // THREADS
     parts = min(chunks, PARTS)
     inputs = [partial.reshape(len(partial), -1, THREADS), partial_lse, work.segments, work.first, work.of_pair]

@@ -110,7 +110,7 @@ def test_segments_follow_one_another_and_belong_to_their_pair_and_worker():
     work = make(rows(16, np.random.default_rng(3)), FULL, 16, 9)
     used = work.segments[: work.first[-1]]
     assert (work.segments[work.first[-1] :, NUM_PIECES] == 0).all() and (used[:, NUM_PIECES] > 0).all()
-    for pair, (a, b) in enumerate(zip(work.of_pair, work.of_pair[1:])):
+    for pair, (a, b) in enumerate(zip(work.of_pair, work.of_pair[1 : 6 * KV_HEADS + 1])):
         own = work.segments[a:b]
         assert (own[:, TILE] * KV_HEADS + own[:, HEAD] == pair).all()
         assert own[:, PIECE].tolist() == (np.cumsum(own[:, NUM_PIECES]) - own[:, NUM_PIECES]).tolist()
@@ -141,5 +141,8 @@ def test_segments_are_those_between_sorted_begins_of_pairs_and_cuts():
         segments, first, of_pair = map(np.asarray, cut(jnp.asarray(pieces, jnp.int32), num_heads, num_workers))
         np.testing.assert_array_equal(segments[: len(expected)], expected)
         assert not segments[len(expected) :, NUM_PIECES].any()
-        np.testing.assert_array_equal(first, np.searchsorted(edges, cuts))
-        np.testing.assert_array_equal(of_pair, np.searchsorted(edges, begin))
+        # Both are as long as the longer one, and go on with the number of segments.
+        assert len(first) == len(of_pair) == max(len(cuts), len(begin))
+        for found, places in ((first, cuts), (of_pair, begin)):
+            np.testing.assert_array_equal(found[: len(places)], np.searchsorted(edges, places))
+            assert (found[len(places) :] == len(expected)).all()

@@ -38,7 +38,7 @@ def arguments_of(head_dim: int, group: int, sinks: bool):
         num_workers=WORKERS,
     )
     pairs, rows = len(PIECES) * KV_HEADS, 8
-    count = np.diff(work.of_pair)
+    count = np.diff(work.of_pair)[:pairs]
     partial = rng.standard_normal((len(work.segments), rows, head_dim), np.float32)
     partial_lse = rng.normal(0, 3, (len(work.segments), 64)).astype(np.float32)
     partial_lse[::3, 0] = -np.inf
@@ -53,7 +53,7 @@ def arguments_of(head_dim: int, group: int, sinks: bool):
 
 def expected(partial, partial_lse, work, sinks, out, lse):
     out, lse = out.copy(), lse.copy()
-    for pair, (first, until) in enumerate(zip(work.of_pair, work.of_pair[1:])):
+    for pair, (first, until) in enumerate(zip(work.of_pair, work.of_pair[1 : len(out) + 1])):
         if until - first == 1:
             continue
         weights = np.exp2(partial_lse[first:until].astype(float))
@@ -73,7 +73,7 @@ def compare(actual, arguments):
 @pytest.mark.parametrize(("head_dim", "group"), soak_unless(SHAPES[1:2].__contains__, SHAPES))
 def test_split_pairs_are_joined_empty_ones_cleared_and_others_kept(head_dim, group, sinks):
     arguments = arguments_of(head_dim, group, sinks)
-    counts = np.diff(arguments[2].of_pair)
+    counts = np.diff(arguments[2].of_pair)[: len(PIECES) * KV_HEADS]
     assert counts.max() > 8 and {0, 1, 2} < set(counts.tolist())
     with interpreting():
         compare(jax.jit(merge_segments, static_argnums=6)(*arguments, PARAMS), arguments)
