@@ -17,7 +17,7 @@ from pallas_kernels.ptx.tma import TensorMap
 _ELEMENT_BITS = {8: 2, 0: 4, 1: 8, 2: 16, 3: 32, 4: 64, 5: 16, 6: 32, 7: 16, 9: 32, 10: 64}
 # Swizzles by CUtensorMapSwizzle, and by bytes, of which 16 is none.
 _SWIZZLES = {0: 0, 16: 0, 1: 32, 2: 64, 3: 128, 32: 32, 64: 64, 128: 128}
-# Functions that start a kernel: of jax 0.10, and since 0.12, where it is described first.
+# Functions that start a kernel: up to jax 0.11, and since 0.12, where it is described first.
 _LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
 _COPIES = (
     "builtin.unrealized_conversion_cast",
@@ -175,12 +175,13 @@ class _Host:
             )
             return None
         if rest.startswith("@mosaic_gpu_launch_kernel"):
-            _, *numbers, shared_bytes, _, params = values
+            # Before the stream, jax 0.11 has one number more.
+            _, *numbers, _, params = values
         elif rest.startswith("@mosaic_gpu_build_kernel_spec"):
-            _, *numbers, shared_bytes, _, _, params, _ = values
+            _, *numbers, _, params, _ = values
         else:
             raise ValueError(f"llvm.call {rest.split('(')[0]} in a host function of Mosaic GPU: not modelled")
-        grid, cluster, threads = numbers[:3], numbers[3:6], numbers[6:9]
+        grid, cluster, threads, shared_bytes = numbers[:3], numbers[3:6], numbers[6:9], numbers[9]
         if any(n > 1 for n in cluster):
             raise NotImplementedError(f"clusters of {cluster} blocks")
         found, maps = [], {}

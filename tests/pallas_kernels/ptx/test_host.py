@@ -58,6 +58,7 @@ JAX_0_10 = """
     llvm.call @mosaic_gpu_launch_kernel(%arg0, %30, %1, %1, %31, %31, %31, %128, %1, %1, %0, %arg1, %params) : () -> ()
     llvm.return loc(#loc1)
 """
+JAX_0_11 = JAX_0_10.replace("%0, %arg1, %params", "%0, %31, %arg1, %params")
 JAX_0_12 = """
   llvm.func @double_mosaic_gpu(%arg0: !llvm.ptr loc(unknown), %buffers: !llvm.ptr loc("x")) {
 {body}
@@ -67,7 +68,7 @@ JAX_0_12 = """
 """
 
 
-@pytest.mark.parametrize("text", [JAX_0_10, JAX_0_12], ids=["jax 0.10", "jax 0.12"])
+@pytest.mark.parametrize("text", [JAX_0_10, JAX_0_11, JAX_0_12], ids=["jax 0.10", "jax 0.11", "jax 0.12"])
 def test_grid_parameters_and_tensor_maps_are_read(text):
     launch = read_launch(text.replace("{body}", TENSOR_MAP))
     assert (launch.grid, launch.threads, launch.shared_bytes) == ((8, 1, 1), (128, 1, 1), 32776)
