@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 def to_shared(ref, x) -> None:
     """Stores x [64 n, columns] to ref [columns, 64 n] in shared memory, which has to be tiled."""
-    plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def from_shared(ref):
