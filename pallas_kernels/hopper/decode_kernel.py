@@ -35,8 +35,8 @@ from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import decode_swapped
 from pallas_kernels.hopper import quantised as narrow
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, finished, int32, launch, layout, load
-from pallas_kernels.hopper.decode_warpgroup import Place, Refs, Warpgroup
+from pallas_kernels.hopper.common import LOG2E, ROWS, Config, int32, launch, layout
+from pallas_kernels.hopper.decode_warpgroup import Place, Refs, Stored, Warpgroup, store_segment
 from pallas_kernels.patterns import FAR, Pattern
 from pallas_kernels.work import DIRTY, HEAD, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV, Work, unit_tokens
 
@@ -89,7 +89,7 @@ def _attend_segment(warpgroup: Warpgroup, segment, carry):
     attend_piece = functools.partial(_attend_piece, warpgroup, segment, tile, begin)
     acc, top, total, *carry = lax.fori_loop(0, count, attend_piece, state)
     pl.when(warpgroup.leads & (segment + 1 < warpgroup.until))(lambda: warpgroup.fetch_queries(segment + 1))
-    _store(warpgroup, segment, acc, top, total)
+    store_segment(warpgroup, segment, top, total, refs.sinks_g, functools.partial(_store, warpgroup, acc))
     return tuple(carry)
 
 
@@ -245,38 +245,14 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
     return values
 
 
-def _store(warpgroup: Warpgroup, segment, acc, top, total) -> None:
-    """Stores the result of a segment: the pair's, if it has no other."""
-    pair = warpgroup.pair(segment)
-    whole = warpgroup.refs.of_pair_g[pair] + 1 == warpgroup.refs.of_pair_g[pair + 1]
-    pl.when(whole)(functools.partial(_store_result, warpgroup, pair, acc, top, total))
-    pl.when(jnp.logical_not(whole))(functools.partial(_store_partial, warpgroup, segment, acc, top, total))
-
-
-def _store_result(warpgroup: Warpgroup, pair, acc, top, total) -> None:
-    """Stores a pair's result in the call's dtype and its natural log-sum-exp, both with the learned sink."""
-    refs, config = warpgroup.refs, warpgroup.config
-    sink = None if refs.sinks_g is None else load(refs.sinks_g, lax.rem(pair, int32(config.num_kv_heads)))
-    scale, lse = finished(top, total, sink)
+def _store(warpgroup: Warpgroup, acc, scale, lse, to: Stored) -> None:
+    """Stores a segment's result, scaled, and its log-sum-exp."""
 
     @pl.when(warpgroup.leads)
     def _():
-        refs.lse_g[pair] = lse
+        to.lse_g[to.index] = lse
 
-    _store_columns(warpgroup, acc, scale, refs.out_s, refs.out_g.at[pair])
-
-
-def _store_partial(warpgroup: Warpgroup, segment, acc, top, total) -> None:
-    """Stores a segment's result, normalised, and its log2-sum-exp."""
-    refs = warpgroup.refs
-    nothing = total == 0.0
-    total = jnp.where(nothing, 1.0, total)
-
-    @pl.when(warpgroup.leads)
-    def _():
-        refs.partial_lse_g[segment] = jnp.where(nothing, -jnp.inf, top + jnp.log(total) * LOG2E)
-
-    _store_columns(warpgroup, acc, 1.0 / total, refs.partial_s, refs.partial_g.at[segment])
+    _store_columns(warpgroup, acc, scale, to.staged_s, to.out_g.at[to.index])
 
 
 def _store_columns(warpgroup: Warpgroup, acc, scale, staged_s, to_g) -> None:

@@ -22,8 +22,8 @@ from jax import lax
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper import transposed
-from pallas_kernels.hopper.common import LOG2E, finished, int32, load, store
-from pallas_kernels.hopper.decode_warpgroup import Place, Warpgroup
+from pallas_kernels.hopper.common import LOG2E, int32, store
+from pallas_kernels.hopper.decode_warpgroup import Place, Stored, Warpgroup, store_segment
 from pallas_kernels.patterns import FAR
 from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, REPOSITIONED, TILE, TILE_KV
 
@@ -42,7 +42,8 @@ def attend_segment(warpgroup: Warpgroup, segment, carry):
     attend_piece = functools.partial(_attend_piece, warpgroup, segment, tile, begin)
     acc, top, totals, *carry = lax.fori_loop(0, count, attend_piece, state)
     pl.when(segment + 1 < warpgroup.until)(lambda: warpgroup.fetch_queries(segment + 1))
-    _store(warpgroup, segment, acc, top, totals.sum(axis=0))
+    sinks = None if refs.sinks_g is None else refs.sinks_g.at[:, pl.ds(0, config.rows)]
+    store_segment(warpgroup, segment, top, totals.sum(axis=0), sinks, functools.partial(_store, warpgroup, acc))
     return tuple(carry)
 
 
@@ -186,34 +187,10 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
     return values if unit_weight is None else values * unit_weight
 
 
-def _store(warpgroup: Warpgroup, segment, acc, top, total) -> None:
-    """Stores the result of a segment: the pair's, if it has no other."""
-    pair = warpgroup.pair(segment)
-    whole = warpgroup.refs.of_pair_g[pair] + 1 == warpgroup.refs.of_pair_g[pair + 1]
-    pl.when(whole)(functools.partial(_store_result, warpgroup, pair, acc, top, total))
-    pl.when(jnp.logical_not(whole))(functools.partial(_store_partial, warpgroup, segment, acc, top, total))
-
-
-def _store_result(warpgroup: Warpgroup, pair, acc, top, total) -> None:
-    """Stores a pair's result in the call's dtype and its natural log-sum-exp, both with the learned sink."""
-    refs, config = warpgroup.refs, warpgroup.config
-    rows = pl.ds(0, config.rows)
-    sink = None
-    if refs.sinks_g is not None:
-        sink = load(refs.sinks_g.at[:, rows], lax.rem(pair, int32(config.num_kv_heads)))
-    scale, lse = finished(top, total, sink)
-    store(refs.lse_g, (pair, rows), lse)
-    _store_columns(warpgroup, acc, scale, refs.out_g, pair)
-
-
-def _store_partial(warpgroup: Warpgroup, segment, acc, top, total) -> None:
-    """Stores a segment's result, normalised, and its log2-sum-exp."""
-    refs = warpgroup.refs
-    nothing = total == 0.0
-    total = jnp.where(nothing, 1.0, total)
-    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(total) * LOG2E)
-    store(refs.partial_lse_g, (segment, pl.ds(0, warpgroup.config.rows)), lse)
-    _store_columns(warpgroup, acc, 1.0 / total, refs.partial_g, segment)
+def _store(warpgroup: Warpgroup, acc, scale, lse, to: Stored) -> None:
+    """Stores a segment's result, scaled, and its log-sum-exp."""
+    store(to.lse_g, (to.index, pl.ds(0, warpgroup.config.rows)), lse)
+    _store_columns(warpgroup, acc, scale, to.out_g, to.index)
 
 
 def _store_columns(warpgroup: Warpgroup, acc, scale, to_g, index) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.hopper import quantised as narrow
-from pallas_kernels.hopper.common import Config, key_positions, load
+from pallas_kernels.hopper.common import LOG2E, Config, finished, int32, key_positions, load
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
 
@@ -191,3 +193,38 @@ class Warpgroup(NamedTuple):
         if self.together:
             plgpu.barrier_arrive(self.refs.wide_bar)
             plgpu.barrier_wait(self.refs.wide_bar)
+
+
+class Stored(NamedTuple):
+    """Where a segment's result and log-sum-exp go: [index] of both arrays. staged_s: shared memory on the way."""
+
+    out_g: Any
+    lse_g: Any
+    index: Any
+    staged_s: Any
+
+
+def store_segment(
+    warpgroup: Warpgroup, segment, top, total, sinks_g, store: Callable[[Any, Any, Stored], None]
+) -> None:
+    """Stores the result of a segment: the pair's, if it has no other.
+
+    Args:
+      top, total: the largest score in base 2 of each row, and the sum of its weights.
+      sinks_g: [K, rows] learned sink logits in base 2; None without.
+      store: takes what the sum of weighted values has to be multiplied with, the log-sum-exp, and where both go.
+    """
+    refs, pair = warpgroup.refs, warpgroup.pair(segment)
+    whole = refs.of_pair_g[pair] + 1 == refs.of_pair_g[pair + 1]
+
+    @pl.when(whole)
+    def _():  # in the call's dtype, and the natural log-sum-exp, both with the learned sink
+        sink = None if sinks_g is None else load(sinks_g, lax.rem(pair, int32(warpgroup.config.num_kv_heads)))
+        store(*finished(top, total, sink), Stored(refs.out_g, refs.lse_g, pair, refs.out_s))
+
+    @pl.when(jnp.logical_not(whole))
+    def _():  # normalised, and the log2-sum-exp
+        nothing = total == 0.0
+        weight = jnp.where(nothing, 1.0, total)
+        lse = jnp.where(nothing, -jnp.inf, top + jnp.log(weight) * LOG2E)
+        store(1.0 / weight, lse, Stored(refs.partial_g, refs.partial_lse_g, segment, refs.partial_s))
