@@ -67,13 +67,11 @@ class Options:
     mass_factor: [S, Q] float32, not negative, by which the weights of each query are multiplied in the mass, so that 0
       leaves a query out; all count alike by default.
     out_dtype: of `Result.out`; q's dtype by default.
-    q_packed: [S * K, R, H], the queries of tiles of one query once more, as `Written.q_packed` has them.
     """
 
     q_sink: Array | None = None
     sinks: Array | None = None
     mass_factor: Array | None = None
-    q_packed: Array | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata=STATIC)
     return_lse: bool = dataclasses.field(default=False, metadata=STATIC)
     return_mass: bool = dataclasses.field(default=False, metadata=STATIC)
@@ -164,7 +162,6 @@ class Write:
     q_norm, k_norm: [H] weights of an RMS norm before the rotation, with eps.
     sink_rope: tables [T, J, H / 2] by which the queries are rotated a second time, for repositioned sinks.
     q_scale: factor of the returned queries, such as H**-0.5.
-    q_rows: R of `Written.q_packed`, at least N / K; 0 without.
     """
 
     q: Array
@@ -179,7 +176,6 @@ class Write:
     sink_rope: tuple[Array, Array] | None = None
     eps: float = dataclasses.field(default=1e-6, metadata=STATIC)
     q_scale: float = dataclasses.field(default=1.0, metadata=STATIC)
-    q_rows: int = dataclasses.field(default=0, metadata=STATIC)
 
 
 class Written(NamedTuple):
@@ -187,14 +183,11 @@ class Written(NamedTuple):
 
     q: [T, N, H] in q's dtype. pool: the one of the call, updated; slots that were not written keep their bits.
     q_sink: [T, J, N, H], the queries rotated by `Write.sink_rope` instead; None without.
-    q_packed: [T * K, R, H], q by kv heads, rows beyond the group are zeros; None without. Where it is asked for, it is
-      what a kernel writes, and q is taken from it.
     """
 
     q: jax.Array
     pool: Pool
     q_sink: jax.Array | None = None
-    q_packed: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -31,15 +31,7 @@ def check(call: Write) -> None:
     for name, weight in (("q_norm", call.q_norm), ("k_norm", call.k_norm)):
         if weight is not None and weight.shape != (h,):
             raise ValueError(f"{name} has shape {weight.shape}, not ({h},)")
-    if call.q_rows and call.q_rows * kv_heads < call.q.shape[1]:
-        raise ValueError(f"q_rows {call.q_rows} has no room for {call.q.shape[1]} heads over {kv_heads} kv heads")
     call.pool.check_scales()
-
-
-def packed(q, num_kv_heads: int, num_rows: int):
-    """Returns queries [T, N, H] by kv heads, [T * K, num_rows, H]; rows beyond the group are zeros."""
-    q = q.reshape(len(q) * num_kv_heads, -1, q.shape[2])
-    return jnp.pad(q, ((0, 0), (0, num_rows - q.shape[1]), (0, 0)))
 
 
 def _normed(x, weight, eps: float):
@@ -86,9 +78,7 @@ def write(call: Write, work: None = None, *, tuning: None = None) -> Written:
         scales = scales.at[at].set(new_scales, mode="drop")
     pool = pool.at[at].set(kv.astype(pool.dtype), mode="drop")
     q_sink = None if call.sink_rope is None else rotated(q[:, None], call.sink_rope).astype(call.q.dtype)
-    q = rotated(q, call.rope).astype(call.q.dtype)
-    q_packed = packed(q, pool.shape[3], call.q_rows) if call.q_rows else None
-    return Written(q, Pool(pool, scales), q_sink, q_packed)
+    return Written(rotated(q, call.rope).astype(call.q.dtype), Pool(pool, scales), q_sink)
 
 
 KERNEL = Kernel(write, None)

@@ -30,13 +30,11 @@ class Queries(NamedTuple):
     """A step's queries, scaled and rotated.
 
     q: [T, N, H], rotated at their own positions. q_sink: rotated as repositioned sinks want them, in whatever form an
-      implementation reads; None where no sinks are repositioned. q_packed: q in the form that an implementation reads
-      of decodes; None where it reads q.
+      implementation reads; None where no sinks are repositioned.
     """
 
     q: jax.Array
     q_sink: jax.Array | None
-    q_packed: jax.Array | None = None
 
 
 def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: float) -> tuple[Queries, KVCache]:
@@ -98,7 +96,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     and the query is rotated a second time, so that blocks never change.
     """
     batch, shape = context.batch, context.shape
-    q, q_sink = queries.q, queries.q_sink
+    q, q_sink = queries
     of_tokens = q, q_sink, batch.cache_positions, batch.positions, batch.query_numbers, batch.ancestors
     parts, masses = [], []
     for part, tokens, tiles in shape.places():

@@ -42,15 +42,12 @@ class Kernels(NamedTuple):
     decode, ragged: for tiles of one query and of more.
     prefill: for tiles of PREFILL_ROWS and more rows, queries x query heads of a group, where it takes them.
     kv_write: of keys and values; None writes with XLA.
-    query_rows: the decode kernel takes the queries of a kv head in multiples of so many rows, and the write makes them
-      so where a step has decodes only; 0 if it takes queries as they are.
     """
 
     decode: Kernel[Result]
     ragged: Kernel[Result]
     prefill: Kernel[Result] | None = None
     kv_write: Kernel[Written] | None = None
-    query_rows: int = 0
 
     def serving(self, call: Call, asked: contract.Call) -> Kernel[Result]:
         """Returns the kernel for one call."""
@@ -104,17 +101,9 @@ class Kernels(NamedTuple):
             jnp.int32(context.layer),
             sink_rope=None if sink_angles is None else scaled(sink_angles),
             q_scale=scale,
-            q_rows=self._packed_rows(q.shape[1] // k.shape[1], context),
         )
         written = self.kv_write(call)
-        return Queries(written.q, written.q_sink, written.q_packed), _with_pool(cache, written.pool)
-
-    def _packed_rows(self, group: int, context: AttentionContext) -> int:
-        """Returns the rows of a kv head's queries where packing them saves the decode kernel a launch; 0 elsewhere."""
-        alone = all(part.width == 1 for part in context.shape.parts) and not context.num_repositioned_sinks
-        if not self.query_rows or not alone or group == 1 or group % self.query_rows == 0:
-            return 0
-        return -(-group // self.query_rows) * self.query_rows
+        return Queries(written.q, written.q_sink), _with_pool(cache, written.pool)
 
     def attend(
         self, queries: Queries, cache: KVCache, context: AttentionContext, work: tuple[Any, ...] | None
@@ -122,10 +111,8 @@ class Kernels(NamedTuple):
         """Does `attention.ragged_paged_attention` on pools of 16 or 8 bits; the result has the queries' dtype."""
         pattern, found, masses = kernel_pattern(context.pattern), [], []
         for i, call in enumerate(calls(context.batch, context.shape)):
-            q, q_sink = (None if x is None else call.take(x, 0) for x in (queries.q, queries.q_sink))
+            q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
             asked = _ask(call, context, pattern, cache, q, q_sink)
-            if call.tile == 1:
-                asked = asked.replace(q_packed=queries.q_packed)
             with jax.named_scope("shared") if call.shared else contextlib.nullcontext():
                 result = self.serving(call, asked)(asked, None if work is None else work[i])
             if result.mass is not None:

@@ -97,9 +97,6 @@ WRITES: tuple[dict[str, Any], ...] = (
     {"n": 4, "k": 1},
     {"norms": True},
     {"sinks": 4},
-    # Later versions of jax find no layouts for it, and `ksana_jax.ops.gpu_kernels` does not ask for it there.
-    *([{"q_rows": 8}] if jax.__version_info__ < (0, 11) else []),
-    {"n": 12, "k": 4, "norms": True, "q_rows": 8},
     {"codes": "int8"},
     {"codes": "float8_e4m3fn"},
 )
@@ -212,15 +209,14 @@ def attention_program(
 
 
 def kv_write_program(
-    target: aot.Target, *, kernel: Kernel, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None, q_rows=0
+    target: aot.Target, *, kernel: Kernel, t=64, n=32, k=8, h=128, b=64, sinks=0, norms=False, codes=None
 ):
     """One write to a pool that is taken over from the caller.
 
     Args:
       t, n, k, h, b: tokens, query heads, kv heads, head dim, tokens of a block.
       sinks: queries for repositioned sinks; 0 for none.
-      norms: queries and keys are normed. codes: 8-bit type of a quantised pool. q_rows: of the queries of a kv head, by
-        which they are packed.
+      norms: queries and keys are normed. codes: 8-bit type of a quantised pool.
     """
     array, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
     kv = array((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or bf16))
@@ -238,7 +234,6 @@ def kv_write_program(
         k_norm=norm,
         sink_rope=(sink, sink) if sinks else None,
         q_scale=h**-0.5,
-        q_rows=q_rows,
     )
 
     def run(pool: Pool, call: Write):

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -160,6 +161,15 @@ def load(ref, index) -> jax.Array:
     if jax.__version_info__ < (0, 11):  # takes the index apart
         return plgpu.load(ref, index, optimized=False)
     return plgpu.load(ref.at[index], optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def fetch_rows(ref, index, to, barrier) -> None:
+    """Asks for the rows of ref[index]; where they are fewer than 8, also for zeros in the rows of `to` after them."""
+    part = ref.at[index]
+    if ref.shape[1] < to.shape[0]:
+        # TMA reads zeros beyond an array. jax refuses such rows where it knows their start.
+        part = ref.at[index, pl.ds(index * 0, to.shape[0])]
+    plgpu.copy_gmem_to_smem(part, to, barrier)
 
 
 def store(ref, index, x) -> None:

@@ -42,16 +42,7 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     """
     options, pool = call.options, call.pool.kv
     check_options(
-        call,
-        "q_sink",
-        "sinks",
-        "soft_cap",
-        "return_lse",
-        "return_mass",
-        "mass_factor",
-        "out_dtype",
-        "q_packed",
-        "scales",
+        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "scales"
     )
     check_heads(call, PRODUCTS)
     call.pool.check_scales()
@@ -78,7 +69,7 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     num_rows = whole_rows(tiles.queries * tiles.group, config.head_dim)
     positions = tiles.pack_positions(call.positions)[:, 0]
     segments_and_results = attend_segments(
-        tiles.pack_queries(call, dtype),
+        tiles.pack_queries(call.q.astype(dtype), padded=bool(tuning.interpret)),
         tiles.pack_sink_queries(options.q_sink, dtype),
         positions[:, : config.rows] if config.swapped else positions,
         call.pool,

@@ -273,7 +273,8 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
     """Attention of each segment.
 
     Args:
-      q: [S*K, rows, H]; q_sink: [S*K, J, rows, H] or None. positions: [S, 64] of the rows; [S, rows] where swapped.
+      q: [S*K, rows, H], or with fewer rows (`Tiles.pack_queries`); q_sink: [S*K, J, rows, H] or None.
+      positions: [S, 64] of the rows; [S, rows] where swapped.
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
       numbers: from `numbers_of`.
       out_type: shape [S*K, R, H] and dtype of the result, R <= rows.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import quantised as narrow
-from pallas_kernels.hopper.common import LOG2E, Config, finished, int32, key_positions, load
+from pallas_kernels.hopper.common import LOG2E, Config, fetch_rows, finished, int32, key_positions, load
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
 
@@ -161,9 +161,8 @@ class Warpgroup(NamedTuple):
                 plgpu.copy_gmem_to_smem(part, (refs.k_s, refs.v_s)[which].at[stage, j, slots], arrives)
 
     def fetch_queries(self, segment) -> None:
-        refs = self.refs
-        to = refs.q_s.at[0, pl.ds(0, self.config.rows)]
-        plgpu.copy_gmem_to_smem(refs.q_g.at[self.pair(segment)], to, refs.q_bar)
+        to = self.refs.q_s.at[0, pl.ds(0, self.config.rows)]
+        fetch_rows(self.refs.q_g, self.pair(segment), to, self.refs.q_bar)
 
     def after(self, ahead: Ahead) -> Ahead:
         """The piece after one, perhaps the first of the next segment."""

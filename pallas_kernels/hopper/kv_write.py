@@ -53,7 +53,6 @@ class Config:
     """What a kernel is compiled for.
 
     heads: query heads, kv heads, head dim. tokens: how many a block of threads writes.
-    q_rows: of the queries of a kv head, which are apart then; 0 for all query heads together.
     plain_loads: what the interpreter of jax 0.10 knows.
     """
 
@@ -61,7 +60,6 @@ class Config:
     num_slots: int
     block_size: int
     tokens: int
-    q_rows: int
     q_scale: float
     eps: float
     plain_loads: bool
@@ -161,22 +159,6 @@ def _store(ref, *index, halves) -> None:
         _put(ref, *half, value=x.astype(ref.dtype))
 
 
-def _store_padded(ref, *index, halves, plain: bool) -> None:
-    """Stores rows of ref[index], and zeros in the rows after them."""
-    (count, width), rows = halves[0].shape, ref.shape[-2]
-    _store(ref, *index, pl.ds(0, count), halves=halves)
-    left = rows - count
-    if left:
-        # One row is a vector: Mosaic on jax 0.10 says of [1, H / 2] in rows of H that it cannot be stored.
-        shape: tuple[int, ...] = left, width
-        layout: Any = row_layouts(left, left, width)[0]
-        if left == 1:
-            shape, layout = (width,), layout.reduce(0)
-        nothing = jnp.zeros(shape, jnp.float32)
-        nothing = nothing if plain else plgpu.layout_cast(nothing, layout)
-        _store(ref, *index, count if left == 1 else pl.ds(count, left), halves=(nothing, nothing))
-
-
 def _normed(halves, weight, eps: float):
     if weight is None:
         return halves
@@ -209,44 +191,30 @@ def _write_tokens(*refs, names: tuple[str, ...], config: Config):
     g = dict(zip(names, refs))
     num_heads, num_kv_heads, head_dim = config.heads
     q_layout, kv_layout = row_layouts(num_heads, num_kv_heads, head_dim // 2)
-    column = q_column = kv_layout.reduce(0)
-    # Heads that are loaded, turned and stored together: first and number.
-    parts = [(0, num_heads)]
-    if config.q_rows:
-        group = num_heads // num_kv_heads
-        parts = [(i * group, group) for i in range(num_kv_heads)]
-        q_layout = row_layouts(group, group, head_dim // 2)[0]
-        q_column = q_layout.reduce(0)
+    column = kv_layout.reduce(0)
     layer, plain = g["layer"][0], config.plain_loads
     first = lax.axis_index("block") * config.tokens
 
     # Everything is asked for before anything is stored: loads do not move ahead of stores that could touch them.
     loaded = []
     for token in (first + i for i in range(config.tokens)):
-        q = [_load_heads(g, token, *part, layout=q_layout, plain=plain) for part in parts]
+        q = _load_heads(g, token, 0, num_heads, layout=q_layout, plain=plain)
         k, v = (
             _load_heads(g, token, first_head, num_kv_heads, layout=kv_layout, plain=plain)
             for first_head in (num_heads, num_heads + num_kv_heads)
         )
         cos, sin = (_get(g[x], token, layout=column, plain=plain) for x in ("rope_cos", "rope_sin"))
-        turn = cos, sin
-        if config.q_rows:
-            turn = tuple(_get(g[x], token, layout=q_column, plain=plain) for x in ("rope_cos", "rope_sin"))
-        loaded.append((token, g["slots"][token], q, k, v, turn, cos, sin))
-    columns = {"q_norm": q_column, "k_norm": column}
-    weights = {x: _load(g[x], layout=columns[x], plain=plain) for x in columns if x in g}
+        loaded.append((token, g["slots"][token], q, k, v, cos, sin))
+    weights = {x: _load(g[x], layout=column, plain=plain) for x in ("q_norm", "k_norm") if x in g}
 
-    for token, slot, q, k, v, turn, cos, sin in loaded:
-        q = [tuple(x * config.q_scale for x in _normed(h, weights.get("q_norm"), config.eps)) for h in q]
-        if config.q_rows:
-            for i, halves in enumerate(q):
-                _store_padded(g["q_out"], token, i, halves=_rotated(halves, *turn), plain=plain)
-        else:
-            _store(g["q_out"], token, slice(None), halves=_rotated(q[0], *turn))
+    for token, slot, q, k, v, cos, sin in loaded:
+        q = _normed(q, weights.get("q_norm"), config.eps)
+        q = tuple(x * config.q_scale for x in q)
+        _store(g["q_out"], token, slice(None), halves=_rotated(q, cos, sin))
         if "sink_cos" in g:
             for j in range(g["sink_cos"].shape[1]):
                 sink = (_get(g[x], token, j, layout=column, plain=plain) for x in ("sink_cos", "sink_sin"))
-                _store(g["q_sink"], token, j, slice(None), halves=_rotated(q[0], *sink))
+                _store(g["q_sink"], token, j, slice(None), halves=_rotated(q, *sink))
 
         @pl.when((slot >= 0) & (slot < config.num_slots))
         def _(slot=slot, k=k, v=v, cos=cos, sin=sin):
@@ -266,10 +234,6 @@ def _check_supported(call: Write) -> None:
         raise NotImplementedError(f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
     if dtype not in POOL_DTYPES:
         raise NotImplementedError(f"pool of {dtype} is not of {', '.join(str(jnp.dtype(d)) for d in POOL_DTYPES)}")
-    if call.q_rows and call.sink_rope is not None:
-        raise NotImplementedError("packed queries beside those of repositioned sinks")
-    if call.q_rows and num_heads == num_kv_heads:
-        raise NotImplementedError("packed queries of one head for each kv head")
     held = 0
     for rows, layout in zip((num_heads, 2 * num_kv_heads), row_layouts(num_heads, num_kv_heads, head_dim // 2)):
         tiles = layout.args[0].tiles
@@ -304,9 +268,7 @@ def _inputs(call: Write) -> dict[str, jax.Array]:
 
 def _outputs(call: Write) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel makes, by name."""
-    num_tokens, num_kv_heads, head_dim = call.k.shape
-    q_shape = (num_tokens, num_kv_heads, call.q_rows, head_dim) if call.q_rows else call.q.shape
-    found = {"q_out": jax.ShapeDtypeStruct(q_shape, call.q.dtype)}
+    found = {"q_out": jax.ShapeDtypeStruct(call.q.shape, call.q.dtype)}
     if call.sink_rope is not None:
         num_tokens, *heads = call.q.shape
         found["q_sink"] = jax.ShapeDtypeStruct((num_tokens, call.sink_rope[0].shape[1], *heads), call.q.dtype)
@@ -326,7 +288,7 @@ def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
     num_tokens, inputs, outputs = len(call.slots), _inputs(call), _outputs(call)
     if num_tokens == 0:
         empty = {name: jnp.zeros(out.shape, out.dtype) for name, out in outputs.items()}
-        return _written(call, empty, call.pool)
+        return Written(empty["q_out"], call.pool, empty.get("q_sink"))
 
     kv, scales = call.pool
     updated = {"pool": _halved(kv, heads=3)} | ({} if scales is None else {"scales": scales})
@@ -336,7 +298,6 @@ def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
         num_slots=kv.shape[0] * kv.shape[4],
         block_size=kv.shape[4],
         tokens=math.gcd(num_tokens, tuning.tokens_per_block),
-        q_rows=call.q_rows,
         q_scale=call.q_scale,
         eps=call.eps,
         plain_loads=JAX_0_10 and bool(tuning.interpret),
@@ -356,16 +317,7 @@ def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
     written = kernel(*inputs.values(), *refs.values())
     results = {name: x.reshape(outputs[name].shape) for name, x in zip(outputs, written)}
     after = {name: jax.freeze(ref) for name, ref in refs.items()}
-    return _written(call, results, Pool(after["pool"].reshape(kv.shape), after.get("scales")))
-
-
-def _written(call: Write, results: dict[str, jax.Array], pool: Pool) -> Written:
-    q, packed = results["q_out"], None
-    if call.q_rows:
-        num_kv_heads, head_dim = call.k.shape[1:]
-        packed = q.reshape(-1, call.q_rows, head_dim)
-        q = q[:, :, : call.q.shape[1] // num_kv_heads].reshape(call.q.shape)
-    return Written(q, pool, results.get("q_sink"), packed)
+    return Written(results["q_out"], Pool(after["pool"].reshape(kv.shape), after.get("scales")), results.get("q_sink"))
 
 
 KERNEL = Kernel(write, Tuning())

@@ -28,6 +28,7 @@ from pallas_kernels.hopper.common import (
     LOG2E,
     Config,
     check_heads,
+    fetch_rows,
     int32,
     key_positions,
     launch,
@@ -89,7 +90,7 @@ def _weigh_stretch(*refs, config: Config) -> None:
 
     def fetch_queries(segment):
         pair = arrays.segments_g[segment, TILE] * config.num_kv_heads + arrays.segments_g[segment, HEAD]
-        plgpu.copy_gmem_to_smem(arrays.q_g.at[pair], arrays.q_s, arrays.q_bar)
+        fetch_rows(arrays.q_g, pair, arrays.q_s, arrays.q_bar)
 
     def weigh_segment(segment, carry):
         tile, head, begin, count = (arrays.segments_g[segment, i] for i in (TILE, HEAD, PIECE, NUM_PIECES))
@@ -184,9 +185,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
     """
     pool = call.pool.kv
     block_size, h = pool.shape[4:]
-    check_options(
-        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "q_packed"
-    )
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype")
     check_heads(call, (jnp.bfloat16, jnp.float16))
     tiles = Tiles.of(call)
     if work is None:
@@ -209,7 +208,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
         lse = lse - jnp.log2(factor)[:, :, None]
     positions = jnp.broadcast_to(call.positions[:, :, None], lse.shape)
     mass = _kernel(config, work, tuning)(
-        tiles.pack_queries(call, pool.dtype),
+        tiles.pack_queries(call.q.astype(pool.dtype), padded=bool(tuning.interpret)),
         tiles.pack_sink_queries(call.options.q_sink, pool.dtype),
         tiles.pack(lse, jnp.inf),
         tiles.pack(positions, -1),

@@ -48,15 +48,15 @@ class Tiles(NamedTuple):
         x = jnp.moveaxis(x, 3, 1).reshape(-1, self.queries * self.group, *more)
         return jnp.pad(x, self._padding(x, axis=1), constant_values=fill)
 
-    def pack_queries(self, call: Call, dtype) -> jax.Array:
-        """The queries as matrices, or those that the call has as matrices already."""
-        packed = call.options.q_packed
-        if packed is None:
-            return self.pack(call.q.astype(dtype))
-        wanted = (self.num_rows * self.num_kv_heads, self.rows, call.q.shape[3])
-        if packed.shape != wanted or self.width != 1:
-            raise ValueError(f"q_packed is {list(packed.shape)}, not {list(wanted)} of tiles of one query")
-        return packed.astype(dtype)
+    def pack_queries(self, q: jax.Array, padded: bool) -> jax.Array:
+        """Queries [S, Q, N, H] as matrices [S * count * K, rows, H] for `common.fetch_rows`.
+
+        Of tiles of one query and a group of fewer than 8 heads they are [S * K, group, H], as they lie: nothing is
+        copied. padded: no matrix has fewer rows, for jax's interpreter, which reads nothing beyond an array.
+        """
+        if self.width == 1 and self.group < 8 and not padded:
+            return q.reshape(-1, self.group, q.shape[3])
+        return self.pack(q)
 
     def pack_sink_queries(self, q_sink: jax.Array | None, dtype) -> jax.Array | None:
         """[S, Q, J, N, H] as [S * count * K * matrices, J, rows, H]."""

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_write_reference, reference
+from pallas_kernels import reference
 from pallas_kernels.arguments import SINKS, SINKS_AT_CEILING, SINKS_IN_CACHE, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode
@@ -93,20 +93,6 @@ def test_the_mass_comes_with_the_attention():
     assert result.lse is None
     mass = reference.attend(call.replace(return_mass=True)).mass
     np.testing.assert_allclose(result.mass, mass, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_heads", [4, 6])
-def test_packed_queries_are_read_instead_of_the_others(num_heads):
-    call = make(Spec(rows=((70, 1), (3, 1)), num_heads=num_heads, num_kv_heads=2, block_size=64))
-    call = call.replace(return_lse=True, return_mass=True)
-    kernel, packed = KERNEL.tuned(num_workers=1), kv_write_reference.packed(call.q[:, 0], 2, 8)
-    with interpreting():
-        wanted = kernel(call)
-        got = kernel(call.replace(q=np.full_like(call.q, np.nan), q_packed=packed))
-        for a, b in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(a, b)
-        with pytest.raises(ValueError, match=r"q_packed is \[4, 16, 64\], not \[4, 8, 64\] of tiles of one query"):
-            kernel(call.replace(q_packed=np.zeros((4, 16, 64), call.q.dtype)))
 
 
 @pytest.mark.soak
