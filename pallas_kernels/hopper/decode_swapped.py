@@ -67,6 +67,8 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     masked, capped = functools.partial(_masked, warpgroup, at), functools.partial(_capped, warpgroup, at)
     s = lax.cond(care & MASK != 0, masked, capped, s)
     new_top = jnp.maximum(top, s.max(axis=0))
+    if warpgroup.plain and warpgroup.by_token:
+        plgpu.commit_smem()  # the interpreter of jax 0.12 does not know that warps meet for a maximum, and sees a race
     refill(0)  # all warps have met for the maximum, so all have read keys and scales
     # exp2(-inf - 0) is 0 for columns that have seen nothing yet.
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
