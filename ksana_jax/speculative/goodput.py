@@ -45,6 +45,8 @@ FIRST_LOSS, FIRST_WATCHING = 2, 8
 # What drafts that should pay may lose beyond that where acceptance was watched, because luck goes up and down: a share
 # of the time so far, and the most, in plain steps. Then they pause until half of it is earned back.
 DEBT, MOST_DEBT = 0.005, 8
+# Steps after which it is seen whether it is.
+IN_DEBT = 64
 # Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one.
 TRIAL, REST_BEFORE_TRIAL = 4, 32
 # No step takes less time, whatever a coarse clock says.
@@ -184,16 +186,14 @@ class Goodput:
             return rows[:0]
         return rows if most >= len(rows) else rows[np.argpartition(self.outcomes.number(rows), most)[:most]]
 
-    def watched(self, rows: np.ndarray, most: int, num_watched: int, seconds: float) -> None:
-        """Considers again whether drafts pay.
-
-        Args:
-          rows: [n] rows that decode. most: draft tokens of a row. num_watched: of the rows. seconds: of the host for
-            all that `to_watch` had asked for.
-        """
+    def observe_watch(self, num_watched: int, seconds: float) -> None:
+        """Takes note of the seconds of the host for all that `to_watch` had asked for, `watched` included."""
         self._watch_s, self._num_watched = seconds / num_watched, num_watched
-        plain = self._plain(len(rows))
         self._watching.lose(seconds)
+
+    def watched(self, rows: np.ndarray, most: int) -> None:
+        """Considers again whether drafts of rows [n] that decode pay; most: draft tokens of a row."""
+        plain = self._plain(len(rows))
         if self._best(self._offer(rows, most), rows, np.full(len(rows), most)) is not None:
             rest = self._rests[plain]
             rest.left, rest.last, rest.drafts = 0, 0, True
@@ -236,14 +236,15 @@ class Goodput:
         is not worth the time to make them, and a rest begins."""
         if not np.count_nonzero(most):
             return None
-        offer = self._offer(rows, int(most.max()))
-        rest = self._rests[offer.plain]
+        plain = self._plain(len(rows))
+        rest = self._rests[plain]
         if rest.run >= rest.longest:
             rest.run, rest.left = 0, PAUSE
             return None
-        if self._owes(offer.plain):  # which says nothing of these drafts
-            rest.left, rest.drafts = LEAST_REST, False
+        if self._owes(plain):  # which says nothing of these drafts
+            rest.left, rest.drafts = IN_DEBT, False
             return None
+        offer = self._offer(rows, int(most.max()))
         if rest.run % LEAST_REST and self.last is not None and self.last.width > 1:
             return offer  # what was found a few steps ago holds, and drafts are weighed once they are there
         if self._best(offer, rows, most) is not None or self._on_trial(offer, np.minimum(most, offer.most)):

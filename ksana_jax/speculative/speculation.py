@@ -169,9 +169,9 @@ class Speculation:
             if drafts is not None:
                 goodput.outcomes.observe_found(some, drafts.lengths(left.max(keepdims=True))[0])
                 self._watch.add(some, rows.num_known[some], drafts)
-        seconds = time.perf_counter() - began
-        self.counts.proposer_s += seconds
-        goodput.watched(running, most, num_watched, seconds)
+        self.counts.proposer_s += time.perf_counter() - began
+        goodput.watched(running, most)
+        goodput.observe_watch(num_watched, time.perf_counter() - began)
 
     def _checked(self, drafts: Drafts, most: np.ndarray) -> Drafts:
         ids, counts = np.asarray(drafts.ids, np.int32), np.asarray(drafts.counts, np.int32)

@@ -99,7 +99,8 @@ class Machine:
         self.goodput.outcomes.observe_found(some, lengths)
         self.goodput.outcomes.observe_judged(some, lengths, np.minimum(self.accepted(some, most), lengths))
         seconds = self.asked_s * len(some) / self.rows
-        self.goodput.watched(rows, most, len(some), seconds)
+        self.goodput.watched(rows, most)
+        self.goodput.observe_watch(len(some), seconds)
         return seconds
 
     def speed(self, steps: int, k: int | None = None, most: int = 7) -> float:
