@@ -53,9 +53,9 @@ TRIAL, REST_BEFORE_TRIAL = 4, 32
 LEAST_S = 1e-9
 # Most rows whose texts are watched at once, and the least weight of an observation: in a rest others follow.
 WATCHED, WEIGHT_WATCHED = 8, 0.1
-# Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too.
-# At first all are observed, so that drafts that pay are found soon.
-UNSEEN = 7
+# Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too; and
+# of how many of the rest so far they may be one. At first all are observed, so that drafts that pay are found soon.
+UNSEEN, UNSEEN_SHARE = 15, 8
 
 
 class Offer(NamedTuple):
@@ -206,7 +206,7 @@ class Goodput:
         if self._allowance.left_s is None or plain != self.last or self.costs.within_call(plain):
             return 0
         # `observe_step` counts a step itself, and the last one of a rest is to be seen.
-        count = max(min(UNSEEN, rest.number // (UNSEEN + 1), rest.left - 1), 0)
+        count = max(min(UNSEEN, rest.number // UNSEEN_SHARE, rest.left - 1), 0)
         rest.step(count)
         self._pass_time(plain, count * self.costs.plain_s(plain))
         return count
