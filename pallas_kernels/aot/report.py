@@ -87,6 +87,10 @@ def read_thunks(text: str) -> dict[str, dict]:
     return found
 
 
+# Thunks that start nothing but what they hold. Since jax 0.11, a call that reads slices of arrays is in one.
+HOLDERS = ("kCommandBuffer", "kDynamicSliceFusion")
+
+
 def count_thunks(text: str) -> tuple[Counter, Counter]:
     """How many of each kind a sequence of thunks has: inside of command buffers (CUDA graphs), outside of them."""
     counts = inside, outside = Counter(), Counter()
@@ -96,7 +100,7 @@ def count_thunks(text: str) -> tuple[Counter, Counter]:
             depth = None
         if kind == "kCommandBuffer" and depth is None:
             depth = len(spaces)
-        else:
+        elif kind not in HOLDERS:
             (outside if depth is None else inside)[kind] += 1
     return counts
 
@@ -104,7 +108,7 @@ def count_thunks(text: str) -> tuple[Counter, Counter]:
 def count_repeated(text: str) -> int | None:
     """Launches of one layer of a model: the period of a sequence of thunks; None where less than half of it repeats."""
     thunks = re.findall(r"^ *\d+: (k\w+) +\[[^\]]*\] (\w*)", text, re.MULTILINE)
-    names = [(kind, _unnumbered(name)) for kind, name in thunks]
+    names = [(kind, _unnumbered(name)) for kind, name in thunks if kind not in HOLDERS]
     equal = {n: sum(a == b for a, b in zip(names, names[n:])) for n in range(1, len(names) // 2 + 1)}
     period = max(equal, key=lambda n: equal[n], default=0)
     return period if period and 2 * equal[period] >= len(names) else None

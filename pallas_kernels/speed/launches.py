@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from pallas_kernels.aot.report import HOLDERS
+
 # Of an entry computation, what starts nothing on the device.
 _NOTHING = frozenset("parameter get-tuple-element bitcast constant tuple after-all partition-id".split())
 # What reads of its first operand only as much as it returns.
@@ -89,7 +91,7 @@ def read_launches(hlo: str, thunks: str) -> list[Launch]:
     computations, entry = _read(hlo)
     values = {i.name: i for i in computations[entry]}
     started = [i for i in computations[entry] if i.operation not in _NOTHING]
-    ran = [found.groups() for found in _THUNK.finditer(thunks) if found.group(1) != "kCommandBuffer"]
+    ran = [found.groups() for found in _THUNK.finditer(thunks) if found.group(1) not in HOLDERS]
     if len(started) != len(ran):
         raise ValueError(f"{len(started)} instructions are started by {len(ran)} thunks")
     found = []
@@ -98,8 +100,10 @@ def read_launches(hlo: str, thunks: str) -> list[Launch]:
         if own and unnumbered(own) != unnumbered(i.name):
             raise ValueError(f"{i.name} is started by the thunk of {own}")
         given, passed, flops = _traffic(i, values, computations)
-        scope = re.search(r'op_name="(?:jit\([^"/]*\)/)?([^"]*)"', i.rest)
-        pallas = re.search(r'kernel_hash = "((?:[^"\\]|\\.)*)"', i.rest)
+        calls = [x for x in computations.get(i.called() or "", ()) if x.operation == "custom-call"]
+        about = calls[0].rest if calls else i.rest  # a fusion may be a call and slices for it
+        scope = re.search(r'op_name="(?:jit\([^"/]*\)/)?([^"]*)"', about)
+        pallas = re.search(r'kernel_hash = "((?:[^"\\]|\\.)*)"', about)
         blocks, of_block = (math.prod(map(int, text.split(","))) if text else 0 for text in (grid, threads))
         found.append(
             Launch(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import work
+from pallas_kernels.aot import report
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.speed import baseline, lists, models, steps
 from pallas_kernels.speed.chip import H200
@@ -46,6 +47,34 @@ THUNKS = """000: kCommandBuffer [source | sink]
     001: kCustomKernel [source       | next=002 (1)] loop_gather_fusion grid: [4, 2, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
     002: kCustomKernel [prev=001 (1) | sink        ] gemm_fusion_dot grid: [12, 1, 1] threads: [64, 1, 1]  shared_memory: 512 bytes
 """  # noqa: E501
+
+
+SLICED = """HloModule jit_step
+
+%dynamic-slice-fusion (p0: s32[64], p1: bf16[8,64]) -> bf16[8,64] {
+  %p0 = s32[64]{0} parameter(0)
+  %p1 = bf16[8,64]{1,0} parameter(1)
+  %slice.1 = s32[8]{0} slice(%p0), slice={[8:16]}
+  ROOT %mpmd_map.1 = bf16[8,64]{1,0} custom-call(%p1, %slice.1), metadata={op_name="jit(step)/layer0/kv_write/kv_write/mpmd_map"}, backend_config={kernel_hash = "abc"}
+}
+
+ENTRY %main (packed: s32[64], q: bf16[8,64]) -> bf16[8,64] {
+  %packed = s32[64]{0} parameter(0)
+  %q = bf16[8,64]{1,0} parameter(1)
+  ROOT %dynamic_slice_fusion = bf16[8,64]{1,0} fusion(%packed, %q), kind=kCustom, calls=%dynamic-slice-fusion
+}
+"""  # noqa: E501
+SLICED_THUNKS = """000: kCommandBuffer [source | sink]
+    001: kDynamicSliceFusion [source | sink] params=2, results=1
+        002: kCustomCall [source | sink] kCustomCall
+"""
+
+
+def test_a_call_that_reads_a_slice_is_one_launch():
+    [launch] = read_launches(SLICED, SLICED_THUNKS)
+    assert (launch.pallas, launch.scope) == ("abc", "layer0/kv_write/kv_write/mpmd_map")
+    inside, outside = report.count_thunks(SLICED_THUNKS)
+    assert (inside, outside) == ({"kCustomCall": 1}, {})
 
 
 def test_launches_have_their_bytes_and_operations():
