@@ -53,9 +53,9 @@ TRIAL, REST_BEFORE_TRIAL = 4, 32
 LEAST_S = 1e-9
 # Most rows whose texts are watched at once, and the least weight of an observation: in a rest others follow.
 WATCHED, WEIGHT_WATCHED = 8, 0.1
-# Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too; and
-# of how many of the rest so far they may be one. At first all are observed, so that drafts that pay are found soon.
-UNSEEN, UNSEEN_SHARE = 15, 8
+# Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too;
+# and of how many of the rest so far they may be one. At first all are observed, so that drafts that pay are found soon.
+UNSEEN, UNSEEN_SHARE = 11, 8
 
 
 class Offer(NamedTuple):
