@@ -57,10 +57,12 @@ def pytest_collection_modifyitems(config, items):
     if shard := config.getoption("--shard"):
         number, of = map(int, shard.split("/"))
         # By name, so that a test stays in its part whatever others there are.
-        elsewhere = [item for item in items if zlib.crc32(item.nodeid.encode()) % of != number - 1]
-        gone = set(elsewhere)
-        config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if item not in gone]
+        parts = [[] for _ in range(of)]
+        for item in items:
+            parts[zlib.crc32(item.nodeid.encode()) % of].append(item)
+        items[:] = parts.pop(number - 1)
+        for part in parts:
+            config.hook.pytest_deselected(items=part)
     if DEVICE in os.environ:
         for item in items:
             if mark := item.get_closest_marker("cpu"):

@@ -111,15 +111,9 @@ class Runner:
                 raise ValueError(f"numerics 'invariant' {reason}")
             settings = dataclasses.replace(settings, attention=ROW_BY_ROW)
         self.implementation = choose(needs, settings.attention)
-        row_by_row, num_devices = numerics == "invariant", placement.num_devices
-        products = choose_linear(
-            self.platform,
-            dtype,
-            settings.linear,
-            row_by_row=row_by_row,
-            num_devices=num_devices,
-            compute_capability=needs.compute_capability,
-        )
+        given = {"row_by_row": numerics == "invariant", "num_devices": placement.num_devices}
+        capability = needs.compute_capability
+        products = choose_linear(self.platform, dtype, settings.linear, compute_capability=capability, **given)
         self.linear_implementation = products.name
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
         self.operators: Operators = placement.operators(products.operators(norms.normaliser))

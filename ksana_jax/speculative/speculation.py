@@ -71,7 +71,8 @@ class Speculation:
         self._last_end_s, self._num_texts = 0.0, 0
         # Steps that goodput does not look at, as long as they have as many rows as the last one that it looked at.
         self._unseen, self._num_running = 0, 0
-        self._passed_s: list[float] = []
+        # Of those: seconds, and in which the host waited.
+        self._passed: list[tuple[float, float]] = []
         # Of each row's sequence: drafts, their tokens, accepted ones.
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
@@ -122,7 +123,7 @@ class Speculation:
         self._asked(functools.partial(self.proposer.keep_up, texts, which))
         self.counts.proposer_s += time.perf_counter() - began
 
-    def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray, queued: bool = False) -> Drafts | None:
+    def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray, queued: bool) -> Drafts | None:
         """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none. queued: whether
         others wait for rows."""
         offer = None
@@ -146,7 +147,7 @@ class Speculation:
         if self.goodput is not None:
             self.goodput.left = None if queued else rows.max_len - rows.num_known
 
-    def watch(self, rows: Rows, running: np.ndarray, queued: bool = False) -> None:
+    def watch(self, rows: Rows, running: np.ndarray, queued: bool) -> None:
         """Compares drafts that no step verifies with the texts of running rows [n], where goodput wants to know.
         queued: whether others wait for rows."""
         if self._unseen or self.goodput is None or not len(running) or rows.num_beams:
@@ -223,17 +224,17 @@ class Speculation:
         if self.goodput is None:
             return
         part = None if shape is None else shape.parts[0]
-        seconds = ended_s - since
+        if part != self.goodput.last:
+            self._unseen = 0
+            self._passed.clear()
+        self._passed.append((ended_s - since, ended_s - waits_from_s))
         if self._unseen:
             self._unseen -= 1
-            if part == self.goodput.last:
-                self._passed_s.append(seconds)
-                return
-            self._passed_s.clear()
+            return
         # Single steps of half a millisecond vary by half of it.
-        seconds = (sum(self._passed_s) + seconds) / (len(self._passed_s) + 1)
-        self._passed_s.clear()
-        self.goodput.observe_step(part, seconds, ended_s - waits_from_s)
+        seconds, waited_s = (sum(each) / len(self._passed) for each in zip(*self._passed, strict=True))
+        self._passed.clear()
+        self.goodput.observe_step(part, seconds, waited_s)
         self._unseen = self.goodput.unseen(self._num_running) if part is not None and part.width == 1 else 0
 
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:

@@ -20,7 +20,7 @@ def to_shared(ref, x) -> None:
 
 def from_shared(ref):
     """Loads ref [columns, 64 n] in shared memory, which has to be tiled, as [64 n, columns]."""
-    return plgpu.layout_cast(plgpu.transpose_ref(ref, (1, 0))[...], plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(ref.transpose((1, 0))[...], plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def to_global(ref, x) -> None:

@@ -216,7 +216,9 @@ def test_goodput_looks_at_some_of_the_steps_that_have_no_drafts(monkeypatch):
         llm.generate(PROMPTS, params)
     del passed[:], seen[:]
     llm.generate(PROMPTS, params)
-    assert len(seen) < len(passed) / 2
+    # All at first, since a new text ends a rest.
+    half = len(passed) / 2
+    assert sum(number > half for number in seen) < half / 3
     assert max(np.diff([0, *seen, len(passed)])) <= UNSEEN + 1
 
 
