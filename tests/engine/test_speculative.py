@@ -213,12 +213,11 @@ def test_goodput_looks_at_some_of_the_steps_that_have_no_drafts(monkeypatch):
     monkeypatch.setattr(speculation.goodput, "observe_step", lambda *args: seen.append(len(passed)) or observe(*args))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for _ in range(4):
-        llm.generate(PROMPTS, params)
+        llm.generate(PROMPTS[:1], params)
     del passed[:], seen[:]
-    llm.generate(PROMPTS, params)
-    # All at first, since a new text ends a rest.
-    half = len(passed) / 2
-    assert sum(number > half for number in seen) < half / 3
+    for _ in range(5):
+        llm.generate(PROMPTS[:1], params)
+    assert len(seen) < len(passed) / 3
     assert max(np.diff([0, *seen, len(passed)])) <= UNSEEN + 1
 
 
