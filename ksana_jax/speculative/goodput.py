@@ -55,7 +55,7 @@ LEAST_S = 1e-9
 WATCHED, WEIGHT_WATCHED = 8, 0.1
 # Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too;
 # and of how many of the rest so far they may be one. At first all are observed, so that drafts that pay are found soon.
-UNSEEN, UNSEEN_SHARE = 11, 8
+UNSEEN, UNSEEN_SHARE = 47, 8
 
 
 class Offer(NamedTuple):
