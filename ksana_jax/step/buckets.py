@@ -14,6 +14,8 @@ from ksana_jax.step.shared_prefix import SHARED_ROWS
 
 # Logits of so many tokens take hardly longer than those of one, since the matrix that makes them is read once.
 FEW_TOKENS = 16
+# Rows up to which a draft model has as many numbers of rows as its target.
+FEW_ROWS = 16
 
 
 def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
@@ -142,8 +144,10 @@ class Buckets:
 
     def of_drafts(self, config: EngineConfig) -> Buckets:
         """Returns the buckets of a draft model, whose steps cost little: fewer of them, and none with both decodes and
-        chunks. Two rows decode as fast in a step of four."""
-        decodes = tuple(count for count in self.decodes if count != 2 or self.decodes[-1] == 2)
+        chunks. Two rows decode as fast in a step of four; beyond FEW_ROWS, numbers of rows grow by factors of four."""
+        few = [count for count in self.decodes if count <= FEW_ROWS and (count != 2 or self.decodes[-1] == 2)]
+        many = ladder(min(4 * FEW_ROWS, self.decodes[-1]), self.decodes[-1], 4.0) if self.decodes[-1] > FEW_ROWS else ()
+        decodes = (*few, *many)
         min_rows = 1 if 1 in decodes else decodes[0]
         tiles = coarse_parts(config.max_num_batched_tokens, config.query_tile, config.max_num_seqs, min_rows)
         return dataclasses.replace(

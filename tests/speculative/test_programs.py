@@ -11,6 +11,12 @@ METHODS = {
     "ngram": {"num_speculative_tokens": 4},
     "trie": {"num_speculative_tokens": 8},
     "draft_model": {"num_speculative_tokens": 4, "model": "ksana-tiny"},
+    "draft_model by goodput": {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "model": "ksana-tiny",
+        "adaptive": "goodput",
+    },
     "bild": {
         "num_speculative_tokens": 10,
         "model": "ksana-tiny",
@@ -31,8 +37,8 @@ def keys_of(monkeypatch):
     found: list[list] = []
     monkeypatch.setattr(Runner, "compile", lambda self, keys, *_, **__: found.append(list(keys)))
 
-    def keys(asked, **settings) -> list[list]:
-        llm = LLM("ksana-tiny", num_blocks=64, max_num_seqs=16, **settings)
+    def keys(asked, num_rows=16, **settings) -> list[list]:
+        llm = LLM("ksana-tiny", num_blocks=64, max_num_seqs=num_rows, **settings)
         found.clear()
         llm.warm_up(256, asked)
         return list(found)
@@ -46,11 +52,13 @@ def split(keys: list) -> tuple[int, int]:
     return layers, len(keys) - layers
 
 
+@pytest.mark.parametrize("num_rows", [16, 64, 256])
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_programs_are_at_most_twice_as_many_those_of_a_draft_model_included(keys_of, asked):
-    [plain] = keys_of(asked)
+def test_programs_are_at_most_twice_as_many_those_of_a_draft_model_included(keys_of, monkeypatch, asked, num_rows):
+    monkeypatch.setattr("ksana_jax.engine.warming._measure_steps", lambda *_: None)
+    [plain] = keys_of(asked, num_rows)
     for method, settings in METHODS.items():
-        target, *small = keys_of(asked, speculative_config={"method": method} | settings)
+        target, *small = keys_of(asked, num_rows, speculative_config={"method": method} | settings)
         assert len(small) == ("model" in settings)
         assert set(plain) < set(target)
         assert all(len(set(keys)) == len(keys) for keys in (plain, target, *small))
