@@ -47,9 +47,9 @@ FIRST_LOSS, FIRST_WATCHING, FIRST_UNWATCHED = 2, 8, 4
 DEBT, MOST_DEBT = 0.005, 8
 # Steps after which it is seen whether it is.
 IN_DEBT = 64
-# Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one. Once drafts
-# were begun, the first is due before so many are judged: little is known of the others. With all of them accepted, they
-# must be so many times as fast as plain decoding: some will not be.
+# Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one. Once
+# drafts were begun, the first is due before so many are judged: little is known of the others. With all of them
+# accepted, they must be so many times as fast as plain decoding: some will not be.
 TRIAL, REST_BEFORE_TRIAL, JUDGED, TRIAL_GAIN = 4, 32, 12, 1.2
 # No step takes less time, whatever a coarse clock says.
 LEAST_S = 1e-9
