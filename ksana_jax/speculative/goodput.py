@@ -39,7 +39,7 @@ LEAST_GAIN = 1.05
 # A shape must promise so much more than that of the step before, because a change takes time.
 SWITCH = 1.1
 # Shares of the time that may be lost: by drafts where texts are watched, by watching them, and by drafts where they are
-# not. What may be lost at first, in plain steps: where texts are not watched, enough for a trial.
+# not. What may be lost at first, in plain steps: more where drafts that do not pay can only be tried.
 LOSS, WATCHING, LOSS_UNWATCHED = 0.005, 0.005, 0.0075
 FIRST_LOSS, FIRST_WATCHING, FIRST_UNWATCHED = 2, 8, 4
 # What drafts that should pay may lose beyond that where acceptance was watched, because luck goes up and down: a share
@@ -47,10 +47,9 @@ FIRST_LOSS, FIRST_WATCHING, FIRST_UNWATCHED = 2, 8, 4
 DEBT, MOST_DEBT = 0.005, 8
 # Steps after which it is seen whether it is.
 IN_DEBT = 64
-# Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one. Once
-# drafts were begun, the first is due before so many are judged: little is known of the others. With all of them
-# accepted, they must be so many times as fast as plain decoding: some will not be.
-TRIAL, REST_BEFORE_TRIAL, JUDGED, TRIAL_GAIN = 4, 32, 12, 1.2
+# Steps of a trial, in which drafts that promise nothing are verified, and the rest after which there is one. With all
+# of them accepted, they must be so many times as fast as plain decoding: some will not be.
+TRIAL, REST_BEFORE_TRIAL, TRIAL_GAIN = 4, 32, 1.2
 # No step takes less time, whatever a coarse clock says.
 LEAST_S = 1e-9
 # Most rows whose texts are watched at once, and the least weight of an observation: in a rest others follow.
@@ -337,8 +336,7 @@ class Goodput:
         """Returns the smallest part that pays if drafts of `lengths` [m, n] are accepted, while a trial is under way or
         can be afforded."""
         rest, plain_s = self._rests[offer.plain], self.costs.plain_s(offer.plain)
-        is_due = rest.last >= REST_BEFORE_TRIAL or 0 < self.outcomes.total_judged < JUDGED
-        if self._watches or not offer.parts or rest.trial == 0 or not is_due:
+        if self._watches or not offer.parts or rest.trial == 0 or rest.last < REST_BEFORE_TRIAL:
             return None
         gains = (1 + lengths).mean(axis=1) * plain_s / offer.seconds
         at = next((i for i, gain in enumerate(gains.tolist()) if gain >= TRIAL_GAIN), None)

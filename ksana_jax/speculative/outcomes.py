@@ -27,8 +27,6 @@ class Outcomes:
         # drafts that were found, and tokens of a draft, 0 of one that was not.
         self._judged, self._found = np.ones((2, num_rows + 1)), np.ones((2, num_rows + 1))
         self._found[1] = most
-        # Drafts of all rows that were accepted or rejected.
-        self.total_judged = 0
         # Of how many drafts these are averages.
         self._num_judged, self._num_found = np.full((2, num_rows + 1), IMAGINED)
 
@@ -57,7 +55,6 @@ class Outcomes:
             return
         if np.count_nonzero(lengths) < len(rows):
             rows, lengths, num_accepted = (x[lengths > 0] for x in (rows, lengths, num_accepted))
-        self.total_judged += len(rows)
         self._average(self._judged, self._num_judged, rows, np.array([num_accepted, num_accepted < lengths], float))
 
     def _average(self, averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray, new: np.ndarray) -> None:

@@ -145,9 +145,9 @@ class Buckets:
     def of_drafts(self, config: EngineConfig) -> Buckets:
         """Returns the buckets of a draft model, whose steps cost little: fewer of them, and none with both decodes and
         chunks. Two rows decode as fast in a step of four; beyond FEW_ROWS, numbers of rows grow by factors of four."""
-        few = [count for count in self.decodes if count <= FEW_ROWS and (count != 2 or self.decodes[-1] == 2)]
-        many = ladder(min(4 * FEW_ROWS, self.decodes[-1]), self.decodes[-1], 4.0) if self.decodes[-1] > FEW_ROWS else ()
-        decodes = (*few, *many)
+        most = self.decodes[-1]
+        few = {count for count in self.decodes if count <= FEW_ROWS and count != 2}
+        decodes = tuple(sorted(few | {*ladder(min(4 * FEW_ROWS, most), most, 4.0)}))
         min_rows = 1 if 1 in decodes else decodes[0]
         tiles = coarse_parts(config.max_num_batched_tokens, config.query_tile, config.max_num_seqs, min_rows)
         return dataclasses.replace(

@@ -36,8 +36,9 @@ def keys_of(monkeypatch):
     """Returns the keys of the programs that the target, and a draft model if there is one, compile ahead of time."""
     found: list[list] = []
     monkeypatch.setattr(Runner, "compile", lambda self, keys, *_, **__: found.append(list(keys)))
+    monkeypatch.setattr("ksana_jax.engine.warming._measure_steps", lambda *_: None)
 
-    def keys(asked, num_rows=16, **settings) -> list[list]:
+    def keys(asked, num_rows, **settings) -> list[list]:
         llm = LLM("ksana-tiny", num_blocks=64, max_num_seqs=num_rows, **settings)
         found.clear()
         llm.warm_up(256, asked)
@@ -54,8 +55,7 @@ def split(keys: list) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_rows", [16, 64, 256])
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_programs_are_at_most_twice_as_many_those_of_a_draft_model_included(keys_of, monkeypatch, asked, num_rows):
-    monkeypatch.setattr("ksana_jax.engine.warming._measure_steps", lambda *_: None)
+def test_programs_are_at_most_twice_as_many_those_of_a_draft_model_included(keys_of, asked, num_rows):
     [plain] = keys_of(asked, num_rows)
     for method, settings in METHODS.items():
         target, *small = keys_of(asked, num_rows, speculative_config={"method": method} | settings)
