@@ -267,7 +267,7 @@ class FakeExecutor:
             assert a.ancestors is not None and a.ancestors.shape == (tokens,) and a.ancestors.dtype == np.int32
             assert ((a.ancestors != 0) == real).all()
         else:
-            assert a.ancestors is None and (step.drafts is None or step.drafts.parents is None)
+            assert a.ancestors is None and (step.drafts is None or not step.drafts.branches)
         assert (stored_at[:, real] % self.block_size == a.slots[:, real] % self.block_size).all()
         assert (a.slots[:, ~real] == self.num_blocks * self.block_size).all()
         assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"

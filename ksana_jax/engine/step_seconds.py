@@ -81,7 +81,7 @@ def _step(engine: Engine, shape: StepShape) -> StepInput:
         rollback=np.float32(0) if acceptance == "bild" else None,
     )
     if shape.tree:
-        drafts = drafts._replace(parents=np.tile(np.arange(-1, tile - 2, dtype=np.int32), (count, 1)))
+        drafts = drafts.with_parents()
         ancestors = np.pad(drafts.ancestry()[0], ((0, 0), (1, 0)), constant_values=1)
         arrays = arrays._replace(ancestors=ancestors.reshape(-1))
     return StepInput(shape, arrays, shape.max_sampled, drafts=drafts, acceptance=acceptance)

@@ -10,7 +10,6 @@ from typing import Any
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.token_programs import VerificationKey, bucket_of_top
-from ksana_jax.runner.tree_paths import PathKey
 from ksana_jax.sampling.acceptance import rule_of
 from ksana_jax.step.contract import StepShape
 
@@ -45,13 +44,12 @@ def keys_for(
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
         keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
     keys |= dict.fromkeys(verifying)
+    tree = any(shape.tree for shape in verifying)
     for shape in verifying:
-        if shape.tree:
-            keys[PathKey(*shape.parts[0])] = None
         for (samples, dense), top in itertools.product(kinds, tops):
             rule = rule_of(acceptance, samples)
             drawn = [sizes for sizes in drawn_shapes if sizes[0] >= shape.parts[0].width] if samples else []
-            of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule)
+            of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule, tree=tree)
             keys |= dict.fromkeys(map(of_shape, drawn or [None]))
     if num_steps > 1:
         loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)

@@ -22,7 +22,7 @@ class PackedStep(NamedTuple):
     samples: whether there are sampling settings. dense: counts, in_prompt and bias of `SamplingArrays`, or None.
     num_top, num_prompt_top: most probable tokens to report of sampled tokens and of prompts; None scores nothing.
     rows: [T, D] embedded tokens, where the embedding is on the host; otherwise None.
-    drafts, acceptance: see `StepInput`. slots: [Gk, T] of its tokens, where drafts branch.
+    drafts, acceptance: see `StepInput`. slots: [Gk, T] of its tokens, where drafts have parents.
     """
 
     shape: StepShape
@@ -60,18 +60,17 @@ class PackedStep(NamedTuple):
             rows,
             step.drafts,
             step.acceptance,
-            step.arrays.slots if step.shape.tree else None,
+            step.arrays.slots if step.drafts is not None and step.drafts.parents is not None else None,
         )
 
     @property
     def verification_key(self) -> VerificationKey:
         """What the program that verifies its drafts is compiled for."""
         assert self.drafts is not None
-        drawn, dense = self.drafts.drawn_from, self.dense is not None
+        drawn, tree = self.drafts.drawn_from, self.drafts.parents is not None
+        sizes = None if drawn is None else tuple(drawn.shape[:2])
         rule = rule_of(self.acceptance, self.samples)
-        return VerificationKey.of(
-            self.shape, self.samples, dense, self.num_top, rule, None if drawn is None else tuple(drawn.shape[:2])
-        )
+        return VerificationKey.of(self.shape, self.samples, self.dense is not None, self.num_top, rule, sizes, tree)
 
     def drafts_for(self, key: VerificationKey) -> Drafts | FlatDrafts:
         """Returns its drafts as the program that verifies them takes them."""

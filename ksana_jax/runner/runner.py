@@ -45,7 +45,7 @@ from ksana_jax.runner.token_programs import (
     settings_packing,
     verification_packing,
 )
-from ksana_jax.runner.tree_paths import PathKey, lower_moves
+from ksana_jax.runner.tree_paths import lower_trees
 from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepShape
 
 
@@ -242,9 +242,11 @@ class Runner:
         asked = settings if step.samples else None, step.dense
         if step.drafts is not None:
             verify = self._program(key := step.verification_key)
-            report, path = verify(self.params, sampled, *asked, step.drafts_for(key))
-            if path is not None:
-                self.cache = self._program(PathKey(*step.shape.parts[0]))(self.cache, step.slots, path)
+            arguments = self.params, sampled, *asked, step.drafts_for(key)
+            if key.tree:
+                self.cache, report = verify(self.cache, step.slots, *arguments)
+            else:
+                report = verify(*arguments)
             tokens = FetchedVerification(Fetched(report, verification_packing(key)), step.shape.parts[0])
         elif step.num_sampled:
             choose = self.compile_sampler(sampled, step.num_sampled, step.samples, step.dense is not None, step.num_top)
@@ -316,9 +318,9 @@ class Runner:
         if isinstance(key, LoopKey):
             return functools.partial(self._lower_loop, key)
         if isinstance(key, VerificationKey):
+            if key.tree:
+                return functools.partial(lower_trees, self._head, self.params, self.cache, len(self.layout.groups), key)
             return functools.partial(self._head.lower_verification, self.params, key)
-        if isinstance(key, PathKey):
-            return functools.partial(lower_moves, self.placement, self.cache, len(self.layout.groups), key)
         kind, size, *rest = key
         if kind == "score":
             return functools.partial(self._head.lower_scores, self.params, size, *rest)

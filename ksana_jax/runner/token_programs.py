@@ -111,8 +111,12 @@ class OutputHead:
         return lower(run, params, hidden, settings, given)
 
     def lower_verification(self, params: Params, key: VerificationKey) -> Any:
-        """Lowers `verify_tokens`."""
-        run = self.placement.jit(functools.partial(verify_tokens, head=self, key=key))
+        """Lowers `verify_tokens` of runs."""
+        run = self.placement.jit(lambda *arguments: verify_tokens(*arguments, head=self, key=key)[0])
+        return lower(run, *self.verification_arguments(params, key))
+
+    def verification_arguments(self, params: Params, key: VerificationKey) -> tuple[Any, ...]:
+        """Returns the arguments of `verify_tokens`, or their shapes."""
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         count, vocab_size = key.count, self.config.vocab_size
         hidden = jax.ShapeDtypeStruct((count, self.config.d_model), params.embed.dtype)
@@ -127,7 +131,7 @@ class OutputHead:
             drafts = Drafts(ids, ints((key.part.count,)), drawn_from, None, ids if key.tree else None)
         settings = ints((settings_packing(count).size,)) if key.samples else None
         dense = sampling_shapes(count, vocab_size)[-3:] if key.dense else None
-        return lower(run, params, hidden, settings, dense, drafts)
+        return params, hidden, settings, dense, drafts
 
     def lower_scores(self, params: Params, num_tokens: int, num_top: int) -> Any:
         """Lowers `score_tokens` for prompts of num_tokens tokens in a step."""
@@ -179,7 +183,7 @@ class VerificationKey(NamedTuple):
     part: the tiles of rows, for rules that need to know which tokens are of one row; None for others.
     samples, dense: whether there are sampling settings, and penalties and biases.
     num_top: most probable tokens to score; None scores nothing. acceptance: see `StepInput`.
-    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: whether drafts branch.
+    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: whether drafts have parents.
     """
 
     count: int
@@ -200,12 +204,13 @@ class VerificationKey(NamedTuple):
         num_top: int | None,
         rule: str,
         drawn_from: tuple[int, int] | None = None,
+        tree: bool = False,
     ) -> VerificationKey:
         """Returns the key for a step's shape and a rule of `rule_of`."""
-        by_row = shape.tree or rule in RULES
+        by_row = tree or rule in RULES
         drawn_from = drawn_from if rule in RULES else None
         part = shape.parts[0] if by_row else None
-        return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, shape.tree)
+        return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, tree)
 
 
 def verify_tokens(

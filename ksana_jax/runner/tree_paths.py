@@ -1,31 +1,44 @@
-"""Moves keys and values of accepted draft tokens, the nodes on one way through a tree, to the slots of a text without
-branches. Knows slots; no tokens."""
+"""Verifies drafts that may branch, and moves keys and values of the accepted tokens, the nodes on one way through a
+tree, to the slots of a text without branches."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.models.params import Params
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.parallel.placement import Placement
-from ksana_jax.parallel.specs import BY_HEAD
+from ksana_jax.parallel.specs import BY_HEAD, EVERYWHERE
 from ksana_jax.runner.compiling import lower
+from ksana_jax.runner.token_programs import OutputHead, VerificationKey, verify_tokens
 
 
-class PathKey(NamedTuple):
-    """The part of a step with trees for which `moved_to_path` is compiled; see `Part`."""
+def lower_trees(head: OutputHead, params: Params, cache: Any, num_groups: int, key: VerificationKey) -> Any:
+    """Lowers `verify_trees` for a pool with some groups of layers."""
+    assert key.part is not None
+    run = head.placement.jit(
+        functools.partial(verify_trees, head=head, key=key), returns=(BY_HEAD, EVERYWHERE), donated=0
+    )
+    slots = jax.ShapeDtypeStruct((num_groups, key.part.count * key.part.width), jnp.int32)
+    return lower(run, cache, slots, *head.verification_arguments(params, key))
 
-    count: int
-    width: int
 
+def verify_trees(
+    cache: KVCache, slots: jax.Array, *arguments: Any, head: OutputHead, key: VerificationKey
+) -> tuple[KVCache, jax.Array]:
+    """Verifies drafts and moves what is accepted: of a run it stays where it is.
 
-def lower_moves(placement: Placement, cache: Any, num_groups: int, key: PathKey) -> Any:
-    """Lowers `moved_to_path` for a pool with some groups of layers."""
-    slots = jax.ShapeDtypeStruct((num_groups, key.count * key.width), jnp.int32)
-    path = jax.ShapeDtypeStruct((key.count, key.width), jnp.int32)
-    return lower(placement.jit(moved_to_path, returns=BY_HEAD, donated=0), cache, slots, path)
+    Args:
+      slots: [Gk, S * W] of a step's tokens; M * B for padding. arguments: of `verify_tokens`.
+
+    Returns:
+      The pool, and a vector of `verification_packing`.
+    """
+    report, path = verify_tokens(*arguments, head=head, key=key)
+    return moved_to_path(cache, slots, path), report
 
 
 def moved_to_path(cache: KVCache, slots: jax.Array, path: jax.Array) -> KVCache:

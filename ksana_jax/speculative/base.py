@@ -190,7 +190,8 @@ class SpeculativeMethod:
         """Returns the numbers of draft tokens for which steps are compiled, and for how many rows at most; a draft
         takes the next one."""
         most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
-        short = {-(-self.num_speculative_tokens // 2): self.short_rows}
+        # Trees fill the step that they are given, and have two kinds of steps for each length.
+        short = {-(-self.num_speculative_tokens // 2): 0 if self.draws_trees else self.short_rows}
         return {length: rows for length, rows in (short | dict.fromkeys(most, ANY_ROWS)).items() if length and rows}
 
     @property

@@ -103,7 +103,7 @@ class Buckets:
       shared_rows: decodes per group that may share leading blocks; 0 turns sharing off. Steps without sharing have
         their own shapes: checking for shared blocks in every layer would cost about 6 % (8 layers, 32 rows, CPU).
       verifications: parts of steps that verify drafts, see `verification_parts`.
-      trees: whether drafts may branch.
+      trees: whether drafts may branch. Runs of them have steps of their own, which cost less.
       joins: whether steps may have both decodes and chunks.
     """
 
@@ -186,7 +186,7 @@ class Buckets:
 
     def _verification(self, part: Part, width: int, tree: bool) -> StepShape:
         size = part.count * part.width
-        return StepShape((part,), width, max_sampled=size if tree else self._verified[size], tree=tree)
+        return StepShape((part,), width, max_sampled=size if self.trees else self._verified[size], tree=tree)
 
     @functools.cached_property
     def _verified(self) -> dict[int, int]:

@@ -132,6 +132,8 @@ class BatchBuilder:
         decodes, most = batch.decodes, int(drafts.counts.max())
         width = int(rows.num_blocks.take(decodes, axis=1).max())
         shape = self.buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
+        if self.buckets.trees:
+            drafts = drafts.with_parents()
         arrays = verification_arrays(shape, decodes, drafts, rows, self.block_size, self.num_blocks)
         num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
         [(count, tile)] = shape.parts

@@ -53,6 +53,12 @@ class Drafts(NamedTuple):
         nth = np.arange(self.ids.shape[1])
         return bool(np.count_nonzero((self.parents != nth - 1) & (nth < self.counts[:, None])))
 
+    def with_parents(self) -> Drafts:
+        """Returns the same drafts with parents, of runs too."""
+        if self.parents is not None:
+            return self
+        return self._replace(parents=np.tile(np.arange(-1, self.ids.shape[1] - 1, dtype=np.int32), (len(self.ids), 1)))
+
     def flat(self, count: int) -> FlatDrafts:
         """Returns runs of draft tokens as a step of `count` tokens has them, of each row one more than of ids."""
         rows, most = self.ids.shape

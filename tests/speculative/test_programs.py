@@ -10,6 +10,8 @@ from ksana_jax.step.contract import StepShape
 METHODS = {
     "ngram": {"num_speculative_tokens": 4},
     "trie": {"num_speculative_tokens": 8},
+    "trie with branches": {"method": "trie", "num_speculative_tokens": 8, "decoding_mode": "hier"},
+    "jacobi": {"num_speculative_tokens": 17},
     "draft_model": {"num_speculative_tokens": 4, "model": "ksana-tiny"},
     "draft_model by goodput": {
         "method": "draft_model",
