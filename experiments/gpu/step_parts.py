@@ -30,6 +30,7 @@ class Step:
 
     def __init__(self, llm, batch: int, text: int, label: str):
         from ksana_jax.patterns import FAR
+        from ksana_jax.runner.decode_loop import LoopKey
         from ksana_jax.step.contract import StepArrays, StepInput
 
         self.llm, self.runner, self.batch, self.text, self.label = llm, llm.runner, batch, text, label
@@ -47,8 +48,8 @@ class Step:
         sampled = np.minimum(np.arange(shape.max_sampled, dtype=np.int32), rows - 1)
         arrays = StepArrays(tokens, positions, positions[None], slots[None], tables[None], starts[None], sampled)
         self.input = StepInput(shape, arrays, num_sampled=rows)
-        previous = np.zeros(shape.max_sampled, np.int32)
-        self.given = jax.device_put((self.runner.packed(shape, arrays), previous))
+        # Of the step and the choice of the most probable tokens, on a GPU one program.
+        self.key = LoopKey(shape, 1, False, None)
 
     def bytes(self) -> dict[str, int]:
         """Least bytes of a step."""
@@ -56,37 +57,45 @@ class Step:
         return {"weight_bytes": weight_bytes(self.runner.params), "kv_bytes": kv}
 
     def on_device(self, program: Callable[..., Any], settings: Any = None) -> Callable[[int], Any]:
-        """A call that runs the step and chooses tokens, all arrays being on the device."""
-        runner, count = self.runner, self.input.num_sampled
+        """A call that runs the step and chooses tokens, all arrays being on the device.
+
+        Args:
+          program: of `key`, or of one with sampling settings. settings: `SamplingArrays`; None has none.
+        """
+        runner, vector = self.runner, self.runner.packed(self.shape, self.input.arrays, settings)
+        vectors, previous = jax.device_put((vector[None], np.zeros(self.shape.max_sampled, np.int32)))
 
         def call(index: int):
-            runner.cache, _, hidden, _ = program(runner.params, runner.cache, *self.given, runner._seen.arrays)
-            choose = runner.compile_sampler(hidden, count, settings is not None, False, None)
-            return choose(runner.params, hidden, settings, None)
+            runner.cache, tokens, reports, _ = program(
+                runner.params, runner.cache, vectors, previous, runner._seen.arrays, None
+            )
+            return tokens, reports
 
         return call
 
-    def warm_settings(self):
-        """Sampling at temperature 1, without top-k, top-p and penalties."""
-        from ksana_jax.runner.token_programs import settings_packing
+    def sampling(self) -> Callable[[int], Any]:
+        """A call as of `on_device` that samples at temperature 1, without top-k, top-p and penalties."""
+        self.runner.compile([key := self.key._replace(samples=True)])
+        return self.on_device(self.runner.programs[key], self._settings())
+
+    def _settings(self):
         from ksana_jax.step.contract import SamplingArrays
 
         rows = self.shape.max_sampled
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
         ints = np.zeros(rows, np.int32)
         seeds = np.random.default_rng(2).integers(0, 2**32, (rows, 2), dtype=np.uint32)
-        settings = SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros)
-        return jax.device_put(settings_packing(rows).pack(settings))
+        return SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros)
 
 
 def take_apart(context: Context, step: Step) -> None:
     """Times a step in other ways and looks into its program; each way that fails costs only itself."""
-    program = step.runner.programs[step.shape]
+    program = step.runner.programs[step.key]
     (context.out / "step_after_optimizations.txt").write_text(program.as_text())
     context.attempt("the step's launches", lambda: _launches(context, step))
     ways: dict[str, Callable[[], Callable[[int], Any]]] = {
         "without attention and cache": lambda: network_alone(step),
-        "sampling at temperature 1": lambda: step.on_device(program, step.warm_settings()),
+        "sampling at temperature 1": step.sampling,
         "without command buffers": lambda: step.on_device(_without_command_buffers(step)),
     }
     who = step.runner.implementation.name
@@ -133,7 +142,7 @@ def _with_all(q, k, v):
 
 
 def _without_command_buffers(step: Step):
-    lowered = step.lowered if step.lowered is not None else step.runner.lower_step(step.shape)
+    lowered = step.lowered if step.lowered is not None else step.runner.lower_decode(step.shape)
     on_gpu = step.runner.platform == "gpu"
     return lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""} if on_gpu else None)
 

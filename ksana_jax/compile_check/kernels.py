@@ -44,9 +44,6 @@ def cases(target: aot.Target) -> list[Case]:
         found.append(Case("step of Llama-8B", config, step, speed=whole))
     if target.hopper:
         found += _with_options()
-        for rows in models.STEPS:
-            choice = functools.partial(_sampling, model=LLAMA_8B, rows=rows, num_devices=1, samples=False)
-            found.append(Case("choice of tokens of Llama-8B", {"rows": rows}, choice, speed=models.choice(rows)))
     rows = SHAPES[1].parts[0].count
     for name, num_devices in DIVIDED:
         shape, divided = SHAPES[2], {"model": MODELS[name], "num_devices": num_devices}
@@ -64,13 +61,14 @@ def _with_options() -> list[Case]:
     sharing, weighing = SHAPES[1]._replace(shared_rows=SHARED_ROWS), SHAPES[1]._replace(table_width=SCORED_WIDTH)
     evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
     sizes, found = sizes_of(SHAPES[1]), []
+    logits_bytes = 4 * sizes["rows"] * LLAMA_8B.vocab_size
     for shape, option, settings, speed in (
         (sharing, {"shared_rows": SHARED_ROWS}, {}, models.step(sizes["rows"], 0, group=SHARED_ROWS)),
         (weighing, {"kv_eviction": "h2o"}, evicting, models.step(sizes["rows"], 0, mass=True)),
     ):
         step = functools.partial(_step, shape=shape, attention="hopper", **settings)
         config = {"attention": "hopper"} | sizes | option
-        found.append(Case("step of Llama-8B", config, step, speed=speed))
+        found.append(Case("step of Llama-8B", config, step, speed=speed, buffer_bytes=logits_bytes))
     return found
 
 
@@ -79,8 +77,8 @@ def _step(target: aot.Target, *, shape: StepShape, model: ModelConfig = LLAMA_8B
     return lower_step(gpu_target(target), model, shape, kv=kv, **settings)
 
 
-def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int, samples: bool = True):
-    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices, samples=samples)
+def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int):
+    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices)
 
 
 def main(target: str, *, only: str, as_json: bool) -> int:

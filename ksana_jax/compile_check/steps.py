@@ -16,6 +16,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.patterns import FULL
+from ksana_jax.runner.decode_loop import only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import StepShape
 from pallas_kernels.aot.report import Collective
@@ -50,18 +51,20 @@ def runner_of(
 
 
 def lower_step(target: Target, model: ModelConfig, shape: StepShape, *, num_devices: int = 1, **settings: Any) -> Any:
-    """Lowers a step. settings: of `runner_of`."""
+    """Lowers a step, with the choice of the most probable tokens where the engine has it inside. settings: of
+    `runner_of`."""
     runner = runner_of(target, model, num_devices=num_devices, **settings)
+    lower = runner.lower_decode if runner.chooses_in_step and only_decodes(shape) else runner.lower_step
     with target.described(num_devices):
-        return runner.lower_step(shape)
+        return lower(shape)
 
 
-def lower_sampling(target: Target, model: ModelConfig, rows: int, *, num_devices: int = 1, samples: bool = True) -> Any:
-    """Lowers the choice of a token for each of `rows` hidden states: by temperature and top-p, or the most probable."""
+def lower_sampling(target: Target, model: ModelConfig, rows: int, *, num_devices: int = 1) -> Any:
+    """Lowers the choice of a token by temperature and top-p for each of `rows` hidden states."""
     runner = runner_of(target, model, num_devices=num_devices, num_blocks=1)
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), jnp.bfloat16)
     with target.described(num_devices):
-        return runner.lower_sampler(hidden, rows, samples=samples, dense=False, num_top=None)
+        return runner.lower_sampler(hidden, rows, samples=True, dense=False, num_top=None)
 
 
 def collectives_of_step(model: ModelConfig, shape: StepShape, num_devices: int) -> Counter[Collective]:

@@ -19,6 +19,7 @@ class Tuning:
       layers_of_program: a step is compiled as programs of up to so many layers; None: as one program.
       least_rows: minimum rows of XLA's matrix products of bfloat16.
       joins_matrices: whether weights that multiply the same input are kept as one matrix.
+      chooses_in_step: whether a step of decodes alone and the choice of its tokens are one program.
       native: whether the C++ operators are for it.
       stored_as_bits: types, by NumPy's names, that a pool stores as unsigned integers of the same bits, because the
         compiler converts a whole pool of them at each scatter.
@@ -32,6 +33,7 @@ class Tuning:
     layers_of_program: int | None = None
     least_rows: int = 1
     joins_matrices: bool = False
+    chooses_in_step: bool = False
     native: bool = False
     stored_as_bits: frozenset[str] = frozenset()
     compiles_on_one_core: bool = False
@@ -75,6 +77,7 @@ _TUNING = {
         least_rows=8,
         # Each kernel that is started costs about 2 us, and a decode step of few rows has small ones.
         joins_matrices=True,
+        chooses_in_step=True,  # in one command buffer
     ),
     "tpu": Tuning(least_rows=8),
 }

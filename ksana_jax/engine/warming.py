@@ -27,7 +27,8 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     speculation, rule = engine.scheduler.speculation, engine.builder.acceptance
     drawn = () if speculation is None else speculation.proposer.drawn_shapes
     vocab_size = engine.model.vocab_size
-    keys = keys_for(shapes, buckets.decodes, asked, num_steps, vocab_size, verifying, rule, drawn)
+    in_step = runner.chooses_in_step
+    keys = keys_for(shapes, buckets.decodes, asked, num_steps, vocab_size, verifying, rule, drawn, in_step)
     widest = max(shape.table_width for shape in shapes)
     moves = engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
     runner.compile(keys, workers, table_width=widest, moves=moves)

@@ -28,6 +28,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
+from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.step_program import compiled_programs
@@ -238,10 +239,12 @@ def _compiled(
         for shape in shapes:
             most = shape.max_sampled
             keys = keys_for([shape], [most], [SamplingParams(temperature=1.0)], 1, config.vocab_size)
-            runner.compile(keys, table_width=shape.table_width)
+            decodes = shape._replace(parts=shape.parts[:1])
+            of_decodes = [LoopKey(decodes, 1, True, None)] if runner.chooses_in_step and only_decodes(decodes) else []
+            runner.compile([*keys, *of_decodes], table_width=shape.table_width)
             sampling = [p for key, p in runner.programs.items() if key[:3] == ("sample", most, most)]
             evicting = max(map(_known_bytes, runner.evictor.programs), default=0) if runner.evictor else 0
-            step = _known_bytes(runner.programs[shape])
+            step = max(_known_bytes(runner.programs[key]) for key in (shape, *of_decodes))
             found.append(StepBytes(step, max(map(_known_bytes, sampling)), evicting))
     return found
 

@@ -1,4 +1,5 @@
-"""Several decode steps as one program: a loop on the device over steps of one shape, each with its sampling inside.
+"""Decode steps with their sampling inside, as one program: a single one, or a loop on the device over several of one
+shape.
 
 The host prepares the arrays of all steps; only tokens go from one to the next.
 """
@@ -16,12 +17,13 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, step_packed
 from ksana_jax.runner.token_programs import OutputHead, choose_tokens, drawn_with, report_packing
-from ksana_jax.step.contract import StepShape
+from ksana_jax.step.contract import StepInput, StepShape, share_a_call
 
 
 class LoopKey(NamedTuple):
     """What a loop is compiled for, by which the runner keeps it.
 
+    num_steps: of 1 there is no loop, only the step and its sampling.
     samples: whether there are sampling settings. num_top: most probable tokens to score; None scores nothing.
     distributions: whether the probabilities that tokens were drawn with are wanted; with samples only.
     stops: whether it may end early, see `Stop`.
@@ -50,6 +52,13 @@ class Stop(NamedTuple):
 def only_decodes(shape: StepShape) -> bool:
     """Whether each tile of a shape is one token."""
     return [part.width for part in shape.parts] == [1]
+
+
+def serves(step: StepInput) -> bool:
+    """Whether a program with the sampling inside can compute a step: one of decodes alone, without drafts, scores of
+    prompts, penalties and biases."""
+    dense = step.sampling is not None and step.sampling.counts is not None
+    return only_decodes(step.shape) and share_a_call([step]) and not dense
 
 
 def lower_loop(
@@ -90,7 +99,10 @@ def run_loop(params, cache, vectors, given, patterns, stop, *, network: Network,
         drawn_from = drawn_with(params, sampled, settings, head, key.shape.num_tokens) if key.distributions else None
         return (cache, tokens), (report, drawn_from)
 
-    if stop is None:
+    if key.num_steps == 1 and stop is None:
+        (cache, given), of_one = body((cache, given), vectors[0])
+        reports, drawn_from = jax.tree.map(lambda x: x[None], of_one)
+    elif stop is None:
         (cache, given), (reports, drawn_from) = jax.lax.scan(body, (cache, given), vectors)
     else:
         (cache, given), (reports, drawn_from) = _until(stop, body, (cache, given), vectors, key)

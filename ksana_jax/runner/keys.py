@@ -23,6 +23,7 @@ def keys_for(
     verifying: Sequence[StepShape] = (),
     acceptance: str = "sampled",
     drawn_shapes: Sequence[tuple[int, int]] = (),
+    in_step: bool = False,
 ) -> list[Any]:
     """Returns the keys of all programs that steps of some shapes can need; see `Runner.programs`.
 
@@ -32,13 +33,19 @@ def keys_for(
       num_steps: of decodes that share a call.
       verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
         drafts, see `VerificationKey`.
+      in_step: see `Runner.chooses_in_step`.
     """
     counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
     tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count is not None}
     prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab_size) for p in asked if p.prompt_logprobs is not None}
     kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy}
     kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
+    loops = {num_steps} if num_steps > 1 else set()
     keys: dict[Any, None] = dict.fromkeys(shapes)
+    if in_step:
+        loops.add(1)
+        if not prompt_tops and not any(dense for _, dense in kinds):
+            keys = dict.fromkeys(itertools.filterfalse(only_decodes, shapes))
     for tokens in {shape.num_tokens for shape in shapes}:
         keys |= dict.fromkeys(("score", tokens, top) for top in prompt_tops)
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
@@ -51,7 +58,6 @@ def keys_for(
             drawn = [sizes for sizes in drawn_shapes if sizes[0] >= shape.parts[0].width] if samples else []
             of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule, tree=tree)
             keys |= dict.fromkeys(map(of_shape, drawn or [None]))
-    if num_steps > 1:
-        loops = itertools.product(filter(only_decodes, shapes), {samples for samples, _ in kinds}, tops)
-        keys |= dict.fromkeys(LoopKey(shape, num_steps, some, top) for shape, some, top in loops)
+    asked_of_loops = itertools.product(filter(only_decodes, shapes), loops, {samples for samples, _ in kinds}, tops)
+    keys |= dict.fromkeys(LoopKey(*of_loop) for of_loop in asked_of_loops)
     return list(keys)

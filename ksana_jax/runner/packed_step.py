@@ -79,13 +79,12 @@ class PackedStep(NamedTuple):
 
 
 class PackedLoop(NamedTuple):
-    """Decode steps of one call. vectors: [steps, n], see `PackedStep`. num_sampled: of each step.
+    """Decode steps of one call. vectors: [steps, n], see `PackedStep`.
 
     stop: when it ends early; None for never.
     """
 
     key: LoopKey
     vectors: np.ndarray
-    num_sampled: int
     moves: Moves | None
     stop: Stop | None = None

@@ -29,7 +29,7 @@ from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.runner.array_shapes import array_shapes
 from ksana_jax.runner.compiling import compile_all, compiled
-from ksana_jax.runner.decode_loop import LoopKey, Stop, lower_loop
+from ksana_jax.runner.decode_loop import LoopKey, Stop, lower_loop, serves
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover, Saved
 from ksana_jax.runner.packed_step import PackedLoop, PackedStep
@@ -147,6 +147,11 @@ class Runner:
         )
 
     @property
+    def chooses_in_step(self) -> bool:
+        """Whether a step and the choice of its tokens are one program, where `decode_loop.serves` the step."""
+        return self._tuning.chooses_in_step and not self.embeds_on_host
+
+    @property
     def num_compilations(self) -> int:
         """Number of functions compiled so far."""
         evicting = 0 if self.evictor is None else len(self.evictor.programs)
@@ -205,6 +210,9 @@ class Runner:
 
     def submit(self, step: StepInput) -> Submitted:
         """Starts one step; see `step.Executor`. New shapes are compiled first."""
+        if self.chooses_in_step and serves(step):
+            [submitted] = self.submit_together([step])
+            return submitted
         return self.run(self.pack(step))
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
@@ -225,7 +233,7 @@ class Runner:
         top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
         key = LoopKey(step.shape, len(steps), step.sampling is not None, top, distributions, stop is not None)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
-        return PackedLoop(key, vectors, step.num_sampled, step.moves, stop)
+        return PackedLoop(key, vectors, step.moves, stop)
 
     def run(self, step: PackedStep) -> Submitted:
         """Starts one step."""
@@ -263,7 +271,7 @@ class Runner:
         self.cache, self._sampled, reports, drawn_from = run(
             self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop
         )
-        fetched = Fetched(reports, report_packing(loop.num_sampled, loop.key.num_top))
+        fetched = Fetched(reports, report_packing(loop.key.shape.num_tokens, loop.key.num_top))
         finish, compiled = functools.partial(self.mover.finish, saved), self.num_compilations > before
         first = Submitted(finish, move_s, FetchedStep(fetched, 0), None, compiled, drawn_from)
         others = (FetchedStep(fetched, at) for at in range(1, len(loop.vectors)))
@@ -349,6 +357,10 @@ class Runner:
     def lower_step(self, shape: StepShape):
         """Lowers a step as one program without compiling it, for inspection."""
         return lower_whole(self._network, shape, self._seen.alike, self._packing(shape), *self._packed_arguments(shape))
+
+    def lower_decode(self, shape: StepShape, samples: bool = False, num_top: int | None = None):
+        """Lowers a step of decodes and the choice of its tokens as one program, for inspection; see `LoopKey`."""
+        return self._lower_loop(LoopKey(shape, 1, samples, num_top))
 
     def lower_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None):
         """Lowers the choice of tokens without compiling it, for inspection; see `compile_sampler`."""

@@ -161,11 +161,13 @@ def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: i
     Returns:
       The tokens [J], padded, and a vector of `report_packing`.
     """
-    scores_SV = head(params, hidden[:count])
-    tokens = sample(scores_SV, _sampling_of(settings, dense, hidden, count, head), head.vocabulary)
-    scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
-    # Of one size, because the next step may take its tokens from there.
-    return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
+    # The name by which a program that also computes layers tells these operations from theirs.
+    with jax.named_scope("choice"):
+        scores_SV = head(params, hidden[:count])
+        tokens = sample(scores_SV, _sampling_of(settings, dense, hidden, count, head), head.vocabulary)
+        scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
+        # Of one size, because the next step may take its tokens from there.
+        return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
 
 
 def drawn_with(params, hidden, settings, head: OutputHead, count: int):

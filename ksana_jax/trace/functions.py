@@ -154,7 +154,8 @@ def name_of(key: Any) -> str:
         return f"step {parts}, tables of {key.table_width}{shared}"
     if isinstance(key, LoopKey):
         asked = ["by temperature"] * key.samples + [f"{key.num_top} log-probabilities"] * (key.num_top is not None)
-        return ", ".join([f"{key.num_steps} times {name_of(key.shape)}", *(asked or ["greedy"])])
+        times = f"{key.num_steps} times " if key.num_steps > 1 else ""
+        return ", ".join([f"{times}{name_of(key.shape)}", *(asked or ["greedy"])])
     if isinstance(key, tuple) and key[:1] == ("sample",) and len(key) == 6:
         _, _, count, settings, dense, top = key
         asked = ["by temperature"] * bool(settings) + ["penalties and biases"] * bool(dense)

@@ -62,6 +62,7 @@ class Case:
       lower: the program lowered for a target, mostly by `aot.lower`. Its pool is what it takes over from its caller;
         where it takes nothing over, its largest argument.
       collectives: those that the program must have, and no others; None: of one device, or judged by nobody.
+      buffer_bytes: see `Program.wrong`.
       speed: how its time is predicted from machine code: of its kernels, or of the whole program; None: not at all.
     """
 
@@ -70,6 +71,7 @@ class Case:
     lower: Callable[[aot.Target], Any]
     collectives: Counter[Collective] | None = None
     speed: Model | steps.Program | None = None
+    buffer_bytes: int = 0
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
@@ -101,7 +103,7 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     ptxas = aot.find_ptxas()
     assert ptxas is not None
     kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas)
-    wrong = program.wrong(case.collectives)
+    wrong = program.wrong(case.collectives, case.buffer_bytes)
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
     thunks = after.read_text() if after else ""
     inside, outside = report.count_thunks(thunks)
@@ -232,7 +234,7 @@ def check(
                 firsts.append(result[0])
         finally:
             pool.shutdown(cancel_futures=True)
-    whole = steps.totals(firsts)
+    whole = steps.whole_steps(firsts)
     show("\n".join(map(_whole_step, whole))) if whole else None
     failed = sum(row["reason"] is not None for row in rows)
     show(f"{len(rows)} reports, {failed} failed, {time.perf_counter() - began:.0f} s")

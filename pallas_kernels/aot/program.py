@@ -26,9 +26,10 @@ class Program:
     pools: tuple[tuple[int, ...], ...]
     collectives: collections.Counter[Collective]
 
-    def wrong(self, expected: collections.Counter[Collective] | None) -> list[str]:
-        """Returns what is wrong with it. expected: collectives; None expects none in particular."""
-        found = report.judge_program(self.memory, report.find_copies(self.hlo, self.pools))
+    def wrong(self, expected: collections.Counter[Collective] | None, buffer_bytes: int = 0) -> list[str]:
+        """Returns what is wrong with it. expected: collectives; None expects none in particular. buffer_bytes: of its
+        temporaries, those of arrays that it needs and that are larger than a part of the pool."""
+        found = report.judge_program(self.memory, report.find_copies(self.hlo, self.pools), buffer_bytes)
         return found if expected is None else found + report.judge_collectives(self.collectives, expected)
 
     def plain(self) -> dict[str, Any]:

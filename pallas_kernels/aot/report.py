@@ -335,13 +335,13 @@ def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
     return wrong
 
 
-def judge_program(memory: Memory, copies: list[str]) -> list[str]:
-    """What is wrong with a program. Args: copies, of `find_copies`."""
+def judge_program(memory: Memory, copies: list[str], buffer_bytes: int = 0) -> list[str]:
+    """What is wrong with a program. Args: copies, of `find_copies`; buffer_bytes, temporaries that it needs."""
     wrong = []
     if copies:
         wrong.append(f"the pool is copied by {', '.join(copies)}")
     if memory.alias_bytes < memory.donated_bytes:
         wrong.append(f"{memory.donated_bytes:,} bytes are donated and {memory.alias_bytes:,} aliased")
-    if memory.temp_bytes >= memory.part_bytes:
+    if memory.temp_bytes - buffer_bytes >= memory.part_bytes:
         wrong.append(f"{memory.temp_bytes:,} bytes of temporaries, one layer's keys are {memory.part_bytes:,}")
     return wrong

@@ -8,7 +8,7 @@ warp      simulates turns of a loop on one scheduler of a multiprocessor
 lists     shapes of the GPU script, their lists of work and grids
 predict   cycles against the memory time of the bytes: microseconds, share of a copy or TFLOP/s, and what limits
 launches  what a whole program starts, and the bytes of each launch
-steps     whole programs: their launches and gaps; a step with the choice of its tokens
+steps     whole steps with the choice of their tokens: their launches and gaps
 models    which model belongs to which case of the report
 baseline  predictions that are stored, and compared with new ones
 """

@@ -50,8 +50,7 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if row.get("predictions"):
             case = found.setdefault(key(row), {"kernels": {}, "shapes": {}})
             if "launches" in row:  # a whole program
-                names = ("launches", "launches_per_layer") if row["step"] else ("launches",)
-                case["launches"] = {name: row[name] for name in names}
+                case["launches"] = {name: row[name] for name in ("launches", "launches_per_layer")}
             else:
                 turn = row["speed"]["turn"]
                 numbers = {"instructions": turn["instructions"], "cycles": row["speed"]["cycles"]}

@@ -19,8 +19,6 @@ from pallas_kernels.speed.steps import (
     ATTENTION,
     MASS,
     MERGE,
-    ONCE,
-    PRODUCTS,
     SHARED_ATTENTION,
     SHARED_MERGE,
     WRITE,
@@ -153,11 +151,6 @@ def step(rows: int, tiles: int, *, group: int = 0, mass: bool = False) -> Progra
         host_us=HOST_US[rows],
         aim_ms=None if group or mass else AIMS_MS[rows],
     )
-
-
-def choice(rows: int) -> Program:
-    """Returns the model of the choice of the most probable tokens after a step of as many rows."""
-    return Program({f"choice of {rows}": Rows(())}, terms={PRODUCTS: "LM head", ONCE: "choice of tokens"})
 
 
 def triton_decode(config: dict[str, Any]) -> Model | None:

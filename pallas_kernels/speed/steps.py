@@ -29,8 +29,8 @@ SHARED_ATTENTION, SHARED_MERGE = "shared attention", "shared merge"
 PRODUCTS, SMALL, WORK_LIST, GAPS = "products", "small kernels of layers", "work list", "gaps"
 # Products of few rows in a kernel of ours, of the term PRODUCTS.
 OWN_PRODUCTS = {f"product {name}": f"{name}/hopper_product" for name in ("qkv", "output", "gate_up", "down")}
-# Embedding, angles of the rope, last norm.
-ONCE = "others of a step"
+# The product with the vocabulary, and what chooses tokens by it. Embedding, angles of the rope, last norm.
+LM_HEAD, CHOICE, ONCE = "LM head", "choice of tokens", "others of a step"
 # Of kernels, by what stands in their scope.
 _SCOPES = {
     "shared/hopper_attention": SHARED_ATTENTION,
@@ -58,7 +58,6 @@ class Program:
       shapes: by their names; the program is compiled for all of them.
       attention, write, shared, mass: models of its kernels, named after their terms; None where it has none.
       products: models of products, by their names in OWN_PRODUCTS.
-      terms: other names of the terms PRODUCTS and ONCE, if it is no step.
       host_us: what the host takes for a step, in microseconds, measured. aim_ms: of the first shape, of a whole step.
     """
 
@@ -68,7 +67,6 @@ class Program:
     shared: Attention | None = None
     mass: Mass | None = None
     products: Mapping[str, Product] = dataclasses.field(default_factory=dict)
-    terms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host_us: float = 0.0
     aim_ms: float | None = None
 
@@ -92,13 +90,14 @@ class Program:
                 num_bytes += read
                 ahead.run(us, read)
             elif launch.product:
-                us = product_us(launch, chip, ahead.take(chip.us(chip.dram_latency)))
+                # No product asks for weights of the head.
+                cached = 0.0 if name == LM_HEAD else ahead.take(chip.us(chip.dram_latency))
+                us = product_us(launch, chip, cached)
                 num_bytes += launch.argument_bytes
             else:
                 us = own_us(launch, code.machines.get(launch.kernel), chip)
                 ahead.run(us, launch.argument_bytes)
-            name = PRODUCTS if name in OWN_PRODUCTS else name
-            terms[self.terms.get(name, name)] += us
+            terms[PRODUCTS if name in OWN_PRODUCTS else name] += us
         terms[GAPS] = chip.launch_us * len(code.launches)
         us = sum(terms.values())
         share = num_bytes / (us * 1e-6) / chip.copy_bytes_per_s
@@ -150,6 +149,8 @@ class Code:
         for launch in self.launches:
             if launch.pallas:
                 found.append(_kind(launch))
+            elif launch.scope.startswith("choice/"):
+                found.append(LM_HEAD if launch.product else CHOICE)
             elif launch.product:
                 found.append(PRODUCTS)
             elif 4 * repeated[launch.alike] > self.num_layers > 1:  # XLA need not treat all layers alike
@@ -161,7 +162,7 @@ class Code:
     @property
     def launches_per_layer(self) -> float | None:
         """Launches of layers, by their number; None of a program without layers."""
-        of_layers = sum(name not in (WORK_LIST, ONCE) for name in self.terms)
+        of_layers = sum(name not in (WORK_LIST, ONCE, LM_HEAD, CHOICE) for name in self.terms)
         return round(of_layers / self.num_layers, 1) if self.num_layers > 1 else None
 
 
@@ -257,8 +258,8 @@ def _machine(ptx: Path, arch: str, ptxas: str, nvdisasm: str, threads: int = 0) 
 
 
 def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
-    """Returns what rows say of a whole program: "predictions", "launches" in all and per layer, the model's "host_us"
-    and "aim_ms", and whether it is a "step" or what follows one."""
+    """Returns what rows say of a whole step: "predictions", "launches" in all and per layer, the model's "host_us" and
+    "aim_ms"."""
     found = [prediction.plain() for prediction in model.predict(code, chip)]
     return {
         "predicted_share": found[0]["share"],
@@ -269,34 +270,23 @@ def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
         "launches_per_layer": code.launches_per_layer,
         "host_us": model.host_us,
         "aim_ms": model.aim_ms,
-        "step": model.attention is not None,
     }
 
 
-def totals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to steps the choice of their tokens, a program of its own.
+def whole_steps(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what steps take: of each shape its terms in microseconds, "ms", "launches", "host_us", and "aim_ms" of
+    the first one. One step ahead, the host prepares a step while the device computes the one before it: a step takes as
+    long as the longer of the two.
 
     Args:
-      cases: a row of each program. Those of a step and of its choice have the same rows.
-
-    Returns:
-      of each shape of a step: its terms in microseconds, "ms", the launches of both programs, "host_us", and "aim_ms"
-      of the first one. One step ahead, the host prepares a step while the device computes the one before it: a step
-      takes as long as the longer of the two.
+      cases: a row of each program.
     """
-    programs = [case for case in cases if case.get("launches")]
-    choices = {case["config"]["rows"]: case for case in programs if not case["step"]}
     found = []
-    for case in programs:
-        choice = choices.get(case["config"]["rows"])
-        if not case["step"] or choice is None:
-            continue
-        [after] = choice["predictions"]
+    for case in (case for case in cases if case.get("launches")):
         for number, said in enumerate(case["predictions"]):
-            added = Counter(said["terms"]) + Counter(after["terms"])
-            terms = {name: round(us, 1) for name, us in added.items()}
-            about = {"shape": said["shape"], "terms": terms, "launches": case["launches"] + choice["launches"]}
-            about |= {"launches_per_layer": case["launches_per_layer"], "host_us": case["host_us"]}
+            terms = {name: round(us, 1) for name, us in said["terms"].items()}
+            about = {"shape": said["shape"], "terms": terms}
+            about |= {name: case[name] for name in ("launches", "launches_per_layer", "host_us")}
             about["aim_ms"] = None if number else case["aim_ms"]
             found.append(about | {"ms": round(max(sum(terms.values()), case["host_us"]) / 1e3, 3)})
     return found

@@ -38,7 +38,7 @@ def run(context: Context) -> None:
             context.attempt(f"lowering the step of {some.label}", functools.partial(_submit, context, compiling, some))
         context.attempt(f"step of {step.label}", functools.partial(_time, context, compiling, step))
     middle = steps[1]
-    if middle.shape in runner.programs:
+    if middle.key in runner.programs:
         take_apart(context, middle)
 
 
@@ -67,7 +67,7 @@ def _submit(context: Context, compiling: Compiling, step: Step) -> None:
         return
     started, who = time.perf_counter(), step.runner.implementation.name
     with context.guard(who, FIRST_RUN, seconds=60):
-        step.lowered = step.runner.lower_step(step.shape)
+        step.lowered = step.runner.lower_decode(step.shape)
     context.value(f"lowering the step of {step.label}", time.perf_counter() - started, "s")
     options = {"xla_dump_to": str(context.folder / "xla")}
     compiling.submit(step.label, step.lowered, who=who, case=FIRST_RUN, options=options)
@@ -80,7 +80,7 @@ def _time(context: Context, compiling: Compiling, step: Step) -> None:
         time.sleep(0.01)
     program = compiling.result(step.label)
     context.value(f"waiting for the step of {step.label} to compile", time.perf_counter() - started, "s")
-    runner._compiled[step.shape] = program  # what `Runner.compile_step` would keep
+    runner._compiled[step.key] = program
     memory = program.memory_analysis()
     if memory is not None:
         context.record(
@@ -92,7 +92,7 @@ def _time(context: Context, compiling: Compiling, step: Step) -> None:
             arguments=memory.argument_size_in_bytes,
         )
     who, pending = runner.implementation.name, compiling.pending
-    with context.guard(who, FIRST_RUN, seconds=60):  # with the programs that choose tokens
+    with context.guard(who, FIRST_RUN, seconds=60):
         samplers = {"device": Dispatched(step.on_device(program), STEPS)}
     times, failed, readings = measured(context, samplers, count=5, spare_s=2)
     with context.guard(who, FIRST_RUN, seconds=60):

@@ -185,23 +185,29 @@ def case(**changed) -> dict:
     said = {"shape": "1 row", "us": 3600.0, "terms": terms, "share": 0.8, "tflops": 0.0, "limit": "products"}
     return {
         "name": "step", "config": {"rows": 1}, "predictions": [said], "launches": 500, "launches_per_layer": 14,
-        "host_us": 30.0, "aim_ms": 4.4, "step": True, "reason": None,
+        "host_us": 30.0, "aim_ms": 4.4, "reason": None,
     } | changed  # fmt: skip
 
 
-def test_a_step_and_the_choice_of_its_tokens_are_added_and_hide_the_host():
-    choice = case(name="choice", launches=7, launches_per_layer=None, host_us=0.0, aim_ms=None, step=False)
-    choice["predictions"] = [choice["predictions"][0] | {"us": 300.0, "terms": {"LM head": 290.0, "gaps": 10.0}}]
-    [step] = steps.totals([case(), {"name": "a kernel"}, choice])
-    assert step["terms"] == {"products": 3000, "gaps": 610, "LM head": 290}
-    assert (step["launches"], step["launches_per_layer"], step["ms"], step["aim_ms"]) == (507, 14, 3.9, 4.4)
-    assert steps.totals([case(host_us=9000.0), choice])[0]["ms"] == 9
-    assert steps.totals([case()]) == []  # without its choice it is no whole step
+def test_a_whole_step_hides_the_host():
+    [step] = steps.whole_steps([case(), {"name": "a kernel"}])
+    assert step["terms"] == {"products": 3000, "gaps": 600}
+    assert (step["launches"], step["launches_per_layer"], step["ms"], step["aim_ms"]) == (500, 14, 3.6, 4.4)
+    assert steps.whole_steps([case(host_us=9000.0)])[0]["ms"] == 9
     longer = case()
     longer["predictions"] *= 2
-    assert [step["aim_ms"] for step in steps.totals([longer, choice])] == [4.4, None]
+    assert [step["aim_ms"] for step in steps.whole_steps([longer])] == [4.4, None]
     table = baseline.table_of_steps([step])
-    assert "| 1 row | 3,000 | 610 | 290 | **3.90**, aim 4.4 | 507, 14 |" in table
+    assert "| 1 row | 3,000 | 600 | **3.60**, aim 4.4 | 500, 14 |" in table
+
+
+def test_the_choice_of_tokens_is_no_part_of_layers():
+    gather, product = read_launches(HLO, THUNKS)
+    merge = dataclasses.replace(gather, name="custom-call", pallas="abc", scope="layer0/attention/hopper_merge/x")
+    of_choice = [dataclasses.replace(x, scope=f"choice/{x.name}") for x in (product, gather)]
+    code = steps.Code([gather, *[merge] * 12, *of_choice], {})
+    assert code.terms == [steps.ONCE, *[steps.MERGE] * 12, steps.LM_HEAD, steps.CHOICE]
+    assert code.launches_per_layer == 1
 
 
 def test_a_step_with_more_launches_or_a_longer_one_fails():
