@@ -54,6 +54,9 @@ TRIAL, REST_BEFORE_TRIAL, TRIAL_GAIN = 4, 32, 1.2
 LEAST_S = 1e-9
 # Most rows whose texts are watched at once, and the least weight of an observation: in a rest others follow.
 WATCHED, WEIGHT_WATCHED = 8, 0.1
+# How many times as many tokens must be expected of a new text as of the last one whose drafts were weighed when it
+# began, for its own to be weighed then: that takes half a step of a small model.
+MORE_PROMISING = 1.1
 # Most steps that are not observed between two that are, in a rest, because the host's notes on a step take time, too;
 # and of how many of the rest so far they may be one. At first all are observed, so that drafts that pay are found soon.
 UNSEEN, UNSEEN_SHARE = 47, 8
@@ -99,6 +102,8 @@ class Goodput:
         self._allowance = Allowance(LOSS, FIRST_LOSS) if watches else Allowance(LOSS_UNWATCHED, FIRST_UNWATCHED)
         self._watching = Allowance(WATCHING, FIRST_WATCHING)
         self._in_debt = False
+        # Tokens of a step with drafts of a new text, more than which must be expected for rests to end when it begins.
+        self._least_promise = 0.0
         self._verified_s: float | None = None
         # Seconds for a row that is watched, the last ones; and rows at once.
         self._watch_s: float | None = None
@@ -165,12 +170,18 @@ class Goodput:
         if self.last is not None and self.last.width > 1:
             self._proposals_s[self._plain(num_rows)].append(seconds)
 
-    def begin(self, row: int) -> None:
-        """Takes note that another text has entered a row, whose drafts may pay."""
+    def begin(self, row: int) -> bool:
+        """Takes note that another text has entered a row; returns whether its drafts may pay, so that rests end."""
         self.outcomes.begin(row)
-        if not self._allowance.is_spent:
-            for rest in self._rests.values():
-                rest.left = 0
+        if self._allowance.is_spent:
+            return False
+        if self._watches:  # which finds out before long whether its drafts pay
+            if (promise := self.outcomes.of_new_text()) <= self._least_promise:
+                return False
+            self._least_promise = MORE_PROMISING * promise
+        for rest in self._rests.values():
+            rest.left = 0
+        return True
 
     # ------------------------------------------------------------------ watching
 
@@ -284,7 +295,7 @@ class Goodput:
             rest.last, rest.trial, rest.run, rest.number, rest.drafts = 0, None, rest.run + 1, 0, True
             rest.longest = LONGEST_RUN if gains[offer.parts.index(part)] >= LARGE_GAIN else SHORT_RUN
             if rest.run > 2 * LEAST_REST:
-                rest.memory = MOST_REST
+                rest.memory, self._least_promise = MOST_REST, 0.0
             return part.width - 1
         if part := self._on_trial(offer, lengths):
             if rest.trial is None:

@@ -5,7 +5,11 @@ Source: E = (1 - a^(k + 1)) / (1 - a) tokens of a step with k draft tokens, Levi
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
+
+Array: TypeAlias = Any  # NumPy's, or a number
 
 # Least weight of a new observation, for the averages of all.
 NEW = 0.02
@@ -34,6 +38,12 @@ class Outcomes:
         """Takes note that another text has entered a row: it is expected to be like all others."""
         self._judged[:, row], self._found[:, row] = self._judged[:, -1], self._found[:, -1]
         self._num_judged[row] = self._num_found[row] = IMAGINED
+
+    def of_new_text(self) -> float:
+        """Returns the tokens to be expected of a step with drafts of a text of which nothing is known."""
+        (accepted, rejected), (share, length) = self._judged[:, -1].tolist(), self._found[:, -1].tolist()
+        acceptance = min(accepted / max(accepted + rejected, 1e-9), 0.999)
+        return 1 + share * (tokens_of(acceptance, length / max(share, 1e-9)) - 1)
 
     def weigh_anew(self, rows: np.ndarray) -> None:
         """Lets the next drafts of some rows count as those of new texts do."""
@@ -81,7 +91,7 @@ def _expected(averages: np.ndarray, numbers: np.ndarray, rows: np.ndarray) -> np
     return averages[:, rows] + IMAGINED / np.maximum(numbers[rows], IMAGINED) * (averages[:, -1:] - averages[:, rows])
 
 
-def tokens_of(acceptance: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def tokens_of(acceptance: Array, lengths: Array) -> Array:
     """Returns the tokens [m, n] to be expected of rows [n] from a step with drafts of `lengths` [m, n], the model's own
     token included."""
     rejected = 1 - acceptance

@@ -96,8 +96,8 @@ class Speculation:
             seq = rows.seqs[row]
             assert seq is not None
             self._num_texts += 1
-            if self.goodput is not None:
-                self.goodput.begin(row)
+            if self.goodput is not None and self.goodput.begin(row):
+                self._unseen = 0
             self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
 
     def end(self, row: int, seq: Sequence) -> None:
@@ -224,6 +224,9 @@ class Speculation:
         if self.goodput is None:
             return
         part = None if shape is None else shape.parts[0]
+        if part is None and self._unseen:  # a prompt in a rest, which goes on after it
+            self._passed.clear()
+            return
         if part != self.goodput.last:
             self._unseen = 0
             self._passed.clear()
