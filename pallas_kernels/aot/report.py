@@ -268,8 +268,10 @@ def find_collectives(hlo: str) -> Counter[Collective]:
     """Counts the collectives of an optimised program, each where it stands, not how often it runs."""
     found: Counter[Collective] = Counter()
     for shapes, kind, started in _COLLECTIVE.findall(hlo):
-        sizes = [_num_bytes(*array) for array in _ARRAY.findall(shapes)]
-        # What starts has its arguments beside its result; only sums start with their results alone.
+        # What starts has its arguments beside its result; only sums start with their results alone, or from jax 0.11 on
+        # with their arguments as a tuple before them.
+        results = shapes.partition("), ")[2] if shapes.startswith("((") else shapes
+        sizes = [_num_bytes(*array) for array in _ARRAY.findall(results if kind == "all-reduce" else shapes)]
         found[Collective(kind, max(sizes) if started and kind != "all-reduce" else sum(sizes))] += 1
     return found
 

@@ -109,6 +109,8 @@ ENTRY %main.1 (p.1: bf16[1024,2,2,8,64,128]) -> bf16[8,1024,1024] {
 EXCHANGED = """
   %all-reduce-start = bf16[544,4096]{1,0} all-reduce-start(%fusion.1), channel_id=1, replica_groups={{0,1}}
   %all-reduce-done = bf16[544,4096]{1,0} all-reduce-done(%all-reduce-start)
+  %all-reduce-start.1 = ((bf16[544,4096]{1,0}), bf16[544,4096]{1,0}) all-reduce-start(%fusion.1), channel_id=1
+  %all-reduce-start.2 = ((f32[64]{0}, pred[4]{0}), (f32[64]{0}, pred[4]{0})) all-reduce-start(%a, %b), channel_id=7
   %all-reduce.5 = bf16[544,4096]{1,0:T(8,128)(2,1)S(1)} all-reduce(%all-gather-fusion), channel_id=4
   %all-reduce.6 = (f32[64]{0}, pred[4]{0}) all-reduce(%a, %b), channel_id=5
   %all-gather-start = (f32[64]{0}, f32[8,64]{1,0}) all-gather-start(%c), channel_id=2
@@ -188,8 +190,8 @@ def test_copies_of_a_pool_or_of_a_layer_are_found_where_they_are_written():
 def test_collectives_are_counted_with_the_bytes_that_a_device_gets():
     found = report.find_collectives(EXCHANGED)
     assert found == {
-        ("all-reduce", 544 * 4096 * 2): 2,
-        ("all-reduce", 256 + 4): 1,
+        ("all-reduce", 544 * 4096 * 2): 3,
+        ("all-reduce", 256 + 4): 2,
         ("all-gather", 8 * 64 * 4): 1,
         ("all-gather", 64 * 8): 1,
         ("collective-permute", 16): 1,
