@@ -111,8 +111,8 @@ class OutputHead:
         return lower(run, params, hidden, settings, given)
 
     def lower_verification(self, params: Params, key: VerificationKey) -> Any:
-        """Lowers `verify_tokens` of runs."""
-        run = self.placement.jit(lambda *arguments: verify_tokens(*arguments, head=self, key=key)[0])
+        """Lowers `verify_runs`."""
+        run = self.placement.jit(functools.partial(verify_runs, head=self, key=key))
         return lower(run, *self.verification_arguments(params, key))
 
     def verification_arguments(self, params: Params, key: VerificationKey) -> tuple[Any, ...]:
@@ -243,6 +243,12 @@ def verify_tokens(
         tokens, accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
     scores = () if key.num_top is None else score(scores_SV, tokens, key.num_top, head.vocabulary)
     return packed((tokens, accepted.astype(jnp.int32), in_order, scores)), path
+
+
+def verify_runs(*arguments: Any, head: OutputHead, key: VerificationKey) -> jax.Array:
+    """Verifies drafts that do not branch; arguments and result of `verify_tokens`, without a path."""
+    report, _ = verify_tokens(*arguments, head=head, key=key)
+    return report
 
 
 def _by_token(scores_SV, sampling: SamplingArrays | None, drafts: FlatDrafts, head: OutputHead):
