@@ -38,6 +38,7 @@ def verify_trees(
       The pool, and a vector of `verification_packing`.
     """
     report, path = verify_tokens(*arguments, head=head, key=key)
+    assert path is not None
     return moved_to_path(cache, slots, path), report
 
 
