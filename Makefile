@@ -101,8 +101,9 @@ check-kernels:
 	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
 
 emulate-kernels:
-	@echo "== the compiled Hopper kernels in a PTX emulator"
-	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot
+	@echo "== the compiled Hopper kernels in a PTX emulator, and steps planned for a GPU"
+	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot \
+	  tests/planner/test_step_memory.py
 
 soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray

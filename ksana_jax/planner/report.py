@@ -21,6 +21,7 @@ from ksana_jax.planner.solve import Plan, plan, read_model
 from ksana_jax.planner.step_memory import step_bytes
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.units import byte_size
+from pallas_kernels import aot
 
 
 def main(model: str, device: str, *, buckets: bool = False, as_json: bool = False, **request) -> None:
@@ -33,6 +34,9 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
     Raises:
       ConfigError: the request is invalid or, after the plan was printed, leaves no room for keys and values.
     """
+    if find_device(device).target is not None and not aot.missing():
+        # The plugin is there for its compiler; jax would look for its devices, and complain where there are none.
+        jax.config.update("jax_platforms", "cpu")
     found = plan(model, device, say=functools.partial(print, file=sys.stderr, flush=True), **request)
     console = Console(highlight=False)
     show(found, console)

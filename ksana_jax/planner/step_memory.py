@@ -25,6 +25,7 @@ from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.parallel.absent import place_on_absent
 from ksana_jax.parallel.placement import Placement
 from ksana_jax.patterns import FULL
 from ksana_jax.request import SamplingParams
@@ -229,11 +230,11 @@ def _compiled(
     with _compiling_for(target):
         runner = Runner(
             config,
-            aot.placed(target, params) if target else params,
+            params,
             patterns,
             layout=layout,
             num_blocks=NUM_BLOCKS,
-            placement=Placement(device),
+            placement=place_on_absent([device]) if target else Placement(device),
             **settings,
         )
         for shape in shapes:
