@@ -142,7 +142,7 @@ def _with_all(q, k, v):
 
 
 def _without_command_buffers(step: Step):
-    lowered = step.lowered if step.lowered is not None else step.runner.lower_decode(step.shape)
+    lowered = step.lowered if step.lowered is not None else step.runner.lower(step.key)
     on_gpu = step.runner.platform == "gpu"
     return lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""} if on_gpu else None)
 

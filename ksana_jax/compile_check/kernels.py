@@ -61,14 +61,14 @@ def _with_options() -> list[Case]:
     sharing, weighing = SHAPES[1]._replace(shared_rows=SHARED_ROWS), SHAPES[1]._replace(table_width=SCORED_WIDTH)
     evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
     sizes, found = sizes_of(SHAPES[1]), []
-    logits_bytes = 4 * sizes["rows"] * LLAMA_8B.vocab_size
-    for shape, option, settings, speed in (
-        (sharing, {"shared_rows": SHARED_ROWS}, {}, models.step(sizes["rows"], 0, group=SHARED_ROWS)),
-        (weighing, {"kv_eviction": "h2o"}, evicting, models.step(sizes["rows"], 0, mass=True)),
+    logits_bytes = 4 * sizes["rows"] * LLAMA_8B.vocab_size  # more than a layer's scores of tokens
+    for shape, option, settings, buffer_bytes, speed in (
+        (sharing, {"shared_rows": SHARED_ROWS}, {}, 0, models.step(sizes["rows"], 0, group=SHARED_ROWS)),
+        (weighing, {"kv_eviction": "h2o"}, evicting, logits_bytes, models.step(sizes["rows"], 0, mass=True)),
     ):
         step = functools.partial(_step, shape=shape, attention="hopper", **settings)
         config = {"attention": "hopper"} | sizes | option
-        found.append(Case("step of Llama-8B", config, step, speed=speed, buffer_bytes=logits_bytes))
+        found.append(Case("step of Llama-8B", config, step, speed=speed, buffer_bytes=buffer_bytes))
     return found
 
 

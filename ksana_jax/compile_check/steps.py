@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ksana_jax.compile_check.targets import Target
 from ksana_jax.config import ModelConfig
 from ksana_jax.devices.capabilities import stored_as_bits
@@ -16,7 +13,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.patterns import FULL
-from ksana_jax.runner.decode_loop import only_decodes
+from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.step.contract import StepShape
 from pallas_kernels.aot.report import Collective
@@ -54,17 +51,16 @@ def lower_step(target: Target, model: ModelConfig, shape: StepShape, *, num_devi
     """Lowers a step, with the choice of the most probable tokens where the engine has it inside. settings: of
     `runner_of`."""
     runner = runner_of(target, model, num_devices=num_devices, **settings)
-    lower = runner.lower_decode if runner.chooses_in_step and only_decodes(shape) else runner.lower_step
+    key = LoopKey(shape, 1, False, None) if runner.chooses_in_step and only_decodes(shape) else shape
     with target.described(num_devices):
-        return lower(shape)
+        return runner.lower(key)
 
 
 def lower_sampling(target: Target, model: ModelConfig, rows: int, *, num_devices: int = 1) -> Any:
     """Lowers the choice of a token by temperature and top-p for each of `rows` hidden states."""
     runner = runner_of(target, model, num_devices=num_devices, num_blocks=1)
-    hidden = jax.ShapeDtypeStruct((rows, model.d_model), jnp.bfloat16)
     with target.described(num_devices):
-        return runner.lower_sampler(hidden, rows, samples=True, dense=False, num_top=None)
+        return runner.lower(("sample", rows, rows, True, False, None))
 
 
 def collectives_of_step(model: ModelConfig, shape: StepShape, num_devices: int) -> Counter[Collective]:

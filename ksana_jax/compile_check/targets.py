@@ -75,11 +75,16 @@ def check_target(name: str) -> None:
         raise ConfigError(line)
 
 
+def only_compile() -> None:
+    """Lets jax use the CPU only: plugins are there for their compilers, and jax would look for devices, and complain
+    where there are none."""
+    jax.config.update("jax_platforms", "cpu")
+
+
 def find_target(name: str) -> Target:
     """Returns a target whose compiler is installed; see `check_target`. jax then uses the CPU only."""
     check_target(name)
-    # The plugins are there for their compilers; jax would look for devices, and complain where there are none.
-    jax.config.update("jax_platforms", "cpu")
+    only_compile()
     return tpu_target(name) if name in tpu_topology.TARGETS else gpu_target(aot.target(name))
 
 

@@ -22,13 +22,14 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     # XLA:CPU takes 200 MB for a program, which a planned memory has once.
     at_once = tuning(runner.platform).compiles_on_one_core and config.memory_fraction is None
     workers = (os.cpu_count() or 1) if at_once else 1
-    num_steps = 1 if runner.embeds_on_host else config.num_scheduler_steps
+    loops = {1} if runner.chooses_in_step else set()
+    if config.num_scheduler_steps > 1 and not runner.embeds_on_host:
+        loops.add(config.num_scheduler_steps)
     shapes, verifying = buckets.plain_shapes(width), buckets.verification_shapes(width)
     speculation, rule = engine.scheduler.speculation, engine.builder.acceptance
     drawn = () if speculation is None else speculation.proposer.drawn_shapes
     vocab_size = engine.model.vocab_size
-    in_step = runner.chooses_in_step
-    keys = keys_for(shapes, buckets.decodes, asked, num_steps, vocab_size, verifying, rule, drawn, in_step)
+    keys = keys_for(shapes, buckets.decodes, asked, loops, vocab_size, verifying, rule, drawn)
     widest = max(shape.table_width for shape in shapes)
     moves = engine.memory.host is not None or any(p.num_sequences > 1 for p in asked)
     runner.compile(keys, workers, table_width=widest, moves=moves)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ksana_jax.compile_check.targets import only_compile
 from ksana_jax.config import MAX_TOKENS, ConfigError
 from ksana_jax.parallel.shares import local_model
 from ksana_jax.planner.devices import compile_target, find_device
@@ -35,8 +36,7 @@ def main(model: str, device: str, *, buckets: bool = False, as_json: bool = Fals
       ConfigError: the request is invalid or, after the plan was printed, leaves no room for keys and values.
     """
     if find_device(device).target is not None and not aot.missing():
-        # The plugin is there for its compiler; jax would look for its devices, and complain where there are none.
-        jax.config.update("jax_platforms", "cpu")
+        only_compile()
     found = plan(model, device, say=functools.partial(print, file=sys.stderr, flush=True), **request)
     console = Console(highlight=False)
     show(found, console)

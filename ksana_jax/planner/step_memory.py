@@ -239,7 +239,7 @@ def _compiled(
         )
         for shape in shapes:
             most = shape.max_sampled
-            keys = keys_for([shape], [most], [SamplingParams(temperature=1.0)], 1, config.vocab_size)
+            keys = keys_for([shape], [most], [SamplingParams(temperature=1.0)], (), config.vocab_size)
             decodes = shape._replace(parts=shape.parts[:1])
             of_decodes = [LoopKey(decodes, 1, True, None)] if runner.chooses_in_step and only_decodes(decodes) else []
             runner.compile([*keys, *of_decodes], table_width=shape.table_width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ksana_jax.request import MAX_LOGPROBS, SamplingParams
@@ -18,34 +18,29 @@ def keys_for(
     shapes: Sequence[StepShape],
     num_sampled: Sequence[int],
     asked: Sequence[SamplingParams],
-    num_steps: int,
+    loops: Collection[int],
     vocab_size: int,
     verifying: Sequence[StepShape] = (),
     acceptance: str = "sampled",
     drawn_shapes: Sequence[tuple[int, int]] = (),
-    in_step: bool = False,
 ) -> list[Any]:
     """Returns the keys of all programs that steps of some shapes can need; see `Runner.programs`.
 
     Args:
       num_sampled: buckets of the tokens that are sampled in a step.
       asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
-      num_steps: of decodes that share a call.
+      loops: numbers of decodes that are one program with the choice of their tokens; with 1 among them, those of layers
+        alone are only for requests that such programs do not serve.
       verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
         drafts, see `VerificationKey`.
-      in_step: see `Runner.chooses_in_step`.
     """
     counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
     tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count is not None}
     prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab_size) for p in asked if p.prompt_logprobs is not None}
     kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy}
     kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
-    loops = {num_steps} if num_steps > 1 else set()
-    keys: dict[Any, None] = dict.fromkeys(shapes)
-    if in_step:
-        loops.add(1)
-        if not prompt_tops and not any(dense for _, dense in kinds):
-            keys = dict.fromkeys(itertools.filterfalse(only_decodes, shapes))
+    serves_all = 1 in loops and not prompt_tops and not any(dense for _, dense in kinds)
+    keys: dict[Any, None] = dict.fromkeys(itertools.filterfalse(only_decodes, shapes) if serves_all else shapes)
     for tokens in {shape.num_tokens for shape in shapes}:
         keys |= dict.fromkeys(("score", tokens, top) for top in prompt_tops)
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):

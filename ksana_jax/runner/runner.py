@@ -313,31 +313,35 @@ class Runner:
           keys: of programs, such as those of `keys.keys_for`. workers: programs compiled at once.
           table_width: largest block table whose rows are evicted from. moves: whether blocks will move.
         """
-        self._compiled |= compile_all({k: self._lowering(k) for k in keys if k not in self._compiled}, workers)
+        new = {key: functools.partial(self.lower, key) for key in keys if key not in self._compiled}
+        self._compiled |= compile_all(new, workers)
         if self.evictor is not None:
             self.evictor.warm_up(min(table_width, self.evictor.table_width))
         if moves:
             self.mover.warm_up()
 
-    def _lowering(self, key: Any) -> Callable[[], Any]:
-        """Returns a function that lowers the program of a key."""
+    def lower(self, key: Any) -> Any:
+        """Lowers the program of a key, as it will run."""
         if isinstance(key, StepShape):
-            return functools.partial(self._lower_step, key)
+            if not self._tuning.layers_of_program:
+                return self.lower_step(key)
+            return lower_in_runs(self._network, key, self._packing(key), *self._packed_arguments(key))
         if isinstance(key, LoopKey):
-            return functools.partial(self._lower_loop, key)
+            packing, arguments = self._packing(key.shape), self._packed_arguments(key.shape)
+            return lower_loop(self._network, key, self._seen.alike, packing, self._head, *arguments)
         if isinstance(key, VerificationKey):
             if key.tree:
-                return functools.partial(lower_trees, self._head, self.params, self.cache, len(self.layout.groups), key)
-            return functools.partial(self._head.lower_verification, self.params, key)
+                return lower_trees(self._head, self.params, self.cache, len(self.layout.groups), key)
+            return self._head.lower_verification(self.params, key)
         kind, size, *rest = key
         if kind == "score":
-            return functools.partial(self._head.lower_scores, self.params, size, *rest)
+            return self._head.lower_scores(self.params, size, *rest)
         hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.embed.dtype)
-        return functools.partial(self._head.lower_choice, self.params, hidden, *rest)
+        return self._head.lower_choice(self.params, hidden, *rest)
 
     def _program(self, key: Any) -> Callable:
         if key not in self._compiled:
-            self._compiled[key] = compiled(key, self._lowering(key))
+            self._compiled[key] = compiled(key, functools.partial(self.lower, key))
         return self._compiled[key]
 
     def compile_step(self, shape: StepShape) -> Callable:
@@ -358,14 +362,6 @@ class Runner:
         """Lowers a step as one program without compiling it, for inspection."""
         return lower_whole(self._network, shape, self._seen.alike, self._packing(shape), *self._packed_arguments(shape))
 
-    def lower_decode(self, shape: StepShape, samples: bool = False, num_top: int | None = None):
-        """Lowers a step of decodes and the choice of its tokens as one program, for inspection; see `LoopKey`."""
-        return self._lower_loop(LoopKey(shape, 1, samples, num_top))
-
-    def lower_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None):
-        """Lowers the choice of tokens without compiling it, for inspection; see `compile_sampler`."""
-        return self._head.lower_choice(self.params, hidden, count, samples, dense, num_top)
-
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
         (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D]). replaced: fields
@@ -373,17 +369,6 @@ class Runner:
         network = dataclasses.replace(self._network, **replaced)
         step = functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
         return self.placement.mapped(step, pool_and(2))
-
-    def _lower_step(self, shape: StepShape):
-        """Lowers a step as it will run."""
-        if self._tuning.layers_of_program:
-            return lower_in_runs(self._network, shape, self._packing(shape), *self._packed_arguments(shape))
-        return self.lower_step(shape)
-
-    def _lower_loop(self, key: LoopKey):
-        """Lowers several decode steps as one program."""
-        arguments = self._packed_arguments(key.shape)
-        return lower_loop(self._network, key, self._seen.alike, self._packing(key.shape), self._head, *arguments)
 
     def step_arguments(self, shape: StepShape):
         """Returns the arguments of `pure_step`, or their shapes."""

@@ -219,6 +219,9 @@ def test_goodput_looks_at_some_of_the_steps_that_have_no_drafts(monkeypatch):
         llm.generate(PROMPTS[:1], params)
     assert len(seen) < len(passed) / 3
     assert max(np.diff([0, *seen, len(passed)])) <= UNSEEN + 1
+    # A rest goes on after a prompt.
+    prompts = {number for number, (shape, *_) in enumerate(passed, 1) if shape is None}
+    assert prompts and not prompts <= set(seen)
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_a_decode_step_is_taken_apart(tmp_path):
     llm = step.make_llm(config, ((4, 32),), block_size=16)
     some = step_parts.Step(llm, 4, 32, "4 rows of 32")
     # On a GPU a step is one program, which is taken apart.
-    llm.runner._compiled[some.key] = llm.runner.lower_decode(some.shape).compile()
+    llm.runner._compiled[some.key] = llm.runner.lower(some.key).compile()
     context = make_context(tmp_path, "step")
     step_parts.take_apart(context, some)
     records = read_records(context.records)

@@ -27,7 +27,7 @@ def as_on_gpus(monkeypatch):
 
 
 def served(asked, **settings):
-    """Outputs of four requests, of whose prompts some end in a chunk of one token; and the engine."""
+    """Outputs of four requests, whose prompts are computed in chunks; and the engine."""
     settings = {"max_model_len": 48, "max_num_batched_tokens": 8, "programs": {}} | settings
     llm = make_llm(Letters(), **settings)
     params = [SamplingParams(max_tokens=12 + i, ignore_eos=True, **asked[i % len(asked)]) for i in range(4)]

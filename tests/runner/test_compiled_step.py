@@ -144,7 +144,7 @@ def test_the_programs_of_the_layers_give_what_one_program_gives(shape, of_progra
     """Bit for bit in float32; in bfloat16 one program keeps more digits between layers."""
     monkeypatch.setitem(tuning._TUNING, "cpu", dataclasses.replace(tuning.tuning("cpu"), layers_of_program=of_program))
     llm, rng = make_llm(num_blocks=48, programs={}), np.random.default_rng(0)
-    assert llm.runner._lower_step(shape).calls == calls
+    assert llm.runner.lower(shape).calls == calls
     runner, num_tiles, own = llm.runner, shape.num_tiles, []
     blocks = rng.permutation(llm.num_blocks)[: num_tiles * 4].reshape(num_tiles, 4).astype(np.int32)
     for part, _, tiles in shape.places():

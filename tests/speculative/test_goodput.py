@@ -219,6 +219,16 @@ def test_without_gains_drafts_are_tried_ever_more_rarely():
     assert (np.diff(tries)[-12:] >= 250).sum() >= 2
 
 
+def test_a_new_text_ends_a_rest_if_its_drafts_promise_more_than_those_of_the_last_one():
+    machine = Machine(linear, 1, np.zeros(1), watches=True, measured=True)
+    machine.speed(400)
+    goodput, row = machine.goodput, np.zeros(1, int)
+    assert goodput.begin(0) and not goodput.begin(0)
+    for _ in range(50):
+        goodput.outcomes.observe_judged(row, np.full(1, 7), np.full(1, 7))
+    assert goodput.begin(0) and not goodput.begin(0)
+
+
 def test_drafts_that_cannot_pay_are_not_tried():
     machine = Machine(linear, 8, np.ones(8), measured=True)
     machine.speed(1000)

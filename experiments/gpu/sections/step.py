@@ -67,7 +67,7 @@ def _submit(context: Context, compiling: Compiling, step: Step) -> None:
         return
     started, who = time.perf_counter(), step.runner.implementation.name
     with context.guard(who, FIRST_RUN, seconds=60):
-        step.lowered = step.runner.lower_decode(step.shape)
+        step.lowered = step.runner.lower(step.key)
     context.value(f"lowering the step of {step.label}", time.perf_counter() - started, "s")
     options = {"xla_dump_to": str(context.folder / "xla")}
     compiling.submit(step.label, step.lowered, who=who, case=FIRST_RUN, options=options)
