@@ -7,11 +7,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from ksana_jax.compile_check import tpu_topology
 from ksana_jax.config import ConfigError
-from ksana_jax.parallel.absent import place_on_absent
+from ksana_jax.parallel.absent import only_compile, place_on_absent
 from ksana_jax.parallel.placement import Placement
 from pallas_kernels import aot
 
@@ -73,12 +71,6 @@ def check_target(name: str) -> None:
         raise ConfigError(f"unknown target {name!r}; there are {', '.join(targets())}")
     if line := tpu_topology.missing() if name in tpu_topology.TARGETS else aot.missing():
         raise ConfigError(line)
-
-
-def only_compile() -> None:
-    """Lets jax use the CPU only: plugins are there for their compilers, and jax would look for devices, and complain
-    where there are none."""
-    jax.config.update("jax_platforms", "cpu")
 
 
 def find_target(name: str) -> Target:

@@ -46,3 +46,9 @@ def _shape(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
 def place_on_absent(devices: Sequence[Any]) -> Placement:
     """Returns the placement on devices of a topology, as `jax.experimental.topologies` describes them."""
     return AbsentDevice(devices[0]) if len(devices) == 1 else AbsentDevices(devices)
+
+
+def only_compile() -> None:
+    """Lets jax use the CPU only: plugins are there for their compilers, and jax would look for devices, and complain
+    where there are none."""
+    jax.config.update("jax_platforms", "cpu")

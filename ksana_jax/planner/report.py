@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ksana_jax.compile_check.targets import only_compile
 from ksana_jax.config import MAX_TOKENS, ConfigError
+from ksana_jax.parallel.absent import only_compile
 from ksana_jax.parallel.shares import local_model
 from ksana_jax.planner.devices import compile_target, find_device
 from ksana_jax.planner.solve import Plan, plan, read_model
