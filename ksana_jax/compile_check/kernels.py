@@ -16,7 +16,8 @@ from ksana_jax.kv.eviction.h2o import H2O
 from ksana_jax.step.contract import StepShape
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 from pallas_kernels import aot
-from pallas_kernels.aot.check import SOURCES, Case, check
+from pallas_kernels.aot import check
+from pallas_kernels.aot.check import Case
 from pallas_kernels.speed import models
 
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
@@ -24,6 +25,9 @@ from pallas_kernels.speed import models
 NUM_BLOCKS = (28_001, 4096)
 # With scores of tokens, of which the same is true; rows of up to 2k tokens then.
 NUM_SCORED_BLOCKS, SCORED_WIDTH = 14_000, 32
+
+# Of cases: the kernels', and the engine's below.
+SOURCES = (*check.SOURCES, "ksana_jax.compile_check.kernels:cases")
 
 # Models divided among devices of a host: by name, with their numbers of devices.
 DIVIDED = (("Llama-8B", 2), ("Llama-8B", 8), ("Llama-70B", 8))
@@ -94,7 +98,7 @@ def main(target: str, *, only: str, as_json: bool) -> int:
     if line := aot.missing():
         print(f"ksana: error: {line}", file=sys.stderr)
         return 2
-    found: dict[str, Any] = check(target, only=only, sources=(*SOURCES, "ksana_jax.compile_check.kernels:cases"))
+    found = check.check(target, only=only, sources=SOURCES)
     if as_json:
         print(json.dumps(found), flush=True)
     return int(found["failed"] > 0)

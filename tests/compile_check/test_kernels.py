@@ -1,4 +1,7 @@
-"""`ksana kernels check`: with the extra aot-gpu installed, every kernel and the engine's steps compile for an H200."""
+"""`ksana kernels check`: with the extra aot-gpu installed, every kernel and the engine's steps compile for an H200.
+
+`make kernels` runs these tests and shows the report that they judge; elsewhere those that compile are skipped.
+"""
 
 import json
 
@@ -14,6 +17,7 @@ from ksana_jax.loading.load import abstract_params
 from ksana_jax.parallel.shares import local_model
 from ksana_jax.step.shared_prefix import SHARED_ROWS
 from pallas_kernels import aot
+from pallas_kernels.aot.check import check
 from pallas_kernels.aot.program import examine
 from pallas_kernels.aot.report import Collective
 from pallas_kernels.speed.models import SHARING, STEPS, WEIGHING
@@ -58,9 +62,8 @@ def test_sampling_on_gpus_gathers_candidates_and_not_scores(h200):
 
 
 @needs_plugin
-def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole(capsys):
-    assert kernels.main("h200", only="", as_json=True) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole():
+    found = check("h200", sources=kernels.SOURCES)
     assert found["target"] == "h200" and found["failed"] == 0
     steps = [
         row
@@ -88,6 +91,13 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
     assert {row["config"].get("devices", 1) for row in steps} == {1, 2, 8}
     h200 = aot.target("h200").memory_bytes
     assert all(row["argument_bytes"] + row["temp_bytes"] < h200 for row in steps)
+
+
+@needs_plugin
+def test_the_report_ends_with_one_json_object(capsys):
+    assert kernels.main("h200", only="merge", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["failed"] == 0 and {row["kernel"] for row in found["kernels"]} == {"hopper_merge"}
 
 
 def test_mistyped_targets_and_cases_are_said_before_anything_is_compiled():
