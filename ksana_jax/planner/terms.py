@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import param_shapes
 
 
+@functools.lru_cache(maxsize=256)  # a plan asks for the same weights at every window that it tries
 def weights_bytes(
     config: ModelConfig,
     dtype: str,
