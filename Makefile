@@ -14,6 +14,8 @@ PIP_ARGS ?=
 ARGS ?=
 EXTRAS ?= dev,docs
 LIVES ?= 1000
+# Part of the long tests: make soak SHARD=1/3
+SHARD ?= 1/1
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -29,7 +31,8 @@ help:
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report)"
-	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES))"
+	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
+	@echo "              SHARD=1/3: one part of three of the tests)"
 	@echo "make bench    run the benchmarks of the README, into runs/bench, within 20 minutes; with other engines"
 	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables, ARGS=--resume goes on)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
@@ -115,13 +118,14 @@ run-soak: $(READY)
 
 soak-tests:
 	@echo "== tests marked as soak"
-	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=30 tests $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=30 --shard $(SHARD) tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.
 soak-warpgroups-lives:
 	@echo "== kernels of several warpgroups in jax's interpreter"
-	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --ignore tests/pallas_kernels/ptx tests/pallas_kernels tests/ops
+	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --shard $(SHARD) --ignore tests/pallas_kernels/ptx \
+	  tests/pallas_kernels tests/ops
 	@echo "== simulated lives"
 	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
 
