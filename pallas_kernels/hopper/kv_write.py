@@ -275,6 +275,8 @@ def _outputs(call: Write) -> dict[str, jax.ShapeDtypeStruct]:
     return found
 
 
+# Under jit of its own, so that all layers of a model share one lowering.
+@functools.partial(jax.jit, static_argnames="tuning")
 def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
     """Writes this step's keys and values to the pool, in place; `pallas_kernels.contract` has the arguments.
 

@@ -257,4 +257,18 @@ def test_no_tokens_write_nothing():
     call = make(Case((4, 2, 64), slots=(), num_sinks=3), np.random.default_rng(0))
     result = KV_WRITES["hopper_kv_write"](call)
     assert result.q_sink is not None and result.q_sink.shape == (0, 3, 4, 64)
-    assert result.q.shape == (0, 4, 64) and result.pool is call.pool
+    assert result.q.shape == (0, 4, 64) and (bits(result.pool.kv) == bits(call.pool.kv)).all()
+
+
+def test_layers_share_one_lowering():
+    call = make(CASES[0], np.random.default_rng(0))
+
+    def write_layers(call):
+        for layer in range(NUM_LAYERS):
+            call = dataclasses.replace(call, layer=jnp.int32(layer))
+            call = dataclasses.replace(call, pool=KV_WRITES["hopper_kv_write"](call).pool)
+        return call.pool
+
+    equations = jax.make_jaxpr(write_layers)(call).eqns
+    programs = [e.params["jaxpr"] for e in equations if e.params.get("name") == "write"]
+    assert len(programs) == NUM_LAYERS and len(set(map(id, programs))) == 1
