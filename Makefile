@@ -94,7 +94,7 @@ kernels:
 
 run-kernels: $(READY)
 ifeq ($(strip $(TARGET) $(ARGS)),h200)
-	@echo "== compiling kernels and running them in an emulator, about 7 minutes; each part prints when it has ended"
+	@echo "== compiling kernels and running them in an emulator, about 10 minutes; each part prints when it has ended"
 	@$(TOGETHER) judge-kernels emulate-kernels
 else
 	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
@@ -112,7 +112,7 @@ soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-soak: $(READY)
-	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about 25 minutes; each part prints"
+	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about 40 minutes; each part prints"
 	@echo "   when it has ended"
 	@$(TOGETHER) soak-tests soak-warpgroups-lives
 
