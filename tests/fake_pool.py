@@ -133,7 +133,8 @@ class StoringExecutor(FakeExecutor):
         with np.errstate(all="ignore"):  # the last group of a kind may have fewer layers
             keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(n, of_tokens) for n in layers)))
             score, text = (None if (x := stacked(name)) is None else x[None] for name in (SCORE, TEXT_POSITION))
-            cached = Cached(keys, values, score, text, asked.num_tokens, asked.length, asked.group)
+            numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
+            cached = Cached(keys, values, score, text, *numbers)
             priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
         stays = (slots < asked.num_sinks) | (slots >= count - asked.num_recent)
         for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):

@@ -138,11 +138,12 @@ class Text:
         own = np.array(layers)[:, None], kept
         scores = self.scores[own][None, :, None] if method.observes else None
         text = kept[None, :, None] if method.needs_text_positions else None
-        numbers = (np.array([x]) for x in (count, self.length, group))
+        recent = round(method.recent * counts.budget) if isinstance(method.recent, float) else method.recent
+        recent = min(recent, left - method.sinks)
+        numbers = (np.array([x]) for x in (count, recent, self.length, group))
         cached = Cached(self.keys[own][None, :, None], self.values[own][None, :, None], scores, text, *numbers)
         priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
-        recent = round(method.recent * counts.budget) if isinstance(method.recent, float) else method.recent
-        stay = {*range(method.sinks), *range(count - min(recent, left - method.sinks), count)}
+        stay = {*range(method.sinks), *range(count - recent, count)}
         for layer, order in zip(layers, priority, strict=True):
             others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
             chosen = sorted(stay | set(others[: left - len(stay)]))

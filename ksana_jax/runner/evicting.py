@@ -131,7 +131,8 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
     if asked.given is not None:
         assert text_positions is not None
         given = jnp.take_along_axis(asked.given, text_positions, axis=-1, mode="clip")
-    return Cached(keys, values, score, text_positions, asked.num_tokens, asked.length, asked.group, given)
+    counts = asked.num_tokens, asked.num_recent, asked.length
+    return Cached(keys, values, score, text_positions, *counts, asked.group, given)
 
 
 def _num_exact(cache: KVCache) -> int:

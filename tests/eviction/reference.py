@@ -37,16 +37,19 @@ class Rule:
     once: bool = False
     in_cache: bool = False
     window: int = 1
+    kernel: int = 5
+    pooling: str = "avg"
     noise: Callable | None = None  # (layer, head, query, slot) -> Gumbel noise
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
     future: Callable | None = None  # (layer, kv head, text position, length) -> number
 
 
-def pooled(scores: np.ndarray, kernel: int = 5) -> np.ndarray:
-    side = kernel // 2
-    padded = np.pad(scores, side)
-    return np.array([padded[i : i + kernel].mean() for i in range(len(scores))])
+def pooled(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
+    """What avg_pool1d (zeros around, which count) or max_pool1d (-inf around) makes of scores with stride 1."""
+    padded = np.pad(scores, kernel // 2, constant_values=0 if pooling == "avg" else -np.inf)
+    reduce = np.mean if pooling == "avg" else np.max
+    return np.array([reduce(padded[i : i + kernel]) for i in range(len(scores))])
 
 
 def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: int) -> np.ndarray:
@@ -65,7 +68,10 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
         case "last query":
             return np.mean([observed(h, 1) for h in heads], axis=0)
         case "last queries":
-            return pooled(observed(head, rule.window))
+            # The window is cut off first, and always stays.
+            before = max(len(head.kept) - rule.window, 0)
+            scores = observed(head, rule.window)[:before]
+            return np.append(pooled(scores, rule.kernel, rule.pooling), np.zeros(len(head.kept) - before))
         case "norm":
             return -np.array([np.linalg.norm(head.keys[j]) for j in head.kept])
         case "age":

@@ -68,6 +68,18 @@ METHODS = {
         {"method": "snapkv", "budget": 12, "recent": 3, "prompts": "streamed"},
         lambda n: Rule("last queries", [12, 12], 4, recents=[3] * 2, whole=False, window=3),
     ),
+    "snapkv, a kernel wider than its window": (
+        {"method": "snapkv", "budget": 10, "recent": 6, "kernel": 9, "interval": 1, "sinks": 1},
+        lambda n: Rule("last queries", [10, 10], 1, recents=[6] * 2, sinks=1, once=True, window=6, kernel=9),
+    ),
+    "snapkv, maxima, streamed": (
+        {"method": "snapkv", "budget": 12, "recent": 5, "pooling": "max", "interval": 2, "prompts": "streamed"},
+        lambda n: Rule("last queries", [12, 12], 2, recents=[5] * 2, whole=False, window=5, pooling="max"),
+    ),
+    "snapkv, a budget smaller than its window": (
+        {"method": "snapkv", "budget": 8, "recent": 12, "prompts": "streamed"},
+        lambda n: Rule("last queries", [8, 8], 4, recents=[12] * 2, whole=False, window=12),
+    ),
     "keyformer": (
         {"method": "keyformer", "budget": 12, "recent": 4, "steps": 10, "seed": 3, "interval": 2},
         lambda n: Rule(

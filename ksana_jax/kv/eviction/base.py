@@ -26,6 +26,7 @@ class Cached(NamedTuple):
     scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
     num_tokens: [n] tokens in the cache; slots from there on hold anything.
+    num_recent: [n] newest of them that stay, whatever their priority.
     length: [n] tokens of the text so far.
     group: [n] number of the group of layers.
     given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
@@ -36,6 +37,7 @@ class Cached(NamedTuple):
     scores: Array
     text_positions: Array
     num_tokens: Array
+    num_recent: Array
     length: Array
     group: Array
     given: Array = None

@@ -16,6 +16,7 @@ from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 class SnapKV(EvictionMethod):
     """Keeps the tokens, and their neighbours, to which the last queries of the prompt attend, and these last tokens.
 
+    The window is cut off before weights are pooled, so the attention that it pays to itself counts for no token.
     It evicts once, when a prompt is complete; what is generated is all kept. With prompts "streamed" it evicts
     whenever the budget is full, by the queries before that. With layers "pyramid" it is PyramidKV (arXiv:2406.02069).
 
@@ -51,7 +52,8 @@ class SnapKV(EvictionMethod):
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         slots = xp.arange(cached.scores.shape[-1])
-        scores = xp.where(slots < cached.num_tokens[:, None, None, None], cached.scores, 0)
+        window_start = (cached.num_tokens - cached.num_recent)[:, None, None, None]
+        scores = xp.where(slots < window_start, cached.scores, 0)
         side = self.kernel // 2
         padded = xp.pad(scores, ((0, 0), (0, 0), (0, 0), (side, side)))
         shifted = [padded[..., at : at + len(slots)] for at in range(self.kernel)]
