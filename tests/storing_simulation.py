@@ -75,7 +75,11 @@ def counted(storage: Storage, group: int, num_prompt: int) -> Counted:
         return Counted(list(range(LONGEST + 1)), [], FAR)
     interval = method.interval or storage.block_size
     asked = method.budget * num_prompt if isinstance(method.budget, float) else method.budget
-    budget = max(round(share * asked), method.sinks + interval)
+    shared_out = max(asked - method.sinks - interval + 1 - (method.recent if isinstance(method.recent, int) else 0), 0)
+    steepest = max(other.share or 0 for other in storage.layout.groups) - 1
+    if steepest > 0 and (method.once or isinstance(method.budget, float)):
+        shared_out = min(shared_out, max(num_prompt - asked, 0) / steepest)
+    budget = max(round(asked + (share - 1) * shared_out), method.sinks + interval)
     cached, evictions = [0], []
     for length in range(1, LONGEST + 1):
         count = cached[-1] + 1
@@ -192,7 +196,7 @@ class StoringSimulation(Simulation):
         apart = pyramid or any(pattern != FULL for pattern in PATTERNS[self.pattern])
         interval = rng.choice([None, size, 2 * size] if apart else [None, 1, 2, 5])
         sinks = rng.choice([0, 0, 1, 3])
-        least = (sinks + (interval or size)) * (1 + pyramid)  # the last layer's budget is half of it
+        least = sinks + (interval or size)
         found = {
             "method": name,
             "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
@@ -203,6 +207,8 @@ class StoringSimulation(Simulation):
             "layers": "pyramid" if pyramid else "uniform",
             "positions": rng.choice(["absolute", "cache"]),
         }
+        if pyramid:
+            found["beta"] = rng.choice([2, 20, 2.5])
         own = {
             "h2o": {"normalised": rng.random() < 0.5},
             "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},

@@ -52,9 +52,9 @@ class Leaf(NamedTuple):
 class KVGroup(NamedTuple):
     """Layers that share a block table.
 
-    live: what later queries of at least one of them can still see. share: their budget relative to that of the eviction
-    method, see `EvictionMethod.shares`; None if they evict nothing. residual: where its blocks hold exact tokens beside
-    the codes in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
+    live: what later queries of at least one of them can still see. share: of the budget of an eviction method, see
+    `EvictionMethod.shares`; None if they evict nothing. residual: where its blocks hold exact tokens beside the codes
+    in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
     """
 
     layers: tuple[int, ...]
@@ -248,7 +248,7 @@ class KVLayout:
           ConfigError: programs that were compiled for this layout, or its groups of layers, do not fit the method.
         """
         mine = None if self.eviction is None else self.eviction.method
-        if mine is None or mine.compiled != method.compiled or mine.layers != method.layers:
+        if mine is None or mine.compiled != method.compiled or mine.shares(2) != method.shares(2):
             raise ConfigError(f"an engine with kv_eviction {mine} cannot change to {method}: make an engine for it")
         assert self.eviction is not None
         return dataclasses.replace(self, eviction=dataclasses.replace(self.eviction, method=method))
@@ -386,8 +386,8 @@ def _sealed(
 
 def _shares(eviction: EvictionMethod, patterns: Sequence[AttentionPattern]) -> list[float | None]:
     """Returns the share of the budget of each layer; None for those whose pattern is not full attention."""
-    shares = eviction.shares(len(patterns))
-    found = [share if pattern == FULL else None for share, pattern in zip(shares, patterns, strict=True)]
-    if not any(share is not None for share in found):
+    evicts = [pattern == FULL for pattern in patterns]
+    if not any(evicts):
         raise ConfigError("kv_eviction evicts from layers with full attention, and no layer has that pattern")
-    return found
+    shares = iter(eviction.shares(sum(evicts)))
+    return [next(shares) if layer else None for layer in evicts]

@@ -49,8 +49,8 @@ METHODS = {
         lambda n: Rule("means", [max(round(n * 0.5), 4)] * 2, 4, recents=[round(0.25 * max(round(n * 0.5), 4))] * 2),
     ),
     "h2o, pyramid": (
-        {"method": "h2o", "budget": 12, "recent": 0.5, "layers": "pyramid"},
-        lambda n: Rule("sums", [18, 6], 4, recents=[9, 3]),
+        {"method": "h2o", "budget": 13, "recent": 0.5, "layers": "pyramid", "beta": 2},
+        lambda n: Rule("sums", [18, 8], 4, recents=[9, 4]),
     ),
     "h2o, positions in the cache": (
         {"method": "h2o", "budget": 12, "recent": 0.5, "positions": "cache", "prompts": "streamed"},
@@ -79,6 +79,11 @@ METHODS = {
     "snapkv, a budget smaller than its window": (
         {"method": "snapkv", "budget": 8, "recent": 12, "prompts": "streamed"},
         lambda n: Rule("last queries", [8, 8], 4, recents=[12] * 2, whole=False, window=12),
+    ),
+    "pyramidkv": (
+        {"method": "snapkv", "budget": 14, "recent": 3, "layers": "pyramid"},
+        # Of 14 tokens, each layer has 3 in the window and interval - 1 = 3; 8 are shared out, 15.6 and 0.4.
+        lambda n: Rule("last queries", [22, 6] if n > 14 else [14, 14], 4, recents=[3] * 2, once=True, window=3),
     ),
     "keyformer": (
         {"method": "keyformer", "budget": 12, "recent": 4, "steps": 10, "seed": 3, "interval": 2},

@@ -48,9 +48,55 @@ def test_evictions_are_those_of_counting(name, prompts, interval):
 def test_budgets_are_shares_of_the_prompt_or_numbers_and_hold_an_interval():
     method = read_eviction({"method": "h2o", "budget": 0.25, "sinks": 2, "recent": 0.5, "layers": "pyramid"})
     schedule = EvictionSchedule(method, (*method.shares(3), None), 4)
-    assert schedule.budgets(np.array([100, 8])).tolist() == [[38, 6], [25, 6], [12, 6], [FAR, FAR]]
-    assert schedule.num_recent(schedule.budgets(np.array([100])))[:3].tolist() == [[19], [12], [6]]
+    # 25 tokens, of which 2 sinks and 3 to which an eviction may reduce them; 20 are shared out: 39, 20 and 1.
+    assert schedule.budgets(np.array([100, 8])).tolist() == [[44, 6], [25, 6], [6, 6], [FAR, FAR]]
+    assert schedule.num_recent(schedule.budgets(np.array([100])))[:3].tolist() == [[22], [12], [3]]
     assert schedule.next_at(np.array([0]), np.array([8]))[3, 0] == FAR
+
+
+def pyramid(name: str = "snapkv", num_layers: int = 5, **settings) -> EvictionSchedule:
+    method = read_eviction({"method": name, "layers": "pyramid", "interval": 1} | settings)
+    return EvictionSchedule(method, method.shares(num_layers), 1)
+
+
+@pytest.mark.parametrize("beta", [1, 2, 7.5, 20])
+@pytest.mark.parametrize(("capacity", "prompt"), [(64, 1000), (300, 1000), (300, 500), (300, 320), (300, 250)])
+def test_a_pyramid_has_the_budgets_of_pyramidkv(capacity, prompt, beta):
+    """PyramidKVCluster of KVCache-Factory, in fractions: a line from `most` to `fewest`, and the window beside."""
+    window, num_layers = 32, 5
+    fewest = (capacity - window) / beta
+    most = 2 * (capacity - window) - fewest
+    if most >= prompt - window:
+        most, fewest = prompt - window, 2 * (capacity - window) - (prompt - window)
+    if prompt < capacity:  # evicts nothing
+        most = fewest = capacity - window
+    wanted = [most - layer * (most - fewest) / (num_layers - 1) + window for layer in range(num_layers)]
+    found = pyramid(budget=capacity, recent=window, beta=beta).budgets(np.array([prompt]))[:, 0]
+    np.testing.assert_allclose(found, wanted, atol=0.5 + 1e-9)  # whole tokens
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "knorm"])
+@pytest.mark.parametrize("budget", [5, 16, 40, 0.05, 0.2, 0.5, 0.8, 1.0])
+def test_a_pyramid_takes_as_many_tokens_as_equal_budgets(name, budget):
+    prompts = np.array([8, 50, 51, 200, 1000])
+    for layers, interval, beta in ((2, 1, 20), (5, 4, 20), (32, 4, 3)):
+        schedule = pyramid(name, layers, budget=budget, recent=8, interval=interval, beta=beta)
+        found = schedule.budgets(prompts)
+        base = np.maximum(budget * prompts if isinstance(budget, float) else budget, schedule.least)
+        np.testing.assert_allclose(found.mean(axis=0), base, atol=0.5 + 1e-9)  # each is rounded
+        assert (np.diff(found, axis=0) <= 0).all() and (found >= schedule.least).all()
+        if isinstance(budget, float):
+            assert (found <= np.maximum(prompts, schedule.least)).all()
+
+
+def test_only_layers_that_evict_share_a_pyramid():
+    window = AttentionPattern(window=16)
+    setting = {"method": "h2o", "budget": 8, "layers": "pyramid", "beta": 4}
+    mixed = layout(setting, (window, AttentionPattern(), window, AttentionPattern()))
+    assert sorted(group.share for group in mixed.groups if group.share is not None) == [0.25, 1.75]
+    for other in ({"beta": 8}, {"layers": "uniform", "beta": 20}):
+        with pytest.raises(ConfigError, match="make an engine for it"):
+            mixed.with_eviction(read_eviction(setting | other))
 
 
 MODEL = ModelConfig(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -97,6 +143,9 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "h2o", "budget": 0}, "budget is 0, must be an integer from 1"),
         ({"method": "h2o", "recent": -1}, "recent is -1"),
         ({"method": "h2o", "interval": 0}, "interval is 0"),
+        ({"method": "h2o", "layers": "pyramid", "beta": 0.5}, "H2O: beta is 0.5, must be a finite number from 1"),
+        ({"method": "h2o", "layers": "pyramid", "beta": None}, "H2O: beta is None"),
+        ({"method": "h2o", "beta": 4}, "H2O: beta is 4, but layers is uniform: only a pyramid has a beta"),
         ({"method": "h2o", "prompts": "all"}, "must be one of whole, streamed"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
         ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),

@@ -70,8 +70,12 @@ class EvictionMethod:
         None takes the block size; 1 evicts after every token, as papers define their methods.
       prompts: "whole" evicts once a prompt is complete; "streamed" evicts while it is computed, as if it had been
         generated, so that scoring a long text measures the method.
-      layers: "uniform" gives all layers the same budget. "pyramid" gives the first layer 1.5 times the budget and the
-        last half of it, linearly in between (PyramidKV, arXiv:2406.02069, section 3.2, with beta at its least).
+      layers: "uniform" gives all layers the same budget. "pyramid" gives earlier layers more, in a straight line, of
+        the tokens beyond those that each layer keeps anyway: `sinks`, a number of `recent` tokens, and interval - 1.
+        Budgets add up to those of "uniform", up to rounding (PyramidKV, arXiv:2406.02069, section 3.2).
+      beta: steepness of a pyramid, from 1, where all layers are equal: of the tokens beyond, the last layer gets 1/beta
+        of the mean and the first 2 - 1/beta. If the budget is a fraction of the prompt, or the method evicts once, no
+        layer gets more than the prompt, and the line is that much less steep.
       positions: "absolute" leaves keys at their text positions; "cache" rotates a key by its index in the cache.
     """
 
@@ -81,6 +85,7 @@ class EvictionMethod:
     interval: int | None = None
     prompts: Literal["whole", "streamed"] = "whole"
     layers: Literal["uniform", "pyramid"] = "uniform"
+    beta: float = 20
     positions: Literal["absolute", "cache"] = "absolute"
 
     # Whether the attention weights of queries are added up in `Cached.scores`.
@@ -101,6 +106,10 @@ class EvictionMethod:
             checks.integer(f"{name}: interval", self.interval, 1, optional=True),
             checks.one_of(f"{name}: prompts", self.prompts, ("whole", "streamed")),
             checks.one_of(f"{name}: layers", self.layers, ("uniform", "pyramid")),
+            checks.number(f"{name}: beta", self.beta, 1),
+            f"{name}: beta is {self.beta}, but layers is uniform: only a pyramid has a beta"
+            if self.layers == "uniform" and self.beta != EvictionMethod.beta
+            else None,
             checks.one_of(f"{name}: positions", self.positions, ("absolute", "cache")),
             error=ConfigError,
         )
@@ -172,10 +181,10 @@ class EvictionMethod:
         return dataclasses.replace(self, **{f.name: f.default for f in dataclasses.fields(self) if f.name in of_host})
 
     def shares(self, num_layers: int) -> tuple[float, ...]:
-        """Returns the budget of each layer relative to `budget`; the mean is 1."""
+        """Returns each evicting layer's share of the tokens beyond those that all of them keep; the mean is 1."""
         if self.layers == "uniform" or num_layers == 1:
             return (1.0,) * num_layers
-        return tuple((1.5 - np.arange(num_layers) / (num_layers - 1)).tolist())
+        return tuple((1 + (1 - 1 / self.beta) * np.linspace(1, -1, num_layers)).tolist())
 
 
 def _share(name: str, value: Any, least: int) -> str | None:

@@ -19,7 +19,7 @@ class EvictionSchedule:
     A group has evicted the same number of tokens from all rows of one length and prompt, whatever happened to them.
 
     Args:
-      shares: [Gk] budget of each group relative to the method's; None if the group evicts nothing.
+      shares: [Gk] of `EvictionMethod.shares`, for each group; None if the group evicts nothing.
       block_size: B, the default interval.
 
     Raises:
@@ -37,13 +37,11 @@ class EvictionSchedule:
                 f"kv_eviction: interval is {interval}, must be a multiple of block_size {self.block_size} where layers "
                 f"have different budgets or patterns: {len(self.shares)} groups of layers take their blocks together"
             )
-        if not isinstance(m.budget, float):
-            lowest = min((round(share * m.budget) for share in self.shares if share is not None), default=FAR)
-            if lowest < self.least:
-                raise ConfigError(
-                    f"kv_eviction: a layer's budget of {lowest} tokens is too small: {m.sinks} sinks and an interval "
-                    f"of {interval} need {self.least}"
-                )
+        if not isinstance(m.budget, float) and m.budget < self.least:
+            raise ConfigError(
+                f"kv_eviction: a budget of {m.budget} tokens is too small: {m.sinks} sinks and an interval of "
+                f"{interval} need {self.least}"
+            )
 
     @property
     def interval(self) -> int:
@@ -59,12 +57,24 @@ class EvictionSchedule:
     def _shares(self) -> np.ndarray:
         return np.array([np.nan if share is None else share for share in self.shares])[:, None]
 
+    def _shared_out(self, base: np.ndarray, num_prompt: np.ndarray) -> np.ndarray:
+        """Returns how many tokens of a mean budget, base [n], go to groups by their shares: [n]."""
+        m = self.method
+        # An eviction leaves up to interval - 1 tokens fewer than the budget; sinks and recent ones are among them.
+        always = m.sinks + self.interval - 1 + (0 if isinstance(m.recent, float) else m.recent)
+        tokens, most = np.maximum(base - always, 0), max((s for s in self.shares if s is not None), default=1)
+        if most > 1 and (m.once or isinstance(m.budget, float)):
+            # base + (most - 1) * tokens, the first layer's budget, is at most the prompt.
+            tokens = np.minimum(tokens, np.maximum(num_prompt - base, 0) / (most - 1))
+        return tokens
+
     def budgets(self, num_prompt: np.ndarray) -> np.ndarray:
         """Returns the most tokens that each group caches of rows with prompts of num_prompt [n] tokens: [Gk, n]; FAR
         for groups that evict nothing. A whole prompt may exceed it until it is complete."""
         budget = self.method.budget
         base = budget * np.asarray(num_prompt) if isinstance(budget, float) else np.full(np.shape(num_prompt), budget)
-        tokens = np.maximum(np.rint(self._shares * base), self.least)
+        tokens = np.rint(base + (self._shares - 1) * self._shared_out(base, num_prompt))
+        tokens = np.maximum(tokens, self.least)
         return np.where(np.isnan(tokens), FAR, tokens).astype(np.int32)
 
     def evictions(self, length: np.ndarray, budgets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
