@@ -12,8 +12,11 @@ from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 class KNorm(EvictionMethod):
     """Keeps the tokens whose keys have the smallest L2 norm, which tend to receive the most attention.
 
-    It observes no attention, so it costs nothing between evictions.
+    It observes no attention, so it costs nothing between evictions. As in the authors' code, no token is exempt; they
+    leave the first two layers as they are, which this does not.
     """
+
+    recent: float | int = 0
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         keys = cached.keys.astype(xp.float32)

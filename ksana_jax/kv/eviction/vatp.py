@@ -13,8 +13,10 @@ from ksana_jax.kv.eviction.h2o import H2O
 class VATP(H2O):
     """Keeps the tokens with the largest product of H2O's sum and the L1 norm of their value, and recent tokens.
 
-    A sink receives much attention and has a small value, so it is not kept for its attention alone: set `sinks`.
+    A sink receives much attention and has a small value, so the authors exempt the first 20 tokens.
     """
+
+    sinks: int = 20
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         return super().priority(cached, xp) * xp.abs(cached.values.astype(xp.float32)).sum(axis=-1)
