@@ -22,7 +22,8 @@ class Costs:
           num_tokens: tokens computed in the step if it had chunks, else 0: a decode step says little about prompts.
           step_s: seconds of the step, moves included. move_s: seconds of the moves alone; 0 if unknown.
         """
-        if moves is not None and move_s:
+        # Evictions move tokens within blocks, and take time that says nothing about a block.
+        if moves is not None and move_s and not moves.evictions:
             self._block_s.append(move_s / (len(moves.saves) + len(moves.copies) + len(moves.loads)))
         if num_tokens and (moves is None or move_s):
             self._token_s.append((step_s - move_s) / num_tokens)

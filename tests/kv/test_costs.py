@@ -1,5 +1,7 @@
 """What is cheaper is decided by medians of what was measured."""
 
+import dataclasses
+
 import numpy as np
 
 from ksana_jax.kv.costs import Costs
@@ -61,3 +63,11 @@ def test_old_measurements_are_forgotten():
     for _ in range(33):
         costs.observe(10, 20.0, None, 0.0)  # a token takes two seconds from here on
     assert costs.moving_is_cheaper(3, 2)
+
+
+def test_evictions_say_nothing_of_blocks():
+    costs = Costs()
+    evictions = dataclasses.replace(moves(0), evictions=[object()])
+    costs.observe(10, 10.0, evictions, 5.0)
+    costs.observe(10, 10.0, dataclasses.replace(moves(3), evictions=[object()]), 5.0)
+    assert costs.moving_is_cheaper(1000, 1), "no block was measured alone"
