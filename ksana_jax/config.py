@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ksana_jax import checks
+from ksana_jax import checks, refusals
 from ksana_jax.devices.target import canonical_device
 from ksana_jax.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.errors import ConfigError
@@ -305,22 +305,7 @@ class EngineConfig:
         )
         if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
             raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
-        if self.tensor_parallel_size > 1 and (problems := self._not_divided()):
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} does not go with {', '.join(problems)}"
-            )
-        if self.data_parallel_size > 1 and (self.distributed is not None or self.disk_cache_dir is not None):
-            other = "disk_cache_dir, which one engine writes" if self.distributed is None else "distributed"
-            raise ConfigError(f"data_parallel_size {self.data_parallel_size} does not go with {other}")
-        if self.distributed is not None and self.disk_cache_dir is not None:
-            raise ConfigError(
-                "disk_cache_dir does not go with distributed: each host has the keys and values of its own heads only"
-            )
-        if self.kv_eviction is not None and (self.enable_prefix_caching or self.shared_prefix_attention):
-            raise ConfigError(
-                "kv_eviction moves the tokens of a text within its blocks, so that no other text can use them: "
-                "enable_prefix_caching and shared_prefix_attention must be off"
-            )
+        refusals.check(self.used())
         folder = self.disk_cache_dir
         if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
@@ -329,21 +314,24 @@ class EngineConfig:
                 "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
             )
 
-    def _not_divided(self) -> list[str]:
-        """Returns the settings that several devices do not support."""
-        found = []
-        if self.kv_eviction is not None:
-            found.append("kv_eviction, some of whose methods compare the heads of a layer")
-        if self.numerics == "invariant":
-            found.append('numerics "invariant", for which no order of the sums over devices is known')
-        if self.embedding_device == "host" and self.distributed is not None:
-            found.append('embedding_device "host" with distributed: each process would send the others its rows')
-        if self.operators.prefer != "speed":
-            found.append(f"operators.prefer {self.operators.prefer!r}: verdicts are those of one device")
-        return found
+    def used(self) -> dict[str, object]:
+        """Returns which settings that others exclude are in use, see `refusals`."""
+        tp, dp, prefer = self.tensor_parallel_size, self.data_parallel_size, self.operators.prefer
+        return {
+            "kv_eviction": self.kv_eviction is not None,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "shared_prefix_attention": self.shared_prefix_attention,
+            "tensor_parallel_size": tp > 1 and f"tensor_parallel_size {tp}",
+            "data_parallel_size": dp > 1 and f"data_parallel_size {dp}",
+            "distributed": self.distributed is not None,
+            "disk_cache_dir": self.disk_cache_dir is not None,
+            refusals.INVARIANT: self.numerics == "invariant",
+            refusals.HOST_EMBEDDING: self.embedding_device == "host",
+            refusals.PREFER: prefer != "speed" and f"operators.prefer {prefer!r}",
+        }
 
     def _depends_on_the_batch(self) -> list[str]:
-        """Returns the settings with which a request's numbers depend on how it is served."""
+        """Returns the values with which a request's numbers depend on how it is served."""
         row_by_row = {
             "attention": ("auto", "native"),
             "linear": ("auto", "packed", "native"),
@@ -356,12 +344,6 @@ class EngineConfig:
         ]
         if self.block_size % 16:
             found.append(f"block_size {self.block_size}, must be a multiple of 16")
-        if self.kv_eviction is not None:
-            found.append("kv_eviction, which adds up attention over the tokens of a step")
-        if self.shared_prefix_attention:
-            found.append("shared_prefix_attention, which divides sums by the rows that share blocks")
-        if self.operators.prefer != "speed":
-            found.append(f"operators.prefer {self.operators.prefer!r}: there is one implementation of each, no choice")
         return found
 
     @property

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ksana_jax import checks, vllm_names
+from ksana_jax import checks, refusals, vllm_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,22 +143,18 @@ class SamplingParams:
         if self.n > self.beam_width:
             raise ValueError(f"n is {self.n}, more than the {self.beam_width} beams of beam_width")
         # Sampling temperature and truncation do not apply; a default of 1 is no wish.
-        unsupported = [
-            name
-            for name, wanted in (
-                ("stop", bool(self.stop_strings)),
-                ("logprobs", self.logprobs is not None),
-                ("prompt_logprobs", self.prompt_logprobs is not None),
-                ("min_tokens", self.min_tokens > 0),
-                ("penalties, logit_bias, bad_words or allowed_token_ids", self.penalised),
-                ("top_k", self.top_k > 0),
-                ("top_p", self.top_p < 1),
-                ("min_p", self.min_p > 0),
-            )
-            if wanted
-        ]
-        if unsupported:
-            raise ValueError(f"beam_width {self.beam_width} does not go with {', '.join(unsupported)}")
+        used = {
+            "beam_width": f"beam_width {self.beam_width}",
+            "stop": bool(self.stop_strings),
+            "logprobs": self.logprobs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "min_tokens": self.min_tokens > 0,
+            refusals.BIASES: self.penalised,
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+        }
+        refusals.check(used, ValueError)
 
     def _check_stops(self):
         if not isinstance(self.stop, (str, list, tuple, type(None))):

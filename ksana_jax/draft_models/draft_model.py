@@ -36,6 +36,7 @@ class DraftModel(SpeculativeMethod):
     """
 
     short_rows: ClassVar[int] = 0
+    has_model: ClassVar[bool] = True
 
     model: str = ""
 
@@ -91,9 +92,9 @@ def check(path: str, model: ModelConfig, context: ProposerContext) -> None:
     """Checks that a draft model, of some directory or name, fits its target.
 
     Raises:
-      ConfigError: vocabularies differ, or settings of the engine do not go with a draft model.
+      ConfigError: vocabularies differ.
     """
-    config, name = context.config, f"speculative_config: draft model {path}"
+    name = f"speculative_config: draft model {path}"
     if model.vocab_size != context.vocab_size:
         raise ConfigError(
             f"{name}: it has a vocabulary of {model.vocab_size:,} ids, the target one of {context.vocab_size:,}"
@@ -101,16 +102,6 @@ def check(path: str, model: ModelConfig, context: ProposerContext) -> None:
     theirs, ours = find_tokenizer(path), context.tokenizer
     if theirs is not None and ours is not None and (a := digest(theirs)) != (b := digest(ours)):
         raise ConfigError(f"{name}: its vocabulary is not that of the target: their hashes are {a} and {b}")
-    if context.layout.eviction is not None:
-        raise ConfigError(
-            f"{name}: kv_eviction moves the target's keys and values to other slots of blocks that the draft model "
-            "shares, and not the draft model's: use one of them"
-        )
-    for setting in ("tensor_parallel_size", "data_parallel_size"):
-        if getattr(config, setting) > 1:
-            raise ConfigError(f"{name}: {setting} is {getattr(config, setting)}, must be 1 with a draft model")
-    if config.distributed is not None or config.embedding_device != "device":
-        raise ConfigError(f"{name}: distributed and embedding_device 'host' do not go with a draft model")
 
 
 def digest(tokenizer: Tokenizer) -> str:

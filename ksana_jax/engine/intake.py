@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ksana_jax import refusals
 from ksana_jax.config import ModelConfig
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
@@ -104,11 +105,9 @@ class Intake:
     def _check_room(self, count: int, params: SamplingParams) -> None:
         """Checks that rows and pool have room for a prompt of `count` tokens."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        if params.num_sequences > 1 and scheduler.layout.eviction is not None:
-            raise ValueError(
-                f"{params.num_sequences} completions of one prompt share its blocks, and kv_eviction moves tokens "
-                "within blocks: send the prompt once for each completion, with seeds of their own"
-            )
+        several = params.num_sequences > 1 and f"{params.num_sequences} completions of one prompt"
+        evicts = scheduler.layout.eviction is not None
+        refusals.check({"kv_eviction": evicts, refusals.SEVERAL_COMPLETIONS: several}, ValueError)
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax import vllm_names
+from ksana_jax import refusals, vllm_names
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
@@ -52,13 +52,8 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     find_replacement_policy(config.prefix_replacement)
     read_eviction(config.kv_eviction)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
-    if method is not None and method.acceptance != "sampled" and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f'speculative_config: acceptance "{method.acceptance}" compares whole distributions, of which each of '
-            f'tensor_parallel_size {config.tensor_parallel_size} devices has a part: use "sampled"'
-        )
-    if method is not None and method.draws_trees:
-        _check_trees(config, method)
+    if method is not None:
+        refusals.check(config.used() | _used_by(method))
     if method is not None and method.num_speculative_tokens >= most:
         raise ConfigError(
             f"speculative_config: {method.num_speculative_tokens} draft tokens and one more do not fit into a step of "
@@ -67,23 +62,11 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     return config
 
 
-def _check_trees(config: EngineConfig, method: SpeculativeMethod) -> None:
-    """Checks settings that drafts with branches do not serve.
-
-    Raises:
-      ConfigError: the message says which.
-    """
-    if method.acceptance != "sampled":
-        raise ConfigError(
-            f'speculative_config: acceptance "{method.acceptance}" is a rule for drafts without branches: use "sampled"'
-        )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"speculative_config: drafts with branches are for one device, tensor_parallel_size is "
-            f"{config.tensor_parallel_size}"
-        )
-    if config.numerics == "invariant":
-        raise ConfigError(
-            'speculative_config: drafts with branches do not go with numerics "invariant": the attention of their '
-            "steps is XLA's, which adds in an order of its own"
-        )
+def _used_by(method: SpeculativeMethod) -> dict[str, object]:
+    """Returns which settings of a method others exclude, see `refusals`."""
+    return {
+        refusals.BRANCHES: method.draws_trees,
+        refusals.COMPARES: method.acceptance != "sampled"
+        and f'speculative_config with acceptance "{method.acceptance}"',
+        refusals.DRAFT_MODEL: method.has_model,
+    }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax import refusals
+from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import KVLayout, codec_name
 from ksana_jax.patterns import AttentionPattern
@@ -37,14 +38,13 @@ def make_layout(
 
 def _check_rejections(layout: KVLayout) -> None:
     """Refuses a pool in which draft tokens that were rejected would leave traces."""
-    if layout.sealed is not None:
-        raise ConfigError(
-            f"speculative_config does not go with kv_cache_dtype {codec_name(layout.codec)}, which encodes whole "
-            "blocks once: rejected draft tokens would be in them; use a codec of single tokens, such as int8"
-        )
-    if layout.eviction is not None and layout.eviction.method.observes:
-        name = type(layout.eviction.method).__name__
-        raise ConfigError(
-            f"speculative_config does not go with kv_eviction {name}, which adds up the attention of queries: those of "
-            "rejected draft tokens would count"
-        )
+    method = None if layout.eviction is None else layout.eviction.method
+    refusals.check(
+        {
+            "speculative_config": True,
+            refusals.WHOLE_BLOCKS: layout.sealed is not None and f"kv_cache_dtype {codec_name(layout.codec)}",
+            refusals.ADDS_UP_ATTENTION: method is not None
+            and method.observes
+            and f"kv_eviction {type(method).__name__}",
+        }
+    )

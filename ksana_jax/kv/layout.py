@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ksana_jax import refusals
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.codecs.registry import find_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
@@ -142,11 +143,8 @@ class KVLayout:
         """
         seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers)
         if (sealing := find_sealing(dtype)) is not None:
-            if eviction is not None:
-                raise ConfigError(
-                    f"kv_eviction moves tokens within their blocks, and kv_cache_dtype {codec_name(dtype)} encodes "
-                    "whole blocks once: use a codec of single tokens, such as int8 or int4"
-                )
+            name = f"kv_cache_dtype {codec_name(dtype)}"
+            refusals.check({"kv_eviction": eviction is not None, refusals.WHOLE_BLOCKS: name})
             return _sealed(model, seen, sealing, dtype, exact_dtype, block_size)
         assert isinstance(dtype, str)
         groups = group_layers(seen, None if eviction is None else _shares(eviction, seen))
@@ -193,10 +191,8 @@ class KVLayout:
         Raises:
           ConfigError: there is no such layer, all are in full precision, or groups differ in their number.
         """
-        if self.sealed is not None:
-            raise ConfigError(
-                f"kv_full_precision_layers and kv_cache_dtype {self.codec} cannot be combined: use one of them"
-            )
+        sealed = self.sealed is not None and f"kv_cache_dtype {self.codec}"
+        refusals.check({refusals.WHOLE_BLOCKS: sealed, "kv_full_precision_layers": True})
         last = len(self.places) - 1
         if layers and max(layers) > last:
             raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
@@ -387,7 +383,6 @@ def _sealed(
 def _shares(eviction: EvictionMethod, patterns: Sequence[AttentionPattern]) -> list[float | None]:
     """Returns the share of the budget of each layer; None for those whose pattern is not full attention."""
     evicts = [pattern == FULL for pattern in patterns]
-    if not any(evicts):
-        raise ConfigError("kv_eviction evicts from layers with full attention, and no layer has that pattern")
+    refusals.check({"kv_eviction": True, refusals.NO_FULL_LAYER: not any(evicts)})
     shares = iter(eviction.shares(sum(evicts)))
     return [next(shares) if layer else None for layer in evicts]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from ksana_jax import refusals
 from ksana_jax.config import ModelConfig
+from ksana_jax.errors import ConfigError
 from ksana_jax.ops.implementations import IMPLEMENTATIONS
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+from ksana_jax.ops.native_kernels import CODECS
 from ksana_jax.ops.norm import kinds_of, not_native
 from ksana_jax.ops.requirements import Requirements
 
@@ -12,6 +15,18 @@ from ksana_jax.ops.requirements import Requirements
 ROW_BY_ROW = "native"
 # Kinds of MLPs that consist of products with weights and of functions of single numbers.
 MLPS_ROW_BY_ROW = ("swiglu", "geglu")
+
+
+def check_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> None:
+    """Checks that the steps of a model can be computed row by row; arguments as in `why_not_invariant`.
+
+    Raises:
+      ConfigError: they cannot, and why.
+    """
+    unread = needs.codec not in CODECS and f"kv_cache_dtype {needs.codec}"
+    refusals.check({refusals.INVARIANT: True, refusals.NOT_NATIVE: unread})
+    if reason := why_not_invariant(config, needs, dtype):
+        raise ConfigError(f"numerics 'invariant' {reason}")
 
 
 def why_not_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> str | None:

@@ -20,7 +20,7 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
 from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.implementations import choose
-from ksana_jax.ops.invariant import ROW_BY_ROW, why_not_invariant
+from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm, kinds_of
 from ksana_jax.ops.pool import KVCache
@@ -107,8 +107,7 @@ class Runner:
             self._local, local_layout, num_repositioned_sinks=sinks, query_dtype=dtype, device=placement.device
         )
         if numerics == "invariant":
-            if reason := why_not_invariant(config, needs, dtype):
-                raise ValueError(f"numerics 'invariant' {reason}")
+            check_invariant(config, needs, dtype)
             settings = dataclasses.replace(settings, attention=ROW_BY_ROW)
         self.implementation = choose(needs, settings.attention)
         given = {"row_by_row": numerics == "invariant", "num_devices": placement.num_devices}

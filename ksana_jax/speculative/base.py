@@ -126,6 +126,7 @@ class SpeculativeMethod:
 
     Attributes:
       rules: what `acceptance` may be.
+      has_model: whether a model drafts, with a pool of its own.
       short_rows: in steps of up to how many rows all drafts are often at most half as long as they may be; such steps
         are compiled too.
 
@@ -143,6 +144,7 @@ class SpeculativeMethod:
     """
 
     rules: ClassVar[tuple[str, ...]] = ("sampled", "rejection", "block")
+    has_model: ClassVar[bool] = False
     short_rows: ClassVar[int] = ANY_ROWS
 
     num_speculative_tokens: int

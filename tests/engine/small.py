@@ -83,6 +83,8 @@ SMALL = {"block_size": 16, "num_blocks": 16, "max_num_seqs": 4, "max_num_batched
 # What the compiled functions of one model depend on beside the shapes of a step: what a `Runner` is given of a config.
 _OF_A_RUNNER = operator.attrgetter(
     "dtype",
+    "quantization",
+    "tensor_parallel_size",
     "kv_full_precision_layers",
     "num_blocks",
     "block_size",

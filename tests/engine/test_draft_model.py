@@ -128,8 +128,8 @@ def test_a_vocabulary_of_as_many_other_pieces_is_refused_with_both_hashes(drafte
     "name, settings, words",
     [
         ("larger", {}, "it has a vocabulary of 128 ids, the target one of 64"),
-        ("first", {"kv_eviction": {"method": "window", "budget": 32}}, "kv_eviction moves the target's keys"),
-        ("first", {"embedding_device": "host"}, "embedding_device 'host' do not go with a draft model"),
+        ("first", {"kv_eviction": {"method": "window", "budget": 32}}, "does not go with kv_eviction: it moves tokens"),
+        ("first", {"embedding_device": "host"}, 'a draft model does not go with embedding_device "host"'),
         ("nowhere", {}, "nowhere"),
     ],
 )

@@ -231,8 +231,8 @@ def test_log_probabilities_are_those_of_the_float64_model():
         ({"block_size": 24}, "block_size 24, must be a multiple of 16"),
         ({"operators": {"attention": "xla"}}, "operators.attention 'xla', must be auto or native"),
         ({"operators": {"linear": "mixed"}}, "operators.linear 'mixed', must be auto or packed or native"),
-        ({"shared_prefix_attention": True}, "shared_prefix_attention, which divides sums"),
-        ({"kv_eviction": {"method": "h2o", "budget": 0.5}}, "kv_eviction, which adds up attention"),
+        ({"shared_prefix_attention": True}, "shared_prefix_attention: it divides sums"),
+        ({"kv_eviction": {"method": "h2o", "budget": 0.5}}, "kv_eviction: attention is added up"),
     ],
 )
 def test_settings_that_depend_on_the_batch_are_refused(settings, message):

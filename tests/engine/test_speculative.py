@@ -245,6 +245,6 @@ def test_settings_that_drafts_would_corrupt_are_refused(settings, words):
 
 def test_rules_that_compare_distributions_are_for_one_device():
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "acceptance": "block"}
-    with pytest.raises(ConfigError, match='acceptance "block" compares whole distributions'):
+    with pytest.raises(ConfigError, match='acceptance "block" does not go with tensor_parallel_size 2'):
         check_policies(EngineConfig(tensor_parallel_size=2, speculative_config=drafts))
     check_policies(EngineConfig(tensor_parallel_size=2, speculative_config=drafts | {"acceptance": "sampled"}))

@@ -118,9 +118,9 @@ def test_the_warm_up_measures_steps_with_trees():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"drafts": {"acceptance": "block"}}, 'acceptance "block" is a rule for drafts without branches'),
-        ({"numerics": "invariant"}, 'drafts with branches do not go with numerics "invariant"'),
-        ({"tensor_parallel_size": 2}, "branches are for one device, tensor_parallel_size is 2"),
+        ({"drafts": {"acceptance": "block"}}, 'branches does not go with speculative_config with acceptance "block"'),
+        ({"numerics": "invariant"}, 'branches does not go with numerics "invariant"'),
+        ({"tensor_parallel_size": 2}, "branches does not go with tensor_parallel_size 2"),
         ({"kv_cache_dtype": {"k": "kivi2", "v": "kivi2"}}, "does not go with kv_cache_dtype k kivi2"),
         ({"kv_eviction": {"method": "h2o", "budget": 16}}, "does not go with kv_eviction H2O"),
     ],

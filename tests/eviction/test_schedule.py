@@ -122,7 +122,7 @@ def test_layers_with_a_window_keep_it_and_others_evict():
     assert mixed.blocks_of(100, num_prompt=1) == window_blocks(window) + 3  # 9 tokens at most
     with pytest.raises(ConfigError, match="their pattern cannot change"):
         mixed.with_patterns((window,) * 4)
-    with pytest.raises(ConfigError, match="no layer has that pattern"):
+    with pytest.raises(ConfigError, match="does not go with patterns without a layer of full attention"):
         layout({"method": "h2o"}, (window,) * 4)
 
 

@@ -83,7 +83,7 @@ def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, rea
         ({"embedding_device": "host"}, "output head too (tied)"),
         ({"kv_eviction": "{method: h20}"}, "kv_eviction method is 'h20'"),
         ({"kv_eviction": "{method: h2o}", "prefix_share": "0.5"}, "kv_eviction moves the tokens of shared blocks"),
-        ({"kv_eviction": "{method: h2o}", "window": "64"}, "no layer has that pattern"),
+        ({"kv_eviction": "{method: h2o}", "window": "64"}, "without a layer of full attention"),
         ({"kv_full_precision_layers": "[0]"}, 'needs another kv_cache_dtype than "auto"'),
     ],
 )

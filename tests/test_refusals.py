@@ -1,0 +1,83 @@
+"""Each pair of settings in the list is refused, by a door that users have, with the reason in one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ksana_jax import SamplingParams, refusals
+from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.engine.settings import check_policies
+from ksana_jax.refusals import REFUSALS
+from tests.engine.drafters import drafters as drafters
+from tests.engine.small import make_llm, tokens_of
+
+SOME = {
+    "kv_eviction": {"kv_eviction": {"method": "knorm", "budget": 20}},
+    refusals.ADDS_UP_ATTENTION: {"kv_eviction": {"method": "h2o", "budget": 20}},
+    "enable_prefix_caching": {"enable_prefix_caching": True},
+    "shared_prefix_attention": {"shared_prefix_attention": True},
+    refusals.WHOLE_BLOCKS: {"kv_cache_dtype": "kivi4"},
+    "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
+    refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
+    refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
+    refusals.SEVERAL_COMPLETIONS: {"n": 2},
+    "speculative_config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    refusals.BRANCHES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "decoding_mode": "hier"}},
+    refusals.COMPARES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "acceptance": "block"}},
+    refusals.DRAFT_MODEL: {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 4}},
+    refusals.INVARIANT: {"numerics": "invariant"},
+    refusals.HOST_EMBEDDING: {"embedding_device": "host"},
+    refusals.PREFER: {"operators": {"prefer": "agreement"}},
+    "tensor_parallel_size": {"tensor_parallel_size": 2},
+    "data_parallel_size": {"data_parallel_size": 2},
+    "distributed": {"distributed": {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}},
+    "disk_cache_dir": {"disk_cache_dir": "x", "enable_prefix_caching": True, "host_cache_bytes": 2**20},
+    "beam_width": {"beam_width": 2},
+    "stop": {"stop": "a"},
+    "logprobs": {"logprobs": 1},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "min_tokens": {"min_tokens": 1},
+    refusals.BIASES: {"presence_penalty": 1.0},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.1},
+}
+OF_REQUESTS = {"beam_width", "stop", "logprobs", "prompt_logprobs", "min_tokens", refusals.BIASES}
+OF_REQUESTS |= {"top_k", "top_p", "min_p"}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: f"{r.setting} and {r.other}")
+def test_listed_settings_are_refused_together(refusal, drafters):
+    names = {refusal.setting, refusal.other}
+    given = SOME[refusal.setting] | SOME[refusal.other]
+    if names == {refusals.BRANCHES, refusals.COMPARES}:
+        given["speculative_config"] = SOME[refusals.BRANCHES]["speculative_config"] | {"acceptance": "block"}
+    if refusals.DRAFT_MODEL in names:
+        given["speculative_config"] = given["speculative_config"] | {"model": drafters["first"]}
+    with pytest.raises(ValueError, match=re.escape(refusal.reason)) as caught:
+        if names <= OF_REQUESTS:
+            SamplingParams(**given)
+        elif refusals.SEVERAL_COMPLETIONS in names:
+            params = SamplingParams(n=given.pop("n"), detokenize=False)
+            tokens_of(make_llm(**given), [[5, 6]], params)
+        else:
+            make_llm(**given)
+    assert "\n" not in str(caught.value) and " does not go with " in str(caught.value)
+
+
+def test_all_that_does_not_fit_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(tensor_parallel_size=2, numerics="invariant", kv_eviction={"method": "tova"})
+    said = str(caught.value)
+    assert said.count(" does not go with ") == 3 and "tensor_parallel_size 2 does not go with kv_eviction" in said
+
+
+def test_settings_that_go_together_pass():
+    check_policies(EngineConfig(kv_eviction={"method": "knorm"}, **SOME["speculative_config"]))
+    assert refusals.check({"kv_eviction": True, "enable_prefix_caching": False}) is None
+
+
+def test_the_page_on_status_prints_the_list():
+    page = (Path(__file__).parents[1] / "docs/status.md").read_text()
+    assert refusals.table() in page, "python -m ksana_jax.refusals prints the table"
