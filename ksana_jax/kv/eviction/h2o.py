@@ -16,8 +16,8 @@ class H2O(EvictionMethod):
     heads that share a kv head are added up.
 
     Args:
-      normalised: divide a token's sum by the number of queries that could see it; otherwise early tokens, which more
-        queries have seen, are favoured, as in the paper.
+      normalised: divide a token's sum by the number of queries that could see it, as kvpress' ObservedAttentionPress
+        does; otherwise early tokens, which more queries have seen, are favoured, as in the paper.
     """
 
     normalised: bool = False

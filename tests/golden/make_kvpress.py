@@ -1,0 +1,194 @@
+"""Makes tests/golden/kvpress: the text positions that kvpress keeps in each layer and kv head, and its defaults.
+
+In an environment of its own, since kvpress wants older versions than `parity`:
+
+  pip install kvpress==0.5.5 torch==2.13.0 'transformers<5.3'
+  python tests/golden/make_kvpress.py                  (a minute on a CPU)
+
+kept.jsonl has a case on each line, see `kvpress_cases.KVPressCase`. Positions are read from the cache that kvpress
+leaves: each of its keys and values equals that of one position, bit by bit. No choice is a matter of rounding: the last
+score that stays and the first that goes differ by LEAST_GAP of their size, or another prompt is taken. So sets of
+positions can be compared exactly. defaults.json has the arguments of each class. kvpress 0.5.5 with torch 2.13.0 and
+transformers 5.2.0 made the files that are committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvpress
+import torch
+from kvpress_cases import CONFIG, FOLDER, KVPressCase, weights
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
+
+LEAST_GAP = 1e-4  # far above rounding in float32, through four layers
+LEAST_LOGIT_GAP = 0.01  # between the two best tokens
+
+# The classes of kvpress that choose as one of our methods does, or nearly.
+COMPARED = (
+    "SnapKVPress",
+    "PyramidKVPress",
+    "KnormPress",
+    "TOVAPress",
+    "StreamingLLMPress",
+    "ObservedAttentionPress",
+    "RandomPress",
+)
+LENGTHS, RATIOS = (96, 61), (0.25, 0.5, 0.75, 0.9)
+WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
+# (ratio, window, kernel, beta): steep and gentle ones; one whose first layer would exceed the prompt; one whose last
+# layer could not hold the window.
+PYRAMIDS = ((0.5, 2, 5, 20), (0.75, 4, 7, 4), (0.75, 3, 5, 2), (0.625, 4, 5, 8), (0.375, 4, 5, 20), (0.75, 4, 5, 20))
+# A prompt is reduced to TARGET tokens, and the cache again after so many tokens. StreamingLLMPress is not among these
+# presses: it goes by a token's place in the cache, where kvpress leaves what it kept in the order of the scores.
+DECODING = tuple(itertools.product(("KnormPress", "TOVAPress"), (1, 4, 8)))
+TARGET, NUM_WRITTEN = 24, 24
+
+
+def asked() -> Iterator[KVPressCase]:
+    """Every case but what is kept."""
+    for length, ratio in itertools.product(LENGTHS, RATIOS):
+        settings = {"compression_ratio": ratio}
+        for press in ("KnormPress", "TOVAPress", "ObservedAttentionPress"):
+            yield KVPressCase(press, settings, length, 0, [], [])
+        for num_sinks in (1, 4):
+            yield KVPressCase("StreamingLLMPress", settings | {"n_sink": num_sinks}, length, 0, [], [])
+        for window, kernel in WINDOWS_AND_KERNELS:
+            of_window = {"window_size": window, "kernel_size": kernel}
+            yield KVPressCase("SnapKVPress", settings | of_window, length, 0, [], [])
+    for ratio, window, kernel, beta in PYRAMIDS:
+        settings = {"compression_ratio": ratio, "window_size": window, "kernel_size": kernel, "beta": beta}
+        yield KVPressCase("PyramidKVPress", settings, LENGTHS[0], 0, [], [])
+    for press, interval in DECODING:
+        settings = {"compression_interval": interval, "target_size": TARGET}
+        yield KVPressCase(press, settings, 2 * TARGET, 0, [], [])
+
+
+@functools.cache
+def model():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        save_file(weights(), Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+class NearlyTied(Exception):
+    """Rounding could decide otherwise."""
+
+
+class Cache(DynamicCache):
+    """Remembers keys and values of every text position, [L] lists of [K, 2 * H]; presses drop them from the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = [[] for _ in range(CONFIG["num_hidden_layers"])]
+
+    def update(self, key_states, value_states, layer_idx, *args, **given):
+        self.known[layer_idx] += torch.cat([key_states[0], value_states[0]], -1).unbind(1)
+        return super().update(key_states, value_states, layer_idx, *args, **given)
+
+    def positions(self) -> list[list[list[int]]]:
+        """Returns the text positions that are left, [L][K]."""
+        return [self._positions(layer, torch.stack(known, 1)) for layer, known in zip(self.layers, self.known)]
+
+    def _positions(self, layer, known: torch.Tensor) -> list[list[int]]:
+        left = torch.cat([layer.keys[0], layer.values[0]], -1)
+        same = (left[:, :, None] == known[:, None]).all(-1)  # [K, n, T]
+        assert (same.sum(-1) == 1).all(), "a cached token is not that of one position"
+        return [sorted(head) for head in same.to(torch.int8).argmax(-1).tolist()]
+
+
+def watched(press: kvpress.ScorerPress) -> kvpress.ScorerPress:
+    """Has a press raise `NearlyTied` where two scores are that."""
+    # kvpress gives the newest tokens, which stay, a number above the scores.
+    window = 1 if isinstance(press, kvpress.TOVAPress) else getattr(press, "window_size", 0)
+    compress, score, scores = press.compress, press.score, []
+
+    def remembered(*args):
+        scores.append(score(*args))
+        return scores[-1]
+
+    def checked(*args):
+        keys, values = compress(*args)
+        num_kept = keys.shape[2] - window
+        ordered = scores.pop()[0].sort(-1, descending=True).values[:, window:]
+        assert num_kept >= 0, "of tokens with kvpress' own number, which stay is chance"
+        if 0 < num_kept < ordered.shape[-1]:
+            stays, goes = ordered[:, num_kept - 1], ordered[:, num_kept]
+            if ((stays - goes) / torch.maximum(stays.abs(), goes.abs())).min() < LEAST_GAP:
+                raise NearlyTied
+        return keys, values
+
+    press.score, press.compress = remembered, checked
+    return press
+
+
+def forward(tokens: list[int], start: int, cache: Cache) -> torch.Tensor:
+    """Runs tokens at their text positions; returns the logits after the last."""
+    at = torch.arange(start, start + len(tokens))
+    given = {"position_ids": at[None], "cache_position": at, "past_key_values": cache, "use_cache": True}
+    return model()(torch.tensor([tokens]), **given).logits[0, -1]
+
+
+def make(case: KVPressCase) -> KVPressCase:
+    """Returns the case with what kvpress keeps.
+
+    Raises:
+      NearlyTied: with this prompt, some choice is a matter of rounding.
+    """
+    kind, settings, cache, tokens = getattr(kvpress, case.press), dict(case.settings), Cache(), []
+    names = ("compression_interval", "target_size")
+    decoding = {name: settings.pop(name) for name in names if name in settings}
+    if not decoding:
+        with watched(kind(**settings))(model()):
+            forward(case.prompt, 0, cache)
+        return case._replace(kept=cache.positions())
+    press = kvpress.PrefillDecodingPress(
+        watched(kind(compression_ratio=1 - TARGET / case.length, **settings)),
+        kvpress.DecodingPress(watched(kind(**settings)), **decoding, hidden_states_buffer_size=0),
+    )
+    with press(model()):
+        logits = forward(case.prompt, 0, cache)
+        for at in range(case.length, case.length + NUM_WRITTEN):
+            best = logits.sort(descending=True)
+            if best.values[0] - best.values[1] < LEAST_LOGIT_GAP:
+                raise NearlyTied
+            tokens.append(int(best.indices[0]))
+            logits = forward(tokens[-1:], at, cache)
+    return case._replace(tokens=tokens, kept=cache.positions())
+
+
+def of_some_prompt(case: KVPressCase) -> KVPressCase:
+    for seed in range(100):
+        with contextlib.suppress(NearlyTied):
+            return make(case._replace(seed=seed))
+    raise SystemExit(f"{case.name}: no prompt keeps scores apart")
+
+
+@torch.no_grad()
+def main() -> None:
+    logging.disable_progress_bar()
+    FOLDER.mkdir(exist_ok=True)
+    cases = [of_some_prompt(case) for case in asked()]
+    lines = [json.dumps(case._asdict(), separators=(",", ":")) for case in cases]
+    (FOLDER / "kept.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    defaults = {
+        name: {field.name: field.default for field in dataclasses.fields(getattr(kvpress, name))} for name in COMPARED
+    }
+    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
+    (FOLDER / "defaults.json").write_text(json.dumps({"versions": versions, "defaults": defaults}, indent=2) + "\n")
+    print(f"{len(cases)} cases, {sum(len(line) for line in lines):,} bytes, prompts {max(c.seed for c in cases)}")
+
+
+if __name__ == "__main__":
+    main()
