@@ -19,6 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 CONTENTS = {
     "Using it": [
         "docs/concepts.md",
+        "docs/eviction.md",
         "docs/commands.md",
         "docs/evaluation.md",
         "docs/yaml.md",

@@ -22,8 +22,8 @@ class SnapKV(EvictionMethod):
 
     Args:
       recent: tokens of the observation window, which observe and are kept.
-      kernel: tokens over which weights are pooled; odd.
-      pooling: "avg" or "max".
+      kernel: tokens over which weights are pooled; odd. The authors' code has 5, on LongBench 7.
+      pooling: "avg" or "max"; the authors' code has "avg", on LongBench "max".
     """
 
     recent: float | int = 32
