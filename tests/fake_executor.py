@@ -131,6 +131,8 @@ class FakeExecutor:
             None
             if step.targets is None
             else score(hidden, np.maximum(step.targets, 0), step.num_prompt_logprobs, self.vocab),
+            # Half a tick of the clock: settings that weigh moves have something to weigh.
+            move_s=0.0 if step.moves is None else 0.5,
             num_accepted=num_accepted,
             sampled=sampled,
         )

@@ -13,9 +13,15 @@ import multiprocessing
 import random
 import time
 
+from tests.life_settings import TRIPLES, triples
 from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
-from tests.speculating_simulation import DraftModelSimulation, SpeculatingSimulation, SpeculatingStoringSimulation
+from tests.speculating_simulation import (
+    DraftModelSimulation,
+    DraftModelStoringSimulation,
+    SpeculatingSimulation,
+    SpeculatingStoringSimulation,
+)
 from tests.storing_simulation import StoringSimulation
 
 
@@ -23,7 +29,7 @@ def kind_of(seed: int) -> type[Simulation]:
     """Every third life is that of an engine that evicts tokens or stores codes, of vectors or of blocks by turns; every
     seventh that of one that speculates, and another seventh that of one with a draft model."""
     if seed % 7 == 2:
-        return DraftModelSimulation
+        return DraftModelStoringSimulation if seed % 2 else DraftModelSimulation
     if seed % 7 == 1:
         return SpeculatingStoringSimulation if seed % 2 else SpeculatingSimulation
     return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, Simulation)[seed % 6]
@@ -76,8 +82,10 @@ def _main() -> None:
         lived = pool.imap_unordered(functools.partial(_live, given.steps), seeds, 16)
         seen: collections.Counter[str] = collections.Counter()
         steps = failed = 0
-        for seed, count, events, error in lived:
+        met: set[tuple[str, ...]] = set()
+        for seed, count, events, drawn, error in lived:
             steps += count
+            met |= triples(drawn)
             seen.update(events)
             if error:
                 failed += 1
@@ -85,15 +93,22 @@ def _main() -> None:
     seconds = time.perf_counter() - began
     print(", ".join(f"{count:,} {name}" for name, count in seen.items()))
     print(f"{given.examples:,} lives, {failed} failed; {steps:,} steps, {steps / seconds:,.0f} a second")
-    raise SystemExit(failed > 0)
+    met &= TRIPLES
+    print(
+        f"{len(met)} of {len(TRIPLES)} threes of settings met; not",
+        *map(" + ".join, sorted(TRIPLES - met)[:9]),
+        sep=", ",
+    )
+    few = given.examples >= 1000 and len(met) < 0.99 * len(TRIPLES)
+    raise SystemExit(failed > 0 or few)
 
 
-def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], str]:
+def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], set[str], str]:
     try:
         simulation = live_a_life(random.Random(seed), num_steps, kind_of(seed))
-        return seed, simulation.num_steps, dict(simulation.seen), ""
+        return seed, simulation.num_steps, dict(simulation.seen), simulation.drawn(), ""
     except Exception as error:
-        return seed, 0, {}, f"{type(error).__name__}: {str(error)[:200]}"
+        return seed, 0, {}, set(), f"{type(error).__name__}: {str(error)[:200]}"
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ class SealingSimulation(Simulation):
         )
         self.settings["num_blocks"] = max(layout.blocks_of(LONGEST - 1) + rng.choice([-1, 0, 0, 1, 4, 200]), 1)
 
+    def drawn(self) -> set[str]:
+        return super().drawn() | {"block codec"}
+
     def start(self) -> None:
         self.settings |= {"stored": {"kv_cache_dtype": dict(self.setting)}, "make_executor": SealingExecutor}
         super().start()

@@ -21,6 +21,7 @@ from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.request import FinishReason, SamplingParams
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
+from tests.fake_network import FULLY
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
 from tests.kv.disk.double import TroubledDisk
 from tests.simulated_requests import TEXTS, Expected, drawn_beams, drawn_params
@@ -72,6 +73,19 @@ class Simulation:
 
     def draw_storage(self) -> None:
         """What the pool holds: nothing but keys here. See `tests.storing_simulation`."""
+
+    def drawn(self) -> set[str]:
+        """Names of the settings in use, by the names of `tests.life_settings`."""
+        found = {"pattern"} if PATTERNS[self.pattern] != FULLY else set()
+        found |= {"prefix cache"} if self.settings["caching"] else set()
+        found |= {"disk tier"} if self.disk is not None else set()
+        if self.settings["host_slots"]:
+            found |= {"host memory", f"preempt {self.settings['preempt']}"}
+        found |= {"shared prefix attention"} if self.settings["shared_rows"] else set()
+        found |= {"a step ahead"} if self.settings["async_scheduling"] else set()
+        found |= {"several steps"} if self.settings["num_scheduler_steps"] > 1 else set()
+        events = {"beam searches", "several completions", "log-probabilities"}
+        return found | {event for event in events if self.seen[event]}
 
     def start(self) -> None:
         """A new process: nothing is left but the disk."""
@@ -163,6 +177,8 @@ class Simulation:
             assert scheduler.waiting == waiting and scheduler.blocks.num_free == free
             return
         self.seen["requests" if not params.beam_width else "beam searches"] += 1
+        self.seen["several completions"] += params.n > 1 and not params.beam_width
+        self.seen["log-probabilities"] += params.logprobs is not None
         request = engine.add_request(prompt, params, streams=self.rng.random() < 0.3, cache_salt=salt)
         self.requests[request] = self.expect(request, max_len, salt)
 

@@ -42,6 +42,9 @@ class Speculating(Simulation):
                 [3, 4, most_drafts // 2],
             ]
 
+    def drawn(self) -> set[str]:
+        return super().drawn() | {"branches" if self.settings["speculative_config"]["trees"] else "drafts"}
+
     def start(self) -> None:
         ANSWERS.clear()
         super().start()
@@ -92,6 +95,9 @@ class DraftModelSimulation(Simulation):
         if self.rng.random() < 0.3:
             config["num_speculative_tokens_per_batch_size"] = [[2, 2, 0], [3, 4, -(-most_drafts // 2)]]
 
+    def drawn(self) -> set[str]:
+        return super().drawn() | {"draft model"}
+
     def start(self) -> None:
         super().start()
         self._drafted = self._accepted = 0
@@ -117,3 +123,10 @@ class SpeculatingStoringSimulation(Speculating, StoringSimulation):
             method = read_eviction(dict(found))
             if method is not None and not method.observes:
                 return found
+
+
+class DraftModelStoringSimulation(DraftModelSimulation, StoringSimulation):
+    """An engine that stores codes, and whose draft model does not: it drafts what exact keys and values say."""
+
+    def draws_eviction(self) -> bool:
+        return False

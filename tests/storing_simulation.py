@@ -174,9 +174,9 @@ class StoringSimulation(Simulation):
 
     def draw_storage(self) -> None:
         rng, codec = self.rng, self.rng.choice(["f32", *CODECS])
-        exact = (0,) if codec != "f32" and rng.random() < 0.3 else ()
+        exact = (0,) if codec != "f32" and rng.random() < 0.5 else ()
         self.storage = Storage(self.pattern, self.block_size, codec)
-        if rng.random() < 0.8:
+        if self.draws_eviction():
             self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
             self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
             self.disk = None
@@ -188,6 +188,9 @@ class StoringSimulation(Simulation):
             self.settings["preempt"] = rng.choice(["swap", "swap", "recompute", "auto"])
         if exact and len(self.storage.layout.groups) == 1:
             self.storage = dataclasses.replace(self.storage, exact=exact)
+
+    def draws_eviction(self) -> bool:
+        return self.rng.random() < 0.8
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
         """Settings of any method, with budgets that a text of 40 tokens exceeds."""
@@ -216,6 +219,14 @@ class StoringSimulation(Simulation):
             "random": {"seed": rng.choice([0, 5])},
         }
         return tuple((found | own.get(name, {})).items())
+
+    def drawn(self) -> set[str]:
+        found = super().drawn() | ({"codec"} if self.storage.codec != "f32" else set())
+        if self.storage.exact:
+            found.add("full-precision layers")
+        if (method := self.storage.method) is not None:
+            found.add("eviction that adds up attention" if method.observes else "eviction")
+        return found
 
     def start(self) -> None:
         self.settings |= {"stored": self.storage.settings, "make_executor": StoringExecutor}

@@ -17,7 +17,12 @@ from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
 from tests.sealing_simulation import SealingSimulation
 from tests.simulation import Simulation
-from tests.speculating_simulation import DraftModelSimulation, SpeculatingSimulation, SpeculatingStoringSimulation
+from tests.speculating_simulation import (
+    DraftModelSimulation,
+    DraftModelStoringSimulation,
+    SpeculatingSimulation,
+    SpeculatingStoringSimulation,
+)
 from tests.storing_simulation import METHODS, StoringSimulation
 
 # Lives that ended badly once.
@@ -46,7 +51,9 @@ def test_every_life_with_block_codecs_ends_well(rng):
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
 @given(
     st.randoms(use_true_random=False),
-    st.sampled_from([SpeculatingSimulation, SpeculatingStoringSimulation, DraftModelSimulation]),
+    st.sampled_from(
+        [SpeculatingSimulation, SpeculatingStoringSimulation, DraftModelSimulation, DraftModelStoringSimulation]
+    ),
 )
 def test_every_life_with_drafts_ends_well(rng, kind):
     live_a_life(rng, num_steps=30, kind=kind)
