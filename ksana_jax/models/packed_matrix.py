@@ -11,9 +11,7 @@ import jax.numpy as jnp
 
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.params import Params
-
-PANEL = 64  # rows of a panel
-WORD_BYTES = 4
+from ksana_jax.native.shapes import PANEL, WORD_BYTES
 
 
 @flax.struct.dataclass

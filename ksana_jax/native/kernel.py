@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import STORED, target
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 
@@ -19,6 +20,7 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
 
     Raises:
       NotImplementedError: a dtype, head dim or option that the kernel does not support.
+      ValueError: shapes do not fit.
     """
     options, (kv, scales) = call.options, call.pool
     check_options(
@@ -31,6 +33,7 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
     if call.q.shape[3] > MAX_HEAD_DIM:
         raise NotImplementedError(f"head dim of {call.q.shape[3]}; the native kernel has at most {MAX_HEAD_DIM}")
     call.pool.check_scales()
+    _check_shapes(call)
     (s, width, n, _), (_, _, _, k, b, _), p = call.q.shape, kv.shape, call.tables.shape[1]
     q = call.q if call.out_dtype == call.q.dtype else call.q.astype(jnp.float32)
     nothing = jnp.zeros(0, jnp.float32)
@@ -60,6 +63,25 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
     return Result(
         out.astype(call.out_dtype), lse if options.return_lse else None, mass if options.return_mass else None
     )
+
+
+def _check_shapes(call: Call) -> None:
+    (s, width, n, h), (m, layers, _, k, b, _) = call.q.shape, call.pool.kv.shape
+    queries, options = f"queries are {list(call.q.shape)}", call.options
+    check_shape("the pool", call.pool.kv.shape, (m, layers, 2, k, b, h), queries)
+    if n % k:
+        raise ValueError(f"{n} query heads, must be a multiple of {k} kv heads")
+    check_shape("tables", call.tables.shape, (s, call.tables.shape[-1]), queries)
+    check_shape("starts", call.starts.shape, call.tables.shape, f"tables are {list(call.tables.shape)}")
+    wanted = {
+        "positions": (call.positions, (s, width)),
+        "q_sink": (options.q_sink, (s, width, call.num_sink_queries, n, h)),
+        "sinks": (options.sinks, (n,)),
+        "mass_factor": (options.mass_factor, (s, width)),
+    }
+    for name, (array, shape) in wanted.items():
+        if array is not None:
+            check_shape(name, array.shape, shape, queries)
 
 
 KERNEL = Kernel(attend, None)

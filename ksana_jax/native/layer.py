@@ -7,14 +7,16 @@ calls, a row of the result depends on that row of the arguments alone, bit by bi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.shapes import PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
+MOST_MATRICES = 3  # that multiply the same rows in one call
 # Numbers of `Activation` in calls.h, by name of `models.mlp.MLPS`.
 ACTIVATIONS = {"swiglu": 0, "geglu": 1}
 
@@ -30,6 +32,26 @@ class Weights(NamedTuple):
     scales: jax.Array | None = None
     sums: jax.Array | None = None
     bias: jax.Array | None = None
+
+    def check(self, name: str, dtype: Any, wanted: tuple[int, int], reason: str) -> None:
+        """Checks that this is a matrix [out, in] for rows of a type, and that its arrays belong together.
+
+        Raises:
+          NotImplementedError: its numbers are of another type.
+          ValueError: shapes do not fit.
+        """
+        is_codes = self.scales is not None or self.sums is not None
+        numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
+        if self.words.dtype != numbers:
+            kind = "codes" if is_codes else "numbers"
+            raise NotImplementedError(f"{name} has {kind} in {self.words.dtype}; packed {kind} are {numbers} here")
+        _, depth, _, per_word = self.words.shape
+        check_shape(name, (self.num_rows, depth * per_word), wanted, reason)
+        panels = (-(-self.num_rows // PANEL), depth, PANEL, WORD_BYTES // numbers.itemsize)
+        check_shape(f"words of {name}", self.words.shape, panels, f"it is {list(wanted)}")
+        for part in ("scales", "sums", "bias"):
+            if (vector := getattr(self, part)) is not None:
+                check_shape(f"{part} of {name}", vector.shape, wanted[:1], f"it is {list(wanted)}")
 
     def arguments(self, dtype) -> tuple[jax.Array, ...]:
         none = jnp.zeros(0, jnp.float32)
@@ -62,9 +84,17 @@ def project(
       norm: weight [D] of a norm before them, of the kind `norms`.
 
     Raises:
-      NotImplementedError: x is neither float32 nor bfloat16.
+      NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
+      ValueError: shapes do not fit, or matrices differ in whether they have sums.
     """
-    _check(x)
+    _check(x, matrices)
+    if len(matrices) > MOST_MATRICES:
+        raise ValueError(f"{len(matrices)} matrices, a call has at most {MOST_MATRICES}")
+    reason = f"x is {list(x.shape)}"
+    for i, w in enumerate(matrices):
+        w.check(f"matrix {i}", x.dtype, (w.num_rows, x.shape[-1]), reason)
+    if norm is not None:
+        check_shape("the weight of a norm", norm.shape, x.shape[-1:], reason)
     asked = jnp.dtype(dtype or x.dtype)
     given = jnp.dtype(jnp.float32) if asked not in (x.dtype, jnp.float32) else asked
     array, rows = jax.ShapeDtypeStruct, x.shape[:-1]
@@ -104,9 +134,20 @@ def rest_of_layer(
       [..., D] of x's type.
 
     Raises:
-      NotImplementedError: x is neither float32 nor bfloat16.
+      NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
+      ValueError: shapes do not fit, matrices differ in whether they have sums, or there is no such activation.
     """
-    _check(x)
+    _check(x, matrices)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
+    reason, d, f = f"x is {list(x.shape)}", x.shape[-1], matrices[1].num_rows
+    check_shape("attended", attended.shape[:-1], x.shape[:-1], reason)
+    wanted = {"output": (d, attended.shape[-1]), "gate": (f, d), "up": (f, d), "down": (d, f)}
+    for w, (name, shape) in zip(matrices, wanted.items(), strict=True):
+        w.check(name, x.dtype, shape, f"{reason}, attended {list(attended.shape)}, gate has {f} rows")
+    for weight in weights:
+        if weight is not None:
+            check_shape("the weight of a norm", weight.shape, (d,), reason)
     wide = jax.ShapeDtypeStruct(x.shape, x.dtype)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], matrices[1].num_rows), x.dtype)
     none = jnp.zeros(0, x.dtype)
@@ -130,6 +171,9 @@ def _rounded(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDt
     return jax.ShapeDtypeStruct(shape, jnp.uint8), jax.ShapeDtypeStruct(shape[:-1] or (0,), jnp.float32)
 
 
-def _check(x: jax.Array) -> None:
+def _check(x: jax.Array, matrices: Sequence[Weights]) -> None:
     if x.dtype.name not in DTYPES:
         raise NotImplementedError(f"activations are {x.dtype}; native products have {' or '.join(DTYPES)}")
+    if len({w.sums is None for w in matrices}) != 1:
+        having = sum(w.sums is not None for w in matrices)
+        raise ValueError(f"{having} of {len(matrices)} matrices have sums; a call rounds its rows for all or for none")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
 
@@ -21,10 +22,15 @@ def linear(
 
     Raises:
       NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 with scales.
+      ValueError: w, b or scales do not fit x, or each other.
     """
     if x.dtype.name not in DTYPES or w.dtype != (x.dtype if scales is None else jnp.int8):
         names = " or ".join(DTYPES)
         raise NotImplementedError(f"{x.dtype} times {w.dtype}; native products have both in {names}, or scaled int8")
+    check_shape("the matrix", w.shape, (len(w), x.shape[-1]), f"x is {list(x.shape)}")
+    for name, vector in (("the bias", b), ("scales", scales)):
+        if vector is not None:
+            check_shape(name, vector.shape, w.shape[:1], f"the matrix is {list(w.shape)}")
     dtype = jnp.dtype(dtype or x.dtype)
     asked = jnp.dtype(jnp.float32) if b is not None or dtype.name not in DTYPES else dtype
     result = jax.ShapeDtypeStruct((*x.shape[:-1], len(w)), asked)

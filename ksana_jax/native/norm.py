@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
 
@@ -15,9 +16,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = Fa
 
     Raises:
       NotImplementedError: x and weight are not both float32 or both bfloat16.
+      ValueError: the weight is not [D].
     """
     if x.dtype != weight.dtype or x.dtype.name not in DTYPES:
         raise NotImplementedError(f"{x.dtype} and {weight.dtype}; native norms have both in {' or '.join(DTYPES)}")
+    check_shape("the weight of a norm", weight.shape, x.shape[-1:], f"x is {list(x.shape)}")
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call(target("ksana_rms_norm"), result)
     return call(x, weight, stored=np.int32(STORED[x.dtype.name]), eps=np.float32(eps), plus_one=np.bool_(plus_one))

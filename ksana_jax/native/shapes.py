@@ -1,0 +1,19 @@
+"""Shapes of what C++ reads: it trusts them, so they are checked before each custom call. Knows no arrays."""
+
+from __future__ import annotations
+
+# Of packed weights: rows of a panel, bytes of a word.
+PANEL, WORD_BYTES = 64, 4
+
+
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], reason: str) -> None:
+    """Checks the shape of an argument.
+
+    Args:
+      reason: what the shape follows from, such as "x is [2, 64]".
+
+    Raises:
+      ValueError: the shape is another one.
+    """
+    if found != wanted:
+        raise ValueError(f"{name} is {list(found)}, must be {list(wanted)}: {reason}")
