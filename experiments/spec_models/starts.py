@@ -14,6 +14,7 @@ import dataclasses
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,14 +63,14 @@ def _silent(drawn: LayerParams) -> LayerParams:
     return drawn.replace(**zeros)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _widened(layer: LayerParams, drawn: LayerParams) -> LayerParams:
+def _widened(layer: Any, drawn: Any) -> LayerParams:
     units = layer.w_gate.shape[0]
     wider = {
         "w_gate": drawn.w_gate.at[:units].set(layer.w_gate),
         "w_up": drawn.w_up.at[:units].set(layer.w_up),
         "w_down": jnp.zeros_like(drawn.w_down).at[:, :units].set(layer.w_down),
     }
-    return layer.replace(**wider)  # pyright: ignore[reportAttributeAccessIssue]
+    return layer.replace(**wider)
 
 
 def write_outputs(folder: Path) -> None:

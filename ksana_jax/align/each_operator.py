@@ -50,7 +50,7 @@ def operator_errors(runner: Runner, tokens: Sequence[int], exact: Calls) -> dict
             runner,
             tokens,
             exact,
-            params=packed(params) if b.packs else params,
+            params=packed(params, runner.config) if b.packs else params,
             operators=b.operators(c.normaliser),
             implementation=a,
         )

@@ -15,6 +15,7 @@ import numpy as np
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.models.joined import separate
 from ksana_jax.models.packed_matrix import can_pack, pack, unpacked
+from ksana_jax.models.params import weight_fields, weights_of
 from ksana_jax.ops.implementations import Implementation, implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.norm import NORM_IMPLEMENTATIONS, kinds_of
@@ -74,11 +75,12 @@ def _calls(runner: Runner, shape: StepShape, context: int) -> Iterator[tuple[tup
             yield from _attention_calls(i, options, given, runner.config.num_heads)
     params, dtype = separate(unpacked(runner.params), runner.config), runner.params.final_norm.dtype
     layer, platform, rng = params.layers[0], runner.platform, np.random.default_rng(0)
+    fields = weight_fields()
 
     def drawn(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
-    found = [w for name, w in vars(layer).items() if name.startswith("w_") and w is not None]
+    found = [w for name, w in weights_of(layer).items() if (weight := fields[name]) is not None and weight.packs]
     matrices = [w for w in found if getattr(w, "ndim", 2) == 2]
     inputs = {w.shape[1]: drawn(shape.num_tokens, w.shape[1]) for w in matrices}
     for i in LINEAR_IMPLEMENTATIONS:

@@ -27,7 +27,7 @@ from ksana_jax.loading.config_json import load_config, model_directory, read_jso
 from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.models.params import Params, init_params, is_shape, num_params, param_shapes, quantised
+from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share
 from ksana_jax.parallel.specs import field_of
@@ -166,14 +166,22 @@ def abstract_params(config: ModelConfig, dtype: str = "f32", quantization: str |
     """Returns a Params of jax.ShapeDtypeStruct, the shapes and dtypes of the weights, for planning and tracing.
 
     quantization: as in `EngineConfig`.
+
+    Raises:
+      ConfigError: the dtype is unknown, or a part of the model does not state that it quantises.
     """
+    check_quantises(config, quantization)
     kind = array_dtype(dtype)
     params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
     return jax.eval_shape(functools.partial(quantised, quantization=quantization), params)
 
 
 def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
-    """Returns {Hugging Face name: shape} of the tensors stacked into each weight, in the order of jax.tree.leaves."""
+    """Returns {Hugging Face name: shape} of the tensors stacked into each weight, in the order of jax.tree.leaves.
+
+    Raises:
+      ConfigError: the family has no name for a weight.
+    """
     family, found = FAMILIES[config.family], []
     for path, shape in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape):
         found.append(family.tensors(path[-1].name, shape, path[1].idx if path[0].name == "layers" else None))
@@ -258,13 +266,18 @@ def read_weight(
 
     Args:
       shape: of the whole weight. share: of a single tensor; nothing else of it is read.
+
+    Raises:
+      LoadError: values are not finite.
+      ConfigError: a part of a stack is asked for.
     """
     if share == WHOLE_WEIGHT:
         host = aligned_empty(shape, dtype)
         for stored, part in zip(tensors, host.reshape(len(tensors), *tensors[0].shape), strict=True):
             _fill(part.reshape(part.shape or (1,)), stored)
         return host
-    assert len(tensors) == 1, "only single tensors are divided"
+    if len(tensors) > 1:
+        raise ConfigError(f"a weight stacked from {len(tensors)} tensors, such as {tensors[0].name}, cannot be divided")
     rows, columns = (len(range(size)[part]) for part, size in zip(share[:2], (*shape[:2], 1)[:2], strict=True))
     host = aligned_empty((rows + share.padding, columns)[: len(shape)], dtype)
     host[rows:] = 0

@@ -10,13 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.packed_matrix import PackedMatrix
-from ksana_jax.models.params import LayerParams, Params
-
-# Fields of LayerParams by the one that holds all of them; biases have the same names with b_.
-QKV, GATE_UP = ("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))
+from ksana_jax.models.params import LayerParams, Params, param_shapes, stated, weight_fields
 
 
 def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
@@ -30,8 +26,11 @@ def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
     """
     layers = []
     for p, spec in zip(params.layers, config.layers, strict=True):
-        for name, parts in (QKV, GATE_UP)[: 2 if mlp_kind(spec.mlp.kind).takes_joined else 1]:
-            p = _with(p, name, parts, consume)
+        mlp = mlp_kind(spec.mlp.kind)
+        apart = set() if mlp.takes_joined else set(mlp.shapes(config.d_model, spec.mlp))
+        for name, parts in _stacks().items():
+            if not apart.intersection(f"w_{part}" for part in parts):
+                p = _with(p, name, parts, consume)
         layers.append(p)
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -39,40 +38,51 @@ def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
 def separate(params: Params, config: ModelConfig) -> Params:
     """Returns weights as they were before `joined`; those that were not joined stay as they are."""
     layers = []
-    for p, spec in zip(params.layers, config.layers, strict=True):
-        layers.append(_without(_without(p, *QKV, spec), *GATE_UP, spec))
+    for p, shapes in zip(params.layers, param_shapes(config).layers, strict=True):
+        for name, parts in _stacks().items():
+            p = _without(p, name, parts, shapes, config.num_kv_heads)
+        layers.append(p)
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _stacks() -> dict[str, tuple[str, ...]]:
+    """Returns what is stacked by what holds it: {"qkv": ("q", "k", "v"), ...}, names of fields without w_ or b_."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, weight in weight_fields().items():
+        if weight is not None and weight.joins is not None:
+            whole = weight.joins.removeprefix("w_")
+            found[whole] = (*found.get(whole, ()), name.removeprefix("w_"))
+    return found
+
+
 def _with(p: LayerParams, name: str, parts: Sequence[str], consume: bool) -> LayerParams:
-    matrices = [getattr(p, f"w_{part}") for part in parts]
+    matrices, biases = ([getattr(p, f"{kind}_{part}") for part in parts] for kind in ("w", "b"))
     if any(w is None or isinstance(w, PackedMatrix) or len(w.shape) != 2 for w in matrices):
         return p
+    if len({b is None for b in biases}) > 1:
+        return p  # nothing would read the bias of one part
     changes: dict[str, Any] = {}
-    for kind in ("w", "b"):
-        found = [getattr(p, f"{kind}_{part}") for part in parts]
+    for kind, found in (("w", matrices), ("b", biases)):
         whole = None if found[0] is None else jax.tree.map(lambda *xs: _stack(xs, consume), *found)
         changes |= {f"{kind}_{name}": whole} | {f"{kind}_{part}": None for part in parts}
     return p.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _without(p: LayerParams, name: str, parts: Sequence[str], spec: LayerSpec) -> LayerParams:
+def _without(p: LayerParams, name: str, parts: Sequence[str], shapes: LayerParams, num_kv_heads: int) -> LayerParams:
     changes: dict[str, Any] = {}
     for kind in ("w", "b"):
         if (whole := getattr(p, f"{kind}_{name}")) is not None:
+            num = _num_devices(jax.tree.leaves(whole)[0])
+            rows = [_local_rows(f"w_{part}", shapes, num, num_kv_heads) for part in parts]
             changes[f"{kind}_{name}"] = None
-            for part in parts:
-                changes[f"{kind}_{part}"] = jax.tree.map(functools.partial(_piece, parts, part, spec), whole)
+            for i, part in enumerate(parts):
+                piece = functools.partial(_piece, num, sum(rows[:i]), rows[i])
+                changes[f"{kind}_{part}"] = jax.tree.map(piece, whole)
     return p.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _rows(part: str, spec: LayerSpec, num_devices: int) -> int:
-    """Returns how many rows of a matrix each device has. Of a kv head that several share, each has a copy."""
-    a = spec.attention
-    if part in GATE_UP[1]:
-        return spec.mlp.d_ff // num_devices
-    heads = a.num_heads // num_devices if part == "q" else max(a.num_kv_heads // num_devices, 1)
-    return heads * a.head_dim
+def _local_rows(name: str, shapes: LayerParams, num_devices: int, num_kv_heads: int) -> int:
+    return stated(name, "separation").local_rows(getattr(shapes, name)[0], num_devices, num_kv_heads)
 
 
 def _stack(xs: Sequence[Any], consume: bool) -> Any:
@@ -93,14 +103,12 @@ def _stack(xs: Sequence[Any], consume: bool) -> Any:
     return whole
 
 
-def _piece(parts: Sequence[str], part: str, spec: LayerSpec, x: jax.Array) -> jax.Array:
-    """Returns one of the arrays of which `_stack` made x."""
-    num = _num_devices(x)
-    begin = sum(_rows(before, spec, num) for before in parts[: parts.index(part)])
-    end = begin + _rows(part, spec, num)
+def _piece(num_devices: int, begin: int, rows: int, x: jax.Array) -> jax.Array:
+    """Returns one of the arrays of which `_stack` made x, from where it begins in each device's part."""
 
     def piece(x: jax.Array) -> jax.Array:
-        return x.reshape(num, -1, *x.shape[1:])[:, begin:end].reshape(-1, *x.shape[1:])
+        divided = x.reshape(num_devices, -1, *x.shape[1:])
+        return divided[:, begin : begin + rows].reshape(-1, *x.shape[1:])
 
     return jax.jit(piece, out_shardings=x.sharding)(x)
 

@@ -62,14 +62,25 @@ def _normalised(x: jax.Array, eps: float) -> jax.Array:
 
 
 class Norm(NamedTuple):
-    """A kind of norm. apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that leaves x unscaled."""
+    """A kind of norm, of each row by itself, and what settings need to know of it.
+
+    apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that leaves x unscaled.
+    plus_one: of a root mean square norm, which kernels also have: whether they add 1 to its weight; None for others.
+    row_by_row: for `numerics: invariant`, of a norm that kernels do not have. apply consists of functions of single
+      numbers: XLA orders a sum by the shape of the whole array.
+    """
 
     apply: Callable[[jax.Array, jax.Array, float], jax.Array]
     identity: float
+    plus_one: bool | None = None
+    row_by_row: bool = False
 
 
 # Gemma stores weight - 1.
-NORMS = {"rms": Norm(rms_norm, 1.0), "rms_plus_one": Norm(rms_norm_plus_one, 0.0)}
+NORMS = {
+    "rms": Norm(rms_norm, 1.0, plus_one=False),
+    "rms_plus_one": Norm(rms_norm_plus_one, 0.0, plus_one=True),
+}
 
 
 def norm_kind(name: str) -> Norm:

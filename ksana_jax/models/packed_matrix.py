@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Container
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.config import ModelConfig
 from ksana_jax.models.int8_matrix import Int8Matrix
-from ksana_jax.models.params import Params
+from ksana_jax.models.mlp import mlp_kind
+from ksana_jax.models.params import Params, weight_fields, weights_of
 from ksana_jax.native.shapes import PANEL, WORD_BYTES
 
 
@@ -63,8 +65,9 @@ def unpack(w: Matrix) -> jax.Array | Int8Matrix:
     return numbers if w.scales is None else Int8Matrix(numbers, w.scales, w.sums is not None)
 
 
-def packed(params: Params, *, consume: bool = False) -> Params:
-    """Packs the matrices of layers and an output head of its own. An embedding is looked up by rows and stays.
+def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
+    """Packs the matrices of layers and an output head of its own. An embedding is looked up by rows and stays, as do
+    matrices of MLPs that do not state that they are read through `linear` alone (`MLP.quantises`).
 
     Args:
       params: weights, or their shapes.
@@ -82,21 +85,24 @@ def packed(params: Params, *, consume: bool = False) -> Params:
             (w.codes if isinstance(w, Int8Matrix) else w).delete()
         return made
 
-    return _with_matrices(params, of)
+    layers = []
+    for p, spec in zip(params.layers, config.layers, strict=True):
+        mlp = mlp_kind(spec.mlp.kind)
+        layers.append(_changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp)))
+    return _changed(params, of).replace(layers=tuple(layers))
 
 
 def unpacked(params: Params) -> Params:
     """Returns weights as they were before `packed`."""
-    return _with_matrices(params, unpack)
+    return _changed(params, unpack).replace(layers=tuple(_changed(p, unpack) for p in params.layers))
 
 
-def _with_matrices(params: Params, change: Any) -> Params:
-    layers = []
-    for layer in params.layers:
-        names = [
-            f.name for f in dataclasses.fields(layer) if f.name.startswith("w_") and getattr(layer, f.name) is not None
-        ]
-        found: dict[str, Any] = {name: change(getattr(layer, name)) for name in names}
-        layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
-    head: Any = None if params.head is None else change(params.head)
-    return params.replace(layers=tuple(layers), head=head)  # pyright: ignore[reportAttributeAccessIssue]
+def _changed(weights: Any, change: Callable[[Any], Any], apart: Container[str] = ()) -> Any:
+    """Returns the weights of a layer, or of Params beside its layers, with those changed that may be packed.
+
+    Args:
+      apart: fields that stay as they are.
+    """
+    stated = weight_fields()
+    packs = {name: w for name, w in weights_of(weights).items() if (of := stated[name]) is not None and of.packs}
+    return weights.replace(**{name: change(w) for name, w in packs.items() if name not in apart})

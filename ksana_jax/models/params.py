@@ -11,12 +11,14 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.struct import field
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.layer_spec import AttentionSpec
 from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.models.layers import norm_kind
-from ksana_jax.models.mlp import mlp_kind
+from ksana_jax.models.mlp import mlp_kind, unstated
+from ksana_jax.models.weight import KEY, Weight, matrix, vector
 
 # Number of random weights drawn at a time. Drawing needs six times the memory of its result, besides the result, and is
 # faster if that fits the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
@@ -25,37 +27,37 @@ DRAWN_AT_ONCE = 2**16
 
 @flax.struct.dataclass
 class LayerParams:
-    """Weights of one layer. A field is None if the family has no such weight.
+    """Weights of one layer. A field is None if the family has no such weight; its metadata is a `Weight`.
 
-    Matrices are [out, in], and may each be an Int8Matrix. An engine may keep those with the same input as one, in
-    fields that no family has: see `models.joined`.
+    Matrices w_x are [out, in], with biases b_x, and may each be an Int8Matrix. An engine may keep those with the same
+    input as one, in fields that no family has: see `models.joined`.
     """
 
-    attn_norm: jax.Array  # [D]
-    w_q: jax.Array  # [N*H, D]
-    w_k: jax.Array  # [K*H, D]
-    w_v: jax.Array  # [K*H, D]
-    w_o: jax.Array  # [D, N*H]
-    mlp_norm: jax.Array  # [D]
-    w_gate: jax.Array  # [F, D]
-    w_up: jax.Array  # [F, D]
-    w_down: jax.Array  # [D, F]
-    b_q: jax.Array | None = None  # [N*H]
-    b_k: jax.Array | None = None  # [K*H]
-    b_v: jax.Array | None = None  # [K*H]
-    b_o: jax.Array | None = None  # [D]
-    b_gate: jax.Array | None = None  # [F]
-    b_up: jax.Array | None = None  # [F]
-    b_down: jax.Array | None = None  # [D]
-    q_norm: jax.Array | None = None  # [H]
-    k_norm: jax.Array | None = None  # [H]
-    sink_logits: jax.Array | None = None  # [N]; see `sink_logits`
-    post_attn_norm: jax.Array | None = None  # [D]
-    post_mlp_norm: jax.Array | None = None  # [D]
-    w_qkv: jax.Array | None = None  # [(N + 2*K)*H, D], instead of w_q, w_k and w_v
-    b_qkv: jax.Array | None = None  # [(N + 2*K)*H]
-    w_gate_up: jax.Array | None = None  # [2*F, D], instead of w_gate and w_up
-    b_gate_up: jax.Array | None = None  # [2*F]
+    attn_norm: jax.Array = field(metadata=vector("whole", "identity"))  # [D]
+    w_q: jax.Array = field(metadata=matrix("rows", joins="w_qkv"))  # [N*H, D]
+    w_k: jax.Array = field(metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
+    w_v: jax.Array = field(metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
+    w_o: jax.Array = field(metadata=matrix("columns", starts="residual"))  # [D, N*H]
+    mlp_norm: jax.Array = field(metadata=vector("whole", "identity"))  # [D]
+    w_gate: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
+    w_up: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
+    w_down: jax.Array | None = field(default=None, metadata=matrix("columns", starts="residual"))  # [D, F]
+    b_q: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [N*H]
+    b_k: jax.Array | None = field(default=None, metadata=vector("kv heads", "zeros"))  # [K*H]
+    b_v: jax.Array | None = field(default=None, metadata=vector("kv heads", "zeros"))  # [K*H]
+    b_o: jax.Array | None = field(default=None, metadata=vector("once", "zeros"))  # [D]
+    b_gate: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [F]
+    b_up: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [F]
+    b_down: jax.Array | None = field(default=None, metadata=vector("once", "zeros"))  # [D]
+    q_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [H]
+    k_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [H]
+    sink_logits: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [N]; see `sink_logits`
+    post_attn_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
+    post_mlp_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
+    w_qkv: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [(N + 2*K)*H, D]
+    b_qkv: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [(N + 2*K)*H]
+    w_gate_up: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [2*F, D]
+    b_gate_up: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [2*F]
 
 
 @flax.struct.dataclass
@@ -65,10 +67,41 @@ class Params:
     embed is a NumPy array if it is kept on the host; compiled programs must then not use it.
     """
 
-    embed: jax.Array  # [V, D]
+    embed: jax.Array = field(metadata={KEY: Weight("vocabulary", "normal", quantises=False)})  # [V, D]
     layers: tuple[LayerParams, ...]
-    final_norm: jax.Array  # [D]
-    head: jax.Array | None = None  # [V, D]
+    final_norm: jax.Array = field(metadata=vector("whole", "identity"))  # [D]
+    head: jax.Array | None = field(  # [V, D]
+        default=None, metadata={KEY: Weight("vocabulary", "normal", quantises=False, packs=True)}
+    )
+
+
+def weight_fields() -> dict[str, Weight | None]:
+    """Returns what each field of LayerParams and Params states of its weight, by name; None if it states nothing."""
+    fields = (*dataclasses.fields(LayerParams), *dataclasses.fields(Params))
+    return {f.name: f.metadata.get(KEY) for f in fields if f.name != "layers"}
+
+
+def stated(name: str, setting: str) -> Weight:
+    """Returns what a field states of its weight.
+
+    Args:
+      setting: that needs to know it.
+
+    Raises:
+      ConfigError: it states nothing.
+    """
+    if (weight := weight_fields()[name]) is None:
+        raise ConfigError(
+            f"weight {name} does not state what {setting} must know: its field's metadata lacks a Weight, see "
+            "ksana_jax/models/weight.py"
+        )
+    return weight
+
+
+def weights_of(params: LayerParams | Params) -> dict[str, Any]:
+    """Returns the weights that there are, of one layer or beside all layers, by field."""
+    names = [f.name for f in dataclasses.fields(params) if f.name != "layers"]
+    return {name: w for name in names if (w := getattr(params, name)) is not None}
 
 
 def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -96,13 +129,15 @@ def param_shapes(config: ModelConfig) -> Params:
     """Returns the shape of every weight, as a Params whose leaves are tuples of int.
 
     Raises:
-      ConfigError: a layer has an unknown kind of MLP or norm.
+      ConfigError: a layer has an unknown kind of MLP or norm, or its MLP a weight that LayerParams has no field for.
     """
-    d, vocab = config.d_model, config.vocab_size
+    d, vocab, fields = config.d_model, config.vocab_size, weight_fields()
     norm_kind(config.norm)
     layers: list[Any] = []
     for layer in config.layers:
         shapes = attention_shapes(d, layer.attention) | mlp_kind(layer.mlp.kind).shapes(d, layer.mlp)
+        if unknown := [name for name in shapes if name not in fields]:
+            raise ConfigError(f"mlp {layer.mlp.kind!r} has {', '.join(unknown)}, for which LayerParams has no field")
         names = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")[: 4 if layer.norms.sandwich else 2]
         layers.append(LayerParams(**dict.fromkeys(names, (d,)), **shapes))  # pyright: ignore[reportArgumentType]
     head: Any = None if config.tie_embeddings else (vocab, d)
@@ -119,20 +154,36 @@ def is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 
+def check_quantises(config: ModelConfig, quantization: str | None) -> None:
+    """Checks that a model's weights can be quantised.
+
+    Raises:
+      ConfigError: a weight or a kind of MLP does not state it.
+    """
+    if quantization is None:
+        return
+    if reason := unstated(config, "quantises"):
+        raise ConfigError(f"quantization is {quantization!r}: {reason}")
+    for name in dict.fromkeys(name for layer in param_shapes(config).layers for name in weights_of(layer)):
+        stated(name, "quantization")
+
+
 def quantised(params: Params, quantization: str | None) -> Params:
     """Returns the weights with all matrices of layers quantised; embedding, output head, norms and biases stay.
 
     Args:
       params: their matrices may be quantised or packed already, and then stay as they are.
       quantization: None, "int8" or "w8a8", as in `EngineConfig`.
+
+    Raises:
+      ConfigError: a weight does not state whether it quantises.
     """
     if quantization is None:
         return params
     code = functools.partial(quantise, rounds_inputs=quantization == "w8a8")
     layers = []
     for layer in params.layers:
-        names = [field.name for field in dataclasses.fields(layer) if field.name.startswith("w_")]
-        matrices = {name: getattr(layer, name) for name in names}
+        matrices = {name: w for name, w in weights_of(layer).items() if stated(name, "quantization").quantises}
         found: dict[str, Any] = {name: code(w) if hasattr(w, "dtype") else w for name, w in matrices.items()}
         layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
@@ -152,6 +203,9 @@ def init_params(
 
     Args:
       place: called with each weight's path, from `jax.tree_util`, and the weight; returns it on its devices.
+
+    Raises:
+      ConfigError: a weight does not state how it starts.
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
@@ -159,12 +213,13 @@ def init_params(
     for path, shape in paths:
         name = path[-1].name
         index += name != "sink_logits"  # so that models that differ only in them start from the same matrices
-        if "norm" in name:
+        starts = stated(name, "random initialisation").starts
+        if starts == "identity":
             leaf = jnp.full(shape, norm_kind(config.norm).identity, dtype)
-        elif name.startswith("b_") or name == "sink_logits":
+        elif starts == "zeros":
             leaf = jnp.zeros(shape, dtype)
         else:
-            scale = std / (2 * config.num_layers) ** 0.5 if name in ("w_o", "w_down") else std
+            scale = std / (2 * config.num_layers) ** 0.5 if starts == "residual" else std
             leaf = _draw(jax.random.fold_in(key, index - 1), scale, shape=shape, dtype=dtype)
         leaves.append(jax.block_until_ready(place(path, leaf)))
     return jax.tree.unflatten(tree, leaves)

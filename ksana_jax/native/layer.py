@@ -17,8 +17,8 @@ from ksana_jax.native.shapes import PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
 MOST_MATRICES = 3  # that multiply the same rows in one call
-# Numbers of `Activation` in calls.h, by name of `models.mlp.MLPS`.
-ACTIVATIONS = {"swiglu": 0, "geglu": 1}
+# Numbers of `Activation` in calls.h, by the names of `models.mlp.Activation`.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 class Weights(NamedTuple):

@@ -22,9 +22,7 @@ from pallas_kernels.contract import Kernel, Product
 from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS, pays
 from pallas_kernels.registry import PRODUCTS
 
-# Norms and MLPs that the kernel has, by their kinds: whether 1 is added to the weight, what is done to a gate.
-PLUS_ONE = {"rms": False, "rms_plus_one": True}
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}
+ACTIVATIONS = ("silu", "gelu_tanh")  # that the kernel has
 KERNEL = PRODUCTS["hopper_product"]
 
 
@@ -70,7 +68,7 @@ class FusedOperators(Operators):
             flat = attended.reshape(*x.shape[:-1], -1)
             x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec.norms, ahead=p.w_gate_up)
         with jax.named_scope("mlp"):
-            if (activation := ACTIVATIONS.get(spec.mlp.kind)) is not None:
+            if (activation := mlp_kind(spec.mlp.kind).activation) in ACTIVATIONS:
                 with jax.named_scope("gate_up"):
                     options = {"activation": activation, "ahead": p.w_down}
                     gated = self._of_normed(x, p.mlp_norm, spec.norms, p.w_gate_up, p.b_gate_up, **options)
@@ -85,9 +83,9 @@ class FusedOperators(Operators):
         self, x: jax.Array, weight: jax.Array, norms: NormSpec, w: Any, bias: jax.Array | None, **options: Any
     ) -> jax.Array | None:
         """Returns the product of normed rows, or None where XLA is to compute it."""
-        if norms.kind not in PLUS_ONE:
+        if (plus_one := layers.norm_kind(norms.kind).plus_one) is None:
             return None
-        of_norm = {"norm": weight, "eps": norms.eps, "plus_one": PLUS_ONE[norms.kind]}
+        of_norm = {"norm": weight, "eps": norms.eps, "plus_one": plus_one}
         return _multiplied(self.kernel, x, w, bias=bias, **of_norm, **options)
 
     def _added(

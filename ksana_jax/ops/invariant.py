@@ -5,6 +5,8 @@ from __future__ import annotations
 from ksana_jax import refusals
 from ksana_jax.config import ModelConfig
 from ksana_jax.errors import ConfigError
+from ksana_jax.models.layers import norm_kind
+from ksana_jax.models.mlp import unstated
 from ksana_jax.ops.implementations import IMPLEMENTATIONS
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.native_kernels import CODECS
@@ -13,8 +15,6 @@ from ksana_jax.ops.requirements import Requirements
 
 # The implementation of attention that computes each row by itself.
 ROW_BY_ROW = "native"
-# Kinds of MLPs that consist of products with weights and of functions of single numbers.
-MLPS_ROW_BY_ROW = ("swiglu", "geglu")
 
 
 def check_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> None:
@@ -32,19 +32,20 @@ def check_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> Non
 def why_not_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> str | None:
     """Returns what keeps the steps of a model from being computed row by row, or None.
 
-    Attention, products with weights and norms must be those in C++: XLA orders a sum by the shape of the whole array.
-    Functions of single numbers (activations, rotation) are left to XLA; sums over the vocabulary have a stated order.
+    Attention, products with weights and norms that have sums must be those in C++: XLA orders a sum by the shape of the
+    whole array. Functions of single numbers (activations, rotation) are left to XLA; sums over the vocabulary have a
+    stated order.
 
     Args:
       needs: of the model and its pool on a device. dtype: NumPy's name of the type of weights and activations.
     """
     attention = next(i for i in IMPLEMENTATIONS if i.name == ROW_BY_ROW)
     linear = [i.unsupported(needs.platform, dtype) for i in LINEAR_IMPLEMENTATIONS if i.row_by_row]
-    mlps = sorted({layer.mlp.kind for layer in config.layers} - set(MLPS_ROW_BY_ROW))
+    norms = tuple(kind for kind in kinds_of(config) if not norm_kind(kind).row_by_row)
     reasons = {
         "native attention": attention.unsupported(needs),
         "native products with weights": None if None in linear else linear[-1],
-        "native norms": not_native(needs.platform, dtype, kinds_of(config)),
-        f"MLPs that are {' or '.join(MLPS_ROW_BY_ROW)}": f"this model's are {', '.join(mlps)}" if mlps else None,
+        "norms that are native or row by row": not_native(needs.platform, dtype, norms) if norms else None,
+        "MLPs that are row by row": unstated(config, "row_by_row"),
     }
     return next((f"needs {part}: {reason}" for part, reason in reasons.items() if reason), None)

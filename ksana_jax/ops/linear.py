@@ -73,7 +73,7 @@ class LinearImplementation(NamedTuple):
           consume: deletes each array of another form.
         """
         if self.packs:
-            return packed(params, consume=consume)
+            return packed(params, config, consume=consume)
         return joined(params, config, consume=consume) if joins else params
 
 

@@ -11,10 +11,7 @@ import jax
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
-from ksana_jax.models.layers import Normalise
-
-# Kinds of `models.layers.NORMS` that C++ has, and whether 1 is added to their weights.
-NATIVE_KINDS = {"rms": False, "rms_plus_one": True}
+from ksana_jax.models.layers import NORMS, Normalise, norm_kind
 
 
 def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
@@ -25,8 +22,9 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     """
     if platform != "cpu":
         return f"needs a CPU, this is {platform}"
-    if unknown := [kind for kind in kinds if kind not in NATIVE_KINDS]:
-        return f"norms are {', '.join(unknown)}; native norms are {' or '.join(NATIVE_KINDS)}"
+    native = [kind for kind, norm in NORMS.items() if norm.plus_one is not None]
+    if unknown := [kind for kind in kinds if kind not in native]:
+        return f"norms are {', '.join(unknown)}; native norms are {' or '.join(native)}"
     from ksana_jax.native.build import why_missing
     from ksana_jax.native.target import DTYPES
 
@@ -74,8 +72,9 @@ def native_normaliser(spec: NormSpec) -> Normalise:
     """Returns the function that applies a layer's norms, in C++; the contract of `models.layers.normaliser`."""
     from ksana_jax.native.norm import rms_norm
 
-    apply = functools.partial(rms_norm, eps=spec.eps, plus_one=NATIVE_KINDS[spec.kind])
-    return jax.named_scope("norm")(apply)
+    plus_one = norm_kind(spec.kind).plus_one
+    assert plus_one is not None, "choose_norm has asked not_native"
+    return jax.named_scope("norm")(functools.partial(rms_norm, eps=spec.eps, plus_one=plus_one))
 
 
 # In order of preference; the last one runs everywhere.

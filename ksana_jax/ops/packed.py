@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from ksana_jax.layer_spec import LayerSpec, NormSpec
+from ksana_jax.models.layers import norm_kind
+from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.models.params import LayerParams
 from ksana_jax.native.layer import ACTIVATIONS, Norms, Weights, project, rest_of_layer
-from ksana_jax.ops.norm import NATIVE_KINDS
 
 
 def linear(x: jax.Array, w: PackedMatrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
@@ -35,18 +36,19 @@ class PackedOperators(Operators):
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
         matrices = p.w_o, p.w_gate, p.w_up, p.w_down
-        norms = _norms(spec.norms)
-        if norms is None or spec.mlp.kind not in ACTIVATIONS or not _are_packed(*matrices):
+        norms, activation = _norms(spec.norms), mlp_kind(spec.mlp.kind).activation
+        if norms is None or activation not in ACTIVATIONS or not _are_packed(*matrices):
             return super().after_attention(x, attended, p, spec, following)
         output, gate, up, down = map(_weights, matrices, (p.b_o, p.b_gate, p.b_up, p.b_down))
         weights = p.post_attn_norm, p.mlp_norm, p.post_mlp_norm
         with jax.named_scope("mlp"):
             flat = attended.reshape(*x.shape[:-1], -1)
-            return rest_of_layer(x, flat, (output, gate, up, down), weights, norms, spec.mlp.kind)
+            return rest_of_layer(x, flat, (output, gate, up, down), weights, norms, activation)
 
 
 def _norms(spec: NormSpec) -> Norms | None:
-    return Norms(spec.eps, NATIVE_KINDS[spec.kind]) if spec.kind in NATIVE_KINDS else None
+    plus_one = norm_kind(spec.kind).plus_one
+    return None if plus_one is None else Norms(spec.eps, plus_one)
 
 
 def _are_packed(*matrices: Any) -> bool:

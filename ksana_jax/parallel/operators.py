@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import LayerParams
+from ksana_jax.models.params import LayerParams, weights_of
+from ksana_jax.parallel.shares import division
 from ksana_jax.parallel.specs import AXIS
 
 
@@ -34,16 +35,17 @@ class DividedOperators(Operators):
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
-        # One device adds the biases of products that are summed.
-        p = p.replace(  # pyright: ignore[reportAttributeAccessIssue]
-            w_o=_divided(p.w_o), w_down=_divided(p.w_down), b_o=_once(p.b_o), b_down=_once(p.b_down)
-        )
+        changes = {"columns": _divided, "once": _once}
+        found = {name: changes.get(division(name), lambda w: w)(w) for name, w in weights_of(p).items()}
+        p = p.replace(**found)  # pyright: ignore[reportAttributeAccessIssue]
         return super().after_attention(x, attended, p, spec, following)
 
 
 def _divided(w: Any) -> Any:
+    """A matrix whose argument is divided: codes of a whole row of it have one scale."""
     return dataclasses.replace(w, axis=AXIS) if isinstance(w, Int8Matrix) else w
 
 
-def _once(bias: jax.Array | None) -> jax.Array | None:
-    return None if bias is None else jnp.where(jax.lax.axis_index(AXIS) == 0, bias, 0)
+def _once(bias: jax.Array) -> jax.Array:
+    """A bias that the first device adds, and zeros on the others."""
+    return jnp.where(jax.lax.axis_index(AXIS) == 0, bias, 0)

@@ -23,7 +23,7 @@ from ksana_jax.models.params import Params
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.parallel.operators import DividedOperators
-from ksana_jax.parallel.shares import KV, VOCABULARY, WHOLE_WEIGHT, Share, local_layout, local_model, pool_layout, share
+from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share, division, local_layout, local_model, pool_layout, share
 from ksana_jax.parallel.specs import AXIS, BY_HEAD, EVERYWHERE, field_of, spec_of_weight, specs_of
 from ksana_jax.parallel.vocabulary import DividedVocabulary
 from ksana_jax.sampling.vocabulary import Vocabulary
@@ -230,10 +230,10 @@ class TensorParallel(Placement):
     def sampled(
         self, config: ModelConfig, path: Any, weight: jax.Array, most: int
     ) -> tuple[tuple[int, ...], np.ndarray]:
-        rows, repeats, field = weight.shape[0], 1, field_of(path)
-        if field in VOCABULARY:
+        rows, repeats, divides = weight.shape[0], 1, division(field_of(path))
+        if divides == "vocabulary":
             rows = config.vocab_size
-        elif field in KV:
+        elif divides == "kv heads":
             repeats = max(self.num_devices // config.num_kv_heads, 1)
             rows //= repeats
         shape = (rows, *weight.shape[1:])

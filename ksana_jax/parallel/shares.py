@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.models.mlp import unstated
+from ksana_jax.models.params import param_shapes, stated, weights_of
+from ksana_jax.models.weight import Division
 from ksana_jax.sampling.sampler import GROUP
 
-# Fields of Params and LayerParams that are divided among devices, by the axis that is: rows of matrices whose result is
-# divided, columns of those whose argument is. All others are whole on every device.
-ROWS = ("embed", "head", "w_q", "w_k", "w_v", "w_gate", "w_up", "b_q", "b_k", "b_v", "b_gate", "b_up", "sink_logits")
-ROWS += ("w_qkv", "w_gate_up", "b_qkv", "b_gate_up")  # of `models.joined`
-COLUMNS = ("w_o", "w_down")
-# Fields with rows of the vocabulary, and with those of kv heads.
-VOCABULARY, KV = ("embed", "head"), ("w_k", "w_v", "b_k", "b_v")
+SETTING = "tensor_parallel_size"
 
 
 def check_divisible(config: ModelConfig, num_devices: int) -> None:
     """Checks that a model can be divided.
 
     Raises:
-      ConfigError: query heads, kv heads or hidden units of MLPs do not divide; the message has all of them.
+      ConfigError: query heads, kv heads or hidden units of MLPs do not divide, or a kind of MLP does not state that it
+        does; the message has all of them.
     """
     n, problems = num_devices, []
     for name in ("num_heads", "d_ff"):
@@ -31,8 +29,10 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
             problems.append(f"{name} {size} is not a multiple of it")
     if config.num_kv_heads % n and n % config.num_kv_heads:
         problems.append(f"num_kv_heads {config.num_kv_heads} is neither a multiple of it nor a divisor")
+    if reason := unstated(config, "divides"):
+        problems.append(reason)
     if problems:
-        raise ConfigError(f"tensor_parallel_size is {n}: {'; '.join(problems)}")
+        raise ConfigError(f"{SETTING} is {n}: {'; '.join(problems)}")
 
 
 def local_vocabulary(vocab_size: int, num_devices: int) -> int:
@@ -49,12 +49,13 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
     """Returns the model that each device computes: its heads, hidden units of MLPs, and ids of the vocabulary.
 
     Raises:
-      ConfigError: see `check_divisible`.
+      ConfigError: see `check_divisible`; or a weight does not state how it is divided, or its parts are not what a
+        device computes with.
     """
     if num_devices == 1:
         return config
     check_divisible(config, num_devices)
-    return dataclasses.replace(
+    local = dataclasses.replace(
         config,
         num_heads=config.num_heads // num_devices,
         num_kv_heads=max(config.num_kv_heads // num_devices, 1),
@@ -62,6 +63,22 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
         vocab_size=local_vocabulary(config.vocab_size, num_devices),
         attention_scale=config.layers[0].attention.scale,
     )
+    if problems := list(_wrong_parts(config, local, num_devices)):
+        raise ConfigError(f"{SETTING} is {num_devices}: {'; '.join(problems)}")
+    return local
+
+
+def _wrong_parts(config: ModelConfig, local: ModelConfig, num_devices: int) -> Iterator[str]:
+    """Compares the shapes of a device's parts of weights with those of the model that it computes."""
+    whole, parts = param_shapes(config), param_shapes(local)
+    for weights, of_device in dict.fromkeys(((whole, parts), *zip(whole.layers, parts.layers, strict=True))):
+        wanted = weights_of(of_device)
+        for field, shape in weights_of(weights).items():
+            mine = share(field, shape, 0, num_devices, config.num_kv_heads)
+            rows, columns = (len(range(n)[part]) for n, part in zip((*shape, 1)[:2], mine[:2], strict=True))
+            found = (rows + mine.padding, columns, *shape[2:])[: len(shape)]
+            if found != wanted[field]:
+                yield f"a part of {field} {list(shape)} is {list(found)}, a device needs {list(wanted[field])}"
 
 
 def pool_layout(layout: KVLayout, num_devices: int) -> KVLayout:
@@ -85,6 +102,15 @@ class Share(NamedTuple):
 WHOLE_WEIGHT = Share(slice(None))
 
 
+def division(field: str) -> Division:
+    """Returns how devices divide the weight of a field of Params or LayerParams.
+
+    Raises:
+      ConfigError: the field states nothing.
+    """
+    return stated(field, SETTING).divides
+
+
 def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_kv_heads: int) -> Share:
     """Returns the part of a weight [out, in] or [out] that a device has.
 
@@ -92,19 +118,21 @@ def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_k
       field: of Params or LayerParams. shape: of the whole weight.
       device: index in [0, num_devices).
       num_kv_heads: K of the model.
+
+    Raises:
+      ConfigError: the field states nothing.
     """
-    if field in COLUMNS:
+    weight = stated(field, SETTING)
+    if weight.divides in ("whole", "once"):
+        return WHOLE_WEIGHT
+    if weight.divides == "columns":
         width = shape[1] // num_devices
         return Share(slice(None), slice(device * width, (device + 1) * width))
-    if field not in ROWS:
-        return WHOLE_WEIGHT
-    if field in VOCABULARY:
+    if weight.divides == "vocabulary":
         size = local_vocabulary(shape[0], num_devices)
         start, end = (min(at * size, shape[0]) for at in (device, device + 1))
         return Share(slice(start, end), padding=size - (end - start))
-    if field in KV and num_kv_heads < num_devices:
-        of_head = shape[0] // num_kv_heads
-        head = device * num_kv_heads // num_devices
-        return Share(slice(head * of_head, (head + 1) * of_head))
-    size = shape[0] // num_devices
+    if weight.divides == "kv heads" and num_kv_heads < num_devices:
+        device = device * num_kv_heads // num_devices
+    size = weight.local_rows(shape[0], num_devices, num_kv_heads)
     return Share(slice(device * size, (device + 1) * size))

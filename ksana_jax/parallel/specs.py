@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.kv.layout import KV_HEADS
-from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes
+from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes, weight_fields
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.parallel.shares import COLUMNS, ROWS
+from ksana_jax.parallel.shares import division
 
 # Name of the mesh's axis.
 AXIS = "tensor"
@@ -24,19 +24,18 @@ BY_HEAD = PartitionSpec(*[None] * (1 + KV_HEADS), AXIS)
 def field_of(path: Any) -> str:
     """Returns the field of Params or LayerParams that a path from `jax.tree_util` leads to, or into."""
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    return next(
-        name for name in reversed(names) if name in Params.__annotations__ or name in LayerParams.__annotations__
-    )
+    fields = weight_fields()
+    return next(name for name in reversed(names) if name in fields)
 
 
 def spec_of_weight(path: Any) -> PartitionSpec:
     """Returns the spec of a leaf of Params or LayerParams, from its path."""
-    field = field_of(path)
-    if field in ROWS:
+    divides = division(field_of(path))
+    if divides in ("whole", "once"):
+        return EVERYWHERE
+    if divides != "columns":
         return PartitionSpec(AXIS)
-    if field in COLUMNS and getattr(path[-1], "name", "") != "scales":  # of rows, which stay whole
-        return PartitionSpec(None, AXIS)
-    return EVERYWHERE
+    return EVERYWHERE if getattr(path[-1], "name", "") == "scales" else PartitionSpec(None, AXIS)  # scales are of rows
 
 
 def param_specs(config: ModelConfig) -> Params:

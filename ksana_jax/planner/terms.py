@@ -35,7 +35,7 @@ def weights_bytes(
     """
     on_host = embedding_bytes(config, dtype) if embedding_device == "host" else 0
     params = abstract_params(config, dtype, quantization)
-    leaves = jax.tree.leaves(packed(params) if packs else params)
+    leaves = jax.tree.leaves(packed(params, config) if packs else params)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) - on_host
 
 

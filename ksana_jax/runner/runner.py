@@ -74,8 +74,8 @@ class Runner:
       programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
 
     Raises:
-      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size; or
-        they have no invariant numerics.
+      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
+      ConfigError: the model has no invariant numerics here.
     """
 
     def __init__(

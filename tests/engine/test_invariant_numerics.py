@@ -21,6 +21,7 @@ from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, model
+from tests.models.own_kinds import register
 from tests.reference import reference_logprobs
 
 pytestmark = pytest.mark.cpu("invariant numerics need native operators")
@@ -241,11 +242,14 @@ def test_settings_that_depend_on_the_batch_are_refused(settings, message):
     EngineConfig(**settings)
 
 
-def test_what_keeps_a_model_from_invariant_numerics_is_named():
+def test_what_keeps_a_model_from_invariant_numerics_is_named(monkeypatch):
     assert why_not(platform="gpu") == "needs native attention: needs a CPU, this is gpu"
     assert "native products have float32 or bfloat16" in str(why_not(dtype="float16"))
-    assert why_not() or why_not(mlp="mine") == "needs MLPs that are swiglu or geglu: this model's are mine"
-    assert why_not() or "norms are mine" in str(why_not(norm="mine"))
+    register(monkeypatch)
+    said = "needs MLPs that are row by row: mlp 'unstated' does not state row_by_row (MLP in ksana_jax/models/mlp.py)"
+    assert why_not() or why_not(mlp="unstated") == said
+    assert why_not() or "norms are centred" in str(why_not(norm="centred"))
+    assert why_not() or why_not(norm="bounded", mlp="triple") is None
 
 
 def test_an_engine_that_lacks_something_says_so_before_it_compiles(monkeypatch):

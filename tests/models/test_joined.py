@@ -61,6 +61,14 @@ def test_an_mlp_that_reads_gate_and_up_by_themselves_keeps_them(monkeypatch):
     assert p.w_gate is not None and p.w_gate_up is None and p.w_qkv is not None
 
 
+def test_matrices_of_which_one_has_a_bias_are_not_joined():
+    params = init_params(PLAIN)
+    [p] = params.layers
+    partly = params.replace(layers=(p.replace(b_up=jnp.ones(PLAIN.d_ff)),))
+    [p] = joined(partly, PLAIN).layers
+    assert p.w_gate_up is None and p.w_up is not None and p.b_up is not None and p.w_qkv is not None
+
+
 CONFIG = ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48)
 
 

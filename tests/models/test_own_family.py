@@ -10,12 +10,16 @@ import pytest
 import safetensors.numpy
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.config import ConfigError
 from ksana_jax.loading import LoadError, export_hf, load_model
+from ksana_jax.loading.load import read_weight
+from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import LAYER_NAMES, Family
 from ksana_jax.models.mlp import MLP, MLPS
 from ksana_jax.models.params import num_params
+from ksana_jax.parallel.shares import Share, local_model
 from ksana_jax.planner.terms import weights_bytes
 
 NUM_EXPERTS = 3
@@ -100,6 +104,29 @@ def test_a_missing_or_ill_shaped_expert_is_named(model_dir):
         load_model(model_dir)
     assert "model.layers.0.mlp.experts.1.up_proj.weight is missing" in str(refusal.value)
     assert "experts.2.gate_proj.weight has shape [24, 31], the config gives [24, 32]" in str(refusal.value)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_settings_that_its_kind_says_nothing_of_are_refused(model_dir, quantization):
+    with pytest.raises(
+        ConfigError, match=f"quantization is '{quantization}': mlp 'mean_of_experts' does not state quant"
+    ):
+        LLM(model_dir, quantization=quantization)
+    config, _ = load_model(model_dir, load_format="dummy")
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: mlp 'mean_of_experts' does not state divides"):
+        local_model(config, 2)
+
+
+def test_a_part_of_stacked_experts_is_not_read(model_dir, monkeypatch):
+    monkeypatch.setitem(MLPS, "mean_of_experts", MLP(shapes, apply, divides=True))
+    config, _ = load_model(model_dir, load_format="dummy")
+    with pytest.raises(
+        ConfigError, match=r"a part of w_gate \[3, 24, 32\] is \[1, 24, 32\], a device needs \[3, 12, 32\]"
+    ):
+        local_model(config, 2)
+    tensors = [find_tensors(model_dir)[f"model.layers.0.mlp.experts.{i}.up_proj.weight"] for i in range(NUM_EXPERTS)]
+    with pytest.raises(ConfigError, match=r"a weight stacked from 3 tensors, such as .*0\.up_proj\.weight, "):
+        read_weight(tensors, (NUM_EXPERTS, 24, 32), jnp.float32, Share(slice(0, 1)))
 
 
 def test_what_a_family_cannot_write_is_refused(model_dir):

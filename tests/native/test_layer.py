@@ -92,7 +92,7 @@ def operators(dtype):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config, dtype, quantization):
     params = weights(config, dtype, quantization)
-    [p], [packed_p], [spec] = params.layers, packed(params).layers, config.layers
+    [p], [packed_p], [spec] = params.layers, packed(params, config).layers, config.layers
     x, attended = drawn(150, config.d_model, dtype=dtype), drawn(150, config.num_heads, config.head_dim, dtype=dtype)
     heads = jax.jit(lambda x: operators(dtype).queries_keys_values(x, packed_p, spec))
     rest = jax.jit(lambda x, attended: operators(dtype).after_attention(x, attended, packed_p, spec))
@@ -152,7 +152,7 @@ def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
 def test_what_cannot_be_packed_is_computed_from_weights_as_they_are():
     config = dataclasses.replace(PLAIN, d_model=47)  # no whole number of words of bfloat16
     params = weights(config, "bfloat16")
-    [p], [found] = params.layers, packed(params).layers
+    [p], [found] = params.layers, packed(params, config).layers
     assert not isinstance(found.w_q, PackedMatrix) and isinstance(found.w_o, PackedMatrix)
     x = drawn(3, 47, dtype="bfloat16")
     for a, b in zip(
@@ -167,13 +167,13 @@ def test_what_cannot_be_packed_is_computed_from_weights_as_they_are():
 def test_packing_keeps_every_number_and_may_consume_its_source(quantization):
     params = weights(EVERYTHING, "float32", quantization)
     kept = jax.tree.map(np.asarray, params)
-    made = packed(params)
+    made = packed(params, EVERYTHING)
     jax.tree.map(np.testing.assert_array_equal, unpacked(made), kept)
-    assert packed(made).layers[0].w_q is made.layers[0].w_q, "packed once"
+    assert packed(made, EVERYTHING).layers[0].w_q is made.layers[0].w_q, "packed once"
     assert jax.tree.map(jnp.shape, jax.eval_shape(lambda: made)) == jax.tree.map(
-        jnp.shape, packed(jax.eval_shape(lambda: params))
+        jnp.shape, packed(jax.eval_shape(lambda: params), EVERYTHING)
     )
-    consumed = packed(params, consume=True)
+    consumed = packed(params, EVERYTHING, consume=True)
     jax.tree.map(np.testing.assert_array_equal, unpacked(consumed), kept)
     matrix = params.layers[0].w_gate
     assert (matrix.codes if quantization else matrix).is_deleted() and not params.layers[0].mlp_norm.is_deleted()

@@ -7,7 +7,8 @@ import pytest
 
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
-from ksana_jax.ops.norm import NATIVE_KINDS, choose_norm, native_normaliser, not_native
+from ksana_jax.models.layers import NORMS
+from ksana_jax.ops.norm import choose_norm, native_normaliser, not_native
 
 unsupported = not_native("cpu", "float32", ("rms",))
 native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
@@ -19,7 +20,7 @@ def drawn(*shape, dtype="float32"):
 
 
 @native
-@pytest.mark.parametrize("kind", NATIVE_KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2, 24), (3, 100), (70, 192)])
 def test_norms_are_those_of_float64(shape, dtype, kind):
@@ -27,7 +28,7 @@ def test_norms_are_those_of_float64(shape, dtype, kind):
     got = jax.jit(native_normaliser(NormSpec(kind, EPS, False)))(x, weight)
     assert (got.shape, got.dtype) == (x.shape, x.dtype)
     x, weight = (np.asarray(a, np.float64) for a in (x, weight))
-    expected = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * (weight + NATIVE_KINDS[kind])
+    expected = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * (weight + bool(NORMS[kind].plus_one))
     # Two roundings to 8 bits in bfloat16; some of 24 bits in float32.
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2.0**-7 if dtype == "bfloat16" else 1e-6)
 

@@ -58,7 +58,7 @@ REST = {"output": packed(8, 12), "gate": packed(72, 8), "up": packed(72, 8), "do
 OF_WEIGHTS = [("words", 0), ("words", 1), ("words", 2), ("words", 3), ("scales", 0), ("sums", 0), ("bias", 0)]
 
 
-def rest(changed=None, attended=ATTENDED, weights: Any = (WEIGHT,) * 3, activation="swiglu"):
+def rest(changed=None, attended=ATTENDED, weights: Any = (WEIGHT,) * 3, activation="silu"):
     matrices: Any = tuple((REST | (changed or {})).values())
     return rest_of_layer(X, attended, matrices, weights, NORMS, activation)
 

@@ -30,7 +30,8 @@ def parts(model: ModelConfig, num_devices: int):
 
 @pytest.mark.parametrize("num_devices", [2, 8, 16, 32])
 def test_shares_have_the_shapes_of_the_local_model_and_cover_each_weight(num_devices):
-    model = dataclasses.replace(LLAMA_8B, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, sinks="learned")
+    flags = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sandwich_norms"), True)
+    model = dataclasses.replace(LLAMA_8B, sinks="learned", **flags)
     for field, shape, part, shares in parts(model, num_devices):
         seen = np.zeros(shape[0], int)
         for rows, columns, padding in shares:

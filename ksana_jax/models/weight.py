@@ -1,0 +1,55 @@
+"""What features of an engine must know of a weight: each field of `Params` and `LayerParams` states it as metadata.
+
+Such as a matrix of which each device has some rows:
+
+    w_new: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [F, D]
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Division = Literal["rows", "kv heads", "vocabulary", "columns", "whole", "once"]
+Start = Literal["normal", "residual", "identity", "zeros"]
+KEY = "weight"  # of a field's metadata
+
+
+class Weight(NamedTuple):
+    """What a field states of its weight, [out, in] or [out].
+
+    divides: what each device has of it with `tensor_parallel_size`.
+      "rows": as many rows as any other device; their products are the device's part of the result.
+      "kv heads": the same; where there are fewer kv heads than devices, several have the rows of one head.
+      "vocabulary": rows of its ids.
+      "columns": as many columns as any other device, for its part of the argument; `Operators.summed` adds up the
+        products.
+      "whole": all of it.
+      "once": all of it, but only one device adds it, to a product that is summed.
+    starts: its random initialisation. "normal", "residual": normal numbers, in matrices that write to hidden states
+      scaled down; "identity": as the kind of norm says; "zeros".
+    quantises: `quantization` stores it as codes.
+    packs: it is read through `linear` alone, so it may be a `PackedMatrix`.
+    joins: field in which `models.joined` stacks the matrix with others; their biases are stacked likewise.
+    """
+
+    divides: Division
+    starts: Start
+    quantises: bool
+    packs: bool = False
+    joins: str | None = None
+
+    def local_rows(self, num_rows: int, num_devices: int, num_kv_heads: int) -> int:
+        """Returns how many of its rows each of several devices has, unless they are those of a vocabulary."""
+        if self.divides == "kv heads":
+            return num_rows // num_kv_heads * max(num_kv_heads // num_devices, 1)
+        return num_rows // num_devices if self.divides == "rows" else num_rows
+
+
+def matrix(divides: Division, *, starts: Start = "normal", joins: str | None = None) -> dict[str, Weight]:
+    """Returns the metadata of a matrix of a layer that is read through `linear` alone."""
+    return {KEY: Weight(divides, starts, quantises=True, packs=True, joins=joins)}
+
+
+def vector(divides: Division, starts: Start) -> dict[str, Weight]:
+    """Returns the metadata of a norm, a bias, or logits of heads."""
+    return {KEY: Weight(divides, starts, quantises=False)}

@@ -1,0 +1,112 @@
+"""Kinds of MLPs and norms, and a weight, that are not the package's: with all statements, and without any."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.models import params as model_params
+from ksana_jax.models.layers import NORMS, Norm
+from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
+from ksana_jax.models.params import LayerParams, init_params
+from ksana_jax.models.weight import matrix
+
+
+@flax.struct.dataclass
+class Unstated(LayerParams):
+    """A field more, which states nothing."""
+
+    w_new: jax.Array | None = None  # [F, D]
+
+
+@flax.struct.dataclass
+class Stated(LayerParams):
+    """A field more, with its statement."""
+
+    w_new: jax.Array | None = flax.struct.field(default=None, metadata=matrix("rows"))  # [F, D]
+
+
+def shapes(d_model, spec):
+    return gated_shapes(d_model, spec) | {"w_new": (spec.d_ff, d_model)}
+
+
+def triple(x, p, linear):
+    hidden = jax.nn.relu(linear(x, p.w_gate, p.b_gate)) * linear(x, p.w_up, p.b_up) * jnp.tanh(linear(x, p.w_new))
+    return linear(hidden, p.w_down, p.b_down)
+
+
+def squared(x, p, linear):
+    return linear(jax.nn.relu(linear(x, p.w_up)) ** 2, p.w_down)
+
+
+def without_linear(x, p, linear):
+    hidden = jax.nn.silu(jnp.einsum("...d,fd->...f", x, p.w_gate)) * jnp.einsum("...d,fd->...f", x, p.w_up)
+    return jnp.einsum("...f,df->...d", hidden, p.w_down)
+
+
+def bounded(x, weight, eps):
+    """Dynamic tanh without its scale (arXiv:2503.10622): of single numbers, so each row by itself."""
+    return weight * jnp.tanh(x)
+
+
+def centred(x, weight, eps):
+    """Layer norm without a bias."""
+    x32 = x.astype(jnp.float32)
+    x32 -= x32.mean(-1, keepdims=True)
+    return weight * (x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+OWN_MLPS = {
+    "triple": MLP(shapes, triple, divides=True, quantises=True, row_by_row=True),
+    # Without a gate.
+    "squared": MLP(
+        lambda d, spec: {"w_up": (spec.d_ff, d), "w_down": (d, spec.d_ff)},
+        squared,
+        **dict.fromkeys(("divides", "quantises", "row_by_row"), True),
+    ),
+    "unstated": MLP(gated_shapes, without_linear),
+}
+OWN_NORMS = {"bounded": Norm(bounded, 1.0, row_by_row=True), "centred": Norm(centred, 1.0)}
+
+TINY = ModelConfig(
+    vocab_size=97, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, max_position=64
+)
+CONFIGS = {
+    # With every weight that a family has.
+    "everything": dataclasses.replace(
+        TINY,
+        **{"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "sandwich_norms": True},
+        **dict.fromkeys(("qk_norm", "qkv_bias", "out_bias", "mlp_bias"), True),
+    ),
+    "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
+    "squared": dataclasses.replace(TINY, mlp="squared"),
+    "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),
+}
+
+
+def register(patch: pytest.MonkeyPatch, layer_params: type[LayerParams] = Stated) -> None:
+    """Puts the kinds into their registries, and takes LayerParams with the field."""
+    for registry, own in ((MLPS, OWN_MLPS), (NORMS, OWN_NORMS)):
+        for name, kind in own.items():
+            patch.setitem(registry, name, kind)
+    patch.setattr(model_params, "LayerParams", layer_params)
+
+
+@functools.cache
+def weights(name: str) -> Any:
+    """Weights of one of CONFIGS, with vectors that are neither 0 nor 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        register(patch)
+        params = init_params(CONFIGS[name], seed=3, std=0.4)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda w: w + jnp.asarray(0.3 * rng.standard_normal(w.shape), w.dtype) if w.ndim == 1 else w, params
+    )
