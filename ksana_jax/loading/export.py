@@ -29,10 +29,10 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
     Each file is written completely or not at all, the weights last.
 
     Raises:
-      ConfigError: the family's Hugging Face config cannot express this model.
+      ConfigError: the family's Hugging Face config cannot express this model, or the family has no name for a weight.
       LoadError: params do not fit the config; every difference is listed.
     """
-    values = config_to_hf(config)
+    values, stored = config_to_hf(config), tensors_of(config)
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     wanted = {jax.tree_util.keystr(path): shape for path, shape in shapes}
@@ -52,7 +52,7 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
     directory = Path(model_dir)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for names, leaf in zip(tensors_of(config), jax.tree.leaves(params), strict=True):
+    for names, leaf in zip(stored, jax.tree.leaves(params), strict=True):
         shape = next(iter(names.values()))
         tensors |= dict(zip(names, np.asarray(leaf).reshape(len(names), *shape), strict=True))
     _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})

@@ -11,10 +11,13 @@ import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.loading import LoadError, export_hf, load_model
+from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.families.family import LAYER_NAMES, Family
 from ksana_jax.models.params import init_params, num_params
 from ksana_jax.patterns import AttentionPattern
 from tests.golden.cases import golden_cases
 from tests.loading.models_on_disk import TINY
+from tests.models.own_kinds import CONFIGS, Stated, register, weights
 
 CASES = list(golden_cases())
 
@@ -83,3 +86,34 @@ def test_params_of_another_config_are_refused_with_every_difference(tmp_path):
     mixed = init_params(TINY).replace(final_norm=jnp.ones(16, jnp.bfloat16))
     with pytest.raises(LoadError, match="dtypes are bfloat16, float32"):
         export_hf(tmp_path, TINY, mixed)
+
+
+def own_family(names) -> Family:
+    return Family(
+        model_type="own",
+        architectures=("OwnForCausalLM",),
+        defaults={},
+        read=lambda fields: {"norm": "bounded", "mlp_bias": True, "rope": CONFIGS["own"].rope},
+        write=lambda config: {},
+        layer_names=names,
+        mlps={"triple": "triple"},
+    )
+
+
+def test_a_model_with_an_own_weight_is_exported_and_read(monkeypatch, tmp_path):
+    register(monkeypatch)
+    monkeypatch.setitem(FAMILIES, "own", own_family(LAYER_NAMES | {"w_new": "mlp.new_proj.weight"}))
+    config, params = dataclasses.replace(CONFIGS["own"], family="own"), weights("own")
+    export_hf(tmp_path, config, params)
+    again, read = load_model(tmp_path)
+    assert again == config and isinstance(read.layers[0], Stated)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_an_own_weight_that_its_family_does_not_name_is_not_written(monkeypatch, tmp_path):
+    register(monkeypatch)
+    monkeypatch.setitem(FAMILIES, "own", own_family(LAYER_NAMES))
+    config = dataclasses.replace(CONFIGS["own"], family="own")
+    with pytest.raises(ConfigError, match="family own names no tensor for weight w_new"):
+        export_hf(tmp_path / "model", config, weights("own"))
+    assert not (tmp_path / "model").exists()

@@ -74,8 +74,14 @@ class Family:
 
         Args:
           field: field of LayerParams if a layer is given, else of Params. shape: shape of the weight.
+
+        Raises:
+          ConfigError: the family has no name for it.
         """
-        name = self.top_names[field] if layer is None else f"model.layers.{layer}.{self.layer_names[field]}"
+        names = self.top_names if layer is None else self.layer_names
+        if field not in names:
+            raise ConfigError(f"family {self.model_type} names no tensor for weight {field}")
+        name = names[field] if layer is None else f"model.layers.{layer}.{names[field]}"
         return {name.format(i): shape[1:] for i in range(shape[0])} if "{}" in name else {name: shape}
 
 
