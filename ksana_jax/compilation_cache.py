@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,24 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     If jax is not imported yet, the settings go to environment variables, so that child processes inherit them. Users
     choose by `JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE=false` or their `jax.config` forms.
 
+    Where the folder cannot be made, a warning says why, and steps are compiled in each process.
+
     Args:
       folder: parent of the cache's folder; None takes `ksana_jax/compiled` in the user's cache directory. A cache
         beyond MAX_CACHE_BYTES is cleared, because every change of a step leaves an old entry behind.
     """
-    folder = (folder or cache_folder("compiled")) / machine()
     jax = sys.modules.get("jax")
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") if jax is None else _is_settled(jax):
+    if _is_settled(jax):
         return
     try:
-        if folder.is_dir() and sum(entry.stat().st_size for entry in folder.iterdir()) > MAX_CACHE_BYTES:
-            shutil.rmtree(folder)
-    except OSError:  # another process is clearing it
-        pass
+        folder = (folder or cache_folder("compiled")) / machine()
+        with contextlib.suppress(OSError):  # another process is clearing it
+            if folder.is_dir() and sum(entry.stat().st_size for entry in folder.iterdir()) > MAX_CACHE_BYTES:
+                shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"compiled steps are not kept for other processes: {error}", stacklevel=2)
+        return
     settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
     if jax is None:
         for name, value in settings.items():
@@ -98,13 +104,23 @@ def without_cache() -> Iterator[None]:
 
 
 def _is_settled(jax: Any) -> bool:
-    """Whether the user has set a cache folder in jax's config, or turned the cache off."""
+    """Whether the user has set a cache folder or turned the cache off; jax: None where it is not imported yet."""
+    if jax is None:
+        turned_off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("n", "no", "f", "false", "off", "0")
+        return turned_off or bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
     return jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
 
 
 def cache_folder(name: str) -> Path:
-    """Returns a folder of this project in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ksana_jax" / name
+    """Returns a folder of this project in the user's cache directory.
+
+    Raises:
+      OSError: the user has no home directory.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ksana_jax" / name
+    except RuntimeError as error:
+        raise FileNotFoundError("the user has no home directory; XDG_CACHE_HOME names a folder for caches") from error
 
 
 def machine() -> str:

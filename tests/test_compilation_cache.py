@@ -40,13 +40,36 @@ def test_a_folder_that_has_grown_too_large_starts_afresh(unset, tmp_path, monkey
     monkeypatch.setattr(compilation_cache, "MAX_CACHE_BYTES", 10)
     keep_compiled_steps(tmp_path)
     entry = tmp_path / os.path.basename(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "entry"
-    entry.parent.mkdir()
     for size in (10, 11):
         entry.write_bytes(b"x" * size)
         monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as in the next process
         keep_compiled_steps(tmp_path)
         assert entry.exists() == (size == 10)
-    assert not entry.parent.exists()
+
+
+@pytest.mark.parametrize("home", ["file", "file/below", "/proc"])
+def test_where_no_folder_can_be_made_a_warning_says_why(home, unset, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+    with pytest.warns(UserWarning, match=rf"not kept for other processes: \[Errno \d+\] .*{tmp_path / home}"):
+        keep_compiled_steps()
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
+def test_a_user_without_a_home_is_warned(unset, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.warns(UserWarning, match="no home directory; XDG_CACHE_HOME names a folder for caches"):
+        keep_compiled_steps()
+
+
+def test_nothing_is_made_for_a_cache_that_is_turned_off(unset, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+    keep_compiled_steps(tmp_path)
+    assert not list(tmp_path.iterdir()) and "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
 
 # What a Python user does, jax imported and used before there is an LLM.

@@ -161,8 +161,10 @@ def verdict_folder() -> Path:
 def verdicts_here() -> list[Verdict]:
     """Returns the verdicts in the user's cache directory that hold for this device and these versions, the newest
     first."""
-    here, found = device_and_versions(), []
-    for path in sorted(verdict_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    here, found, paths = device_and_versions(), [], []
+    with contextlib.suppress(OSError):  # there is no such folder, or it may not be read
+        paths = sorted(verdict_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
         with contextlib.suppress(ConfigError):
             verdict = read_verdict(path)
             found += [verdict] * (here.items() <= verdict.conditions.items())

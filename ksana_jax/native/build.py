@@ -5,10 +5,12 @@ python -m ksana_jax.native.build      compiles it ahead of its first use, and sa
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -38,10 +40,10 @@ def library() -> Path:
     """Returns the compiled library, from the cache folder where it is there.
 
     The folder is `ksana_jax/native` in the user's cache directory. A library's name is a hash of sources, headers,
-    compiler, flags and instruction set. The environment variable CXX names a compiler.
+    compiler, flags and instruction set. The environment variable CXX names a compiler, as "g++" or "ccache g++".
 
     Raises:
-      CannotBuild: there is no compiler, or it fails.
+      CannotBuild: there is no compiler, it fails, or its library cannot be kept or loaded here.
     """
     with _building:
         found = _library()
@@ -72,47 +74,77 @@ def _begin() -> None:
 @functools.cache
 def _library() -> Path | CannotBuild:
     """The library, or why there is none; a compiler that fails is asked once."""
+    try:
+        return _built(compiler_command())
+    except CannotBuild as reason:
+        found = reason
+    except OSError as error:
+        found = CannotBuild(f"the compiled library cannot be kept or loaded: {error}")
+    log.info("attention, products and norms of CPUs stay with XLA: %s", found)
+    return found
+
+
+def compiler_command() -> list[str]:
+    """Returns the command of the C++ compiler, without arguments of this package.
+
+    Raises:
+      CannotBuild: there is none.
+    """
+    given = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(given)
+    except ValueError as error:
+        raise CannotBuild(f"CXX is {given!r}: {error}") from error
+    if not command:
+        command = [found for name in COMPILERS if (found := shutil.which(name))][:1]
+    if not command:
+        raise CannotBuild(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed")
+    return command
+
+
+def _built(compiler: list[str]) -> Path:
+    """Compiles the library unless it is in the cache folder, and loads it.
+
+    Raises:
+      CannotBuild: the compiler fails. OSError: the library cannot be written or loaded.
+    """
     import jaxlib
 
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        return CannotBuild(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed")
     headers = Path(jaxlib.__path__[0]) / "include"  # jax.ffi.include_dir(), which takes a second to import
     path = cache_folder("native") / f"{_key(compiler, headers)}.so"
-    try:
-        if not path.exists():
-            _compile(compiler, headers, path)
-    except CannotBuild as reason:
-        return reason
+    if not path.exists():
+        _compile(compiler, headers, path)
+    ctypes.CDLL(str(path))  # where the folder's file system does not let programs run, this fails
     return path
 
 
-def _key(compiler: str, headers: Path) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256("\0".join((compiler, version, machine(), *FLAGS)).encode())
+def _key(compiler: list[str], headers: Path) -> str:
+    version = _run([*compiler, "--version"])
+    digest = hashlib.sha256("\0".join((*compiler, version, machine(), *FLAGS)).encode())
     for source in (*sorted(SOURCES.glob("*.[ch]*")), *sorted((headers / "xla/ffi/api").glob("*.h"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
 
 
-def _compile(compiler: str, headers: Path, path: Path) -> None:
+def _compile(compiler: list[str], headers: Path, path: Path) -> None:
     """Compiles sources side by side, links to a file of its own and renames it: several processes may do so at once."""
-    log.info("compiling attention, products and norms of CPUs with %s, once for this machine", compiler)
+    log.info("compiling attention, products and norms of CPUs with %s, once for this machine", shlex.join(compiler))
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(SOURCES.glob("*.cc"))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(len(sources)) as pool:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         commands = [
-            [compiler, *FLAGS, "-isystem", str(headers), "-c", str(source), "-o", made]
+            [*compiler, *FLAGS, "-isystem", str(headers), "-c", str(source), "-o", made]
             for source, made in zip(sources, objects, strict=True)
         ]
         list(pool.map(_run, commands))
         made = Path(folder) / path.name
-        _run([compiler, *FLAGS, "-shared", *objects, "-o", str(made)])
+        _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(made)])
         made.replace(path)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
+    """Returns what a command of the compiler prints."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -120,10 +152,9 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise CannotBuild(f"{command[0]} failed with exit status {done.returncode}: {last}")
+    return done.stdout
 
 
 if __name__ == "__main__":
-    try:
-        library()
-    except CannotBuild as reason:
+    if reason := why_missing():
         print(f"attention and products for CPUs stay with XLA: {reason}")

@@ -135,6 +135,14 @@ def test_verdicts_of_this_device_and_version_are_listed():
     assert verdict.verdicts_here() == [mine]
 
 
+def test_where_no_verdicts_can_be_kept_there_are_none(monkeypatch):
+    def no_home():
+        raise FileNotFoundError("the user has no home directory")
+
+    monkeypatch.setattr(verdict, "verdict_folder", no_home)
+    assert verdict.verdicts_here() == []
+
+
 def test_the_command_asks_for_the_engine_s_settings():
     asked = EngineConfig(dtype="bf16", kv_cache_dtype={"k": "kivi4", "v": "int8"}, kv_full_precision_layers=(0, 1))
     import shlex

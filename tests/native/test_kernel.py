@@ -1,8 +1,6 @@
 """The native kernel of CPUs, compiled here, against the reference of the contract; and machines that cannot compile."""
 
 import dataclasses
-import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -123,45 +121,8 @@ def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, soft_cap
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.skipif(MISSING.startswith("no C++ compiler"), reason=MISSING)
-def test_where_there_is_a_compiler_it_compiles():
-    assert not MISSING, MISSING  # or all tests of the kernels would be skipped
-
-
 def test_what_the_kernel_lacks_is_named():
     needs = Requirements("cpu", None, "uint8", 4, 2, 64, 16, codec="fp8_e5m2", query_dtype="float32")
     assert "stored as fp8_e5m2; the native kernel reads f32, bf16, f16, int8" in str(native_kernels.unsupported(needs))
     wide = needs._replace(dtype="float32", codec="f32", head_dim=1024)
     assert "head dim of 1024; the native kernel has at most 512" in str(native_kernels.unsupported(wide))
-
-
-def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert str(build._library.__wrapped__()) == "no C++ compiler: none of c++, g++, clang++ is installed"
-
-
-@compiled
-def test_a_build_that_has_begun_is_waited_for(monkeypatch, tmp_path):
-    built = []
-
-    def compile_slowly(compiler, headers, path):
-        time.sleep(0.1)
-        built.append(path)
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_compile", compile_slowly)
-    monkeypatch.setattr(build, "_library", functools.cache(build._library.__wrapped__))
-    build.begin()
-    assert build.library() == build.library()
-    assert built == [build.library()]
-
-
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
-    compiler = tmp_path / "broken-c++"
-    compiler.write_text("#!/bin/sh\necho 'first line' >&2\necho 'cannot do that' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert str(build._library.__wrapped__()) == f"{compiler} failed with exit status 3: cannot do that"
-    assert not list((tmp_path / "cache").rglob("*.so"))

@@ -1,7 +1,6 @@
 """The native kernels, compiled with the compiler's sanitizers, in the tests of this folder."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import sys
 import pytest
 from ksana_jax.native import build
 build.FLAGS += (f"-fsanitize={sys.argv[1]}", "-g", "-O1")
-sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", "-k", "not compiler", *sys.argv[2:]]))
+sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 # Only calls from our own library are checked: jax's is not compiled for it, so its locks are unknown.
 OPTIONS = {
@@ -28,8 +27,7 @@ LIBRARIES = {"address": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",
 
 def of_compiler(library: str) -> Path:
     """Returns the path of one of the compiler's libraries; it is a bare name if there is none."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, build.COMPILERS)), "c++")
-    asked = [compiler, f"-print-file-name={library}"]
+    asked = [*build.compiler_command(), f"-print-file-name={library}"]
     return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 
 
@@ -37,7 +35,7 @@ def of_compiler(library: str) -> Path:
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
     if reason := build.why_missing():
-        pytest.skip(reason)  # test_kernel fails if there is a compiler
+        pytest.skip(reason)  # test_build fails if there is a compiler
     libraries = [of_compiler(name) for name in LIBRARIES[sanitizer]]
     if missing := [path.name for path in libraries if not path.is_absolute()]:
         # They are packages of their own in some distributions.

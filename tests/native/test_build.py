@@ -1,0 +1,136 @@
+"""Compiling the native kernels, and machines that cannot: they compute with XLA, and say why."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ksana_jax.native import build
+
+MISSING = build.why_missing() or ""
+compiled = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+ENGINE = """
+from ksana_jax import LLM, SamplingParams
+llm = LLM("ksana-tiny", max_num_seqs=1, max_num_batched_tokens=32)
+[output] = llm.generate("def", SamplingParams(max_tokens=1, temperature=0))
+print(llm.runner.implementation.name, len(output.outputs[0].token_ids))
+"""
+
+
+@pytest.fixture
+def asked_again(monkeypatch):
+    """The library is compiled and loaded as in a new process."""
+    monkeypatch.setattr(build, "_library", functools.cache(build._library.__wrapped__))
+
+
+@pytest.mark.skipif(MISSING.startswith("no C++ compiler"), reason=MISSING)
+def test_where_there_is_a_compiler_it_compiles():
+    assert not MISSING, MISSING  # or all tests of the kernels would be skipped
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path, asked_again):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.why_missing() == "no C++ compiler: none of c++, g++, clang++ is installed"
+
+
+@compiled
+def test_a_build_that_has_begun_is_waited_for(monkeypatch, tmp_path, asked_again):
+    library, built = build.library(), []
+
+    def compile_slowly(compiler, headers, path):
+        time.sleep(0.1)
+        built.append(path)
+        path.parent.mkdir(parents=True)
+        shutil.copy(library, path)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", compile_slowly)
+    build._library.cache_clear()
+    build.begin()
+    assert build.library() == build.library()
+    assert built == [build.library()]
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, asked_again):
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text("#!/bin/sh\necho 'first line' >&2\necho 'cannot do that' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.why_missing() == f"{compiler} failed with exit status 3: cannot do that"
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ("/nowhere/c++", "/nowhere/c++ did not run: [Errno 2] No such file or directory: '/nowhere/c++'"),
+        ("/nowhere/ccache g++", "/nowhere/ccache did not run: [Errno 2] No such file or directory: '/nowhere/ccache'"),
+        ("g++ '", 'CXX is "g++ \'": No closing quotation'),
+    ],
+)
+def test_a_compiler_that_cannot_be_started_is_named(given, reason, monkeypatch, asked_again):
+    monkeypatch.setenv("CXX", given)
+    assert build.why_missing() == reason
+
+
+def test_a_compiler_may_have_arguments_as_in_make(monkeypatch, tmp_path, asked_again):
+    launcher = tmp_path / "my launcher"
+    launcher.write_text('#!/bin/sh\necho "$@" >&2\nexit 4\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{launcher}' c++ -Og")
+    assert build.why_missing() == f"{launcher} failed with exit status 4: c++ -Og --version"
+
+
+@compiled
+@pytest.mark.parametrize("home", ["file", "file/below", "/proc"])
+def test_a_cache_folder_that_cannot_be_made_is_named(home, monkeypatch, tmp_path, asked_again):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+    reason = build.why_missing()
+    assert reason.startswith("the compiled library cannot be kept or loaded: ")
+    assert "[Errno" in reason and str(tmp_path / home) in reason
+
+
+@compiled
+def test_a_user_without_a_home_computes_with_xla(monkeypatch, asked_again):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert build.why_missing().endswith("the user has no home directory; XDG_CACHE_HOME names a folder for caches")
+
+
+@compiled
+def test_a_library_that_cannot_be_loaded_is_named(monkeypatch, tmp_path, asked_again):
+    path = tmp_path / "ksana_jax" / "native" / build.library().name
+    path.parent.mkdir(parents=True)
+    path.write_text("not a library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build._library.cache_clear()
+    assert build.why_missing().startswith(f"the compiled library cannot be kept or loaded: {path}: ")
+
+
+def test_an_engine_goes_on_with_xla_where_nothing_can_be_kept(tmp_path):
+    (tmp_path / "file").touch()
+    unset = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE],
+        env=environment | {"XDG_CACHE_HOME": str(tmp_path / "file"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["xla", "1"]
+    assert "UserWarning: compiled steps are not kept for other processes: [Errno 20] Not a directory" in done.stderr
