@@ -15,7 +15,7 @@ class FolderInUse(Exception):
 
 
 class FolderLock:
-    """Holds a lock file until it is released or the process ends.
+    """Holds a lock file until it is released or the process ends. A forked child does not hold it.
 
     Args:
       path: the lock file; created if it does not exist, and never removed.
@@ -42,6 +42,7 @@ class FolderLock:
             raise
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, b"%d\n" % os.getpid(), 0)
+        _held.add(self)
         self.check()
 
     def check(self) -> None:
@@ -57,6 +58,22 @@ class FolderLock:
     def release(self) -> None:
         """Releases the lock."""
         self._finalizer()
+
+    def _leave_to_parent(self) -> None:
+        """Closes a forked child's copy of the descriptor, with which it would hold the lock as long as it lives."""
+        if self._finalizer.detach():
+            os.close(self._descriptor)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for lock in list(_held):
+        lock._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _release(descriptor: int) -> None:

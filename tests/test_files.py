@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -147,3 +149,33 @@ def test_a_lock_whose_file_was_removed_is_noticed(path):
     second.check()
     first.release()
     second.check()
+
+
+def test_a_forked_child_leaves_the_lock_to_its_parent(path):
+    code = """
+import os, sys, time
+from pathlib import Path
+from ksana_jax.folder_lock import FolderInUse, FolderLock
+path = Path(sys.argv[1])
+lock, told = FolderLock(path), os.pipe()
+if os.fork() == 0:
+    lock.release()
+    os.write(told[1], b"released")
+    time.sleep(60)
+os.read(told[0], 8)
+assert path.read_text() == f"{os.getpid()}\\n"
+try:
+    FolderLock(path)
+except FolderInUse as holder:
+    print(holder, os.getpid())
+lock.release()
+FolderLock(path).release()  # the child, which lives, does not hold it
+if (child := os.fork()) == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+os.killpg(0, 9)
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=60)
+    holder, parent = done.stdout.split()
+    assert holder == parent and not done.stderr

@@ -10,9 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it.
-LEAVES = (
-    "errors refusals units lazy checks plugins files folder_lock interrupts compilation_cache metrics dtypes cluster"
-)
+LEAVES = "errors refusals units lazy checks plugins files folder_lock forks interrupts compilation_cache metrics"
+LEAVES += " dtypes cluster"
 # The setting is read without jax; starting it is not.
 DEVICES = "devices hosts"
 ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec operator_settings config request tokenizers recall"

@@ -10,6 +10,7 @@ from typing import Any
 
 from ksana_jax.devices.target import INSTALLED, LOOPBACK, DeviceTarget
 from ksana_jax.errors import ConfigError
+from ksana_jax.forks import check_jax
 
 logger = logging.getLogger("ksana_jax")
 _lock = threading.RLock()
@@ -31,8 +32,10 @@ def use_device(setting: Any) -> None:
 
     Raises:
       ConfigError: jax has already started elsewhere, there is no such plugin, or it cannot start.
+      RuntimeError: this is a forked child of a process in which jax has started.
     """
     global _started
+    check_jax()
     target = DeviceTarget.read(setting)
     if target is None:
         return

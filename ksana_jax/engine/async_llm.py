@@ -76,7 +76,7 @@ class AsyncLLM:
         for thread in self._threads:
             thread.start()
         # Also when it is dropped, or at the end of the process, so that no thread is left in the device's code.
-        self._stop_threads = weakref.finalize(self, _stop, self._threads)
+        self._stop_threads = weakref.finalize(self, _stop, self.engine, self._threads)
 
     @property
     def observers(self) -> list:
@@ -125,6 +125,7 @@ class AsyncLLM:
         Raises:
           ValueError: the request can never be served, or its id is in use; nothing is queued.
           NotServing: the engine is draining, closed or dead.
+          RuntimeError: this is a forked child of the engine's process.
           Exception: what `admission` has raised.
         """
         [stream] = await self.submit_all(
@@ -148,7 +149,7 @@ class AsyncLLM:
           sampling_params: one for all prompts, or one per prompt.
           request_ids: one per prompt.
         """
-        self._open.bind()
+        self._bind()
         self._check_serving()
         arrival_s = self.engine.clock()
         asked = await self._read(list(prompts), sampling_params, streams)
@@ -189,7 +190,7 @@ class AsyncLLM:
 
         Its reader gets a last output with finish_reason "abort".
         """
-        self._open.bind()
+        self._bind()
         if (found := self._open.by_id.get(request_id)) is not None:
             self._abort(found.replica, request_id)
             await asyncio.shield(found.ended)
@@ -231,6 +232,10 @@ class AsyncLLM:
             return None
         return f"{type(self._open.failure).__name__}: {self._open.failure}"
 
+    def _bind(self) -> None:
+        self.engine.changes.check_process()
+        self._open.bind()
+
     def _check_serving(self) -> None:
         if self._refuses:
             raise NotServing(self._refuses)
@@ -243,7 +248,7 @@ class AsyncLLM:
         Args:
           timeout_s: None waits as long as it takes. Requests that are left continue until `close`.
         """
-        self._open.bind()
+        self._bind()
         self._refuses = self._refuses or _DRAINING
         ended = [found.ended for found in self._open.by_id.values()]
         if ended:
@@ -253,8 +258,10 @@ class AsyncLLM:
     def close(self) -> None:
         """Aborts all requests, ends the threads, and closes the LLM if it is its own; again, it does nothing.
 
-        Waits for steps under way: on the event loop, call `aclose`.
+        Waits for steps under way: on the event loop, call `aclose`. In a forked child, does nothing.
         """
+        if self.engine.changes.is_inherited:
+            return
         self._refuses = _CLOSED
         self._stop_threads()
         self.text_pool.close()
@@ -264,6 +271,8 @@ class AsyncLLM:
 
     async def aclose(self) -> None:
         """Calls `close` in another thread; requests that have not ended end with finish_reason "abort"."""
+        if self.engine.changes.is_inherited:
+            return
         self._refuses = _CLOSED
         ended = [found.ended for found in self._open.by_id.values()]
         await asyncio.get_running_loop().run_in_executor(None, self.close)
@@ -285,7 +294,9 @@ def _is_text(prompt: Any) -> bool:
     return isinstance(prompt, dict) and "prompt_token_ids" not in prompt
 
 
-def _stop(threads: list[EngineThread]) -> None:
+def _stop(engine: Engine, threads: list[EngineThread]) -> None:
+    if engine.changes.is_inherited:
+        return
     for thread in threads:
         thread.stop()
     for thread in threads:

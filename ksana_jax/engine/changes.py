@@ -8,10 +8,14 @@ interrupted too, the next change resets first.
 from __future__ import annotations
 
 import collections
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from ksana_jax.forks import check_process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +33,7 @@ class Changes:
     """
 
     def __init__(self, reset: Callable[[BaseException], None]):
-        self._reset = reset
+        self._reset, self._process = reset, os.getpid()
         # Only locks of the interpreter: a lock written in Python could stay locked after an interrupt in its own code.
         self._lock = threading.RLock()
         self._waiting: set[int] = set()
@@ -45,16 +49,31 @@ class Changes:
         """Marks that the running change starts to write; an exception before this point needs no reset."""
         self._unsound = True
 
-    def defer(self, change: Callable[[], None]) -> None:
-        """Schedules a change to run before the next one."""
-        self._deferred.append(change)
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child of the engine's process."""
+        return self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child, which has none of the threads that compute for the engine."""
+        check_process("this engine was created", self._process)
+
+    def run_or_defer(self, change: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Runs a change, or schedules it to run before the next one if another one is running in this thread. In a
+        forked child, which ends with copies of its parent's requests, does nothing."""
+        if self.running_here:  # Python collects a stream that was dropped, in the middle of a step
+            self._deferred.append(functools.partial(change, *args, **kwargs))
+        elif not self.is_inherited:
+            self.run(change, *args, **kwargs)
 
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs one change after those of other threads.
 
         Raises:
-          RuntimeError: it was called from within a change, or a failure could not be cleaned up, so nothing can run.
+          RuntimeError: it was called from within a change, a failure could not be cleaned up, so nothing can run, or
+            this is a forked child.
         """
+        self.check_process()
         if self.running_here:
             raise RuntimeError("an engine cannot be used from within its own step")
         self._waiting.add(threading.get_ident())

@@ -145,10 +145,7 @@ class Engine:
             self._abort_all([request])
 
     def _abort_all(self, requests: Collection[Request]) -> None:
-        if self.changes.running_here:  # Python collects a stream that was dropped, in the middle of a step
-            self.changes.defer(functools.partial(self._abort, requests))
-        else:
-            self.changes.run(self._abort, requests)
+        self.changes.run_or_defer(self._abort, requests)
 
     def _abort(self, requests: Collection[Request]) -> None:
         for request in requests:

@@ -120,7 +120,8 @@ class Replicas:
         return [record for engine in self.engines for record in engine.records]
 
     def each(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Calls a function with each engine in turn, on its device."""
+        """Calls a function with each engine in turn, on its device; raises RuntimeError in a forked child."""
+        self.replicas[0].engine.changes.check_process()
         found = []
         for replica in self.replicas:
             with replica.on_device() as engine:
@@ -130,6 +131,7 @@ class Replicas:
     def new_requests(self, asked: Seq[RequestInput]) -> list[Request]:
         """Creates requests; see `Engine.new_requests`."""
         first = self.replicas[0].engine
+        first.changes.check_process()
         taken = {name for engine in self.engines for name in list(engine.requests)}
         return first.intake.new_requests(asked, clock=first.clock, taken=taken)
 

@@ -45,7 +45,7 @@ class Job:
     """
 
     def __init__(self, setting: HostsSetting, peers: list[Peer]):
-        self.setting, self.peers = setting, peers
+        self.setting, self.peers, self._process = setting, peers, os.getpid()
         self.lock = threading.RLock()
         self.failure: str | None = None
         self.service: Any = None  # the process of `service`, which ends when this one does
@@ -182,7 +182,9 @@ class Job:
                 raise
 
     def _leave(self) -> None:
-        """Ends this process's part of the job, at its exit."""
+        """Ends this process's part of the job, at its exit; a forked child has none."""
+        if self._process != os.getpid():
+            return
         self._leaving, self._left = True, time.monotonic()
         if self.leads:
             for peer in self.peers:

@@ -9,7 +9,8 @@ COMMON = """
 import ctypes, warnings
 import pytest
 from ksana_jax.devices.starting import started, use_device
-from ksana_jax.devices.loopback.plugin import LoopbackPlugin, outlives_python
+from ksana_jax.devices.loopback.plugin import LoopbackPlugin
+from ksana_jax.forks import outlives_python
 from ksana_jax.devices.loopback.stub_library import stub_library
 from ksana_jax.errors import ConfigError
 """

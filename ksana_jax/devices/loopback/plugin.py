@@ -11,6 +11,7 @@ from ksana_jax.devices.loopback.doors import doors
 from ksana_jax.devices.loopback.marshal import Refused
 from ksana_jax.devices.loopback.options import LoopbackOptions
 from ksana_jax.devices.loopback.running import RunningFunctions
+from ksana_jax.forks import outlives_python
 
 # These return nothing.
 _VOID = ("Error_Destroy", "Error_Message")
@@ -83,13 +84,3 @@ def register(platform: str, options: LoopbackOptions) -> LoopbackPlugin:
 
     xla_bridge.register_plugin(platform, priority=500, c_api=plugin.capsule(), factory=client)
     return plugin
-
-
-def outlives_python(thing: Any) -> Any:
-    """Returns an object that is never destroyed.
-
-    A client waits for its threads when it is destroyed. Python's end, in which that would happen, ends a thread that
-    comes back from the plugin, and the client would wait for it forever.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    return thing
