@@ -14,7 +14,9 @@ class StepRecord(NamedTuple):
     after it was scheduled before its tokens were known, sequences that it ends still hold theirs. peak_blocks: when the
     step was scheduled.
     num_preemptions: since the engine started. unshared_blocks: blocks that running sequences would hold at the peak
-    without sharing. cached_blocks: blocks kept for their content, without an owner.
+    without sharing. cached_blocks: blocks kept for their content, without an owner. live_blocks: blocks_in_use and the
+    blocks of the sequences that the step ends, which are released with it: what the pool holds for the next tokens of
+    all texts, if they go on.
 
     What the step's time depends on, for models of costs (`ksana_jax.simulator`):
 
@@ -54,6 +56,7 @@ class StepRecord(NamedTuple):
     num_new_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    live_blocks: int = 0
 
     @property
     def num_chunk_tokens(self) -> int:

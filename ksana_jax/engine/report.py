@@ -162,11 +162,13 @@ def record(
     most_steps: int,
 ) -> StepRecord:
     """Returns the record of a step after `Scheduler.settle`. most_steps: that are scheduled at once."""
-    blocks, batch, given, in_use = scheduler.blocks, step.batch, step.input, step.blocks_after
+    blocks, batch, given, after = scheduler.blocks, step.batch, step.input, step.blocks_after
     moves = given.moves
     moved = (0, 0, 0) if moves is None else (len(moves.saves), len(moves.copies), len(moves.loads))
-    if in_use is None or most_steps == 1:
-        in_use = blocks.num_used - scheduler.row_blocks.num_ahead
+    if after is None or most_steps == 1:
+        in_use, live = blocks.num_used - scheduler.row_blocks.num_ahead, result.live_blocks
+    else:
+        in_use = live = after
     return StepRecord(
         ended_s,
         batch.num_tokens,
@@ -190,6 +192,7 @@ def record(
         result.num_tokens,
         0 if given.drafts is None else int(given.drafts.counts.sum()),
         0 if output.num_accepted is None else int(output.num_accepted.sum()),
+        live,
     )
 
 

@@ -15,6 +15,7 @@ class StepResult(NamedTuple):
     rows, tokens: rows that got tokens, and the token of each; with drafts [n, w], of which the first counts [n] count.
     finished: all sequences that ended.
     beams: rows that have computed all their tokens and whose request chooses the next one.
+    live_blocks: blocks in use when no token was left to see others, before sequences that ended released theirs.
     counts: number of each row's new tokens; None where it is 1.
     """
 
@@ -22,6 +23,7 @@ class StepResult(NamedTuple):
     tokens: np.ndarray
     finished: list[Sequence]
     beams: np.ndarray
+    live_blocks: int
     counts: np.ndarray | None = None
 
     @property

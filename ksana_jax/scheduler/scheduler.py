@@ -319,15 +319,14 @@ class Scheduler:
             self.row_blocks.index_full(rows)
         if self.queue.leaders:
             self._fork_prompts(sampled)
-        if ended := self._end(sampled, tokens):
-            finished += ended
-            rows = rows[r.alive[rows]]
         self.row_blocks.return_invisible(rows)
+        live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
+        finished += self._end(sampled, tokens)
         if counts is not None:
-            return StepResult(batch.sampled, runs, finished, beams, counts)
+            return StepResult(batch.sampled, runs, finished, beams, live_blocks, counts)
         if self.speculation is not None:
             self.speculation.watch(r, self.order, bool(self.waiting))
-        return StepResult(sampled, tokens, finished, beams)
+        return StepResult(sampled, tokens, finished, beams, live_blocks)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:
         """Ends the sequences whose newest token is a stop token or the last that they may have; returns them."""
