@@ -227,6 +227,11 @@ class LiveRange:
             dead &= (-block_start) % every >= block_size
         return dead
 
+    def num_live_blocks(self, block_size: int, num_tokens: int) -> int:
+        """Returns the blocks that a sequence of num_tokens holds for the tokens after them."""
+        starts = np.arange(0, num_tokens, block_size)
+        return int(np.count_nonzero(~self.dead_blocks(starts, block_size, num_tokens)))
+
     def max_live_blocks(self, block_size: int, max_tokens: int, chunk: int = 1) -> int:
         """Returns the maximum number of blocks of one sequence while it computes chunks of up to `chunk` tokens.
 

@@ -221,8 +221,12 @@ class LLM:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers; with a block codec, of its codes."""
         return self.runner.layout.token_bytes
+
+    def kv_bytes_per_token(self, num_tokens: int) -> float:
+        """Returns the bytes per token of a sequence of num_tokens; with a block codec, of codes and exact tokens."""
+        return self.runner.layout.bytes_per_token(num_tokens)
 
     @property
     def records(self) -> list[StepRecord]:

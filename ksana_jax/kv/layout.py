@@ -259,6 +259,13 @@ class KVLayout:
         """Bytes of one token in all layers; with a block codec, of its codes."""
         return self.num_lasting_groups * self.block_bytes // self.block_size
 
+    def bytes_per_token(self, num_tokens: int) -> float:
+        """Returns `token_bytes`; with a block codec, the mean over the tokens that a sequence of num_tokens holds, of
+        their codes and of the exact tokens beside them."""
+        held = [group.live.num_live_blocks(self.block_size, num_tokens) for group in self.groups]
+        coded = sum(held[: self.num_lasting_groups])
+        return self.token_bytes * (sum(held) / coded if coded else 1.0)
+
     @property
     def num_lasting_groups(self) -> int:
         """Number of groups besides those of exact tokens that a block codec's codes replace."""

@@ -120,7 +120,7 @@ class Memory:
 
     @property
     def beta(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
+        """Bytes of a token's keys and values in all layers; with a block codec, of its codes."""
         return self.layout.token_bytes
 
     def tokens_held(self, batch: int, context: int) -> int:
@@ -148,10 +148,11 @@ class Memory:
         return largest(MAX_TOKENS, lambda context: self.total(batch, context) <= self.budget)
 
     def max_kv_tokens(self, batch: int, context: int) -> int:
-        """Returns the tokens of the pool that fits the remaining memory, in whole blocks."""
+        """Returns the tokens of the pool that fits the remaining memory, in whole blocks; with a block codec, in texts
+        of `context` tokens."""
         left = self.budget - self.weights - self.step.bytes(batch, self.width(context))
         block = self.request.block_size
-        return max(left // (self.beta * block), 0) * block
+        return max(int(left // (self.layout.bytes_per_token(context) * block)), 0) * block
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:

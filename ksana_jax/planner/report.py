@@ -86,6 +86,13 @@ def show(found: Plan, console: Console) -> None:
     for name, num_bytes, source in rows:
         table.add_row(name, f"{num_bytes:,}", byte_size(num_bytes), source)
     console.print(table)
+    if found.mean_bytes_per_token != found.kv_bytes_per_token:
+        console.print(
+            escape(
+                "The exact tokens beside codes are counted as so many codes: a token of such a text takes "
+                f"{found.mean_bytes_per_token:,.0f} bytes.\n"
+            )
+        )
     window = "none fits" if found.max_window is None else f"{found.max_window:,} tokens"
     limits = [
         (f"largest batch at {found.context:,} tokens", f"{found.max_batch:,}"),
@@ -118,7 +125,7 @@ def _figures(found) -> tuple[str, ...]:
     context = "no limit" if found.max_context == MAX_TOKENS else f"{found.max_context:,}"
     return (
         byte_size(found.weights_bytes),
-        f"{found.kv_bytes_per_token:,}",
+        f"{found.mean_bytes_per_token:,.0f}",
         f"{found.max_kv_tokens:,}",
         f"{found.max_batch:,}",
         context,

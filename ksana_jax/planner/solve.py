@@ -27,6 +27,7 @@ class Change:
     name: str
     weights_bytes: int
     kv_bytes_per_token: int
+    mean_bytes_per_token: float
     max_kv_tokens: int
     max_batch: int
     max_context: int
@@ -41,6 +42,8 @@ class Plan:
 
     host_bytes: weights in host memory. step_bytes: a step's arrays and buffers with no request in it.
     alpha_from: what the step was compiled for. gamma: tokens_held / (batch * context).
+    kv_bytes_per_token: with a block codec, of codes; tokens_held then counts each exact token as so many codes.
+    mean_bytes_per_token: in a text of `context` tokens, exact tokens included; else equal to kv_bytes_per_token.
     max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, whatever the model was trained
     for; `config.MAX_TOKENS` means that memory sets no limit. max_window: at both; None if none fits, or rows evict.
     l2_tokens: whose keys and values fill the last cache before the memory; None where its size is not known.
@@ -58,6 +61,7 @@ class Plan:
     alpha_bytes_per_request: int
     alpha_from: str
     kv_bytes_per_token: int
+    mean_bytes_per_token: float
     batch: int
     context: int
     max_position: int
@@ -151,6 +155,7 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
         alpha_bytes_per_request=line.alpha(width),
         alpha_from=step.target,
         kv_bytes_per_token=memory.beta,
+        mean_bytes_per_token=memory.layout.bytes_per_token(context),
         batch=batch,
         context=context,
         max_position=config.max_position,
@@ -162,7 +167,7 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
         max_batch=max_batch,
         max_context=memory.max_context(batch),
         max_window=_max_window(config, memory, batch, context),
-        l2_tokens=None if device.l2_bytes is None else device.l2_bytes // memory.beta,
+        l2_tokens=None if device.l2_bytes is None else int(device.l2_bytes // memory.layout.bytes_per_token(context)),
         changes=tuple(_changes(config, memory, batch, context)),
     )
 
@@ -199,6 +204,7 @@ def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> I
             name,
             other.weights,
             other.beta,
+            other.layout.bytes_per_token(context),
             other.max_kv_tokens(batch, context),
             other.max_batch(context),
             other.max_context(batch),

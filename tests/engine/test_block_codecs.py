@@ -205,6 +205,11 @@ def test_the_pool_holds_the_bytes_that_are_reported():
     exact = 4 * 3  # keys and values of two layers: 3 - 1 + 7 tokens that touch three blocks
     assert planned.kv_bytes_per_token * planned.tokens_held == llm.block_bytes * (64 // SIZE + exact)
     assert planned.kv_bytes_per_token * planned.tokens_held == llm.block_bytes * llm.runner.layout.blocks_of(64, 7)
+    # Between chunks, the window of the query after 64 tokens touches one block of each. The pool has whole blocks.
+    assert planned.mean_bytes_per_token == llm.kv_bytes_per_token(64) == llm.block_bytes * (64 // SIZE + 4) / 64
+    assert planned.max_kv_tokens * planned.mean_bytes_per_token == pytest.approx(
+        planned.budget_bytes - planned.weights_bytes - planned.step_bytes, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,20 @@ def test_live_blocks_are_those_that_a_text_holds_when_it_goes_on(name):
     assert last.live_blocks == last.blocks_in_use == held
 
 
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("name", ["full", "window", "int8", "sealed", "sealed, first exact", "sealed, window"])
+def test_bytes_per_token_are_those_of_live_blocks_over_the_tokens_in_them(name, chunk):
+    patterns, settings, _ = HELD[name]
+    engine = engine_of(patterns, chunk, settings)
+    engine.add_request(prompt_of(36), asking(1))  # whole blocks
+    run(engine)
+    layout = engine.scheduler.layout
+    held = engine.records[-1].live_blocks * layout.block_bytes
+    tokens = 12 if "window" in name else 36  # query 36 sees 27 to 35, in three blocks
+    assert layout.bytes_per_token(36) * tokens == pytest.approx(held, rel=1e-12)
+    assert (layout.bytes_per_token(36) > layout.token_bytes) == ("sealed" in name)
+
+
 def engine_of(patterns, chunk, settings):
     return make_engine(
         patterns,
