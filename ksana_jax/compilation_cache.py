@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import platform
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from ksana_jax.processor import machine
 
 MAX_CACHE_BYTES = 2 * 2**30
 
@@ -121,13 +121,3 @@ def cache_folder(name: str) -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ksana_jax" / name
     except RuntimeError as error:
         raise FileNotFoundError("the user has no home directory; XDG_CACHE_HOME names a folder for caches") from error
-
-
-def machine() -> str:
-    """Returns a name for this kind of CPU, for caches whose keys do not include the instruction set, such as jax's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ksana_jax import processor
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.kv.disk import failpoints
 
@@ -32,6 +33,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not config.getoption("numprocesses", None):  # each of xdist's processes takes a core of its own
+        processor.hide()
     if given := config.getoption("--device"):
         loopback = {"platform": "npu", "plugin": "loopback", "options": {"pinned_host": True}}
         os.environ[DEVICE] = json.dumps(loopback) if given == "loopback" else given
@@ -75,7 +78,9 @@ def pytest_collection_finish():
 
 
 def pytest_report_header(config):
-    return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {os.environ.get(DEVICE, os.environ['JAX_PLATFORMS'])}"
+    device = os.environ.get(DEVICE, os.environ["JAX_PLATFORMS"])
+    without = ", ".join(processor.hidden())
+    return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {device}" + f" without {without}" * bool(without)
 
 
 @pytest.fixture(autouse=True)

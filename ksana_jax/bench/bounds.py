@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import numpy as np
 
 from ksana_jax.config import ModelConfig
 from ksana_jax.dtypes import DTYPE_BYTES
+from ksana_jax.processor import num_cores
 
 # Larger than any cache.
 _READ_BYTES = 2**29
@@ -71,7 +71,7 @@ def measure_rates(dtype: str) -> Rates:
 
 
 def _host_bandwidth() -> float:
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = num_cores()
     parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), workers)
     with ThreadPoolExecutor(workers) as pool:
         return _READ_BYTES / _fastest(lambda: list(pool.map(np.sum, parts)))

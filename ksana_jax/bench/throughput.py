@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ksana_jax.bench.core import Bench, Case, option, spread
 from ksana_jax.bench.peers import PEERS
 from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.processor import num_cores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,7 +139,7 @@ class Throughput(Bench):
                 Path(self.peers),
                 model=str(self.directory.resolve()),
                 dtype=self.dtype,
-                threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+                threads=num_cores(),
                 rows=max(self.requests),
                 max_model_len=MAX_MODEL_LEN,
             )

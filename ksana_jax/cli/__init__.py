@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax import __version__, interrupts
+from ksana_jax import __version__, interrupts, processor
 from ksana_jax.cli import (
     aligning,
     bench,
@@ -111,8 +111,9 @@ def _run(argv: list[str]) -> None:
     moved = [a for a in argv if a in ANYWHERE]
     argv = [a for a in argv if a not in ANYWHERE]
     warnings.showwarning = _warn
-    keep_compiled_steps()
     try:
+        processor.hide()
+        keep_compiled_steps()
         app(moved + argv, prog_name="ksana")
     except (ValueError, OSError, NotImplementedError, FloatingPointError, JobError) as error:
         if debug:

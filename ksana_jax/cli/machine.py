@@ -103,6 +103,7 @@ def doctor(
     from ksana_jax.ops.implementations import EXAMPLE, example_needs
     from ksana_jax.ops.invariant import why_not_invariant
     from ksana_jax.ops.table import operator_table
+    from ksana_jax.processor import hidden
 
     console, found, needs, known = Console(highlight=False), environment(), example_needs(), verdicts_here()
     operators = operator_table(EXAMPLE, needs, "bfloat16")
@@ -114,6 +115,8 @@ def doctor(
     console.print(f"python     {found['python']}")
     console.print(f"packages   {packages}")
     console.print(f"XLA_FLAGS  {escape(found['xla_flags']) or '(none)'}")
+    if names := hidden():
+        console.print(f"hidden     {', '.join(names)} (KSANA_HIDE)")
     measured = next((verdict for verdict in known if verdict.operators), None)
     _print_operators(console, operators, measured)
     lacks = why_not_invariant(EXAMPLE, needs, "bfloat16")
@@ -129,7 +132,7 @@ def doctor(
     if as_json:
         times = [] if measured is None else [dataclasses.asdict(found) for found in measured.operators]
         more = {"measured": times, "invariant": lacks is None, "verdicts": verdicts}
-        print(json.dumps({**found, "operators": [row._asdict() for row in operators], **more}))
+        print(json.dumps({**found, "hidden": hidden(), "operators": [row._asdict() for row in operators], **more}))
 
 
 def _print_operators(console: Console, rows: Sequence[OperatorRow], verdict: Verdict | None) -> None:

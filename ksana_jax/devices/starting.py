@@ -8,6 +8,7 @@ import threading
 from importlib.metadata import entry_points
 from typing import Any
 
+from ksana_jax import processor
 from ksana_jax.devices.target import INSTALLED, LOOPBACK, DeviceTarget
 from ksana_jax.errors import ConfigError
 from ksana_jax.forks import check_jax
@@ -36,6 +37,7 @@ def use_device(setting: Any) -> None:
     """
     global _started
     check_jax()
+    processor.hide()
     target = DeviceTarget.read(setting)
     if target is None:
         return

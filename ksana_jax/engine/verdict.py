@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax.compilation_cache import cache_folder, machine
+from ksana_jax.compilation_cache import cache_folder
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.kv.layout import KVLayout
@@ -24,6 +24,7 @@ from ksana_jax.loading.load import array_dtype
 from ksana_jax.ops.implementations import implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.processor import machine
 
 # Two implementations agree equally long if the mean difference between their texts is within so many standard errors.
 NUM_ERRORS = 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.step_seconds import decode_seconds
+from ksana_jax.processor import num_cores
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.keys import keys_for
 from ksana_jax.speculative.goodput import Goodput
@@ -21,7 +21,7 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     width = engine.scheduler.layout.table_width(max_len or engine.max_model_len, config.max_num_batched_tokens)
     # XLA:CPU takes 200 MB for a program, which a planned memory has once.
     at_once = tuning(runner.platform).compiles_on_one_core and config.memory_fraction is None
-    workers = (os.cpu_count() or 1) if at_once else 1
+    workers = num_cores() if at_once else 1
     loops = {1} if runner.chooses_in_step else set()
     if config.num_scheduler_steps > 1 and not runner.embeds_on_host:
         loops.add(config.num_scheduler_steps)

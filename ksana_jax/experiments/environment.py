@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.processor import num_cores
+
 _PACKAGES = (
     "ksana-jax",
     "jax",
@@ -50,7 +52,7 @@ def host_environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         # Identifies trials that run on the same machine, without revealing its name.
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 

@@ -18,6 +18,7 @@ from ksana_jax.experiments.models import fingerprint
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.experiments.trials import Context, EnginePool, Record, attempt
 from ksana_jax.native import build
+from ksana_jax.processor import pin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,5 +129,4 @@ def _pin(first: int, count: int) -> None:
         return
     mine = sorted(os.sched_getaffinity(0))[first : first + count]
     if len(mine) == count:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), mine)
+        pin(*mine)

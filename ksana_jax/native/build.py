@@ -10,20 +10,25 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ksana_jax.compilation_cache import cache_folder, machine
+from ksana_jax.compilation_cache import cache_folder
+from ksana_jax.processor import hidden, machine
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-pthread")
+# Without AVX-512's foundation, compilers leave out its extensions too.
+WITHOUT_AVX512 = ("-mno-avx512f",)
 # Names of compilers, in order of preference, where the environment variable CXX has none.
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300
@@ -90,6 +95,8 @@ def compiler_command() -> list[str]:
     Raises:
       CannotBuild: there is none.
     """
+    if "compiler" in hidden():
+        raise CannotBuild("no C++ compiler: KSANA_HIDE hides it")
     given = os.environ.get("CXX", "")
     try:
         command = shlex.split(given)
@@ -111,16 +118,17 @@ def _built(compiler: list[str]) -> Path:
     import jaxlib
 
     headers = Path(jaxlib.__path__[0]) / "include"  # jax.ffi.include_dir(), which takes a second to import
-    path = cache_folder("native") / f"{_key(compiler, headers)}.so"
+    flags = FLAGS + (WITHOUT_AVX512 if "avx512" in hidden() and platform.machine() == "x86_64" else ())
+    path = cache_folder("native") / f"{_key(compiler, flags, headers)}.so"
     if not path.exists():
-        _compile(compiler, headers, path)
+        _compile([*compiler, *flags], headers, path)
     ctypes.CDLL(str(path))  # where the folder's file system does not let programs run, this fails
     return path
 
 
-def _key(compiler: list[str], headers: Path) -> str:
+def _key(compiler: list[str], flags: Sequence[str], headers: Path) -> str:
     version = _run([*compiler, "--version"])
-    digest = hashlib.sha256("\0".join((*compiler, version, machine(), *FLAGS)).encode())
+    digest = hashlib.sha256("\0".join((*compiler, version, machine(), *flags)).encode())
     for source in (*sorted(SOURCES.glob("*.[ch]*")), *sorted((headers / "xla/ffi/api").glob("*.h"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
@@ -134,12 +142,12 @@ def _compile(compiler: list[str], headers: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(len(sources)) as pool:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         commands = [
-            [*compiler, *FLAGS, "-isystem", str(headers), "-c", str(source), "-o", made]
+            [*compiler, "-isystem", str(headers), "-c", str(source), "-o", made]
             for source, made in zip(sources, objects, strict=True)
         ]
         list(pool.map(_run, commands))
         made = Path(folder) / path.name
-        _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(made)])
+        _run([*compiler, "-shared", *objects, "-o", str(made)])
         made.replace(path)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from ksana_jax import processor
 from ksana_jax.config import ModelConfig
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
@@ -101,15 +100,7 @@ def _mixed(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, 
 
 
 def _has_matrix_units(dtype: str) -> bool:
-    return dtype == "bfloat16" and "amx_bf16" in _cpu_features()
-
-
-@functools.cache
-def _cpu_features() -> frozenset[str]:
-    try:
-        return frozenset(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return frozenset()
+    return dtype == "bfloat16" and "amx_bf16" in processor.features()
 
 
 def _fused(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
@@ -135,7 +126,7 @@ def _not_packed(platform: str, dtype: str) -> str | None:
 def _not_native(platform: str, dtype: str) -> str | None:
     if platform != "cpu":
         return f"needs a CPU, this is {platform}"
-    if "avx512f" not in _cpu_features():
+    if "avx512f" not in processor.features():
         return "needs a CPU with AVX-512, for which its tiles are made"
     from ksana_jax.native.build import why_missing
     from ksana_jax.native.target import DTYPES

@@ -10,6 +10,7 @@ import jax
 
 from ksana_jax.config import ConfigError
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement, TensorParallel
+from ksana_jax.processor import num_cores
 
 
 def place_on(num_devices: int, num_processes: int = 1, *, replica: int = 0, num_replicas: int = 1) -> Placement:
@@ -65,4 +66,4 @@ THREADS_OF_DEVICE = 2
 def _threads(num_devices: int) -> int:
     """Returns the threads of XLA's pool on a CPU (xla/pjrt/utils.cc, DefaultThreadPoolSize)."""
     given = next((int(n) for name in ("PJRT_NPROC", "NPROC") if (n := os.environ.get(name, "")).isdecimal()), None)
-    return max(given or os.cpu_count() or 1, num_devices)
+    return max(given or num_cores(), num_devices)

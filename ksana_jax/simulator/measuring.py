@@ -17,6 +17,7 @@ import numpy as np
 
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
+from ksana_jax.processor import num_cores
 from ksana_jax.request import RequestInput, SamplingParams
 from ksana_jax.shipped import model_path
 from ksana_jax.simulator.one_engine import Served
@@ -34,7 +35,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "num_blocks": engine.scheduler.blocks.num_blocks,
         "block_bytes": engine.scheduler.layout.block_bytes,
         "device": platform_name if platform_name != "cpu" else f"cpu, {platform.machine()}",
-        "num_cpus": os.cpu_count(),
+        "num_cpus": num_cores(),
         "load_average": list(os.getloadavg()),
         "ksana_jax": importlib.metadata.version("ksana-jax"),
         "recorded": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -253,7 +253,7 @@ def test_what_keeps_a_model_from_invariant_numerics_is_named(monkeypatch):
 
 
 def test_an_engine_that_lacks_something_says_so_before_it_compiles(monkeypatch):
-    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", frozenset)
+    monkeypatch.setattr("ksana_jax.processor.features", frozenset)
     if "C++" not in str(why_not()):
         with pytest.raises(ValueError, match=r"numerics 'invariant' needs native products.*AVX-512"):
             invariant_llm()

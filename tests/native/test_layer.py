@@ -188,6 +188,6 @@ def test_only_matrices_of_whole_words_are_packed():
 
 @native
 def test_beside_matrix_units_products_stay_with_xla(monkeypatch):
-    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", lambda: {"avx512f", "amx_bf16"})
+    monkeypatch.setattr("ksana_jax.processor.features", lambda: {"avx512f", "amx_bf16"})
     assert choose_linear("cpu", "bfloat16").name == "mixed" and choose_linear("cpu", "float32").name == "packed"
     assert choose_linear("cpu", "bfloat16", row_by_row=True).name == "native"

@@ -103,7 +103,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
     ("dtype", "features", "most"), [("float32", "amx_bf16", 64), ("bfloat16", "", 64), ("bfloat16", "amx_bf16", 7)]
 )
 def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch):
-    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", lambda: {"avx512f", features})
+    monkeypatch.setattr("ksana_jax.processor.features", lambda: {"avx512f", features})
     mixed = choose_linear("cpu", dtype, "mixed").apply
     for rows, is_native in ((1, True), (most, True), (most + 1, False)):
         program = jax.jit(mixed).lower(drawn(rows, 32, dtype=dtype), drawn(8, 32, dtype=dtype)).as_text()
@@ -111,5 +111,5 @@ def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch
 
 
 def test_a_cpu_without_wide_registers_is_served_by_xla(monkeypatch):
-    monkeypatch.setattr("ksana_jax.ops.linear._cpu_features", frozenset)
+    monkeypatch.setattr("ksana_jax.processor.features", frozenset)
     assert choose_linear("cpu", "float32").name == "xla"

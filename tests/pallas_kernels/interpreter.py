@@ -9,11 +9,13 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since jax 0.11
 
+from ksana_jax.processor import num_cores
+
 PARAMS = InterpretGPUParams(detect_races=True)
 
 # XLA:CPU has a thread for each processor, or NPROC of them, which it reads once, when jax starts its backend.
 several_warpgroups = pytest.mark.skipif(
-    int(os.environ.get("NPROC", os.cpu_count() or 1)) < 4,
+    int(os.environ.get("NPROC", num_cores())) < 4,
     reason="the interpreter holds a thread of XLA:CPU for each warpgroup and may wait for ever; NPROC=4 is enough",
 )
 
