@@ -11,6 +11,7 @@ import pytest
 from ksana_jax import processor
 from ksana_jax.errors import ConfigError
 from ksana_jax.native import build
+from tests.machine import compiled
 
 ROOT = Path(__file__).parents[1]
 FLAGS = "flags\t\t: fpu avx avx2 avx512f avx512_bf16 amx_tile sse4_2"
@@ -101,7 +102,7 @@ def test_a_hidden_compiler_is_missing(monkeypatch):
         build.compiler_command()
 
 
-@pytest.mark.skipif(bool(build.why_missing()), reason=str(build.why_missing()))
+@compiled
 def test_a_hidden_instruction_set_is_not_compiled_in(monkeypatch, tmp_path):
     commands = []
     monkeypatch.setattr(build, "_compile", lambda command, headers, path: commands.append((command, path)))

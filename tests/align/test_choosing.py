@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 from typing import Any
 
@@ -111,7 +112,9 @@ def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, m
     [shown] = json.loads(last)["verdicts"]
     text = " ".join(" ".join(lines).split())
     assert json.loads(last)["measured"] == [dataclasses.asdict(alone)]
-    assert "norm xla runs everywhere 50 µs 2,000 µs 1.5e-07" in text and "measured with ksana-tiny, f32" in text
+    # Used where there is no compiler.
+    assert re.search("norm xla (yes )?runs everywhere 50 µs 2,000 µs 1.5e-07", text)
+    assert "measured with ksana-tiny, f32" in text
     assert shown["model"] == "ksana-tiny" and shown["chosen"] == {"attention": "xla", "linear": "xla"}
 
 

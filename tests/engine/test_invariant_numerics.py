@@ -16,11 +16,13 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.params import init_params
+from ksana_jax.native.build import CannotBuild
 from ksana_jax.ops.invariant import why_not_invariant
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, model
+from tests.machine import compiled, native_products
 from tests.models.own_kinds import register
 from tests.reference import reference_logprobs
 
@@ -33,8 +35,6 @@ def why_not(dtype: str = "float32", platform: str = "cpu", **changes: Any) -> st
     needs = Requirements.of(config, layout, query_dtype=dtype)._replace(platform=platform)
     return why_not_invariant(config, needs, dtype)
 
-
-served = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 # Three pieces of keys, several chunks, nine blocks. A pool of 20 blocks holds fewer rows than run at once.
 PROMPT = np.random.default_rng(5).integers(2, VOCAB, 101)
@@ -110,14 +110,14 @@ def expect_one_result(engines: list[LLM], counts: list[int], **given) -> None:
     assert {output.num_cached_tokens > 0 for output in outputs} == {False, True}
 
 
-@served
+@native_products
 def test_products_are_those_that_compute_each_row_by_itself():
     runner: Any = invariant_llm().engine.executor
     assert next(i for i in LINEAR_IMPLEMENTATIONS if i.name == runner.linear_implementation).row_by_row
     assert not next(i for i in LINEAR_IMPLEMENTATIONS if i.name == "mixed").row_by_row
 
 
-@served
+@native_products
 def test_a_request_has_one_result_under_any_load():
     expect_one_result([invariant_llm(), invariant_llm(**CACHED)], [10, 10])
 
@@ -138,12 +138,12 @@ def expect_one_result_from_tiers(folder, write: str, count: int, **given) -> col
     return found
 
 
-@served
+@native_products
 def test_a_request_has_one_result_from_the_disk_after_a_restart(tmp_path):
     expect_one_result_from_tiers(tmp_path, "back", 3)
 
 
-@served
+@native_products
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("pattern", "dtype", "kv", "write", "count"),
@@ -160,7 +160,7 @@ def test_many_completions_from_every_tier_have_one_result(tmp_path, write, patte
     assert {"hits_device", "hits_host", "hits_disk", "replaced", "replaced_host", "swapped_in"} <= set(+found), found
 
 
-@served
+@native_products
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("pattern", "dtype", "kv", "sampled", "count"),
@@ -180,7 +180,7 @@ def test_many_completions_under_random_load_have_one_result(pattern, dtype, kv, 
     expect_one_result(engines, counts, asked=ASKED if sampled else dataclasses.replace(ASKED, temperature=0.0))
 
 
-@served
+@native_products
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("dtype", "variants"),
@@ -213,7 +213,7 @@ def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype, var
         assert len({bits(request.output().outputs[0]) for request in requests}) == 1
 
 
-@served
+@native_products
 def test_log_probabilities_are_those_of_the_float64_model():
     asked = dataclasses.replace(ASKED, temperature=0.0, prompt_logprobs=0)
     llm = invariant_llm()
@@ -242,24 +242,35 @@ def test_settings_that_depend_on_the_batch_are_refused(settings, message):
     EngineConfig(**settings)
 
 
-def test_what_keeps_a_model_from_invariant_numerics_is_named(monkeypatch):
+def test_what_keeps_a_model_from_invariant_numerics_is_named():
     assert why_not(platform="gpu") == "needs native attention: needs a CPU, this is gpu"
+
+
+@native_products
+def test_what_keeps_a_model_from_the_operators_of_invariant_numerics_is_named(monkeypatch):
+    assert why_not() is None
     assert "native products have float32 or bfloat16" in str(why_not(dtype="float16"))
     register(monkeypatch)
     said = "needs MLPs that are row by row: mlp 'unstated' does not state row_by_row (MLP in ksana_jax/models/mlp.py)"
-    assert why_not() or why_not(mlp="unstated") == said
-    assert why_not() or "norms are centred" in str(why_not(norm="centred"))
-    assert why_not() or why_not(norm="bounded", mlp="triple") is None
+    assert why_not(mlp="unstated") == said
+    assert "norms are centred" in str(why_not(norm="centred"))
+    assert why_not(norm="bounded", mlp="triple") is None
 
 
-def test_an_engine_that_lacks_something_says_so_before_it_compiles(monkeypatch):
+@compiled
+def test_an_engine_on_a_cpu_without_wide_registers_says_so_before_it_compiles(monkeypatch):
     monkeypatch.setattr("ksana_jax.processor.features", frozenset)
-    if "C++" not in str(why_not()):
-        with pytest.raises(ValueError, match=r"numerics 'invariant' needs native products.*AVX-512"):
-            invariant_llm()
+    with pytest.raises(ValueError, match=r"numerics 'invariant' needs native products.*AVX-512"):
+        invariant_llm()
 
 
-@served
+def test_an_engine_on_a_machine_without_a_compiler_says_so_before_it_compiles(monkeypatch):
+    monkeypatch.setattr("ksana_jax.native.build._library", lambda: CannotBuild("there is none"))
+    with pytest.raises(ValueError, match=r"numerics 'invariant' needs native (attention|products with weights): "):
+        invariant_llm()
+
+
+@native_products
 def test_blocks_of_fast_numerics_are_not_taken_from_a_tier():
     config, params = model()
     digests = [

@@ -12,6 +12,7 @@ from ksana_jax.speculative.speculation import SpeculationCounts
 from ksana_jax.step.contract import Part
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, complete, make_llm
 from tests.guessing import ANSWERS, GUESSES
+from tests.machine import native_products
 
 PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]
 
@@ -125,7 +126,10 @@ class _Output:
         {"enable_prefix_caching": True},
         {"kv_eviction": {"method": "window", "budget": 16, "interval": 4}},
         {"embedding_device": "host"},
-        pytest.param({"numerics": "invariant"}, marks=pytest.mark.cpu("invariant numerics need native operators")),
+        pytest.param(
+            {"numerics": "invariant"},
+            marks=[native_products, pytest.mark.cpu("invariant numerics need native operators")],
+        ),
     ],
     ids=lambda settings: " ".join(map(str, settings.items())),
 )

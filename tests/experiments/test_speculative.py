@@ -10,6 +10,7 @@ from ksana_jax.experiments.tasks import speculative
 from ksana_jax.experiments.tasks.speculative_figure import expected_length
 from ksana_jax.experiments.tasks.speculative_prompts import PROMPTS
 from tests.experiments.runs import reported
+from tests.machine import native_products
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
 
@@ -22,18 +23,20 @@ def given(model, **changes):
         "batch_size": 2,
         "num_batches": 2,
     }
-    engine = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 16, "numerics": "invariant"}
+    engine = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 16}
+    engine["numerics"] = changes.pop("numerics", "fast")
     base = {"task": "speculative", "model": model, "load_format": "dummy", "engine": engine}
     return {**base, "settings": settings | changes.pop("settings", {}), **changes}
 
 
+@native_products
 def test_tries_that_know_the_outputs_have_fewer_steps_and_the_same_texts(one_layer, tmp_path):
     variants = [
         {"name": "cold"},
         {"name": "traffic", "settings.traffic": 8, "settings.prompts": "shared"},
         {"name": "preloaded", "settings.preloaded": 8, "settings.prompts": "shared"},
     ]
-    made = reported(plan(given(one_layer, variants=variants)), tmp_path / "out")
+    made = reported(plan(given(one_layer, numerics="invariant", variants=variants)), tmp_path / "out")
     for row in made.rows:
         with_, without = (speculative.of_side(row.trials[0], side)[0] for side in ("with", "without"))
         assert row.mean("same") == 1 and with_["num_output_tokens"] == without["num_output_tokens"] == 4 * 12
@@ -45,10 +48,11 @@ def test_tries_that_know_the_outputs_have_fewer_steps_and_the_same_texts(one_lay
     assert (tmp_path / "out" / "figure.png").stat().st_size > 1000
 
 
+@native_products
 def test_texts_that_differ_are_an_error_of_the_trial(one_layer, tmp_path, monkeypatch):
     monkeypatch.setattr(speculative, "_same", lambda runs: 0.5)
     with pytest.raises(AssertionError, match=r"50\.0% of the texts differ"):
-        reported(plan(given(one_layer)), tmp_path / "out", debug=True)
+        reported(plan(given(one_layer, numerics="invariant")), tmp_path / "out", debug=True)
 
 
 def test_texts_of_a_rule_that_may_change_them_are_scored_by_the_model(one_layer, tmp_path):

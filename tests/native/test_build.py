@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from ksana_jax.native import build
-
-MISSING = build.why_missing() or ""
-compiled = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+from tests.machine import compiled, no_compiler
 
 ENGINE = """
 from ksana_jax import LLM, SamplingParams
@@ -30,9 +28,9 @@ def asked_again(monkeypatch):
     monkeypatch.setattr(build, "_library", functools.cache(build._library.__wrapped__))
 
 
-@pytest.mark.skipif(MISSING.startswith("no C++ compiler"), reason=MISSING)
+@pytest.mark.skipif((no_compiler or "").startswith("no C++ compiler"), reason=str(no_compiler))
 def test_where_there_is_a_compiler_it_compiles():
-    assert not MISSING, MISSING  # or all tests of the kernels would be skipped
+    assert not no_compiler, no_compiler  # or all tests of the kernels would be skipped
 
 
 def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path, asked_again):

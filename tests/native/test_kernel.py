@@ -7,22 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.native import build
-from ksana_jax.native.kernel import KERNEL, target
+from ksana_jax.native.kernel import KERNEL
 from ksana_jax.ops import native_kernels
 from ksana_jax.ops.requirements import Requirements
 from pallas_kernels import reference
 from pallas_kernels.arguments import FULL, SINKS, SINKS_AT_CEILING, SMALL, TINY, WINDOW, Spec, make
 from pallas_kernels.contract import Pool
+from tests.machine import compiled
 from tests.pallas_kernels.contract import check
 from tests.soak import soak_unless
-
-try:
-    target("ksana_attend")
-    MISSING = ""
-except build.CannotBuild as reason:
-    MISSING = str(reason)
-compiled = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 # Sums of a few hundred float32 terms, in another order.
 TOLERANCE = 2e-5

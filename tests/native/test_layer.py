@@ -12,11 +12,9 @@ from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.packed_matrix import PackedMatrix, can_pack, pack, packed, unpack, unpacked
 from ksana_jax.models.params import init_params, quantised
-from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
+from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm
-
-unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
-native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
+from tests.machine import native_products
 
 PLAIN = ModelConfig(vocab_size=70, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=20, d_ff=72)
 EVERYTHING = dataclasses.replace(
@@ -86,7 +84,7 @@ def operators(dtype):
     return choose_linear("cpu", dtype, "packed").operators(choose_norm("cpu", dtype, ("rms",)).normaliser)
 
 
-@native
+@native_products
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -112,7 +110,7 @@ def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config
     assert "ksana_rest_of_layer" in rest.lower(x, attended).as_text()
 
 
-@native
+@native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize(("columns", "inner"), [(1, 4), (7, 32), (64, 64), (100, 1100)])
@@ -128,7 +126,7 @@ def test_packed_products_are_those_of_float64(columns, inner, as_codes, dtype):
         np.testing.assert_allclose(exact(y), wanted, rtol=0, atol=error * largest)
 
 
-@native
+@native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("columns", "inner"), [(7, 32), (64, 64), (100, 1100)])
 def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
@@ -148,7 +146,7 @@ def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
     assert not np.isfinite(exact(by_xla)[~finite]).any()
 
 
-@native
+@native_products
 def test_what_cannot_be_packed_is_computed_from_weights_as_they_are():
     config = dataclasses.replace(PLAIN, d_model=47)  # no whole number of words of bfloat16
     params = weights(config, "bfloat16")
@@ -186,7 +184,7 @@ def test_only_matrices_of_whole_words_are_packed():
     assert pack(drawn(70, 6)).shape == (70, 6) and unpack(drawn(3, 2)).shape == (3, 2)
 
 
-@native
+@native_products
 def test_beside_matrix_units_products_stay_with_xla(monkeypatch):
     monkeypatch.setattr("ksana_jax.processor.features", lambda: {"avx512f", "amx_bf16"})
     assert choose_linear("cpu", "bfloat16").name == "mixed" and choose_linear("cpu", "float32").name == "packed"

@@ -9,16 +9,14 @@ from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
-
-unsupported = LINEAR_IMPLEMENTATIONS[0].unsupported("cpu", "float32")
-native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
+from tests.machine import native_products, no_native_products
 
 
 def drawn(*shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
 
 
-@native
+@native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 2, 5, 67])
 @pytest.mark.parametrize(("columns", "inner"), [(1, 1), (7, 31), (43, 64), (96, 100)])
@@ -31,7 +29,7 @@ def test_products_are_those_of_float64(rows, columns, inner, dtype):
     np.testing.assert_allclose(got, x @ w.T, atol=1e-6 * float((abs(x) @ abs(w).T).max()))
 
 
-@native
+@native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 5, 67])
 @pytest.mark.parametrize(("columns", "inner"), [(7, 31), (43, 64), (1100, 100)])
@@ -43,7 +41,7 @@ def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
     np.testing.assert_allclose(got, x @ w.T, atol=1e-6 * float((abs(x) @ abs(w).T).max()))
 
 
-@native
+@native_products
 @pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
@@ -55,7 +53,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
         np.testing.assert_array_equal(np.asarray(jax.jit(linear)(x[rows], w), np.float32), whole[rows])
 
 
-@native
+@native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
     from ksana_jax.native.linear import linear
@@ -70,7 +68,7 @@ def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
             np.testing.assert_allclose(got, expected, atol=2.0**-bits * float(np.abs(expected).max()))
 
 
-@native
+@native_products
 def test_other_types_are_refused():
     from ksana_jax.native.linear import linear
 
@@ -88,7 +86,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
     assert choose_linear("gpu", "bfloat16", compute_capability=(9, 0), num_devices=2).name == "xla"
     with pytest.raises(ValueError, match=r"'hopper': needs compute capability 9\.0, this is 8\.0"):
         choose_linear("gpu", "bfloat16", "hopper", compute_capability=(8, 0))
-    assert choose_linear("cpu", "float32").name == ("xla" if unsupported else "packed")
+    assert choose_linear("cpu", "float32").name == ("xla" if no_native_products else "packed")
     assert choose_linear("cpu", "float32", "xla").apply is layers.linear
     with pytest.raises(ValueError, match=r"operators\.linear 'native': needs a CPU, this is gpu"):
         choose_linear("gpu", "float32", "native")
@@ -98,7 +96,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
         choose_linear("cpu", "float32", "mkl")
 
 
-@native
+@native_products
 @pytest.mark.parametrize(
     ("dtype", "features", "most"), [("float32", "amx_bf16", 64), ("bfloat16", "", 64), ("bfloat16", "amx_bf16", 7)]
 )

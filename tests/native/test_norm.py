@@ -7,11 +7,14 @@ import pytest
 
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
+<<<<<<< HEAD
 from ksana_jax.models.layers import NORMS
 from ksana_jax.ops.norm import choose_norm, native_normaliser, not_native
+=======
+from ksana_jax.ops.norm import NATIVE_KINDS, choose_norm, native_normaliser, not_native
+from tests.machine import compiled, no_compiler
+>>>>>>> 3c0b987 (tests: ask what the machine can do, with marks in one file)
 
-unsupported = not_native("cpu", "float32", ("rms",))
-native = pytest.mark.skipif(unsupported is not None, reason=str(unsupported))
 EPS = 1e-3
 
 
@@ -19,8 +22,13 @@ def drawn(*shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
 
 
+<<<<<<< HEAD
 @native
 @pytest.mark.parametrize("kind", NORMS)
+=======
+@compiled
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
+>>>>>>> 3c0b987 (tests: ask what the machine can do, with marks in one file)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2, 24), (3, 100), (70, 192)])
 def test_norms_are_those_of_float64(shape, dtype, kind):
@@ -33,7 +41,7 @@ def test_norms_are_those_of_float64(shape, dtype, kind):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2.0**-7 if dtype == "bfloat16" else 1e-6)
 
 
-@native
+@compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
     norm = jax.jit(native_normaliser(NormSpec("rms", EPS, False)))
@@ -48,10 +56,10 @@ def test_other_platforms_types_and_kinds_get_norms_of_xla():
         assert choose_norm(*needs).normaliser is layers.normaliser
     assert not_native("gpu", "float32", ("rms",)) == "needs a CPU, this is gpu"
     assert not_native("cpu", "float32", ("rms", "mine")) == "norms are mine; native norms are rms or rms_plus_one"
-    assert unsupported or choose_norm("cpu", "bfloat16", ("rms",)).normaliser is native_normaliser
+    assert no_compiler or choose_norm("cpu", "bfloat16", ("rms",)).normaliser is native_normaliser
 
 
-@native
+@compiled
 def test_other_types_are_refused():
     from ksana_jax.native.norm import rms_norm
 

@@ -7,7 +7,7 @@ import pytest
 from ksana_jax import SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey
 from tests.engine.small import Letters, make_llm
-from tests.engine.test_invariant_numerics import served as invariant
+from tests.machine import native_products
 
 ASKED = [
     {"temperature": 0, "max_tokens": 30},
@@ -28,7 +28,7 @@ def served(**settings):
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].text) for o in outputs], llm
 
 
-BITS = pytest.param({"numerics": "invariant"}, marks=invariant)
+BITS = pytest.param({"numerics": "invariant"}, marks=native_products)
 
 
 @pytest.mark.parametrize("settings", [{}, BITS], ids=["fast", "invariant"])
