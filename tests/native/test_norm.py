@@ -7,13 +7,9 @@ import pytest
 
 from ksana_jax.layer_spec import NormSpec
 from ksana_jax.models import layers
-<<<<<<< HEAD
 from ksana_jax.models.layers import NORMS
 from ksana_jax.ops.norm import choose_norm, native_normaliser, not_native
-=======
-from ksana_jax.ops.norm import NATIVE_KINDS, choose_norm, native_normaliser, not_native
 from tests.machine import compiled, no_compiler
->>>>>>> 3c0b987 (tests: ask what the machine can do, with marks in one file)
 
 EPS = 1e-3
 
@@ -22,13 +18,8 @@ def drawn(*shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
 
 
-<<<<<<< HEAD
-@native
-@pytest.mark.parametrize("kind", NORMS)
-=======
 @compiled
-@pytest.mark.parametrize("kind", NATIVE_KINDS)
->>>>>>> 3c0b987 (tests: ask what the machine can do, with marks in one file)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2, 24), (3, 100), (70, 192)])
 def test_norms_are_those_of_float64(shape, dtype, kind):
