@@ -229,6 +229,13 @@ class LiveRange:
 
     def num_live_blocks(self, block_size: int, num_tokens: int) -> int:
         """Returns the blocks that a sequence of num_tokens holds for the tokens after them."""
+        whole = -(-num_tokens // block_size)
+        if self.window is None:
+            return whole
+        if not self.globals_every:
+            sinks = min(-(-self.num_sinks // block_size), whole)
+            first = self.seen_from(num_tokens) // block_size
+            return sinks + whole - min(max(first, sinks), whole)
         starts = np.arange(0, num_tokens, block_size)
         return int(np.count_nonzero(~self.dead_blocks(starts, block_size, num_tokens)))
 

@@ -41,6 +41,22 @@ def test_a_block_is_dead_exactly_when_no_later_query_of_any_layer_sees_it(layers
 
 
 @given(
+    layers=patterns | st.just([FULL]),
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    num_tokens=st.integers(1, LENGTH),
+)
+def test_live_blocks_are_counted_as_they_are_found(layers, block_size, num_tokens):
+    live, starts = LiveRange.of(layers), np.arange(0, num_tokens, block_size)
+    found = np.count_nonzero(~live.dead_blocks(starts, block_size, num_tokens))
+    assert live.num_live_blocks(block_size, num_tokens) == found
+
+
+def test_the_live_blocks_of_a_text_of_any_length_are_counted_at_once():
+    assert LiveRange.of([FULL]).num_live_blocks(1, 2**30) == 2**30
+    assert LiveRange.of([AttentionPattern(window=9, num_sinks=4)]).num_live_blocks(1, 2**30) == 12
+
+
+@given(
     layers=patterns,
     block_size=st.sampled_from([1, 2, 4, 8]),
     chunk=st.integers(1, 12),

@@ -262,6 +262,8 @@ class KVLayout:
     def bytes_per_token(self, num_tokens: int) -> float:
         """Returns `token_bytes`; with a block codec, the mean over the tokens that a sequence of num_tokens holds, of
         their codes and of the exact tokens beside them."""
+        if self.sealed is None:
+            return float(self.token_bytes)
         held = [group.live.num_live_blocks(self.block_size, num_tokens) for group in self.groups]
         coded = sum(held[: self.num_lasting_groups])
         return self.token_bytes * (sum(held) / coded if coded else 1.0)
