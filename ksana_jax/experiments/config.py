@@ -51,8 +51,11 @@ class Experiment:
       preset; null takes the model's own.
     layer_patterns: one pattern per layer, instead of `pattern`.
     settings: fields of the task's settings.
-    variants: named rows, each {name: ..., dotted.key: value}; empty for a single row.
-    grid: {dotted.key: [values]}; every combination, for every variant. Rows times seeds are at most 10,000.
+    variants: named rows, each {name: ..., dotted.key: value}; empty for a single row. Variants with the same settings
+      are one row with both names, "a = b".
+    grid: {dotted.key: [values]}; every combination, for every variant. Values that are equal once they have the key's
+      type, such as 1 and 1.0, are one row. A key that variants set cannot be in the grid too. Rows times seeds are at
+      most 10,000.
     seeds: each row runs once per seed; tables then give mean and standard deviation.
     interleave: run all rows with the first seed, then all with the next: changes in the machine's load then affect all
       rows alike, so speeds can be compared. Otherwise rows that share an engine run in succession, and none is built
@@ -193,6 +196,7 @@ def plan(
     name = _folder_name(source["name"] or default_name)
     _check_seeds(source["seeds"])
     variants, grid = _variants(source["variants"]), _grid(source["grid"])
+    _refuse_doubled(variants, grid)
     _refuse_pinned(pinned, variants, grid)
     _check_size(len(variants), grid, len(source["seeds"]))
     base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
@@ -213,7 +217,18 @@ def plan(
         full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
         trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
         rows.append(Row(label, point, trials))
-    return Plan(name, source["title"], source["task"], tuple(rows), source)
+    return Plan(name, source["title"], source["task"], tuple(_distinct(rows)), source)
+
+
+def _distinct(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows without those whose trials are an earlier row's, which then has the names of both."""
+    equal: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        equal.setdefault(tuple(trial.id for trial in row.trials), []).append(row)
+    return [
+        dataclasses.replace(same[0], label=" = ".join(dict.fromkeys(row.label for row in same)))
+        for same in equal.values()
+    ]
 
 
 def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, Any]:
@@ -335,6 +350,17 @@ def _only_trial_keys(where: str, changes: Mapping[str, Any]) -> None:
             names = [k for k in TRIAL_KEYS if k != "task"]
             nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
             raise ConfigError(f"unknown key {key!r} in {where}; the nearest is {nearest!r}")
+
+
+def _refuse_doubled(variants: Sequence[tuple[str, dict]], grid: Mapping[str, Sequence[Any]]) -> None:
+    """Rejects a key that a variant and the grid set: the variant's value would be replaced."""
+    for key, values in grid.items():
+        ours = {leaf for value in values for leaf in dotted.flat(_merge(dotted.nested({key: value})))}
+        for name, changes in variants:
+            for leaf in dotted.flat(_merge(changes)):
+                if any(f"{leaf}.".startswith(f"{other}.") or f"{other}.".startswith(f"{leaf}.") for other in ours):
+                    set_ = f"{leaf} is set by variant {name!r} and {'' if leaf == key else f'{key} '}by the grid"
+                    raise ConfigError(f"{set_}, so the variant's value would have no effect: leave it out of one")
 
 
 def _refuse_pinned(pinned: Mapping[str, Any], variants: Sequence[tuple[str, dict]], grid: Mapping[str, Any]) -> None:

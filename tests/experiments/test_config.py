@@ -143,6 +143,59 @@ def test_overriding_what_a_variant_or_the_grid_sets_is_refused(model):
         plan(small(model, variants=[{"name": "a"}, {"name": "b", "settings": {"x": 2}}]), ["settings.x=5"])
 
 
+@pytest.mark.parametrize(
+    ("variant", "grid", "said"),
+    [
+        ({"settings.x": 1}, {"settings.x": [1, 2]}, "settings.x is set by variant 'b' and by the grid"),
+        ({"settings": {"x": 1}}, {"settings.x": [1]}, "settings.x is set by variant 'b' and by the grid"),
+        ({"pattern": "full"}, {"pattern": ["streaming_llm"]}, "pattern.preset is set by variant 'b' and pattern by"),
+        ({"pattern.window": 8}, {"pattern": [{"window": 4}]}, "pattern.window is set by variant 'b' and pattern by"),
+        (
+            {"engine.kv_eviction": None},
+            {"engine.kv_eviction.budget": [0.5]},
+            "engine.kv_eviction is set by variant 'b' and engine.kv_eviction.budget by the grid",
+        ),
+        (
+            {"engine.kv_cache_dtype": {"k": "kivi2", "v": "kivi2"}},
+            {"engine.kv_cache_dtype": ["int8"]},
+            "engine.kv_cache_dtype.k is set by variant 'b' and engine.kv_cache_dtype by the grid",
+        ),
+    ],
+)
+def test_a_key_that_a_variant_and_the_grid_set_is_refused_with_both(model, variant, grid, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        plan(small(model, variants=[{"name": "a"}, {"name": "b", **variant}], grid=grid))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_grid_sets_other_fields_of_what_a_variant_sets(model):
+    variants = [{"name": "sinks", "pattern": "streaming_llm"}, {"name": "plain", "pattern.num_sinks": 0}]
+    made = plan(small(model, variants=variants, grid={"pattern.window": [8, 16]}))
+    assert [(r.label, r.point["pattern.window"]) for r in made.rows] == [
+        (name, window) for name in ("sinks", "plain") for window in (8, 16)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("grid", "points"),
+    [
+        ({"settings.y": [1, 1.0, 0.25]}, [1.0, 0.25]),
+        ({"settings.x": [2, 3, 2]}, [2, 3]),
+        ({"engine.dtype": ["f32", "bf16", "float32", "bfloat16"]}, ["f32", "bf16"]),
+        ({"pattern": ["full", {"window": None}, "streaming_llm"]}, ["full", "streaming_llm"]),
+    ],
+)
+def test_equal_values_of_the_grid_are_one_row(model, grid, points):
+    made = plan(small(model, grid=grid, seeds=[0, 1]))
+    assert [list(row.point.values()) for row in made.rows] == [[point] for point in points]
+    assert len(made.trials) == 2 * len(points)
+
+
+def test_equal_variants_are_one_row_with_all_their_names(model):
+    variants = [{"name": "a", "pattern.window": 8}, {"name": "b"}, {"name": "c", "pattern": {"window": 8}}]
+    assert [row.label for row in plan(small(model, variants=variants)).rows] == ["a = c", "b"]
+
+
 def test_the_id_of_a_trial_is_the_same_whatever_it_is_called_and_however_it_is_written(model):
     (plain,) = plan(small(model, pattern={"window": 8})).trials
     (renamed,) = plan(small(model, name="other", title="t", variants=[{"name": "w", "pattern.window": 8}])).trials
