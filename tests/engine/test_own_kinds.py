@@ -14,7 +14,8 @@ from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import quantised
-from tests.engine.test_invariant_numerics import bits, served
+from tests.engine.test_invariant_numerics import bits
+from tests.machine import native_products
 from tests.models.own_kinds import CONFIGS, Unstated, register, weights
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
@@ -55,7 +56,7 @@ def test_tokens_of_kinds_without_statements_are_those_of_the_model_without_a_cac
     expect_dense("unstated", completions(made("unstated")))
 
 
-@served
+@native_products
 @pytest.mark.parametrize("name", ["everything", "own"])
 def test_numbers_are_invariant(name):
     alone = made(name, numerics="invariant", max_num_seqs=1, max_num_batched_tokens=4, query_tile=4)
@@ -69,12 +70,18 @@ def test_numbers_are_invariant(name):
     [
         ({}, {"quantization": "int8"}, "quantization is 'int8': mlp 'unstated' does not state quantises"),
         ({}, {"quantization": "w8a8"}, "quantization is 'w8a8': mlp 'unstated' does not state quantises"),
-        (
+        pytest.param(
             {"norm": "rms"},
             {"numerics": "invariant"},
             "'invariant' needs .* mlp 'unstated' does not state row_by_row",
+            marks=native_products,
         ),
-        ({"mlp": "swiglu"}, {"numerics": "invariant"}, "'invariant' needs .* norms are centred; native norms are"),
+        pytest.param(
+            {"mlp": "swiglu"},
+            {"numerics": "invariant"},
+            "'invariant' needs .* norms are centred; native norms are",
+            marks=native_products,
+        ),
     ],
 )
 def test_what_a_kind_does_not_state_is_refused_before_weights_are_read(changed, settings, said):
@@ -89,7 +96,7 @@ def test_a_field_that_states_nothing_is_refused_before_weights_are_read(monkeypa
         build_engine(CONFIGS["own"], pytest.fail, engine_config(SETTINGS | {"quantization": "int8"}))
 
 
-@served
+@native_products
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 def test_a_field_that_states_nothing_is_served_where_no_setting_needs_to_know_it(monkeypatch, numerics):
     params = weights("own")
