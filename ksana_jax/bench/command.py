@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ksana_jax.bench.core import Bench, run
+from ksana_jax.experiments import plain_json
 from ksana_jax.experiments.records import Records
 from ksana_jax.experiments.report import Report, draw, report_of_rows, result_rows, write_tables
 from ksana_jax.files import require_folder, write_atomic
@@ -34,7 +34,7 @@ def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool)
         files = ["records.jsonl", *write_tables(made, out), *draw(made, out)]
         Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
     if as_json:
-        print(json.dumps(plain(made, records), allow_nan=False))
+        print(plain_json.dumps(plain(made, records)))
     return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ksana_jax.compilation_cache import cache_use
-from ksana_jax.experiments import comparison_tables, progress, tables
+from ksana_jax.experiments import comparison_tables, plain_json, progress, tables
 from ksana_jax.experiments.combine import combine
 from ksana_jax.experiments.compare import compare
 from ksana_jax.experiments.config import load
@@ -89,7 +88,7 @@ def compare_and_show(a: Path, b: Path, out: Path | None = None, as_json: bool = 
       as_json: also print one line of JSON, with every number of the summaries.
     """
     made = compare(a, b)
-    line = json.dumps(comparison_tables.plain(made), allow_nan=False)
+    line = plain_json.dumps(comparison_tables.plain(made))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "compare.md", comparison_tables.markdown(made))

@@ -8,7 +8,7 @@ the sample on which both were measured (`Results.sample`), otherwise by seed.
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from ksana_jax.experiments.identity import canonical, defining
 from ksana_jax.experiments.report import read_planned, result_rows, summary
 from ksana_jax.experiments.tasks import results_named
 from ksana_jax.experiments.tasks.base import Column, ResultRow, Results
+from ksana_jax.experiments.tasks.results import mean
 
 Differs = dict[str, tuple[Any, Any]]  # {dotted key: (value in A, value in B)}
 
@@ -43,8 +44,8 @@ class ComparedNumber:
         """Which run is better beyond the noise: p is below 0.05, or exact counts are displayed differently."""
         if not self.differences or column.best is None:
             return None
-        a, b = statistics.fmean(self.a), statistics.fmean(self.b)
-        if column.write(a) == column.write(b) and column.exact:
+        a, b = mean(self.a), mean(self.b)
+        if math.isnan(a) or math.isnan(b) or (column.text(a) == column.text(b) and column.exact):
             return None
         if not column.exact and (self.p is None or self.p >= noise.SIGNIFICANT):
             return None
@@ -192,5 +193,7 @@ def _joined(runs: Sequence[_Run], i: int | None, j: int | None) -> JoinedRow:
 
 def _number(a: Mapping[Hashable, float], b: Mapping[Hashable, float]) -> ComparedNumber:
     if pairs := [key for key in a if key in b]:
-        return ComparedNumber([a[k] for k in pairs], [b[k] for k in pairs], [b[k] - a[k] for k in pairs])
+        return ComparedNumber(
+            [a[k] for k in pairs], [b[k] for k in pairs], [noise.difference(b[k], a[k]) for k in pairs]
+        )
     return ComparedNumber(list(a.values()), list(b.values()), [])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.experiments import noise, tables
 from ksana_jax.experiments.compare import ComparedNumber, Comparison, Differs, JoinedRow
-from ksana_jax.experiments.tasks.results import Column
+from ksana_jax.experiments.tasks.results import Column, deviation, mean
 
 NUM_RIGHT = 5  # columns of numbers: A, B, difference, pairs, p
 NOT_RESOLVED = "not resolved"
@@ -31,7 +30,7 @@ def grid(made: Comparison) -> tuple[list[str], list[list[str]], list[list[bool]]
 def _cells(number: ComparedNumber, column: Column) -> list[str]:
     sides = [tables.with_deviation(values, column) for values in (number.a, number.b)]
     difference = tables.with_deviation(number.differences, column)
-    if number.differences and statistics.fmean(number.differences) > 0:
+    if number.differences and mean(number.differences) > 0:
         difference = f"+{difference}"
     return [*sides, difference, str(len(number.differences)), _p(number, column)]
 
@@ -148,6 +147,6 @@ def _plain(number: ComparedNumber, column: Column | None) -> dict[str, Any]:
 
 def _moments(values: Sequence[float]) -> dict[str, float | None]:
     return {
-        "mean": statistics.fmean(values) if values else None,
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        "mean": mean(values) if values else None,
+        "sd": deviation(values) if len(values) > 1 else None,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError
-from ksana_jax.experiments import figures, pool_figure
+from ksana_jax.experiments import figures, plain_json, pool_figure
 from ksana_jax.experiments.config import Plan, Trial, load
 from ksana_jax.experiments.environment import environment
 from ksana_jax.experiments.tasks import task_named
@@ -160,14 +159,16 @@ def write(seen: Inspection, folder: Path) -> None:
             for c in columns
         ],
     }
-    write_atomic(folder / "pool.json", json.dumps(content) + "\n")
+    write_atomic(folder / "pool.json", plain_json.dumps(content) + "\n")
     arrays: dict[str, Any] = {"step": [c.step for c in columns]}
     for tier in columns[0].pools:
         arrays[f"{tier}_owners"] = np.stack([c.pools[tier].owners for c in columns])
         arrays[f"{tier}_shared"] = np.stack([c.pools[tier].shared for c in columns])
     np.savez_compressed(file := io.BytesIO(), **arrays)
     write_atomic(folder / "pool.npz", file.getvalue())
-    write_atomic(folder / "blocks.txt", f"after step {moment.step}\n{moment.snapshot}\n")
+    # A text of one step is released with it.
+    blocks = moment.snapshot or f"no step of {seen.trace.num_steps:,} left a block in use"
+    write_atomic(folder / "blocks.txt", f"after step {moment.step}\n{blocks}\n")
 
 
 def inspect_and_show(
@@ -194,7 +195,7 @@ def inspect_and_show(
     console.print(table)
     console.print(f"{escape(str(folder))}: {FILES} (of step {seen.moment.step})")
     if as_json:
-        print(json.dumps(seen.numbers))
+        print(plain_json.dumps(seen.numbers))
 
 
 def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
@@ -206,7 +207,11 @@ def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
 
     lines = [
         ("steps", f"{n['num_steps']:,} in {n['seconds']:.2f} s"),
-        ("utilisation", f"{n['utilisation']:.1%} of {n['num_blocks']:,} blocks, {n['peak_utilisation']:.1%} at most"),
+        (
+            "utilisation",
+            f"{n['utilisation']:.1%} of {n['num_blocks']:,} blocks after a step, "
+            f"{n['peak_utilisation']:.1%} at most within one",
+        ),
         ("fragmentation", f"{n['fragmentation']:.1%} of the slots held"),
         (
             "sharing",

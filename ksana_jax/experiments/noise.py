@@ -2,7 +2,8 @@
 
 The rule for tables and sentences: two rows differ if their means are more than two standard deviations apart. If both
 measured the same samples (texts), the deviation is that of their differences on each sample, which removes variation
-between samples; otherwise it is pooled over both rows. A single value has no deviation, so nothing is resolved.
+between samples; otherwise it is pooled over both rows. A single value has no deviation, so nothing is resolved. A row
+whose values are all infinite differs from one with finite values; NaN differs from nothing.
 
 Two whole runs are compared by a paired t-test instead (`paired_p`), row by row.
 """
@@ -10,10 +11,9 @@ Two whole runs are compared by a paired t-test instead (`paired_p`), row by row.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 
-from ksana_jax.experiments.tasks.results import Column, ResultRow
+from ksana_jax.experiments.tasks.results import Column, ResultRow, deviation, mean
 
 NUM_DEVIATIONS = 2
 SIGNIFICANT = 0.05  # level of the paired test
@@ -22,12 +22,17 @@ SIGNIFICANT = 0.05  # level of the paired test
 def differ(a: ResultRow, b: ResultRow, key: str) -> bool:
     """Whether the means of two rows differ by more than the noise."""
     if differences := paired_differences(a, b, key):
-        return abs(statistics.fmean(differences)) > NUM_DEVIATIONS * statistics.stdev(differences)
-    deviations, means = (a.sd(key), b.sd(key)), (a.mean(key), b.mean(key))
-    if None in deviations:
+        return abs(mean(differences)) > NUM_DEVIATIONS * deviation(differences)
+    mine, theirs = a.sd(key), b.sd(key)
+    if mine is None or theirs is None:
         return False
-    pooled = math.sqrt(statistics.fmean(sd**2 for sd in deviations if sd is not None))
-    return abs((means[0] or 0.0) - (means[1] or 0.0)) > NUM_DEVIATIONS * pooled
+    pooled = math.hypot(mine, theirs) / math.sqrt(2)
+    return abs(difference(a.mean(key) or 0.0, b.mean(key) or 0.0)) > NUM_DEVIATIONS * pooled
+
+
+def difference(a: float, b: float) -> float:
+    """Returns a - b; 0 for two equal infinities."""
+    return 0.0 if a == b else a - b
 
 
 def paired_differences(a: ResultRow, b: ResultRow, key: str) -> list[float]:
@@ -35,37 +40,37 @@ def paired_differences(a: ResultRow, b: ResultRow, key: str) -> list[float]:
     mine, theirs = (dict(zip(r.samples.get(key, ()), r.values.get(key, ()), strict=False)) for r in (a, b))
     if len(mine) < 2 or None in mine or mine.keys() != theirs.keys():
         return []
-    return [mine[sample] - theirs[sample] for sample in mine]
+    return [difference(mine[sample], theirs[sample]) for sample in mine]
 
 
 def paired_p(differences: Sequence[float]) -> float | None:
     """Returns the two-sided p-value of a paired t-test (Student 1908) that the mean difference is 0.
 
-    None for fewer than two differences. Differences that are all equal have no deviation: p is 1 if they are 0, else 0.
+    None for fewer than two differences, and if their deviation is not finite. Differences that are all equal have no
+    deviation: p is 1 if they are 0, else 0.
     """
     count = len(differences)
-    if count < 2:
+    if count < 2 or not math.isfinite(spread := deviation(differences)):
         return None
-    mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
-    if deviation == 0:
-        return 1.0 if mean == 0 else 0.0
+    if spread == 0:
+        return 1.0 if differences[0] == 0 else 0.0
     from scipy.special import stdtr  # half a second, which most commands save
 
-    return float(2 * stdtr(count - 1, -abs(mean) / (deviation / math.sqrt(count))))
+    return float(2 * stdtr(count - 1, -abs(mean(differences)) / (spread / math.sqrt(count))))
 
 
 def leaders(rows: Sequence[ResultRow], column: Column) -> list[ResultRow]:
     """Returns the rows whose value is set in bold: the best and any displayed equally, if all others differ from it.
 
-    For exact counts, any displayed difference suffices.
+    For exact counts, any displayed difference suffices. Rows with NaN are left out.
     """
-    measured = [r for r in rows if r.mean(column.key) is not None]
+    measured = [r for r in rows if (value := r.mean(column.key)) is not None and not math.isnan(value)]
     if column.best is None or not measured:
         return []
     first = (min if column.best == "min" else max)(measured, key=lambda r: r.mean(column.key) or 0.0)
 
     def written(row: ResultRow) -> str:
-        return column.write(row.mean(column.key) or 0.0)
+        return column.text(row.mean(column.key) or 0.0)
 
     others = [r for r in measured if written(r) != written(first)]
     if not others or not (column.exact or all(differ(first, r, column.key) for r in others)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ksana_jax.experiments.figures import COLOURS, line_style
+from ksana_jax.experiments.figures import COLOURS, byte_unit, line_style
 from ksana_jax.inspect.pool_trace import BUSY, CACHED, FREE, Column
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _SHARED = 0.5  # of a colour's brightness
 
 
 def palette() -> np.ndarray:
-    """Returns the colours [colours, 3] that requests take in turn: six hues, then their pale versions."""
+    """Returns the colours [colours, 3] that requests take in turn: all hues but black, then their pale versions."""
     from matplotlib.colors import to_rgb
 
     hues = np.array([to_rgb(c) for c in COLOURS[1:]])
@@ -93,7 +93,7 @@ def _levels(axes: Axes, columns: Sequence[Column], steps: list[int], tiers: list
 
 
 def _moves(axes: Axes, steps: list[int], moved: dict[str, np.ndarray]) -> None:
-    scale, unit = (2**20, "MiB") if max(a[-1] for a in moved.values()) >= 2**20 else (2**10, "KiB")
+    scale, unit = byte_unit(max(a[-1] for a in moved.values()))
     for index, (way, amount) in enumerate(moved.items()):
         axes.step(steps, amount / scale, where="mid", label=way, **line_style(index + 3))
     axes.set_ylim(bottom=0)

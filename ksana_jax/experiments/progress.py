@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rich.console import Console
 from rich.markup import escape
@@ -80,11 +79,11 @@ def _headline(ended: Ended) -> str:
     # A log line must not end a run; the report shows what is wrong with a summary.
     with contextlib.suppress(Exception):
         task = task_named(ended.trial.config["task"])
-        numbers: dict[str, Any] = {k: [v] for k, v in task.summarise(ended.measurements).items() if math.isfinite(v)}
+        numbers = {key: [value] for key, value in task.summarise(ended.measurements).items()}
         row = ResultRow(ended.trial.label, {}, 1, [ended.measurements], numbers)
         column = task.headline([row])
         if column is not None and (value := row.mean(column.key)) is not None:
-            return f"{column.title} {column.write(value)}"
+            return f"{column.title} {column.text(value)}"
     return ""
 
 

@@ -8,6 +8,8 @@ Kinds of line, each with "schema_version" and "kind":
   done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored
   failed       the trial raised an exception; "error" holds its text
 
+Numbers may be infinite or NaN, see `plain_json`.
+
 Reading tolerates irregularities that leave the results unambiguous: a `start` without an end (a run was killed), a
 second `done` or `failed` (the first `done` of a trial counts), a `failed` without a `start`. Anything else is rejected
 with its line: a measurement or a first `done` outside a `start` (of which attempt?), a count that differs (lines were
@@ -20,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ksana_jax.config import ConfigError
+from ksana_jax.experiments import plain_json
 from ksana_jax.experiments.identity import recorded_id
 from ksana_jax.files import open_to_update, read_bytes
 from ksana_jax.folder_lock import FolderInUse, FolderLock
@@ -184,7 +186,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             warnings.warn(f"{path}: the last line is incomplete and ignored ({len(line)} bytes)", stacklevel=4)
             return
         try:
-            record = json.loads(line)
+            record = plain_json.loads(line)
             version = record["schema_version"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"{where} is not a record: {line[:60]!r}") from error
@@ -220,7 +222,7 @@ def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ..
 
 def record_line(kind: str, **fields: Any) -> str:
     """Returns one record as a line of a records file."""
-    return json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}, allow_nan=False) + "\n"
+    return plain_json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}) + "\n"
 
 
 class RecordFile:

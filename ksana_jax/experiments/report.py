@@ -132,9 +132,11 @@ class _Own:
 def summary(
     task: Results, name: str, trial: str, measurements: list[dict[str, Any]]
 ) -> list[tuple[str, float, Hashable | None]]:
-    """Returns (key, value, sample) of each finite number of a trial."""
+    """Returns (key, value, sample) of each number of a trial."""
     try:
-        found = {k: v for k, v in task.summarise(measurements).items() if math.isfinite(v)}
+        found = task.summarise(measurements)
+        for value in found.values():
+            math.isfinite(value)  # a TypeError unless it is a number, finite or not
         return [(key, value, task.sample(key, measurements)) for key, value in found.items()]
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         # Measurements come from a file; if a task cannot read them, it did not write them.

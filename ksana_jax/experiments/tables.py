@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.experiments import noise
-from ksana_jax.experiments.tasks.results import Column, ResultRow
+from ksana_jax.experiments.tasks.results import Column, ResultRow, deviation, mean
 
 MISSING = "—"
 
@@ -38,14 +38,15 @@ def _line(text: str) -> str:
 
 
 def with_deviation(values: Sequence[float], column: Column) -> str:
-    """Formats mean ± standard deviation of a column's values; a dash if there are none."""
+    """Formats mean ± standard deviation of a column's values; a dash if there are none. A mean that is not finite has
+    no deviation."""
     if not values:
         return MISSING
-    mean = column.write(statistics.fmean(values))
-    if len(values) == 1:
-        return mean
-    sd = statistics.stdev(values)
-    return mean if column.exact and sd == 0 else f"{mean} ± {column.write(sd)}"
+    shown = column.text(middle := mean(values))
+    if len(values) == 1 or not math.isfinite(middle):
+        return shown
+    sd = deviation(values)
+    return shown if column.exact and sd == 0 else f"{shown} ± {column.text(sd)}"
 
 
 def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:

@@ -78,6 +78,13 @@ def test_a_row_and_a_step_can_be_chosen(experiment, tmp_path, capsys):
     assert (tmp_path / "blocks.txt").read_text().startswith("after step 3\n")
 
 
+def test_a_trial_whose_only_step_releases_everything_says_so(experiment, tmp_path, capsys):
+    one_step = ["settings={num_prompts: 1, prompt_tokens: 40, output_tokens: 1}", "engine.enable_prefix_caching=false"]
+    code, out, _ = ksana(capsys, experiment, *one_step, "engine.host_cache_bytes=0", "--out", tmp_path)
+    assert code == 0 and "0.0% of 12 blocks after a step, 25.0% at most within one" in out
+    assert (tmp_path / "blocks.txt").read_text() == "after step 0\nno step of 1 left a block in use\n"
+
+
 @pytest.mark.parametrize(
     "args, message",
     [

@@ -58,9 +58,9 @@ def test_arrays_warnings_and_progress_are_answered(runner, model, fake, monkeypa
 
 
 def test_measurements_that_cannot_be_written_are_an_error_of_the_trial(runner, model, fake, monkeypatch):
-    monkeypatch.setattr(fake.Fake, "run", lambda self, trial: iter([{"metric": "value", "value": float("nan")}]))
+    monkeypatch.setattr(fake.Fake, "run", lambda self, trial: iter([{"metric": "value", "value": {1, 2}}]))
     [_, (kind, fields)] = runner.run(Assignment(trial_of(model), 0)).records
-    assert kind == "failed" and fields["error"].startswith("ValueError: Out of range float values")
+    assert kind == "failed" and fields["error"] == "TypeError: Object of type set is not JSON serializable"
 
 
 def test_a_model_that_is_not_here_is_named_with_both_folders(model, monkeypatch, tmp_path):

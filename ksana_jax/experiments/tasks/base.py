@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow, not_finite
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,11 +25,11 @@ INPUT_FILES = {"files": True}
 
 def number(digits: int) -> Callable[[float], str]:
     """Returns a formatter with the given number of decimals and commas between thousands."""
-    return lambda value: f"{value:,.{digits}f}"
+    return lambda value: f"{value:,.{digits}f}" if math.isfinite(value) else not_finite(value)
 
 
 def kib(value: float) -> str:
-    return f"{value / 1024:,.1f}".removesuffix(".0")
+    return number(1)(value / 1024).removesuffix(".0")
 
 
 def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.experiments import noise, text_files, texts
-from ksana_jax.experiments.figures import line_style
+from ksana_jax.experiments.figures import byte_unit, line_style
 from ksana_jax.experiments.tasks.base import (
     INPUT_FILES,
     BaseTask,
@@ -182,14 +182,15 @@ class Generate(BaseTask):
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws live KV over time above and running requests below; one line per row."""
         above, below = figure.subplots(2, 1, sharex=True)
+        size, unit = byte_unit(max((r.mean("live_kv_bytes") or 0 for r in rows), default=0))
         for index, row in enumerate(r for r in rows if r.trials):
             kv = next(m for m in row.trials[0] if m["metric"] == "kv")
-            scale = kv["block_bytes"] / 1024
+            scale = kv["block_bytes"] / size
             above.step(
                 kv["time_s"], [b * scale for b in kv["live_blocks"]], where="post", label=row.name, **line_style(index)
             )
             below.step(kv["time_s"], kv["num_running"], where="post", **line_style(index))
-        above.set_ylabel("live KV (KiB)")
+        above.set_ylabel(f"live KV ({unit})")
         below.set_ylabel("requests running")
         below.set_xlabel("time (s)")
         for axes in (above, below):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.config import ConfigError
-from ksana_jax.experiments.figures import COLOURS
+from ksana_jax.experiments.figures import COLOURS, bars
 from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks.base import (
     BaseTask,
@@ -158,24 +158,17 @@ class HostEmbedding(BaseTask):
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws the gains in blocks and throughput of each row, in percent."""
         axes, done = figure.subplots(), [r for r in rows if r.trials]
-        bars = (
+        gains = (
             ("more_planned", "blocks, planned"),
             ("more_measured", "blocks, as run"),
             ("more_throughput", "throughput"),
         )
-        width = 0.8 / len(bars)
-        for index, (key, label) in enumerate(bars):
+        width = 0.8 / len(gains)
+        for index, (key, label) in enumerate(gains):
             places = [place + (index - 1) * width for place in range(len(done))]
             means, spread = ([100 * (f(r, key) or 0.0) for r in done] for f in (ResultRow.mean, ResultRow.sd))
-            axes.bar(
-                places,
-                means,
-                width,
-                yerr=spread if any(spread) else None,
-                label=label,
-                color=COLOURS[index + 1],
-                capsize=2,
-            )
+            style = {"label": label, "color": COLOURS[index + 1], "capsize": 2}
+            bars(axes, places, means, width, spread, vertical=True, **style)
         axes.axhline(0, color="0.2", linewidth=0.6)
         axes.set_xticks(range(len(done)), [r.name for r in done])
         axes.set_ylabel("with the embedding on the host (%)")

@@ -133,9 +133,10 @@ class MemorySharing(BaseTask):
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        pools = sorted({int(p) for r in rows if (p := r.mean("num_blocks"))})
+        sizes = {size for r in rows if (size := r.mean("num_blocks"))}
+        pools = [number(0)(size) for size in sorted(sizes)]
         said = [
-            f"Both sides have the same pool: {' or '.join(f'{p:,}' for p in pools) or '?'} blocks.",
+            f"Both sides have the same pool: {' or '.join(pools) or '?'} blocks.",
             "Blocks held: in use within a step, mean over steps; unshared count: blocks that the rows of the step "
             "would hold without sharing; peak: the step with the highest unshared count.",
             "Apart: the same rows as requests of one sample or one beam that share nothing (no copies of caches are "

@@ -222,11 +222,7 @@ def _stream(llm: LLM, group: Sequence[list[int]]) -> list[np.ndarray]:
 
 def _scores(entries: Any, ids: list[int]) -> np.ndarray:
     assert entries is not None and len(entries) == len(ids)
-    found = np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])
-    if not np.isfinite(found).all():
-        first = int(np.argmin(np.isfinite(found)))
-        raise FloatingPointError(f"the log-probability of token {first + 1} of the text is {found[first]}")
-    return found
+    return np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])
 
 
 def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> list[np.ndarray]:

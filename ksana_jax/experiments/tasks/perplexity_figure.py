@@ -11,10 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ksana_jax.experiments.figures import line_style
-from ksana_jax.experiments.tasks.perplexity_report import front, is_labelled_grid, live_blocks, method, spans
+from ksana_jax.experiments.figures import byte_unit, has_positive, line_style
+from ksana_jax.experiments.tasks.perplexity_report import (
+    front,
+    is_labelled_grid,
+    live_blocks,
+    method,
+    perplexity,
+    spans,
+)
 from ksana_jax.experiments.tasks.results import ResultRow
 from ksana_jax.experiments.tasks.row_figure import against_numbers, draw_lines
 
@@ -39,10 +44,9 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     else:
         _against_position(above, below, measured)
         _logarithmic(above)
-    # A window of one token holds nothing between steps, and a log scale needs a value above 0.
-    if any(np.any(np.asarray(line.get_ydata()) > 0) for line in below.lines):
+    if has_positive(below, "y"):  # a window of one token holds nothing between steps
         below.set_yscale("log", base=2)
-    below.set_ylabel("live KV (KiB)")
+    below.set_ylabel(f"live KV ({_unit(measured)[1]})")
     for axis in (above.yaxis, below.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
@@ -55,14 +59,14 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
     above, below = figure.subplots(2, 1)
     (key,) = rows[0].point
     low, high = spans(rows, "ppl_")[-1]
-    ppl = f"ppl_{low}_{high}"
+    ppl, (size, unit) = f"ppl_{low}_{high}", _unit(rows)
     draw_lines(above, rows, ppl)
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        lines[row.label].append(((row.mean("live_kv_bytes") or math.nan) / 1024, row.mean(ppl) or math.nan))
+        lines[row.label].append(((row.mean("live_kv_bytes") or math.nan) / size, row.mean(ppl) or math.nan))
     for index, points in enumerate(lines.values()):
         below.plot(*zip(*sorted(points), strict=True), marker="o", **line_style(index))
-    ringed = [((row.mean("live_kv_bytes") or math.nan) / 1024, row.mean(ppl) or math.nan) for row in front(rows)]
+    ringed = [((row.mean("live_kv_bytes") or math.nan) / size, row.mean(ppl) or math.nan) for row in front(rows)]
     below.plot(
         *zip(*ringed, strict=True), marker="o", markersize=7, markerfacecolor="none", linestyle="", color="#888888"
     )
@@ -72,7 +76,7 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
         above.set_xscale("log", base=2)
         above.set_xticks(sorted(set(given)))
     above.set_xlabel(key.rpartition(".")[2])
-    below.set_xlabel("live KV (KiB); rings: least for their perplexity")
+    below.set_xlabel(f"live KV ({unit}); rings: least for their perplexity")
     for axes in (above, below):
         _logarithmic(axes)
         axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
@@ -90,19 +94,25 @@ def _logarithmic(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
 
 
+def _unit(rows: Sequence[ResultRow]) -> tuple[int, str]:
+    """Returns bytes and name of the unit in which the rows' KV is drawn."""
+    drawn = (row.mean("live_kv_bytes") or row.mean("peak_kv_bytes") or 0 for row in rows)
+    return byte_unit(max(drawn, default=0))
+
+
 def _num_buckets(row: ResultRow) -> int:
     return len(bucket_nll(row, "all"))
 
 
 def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
     """Draws a point for each variant, its perplexity at the last positions over its live KV."""
-    low, high = spans(rows, "ppl_")[-1]
+    (low, high), (size, unit) = spans(rows, "ppl_")[-1], _unit(rows)
     for index, row in enumerate(rows):
-        x, y = (row.mean("live_kv_bytes") or math.nan) / 1024, row.mean(f"ppl_{low}_{high}") or math.nan
+        x, y = (row.mean("live_kv_bytes") or math.nan) / size, row.mean(f"ppl_{low}_{high}") or math.nan
         style = {"color": line_style(index)["color"], "marker": "osD^v<>P*X"[index % 10]}
         axes.plot([x], [y], linestyle="", markersize=5, label=row.label, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("live KV (KiB)")
+    axes.set_xlabel(f"live KV ({unit})")
     axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -119,17 +129,18 @@ def _is_grid(rows: Sequence[ResultRow]) -> bool:
 def _against_last_key(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
     low, high = spans(rows, "ppl_")[-1]
     draw_lines(above, rows, f"ppl_{low}_{high}")
-    draw_lines(below, rows, "live_kv_bytes", scale=1024)
+    draw_lines(below, rows, "live_kv_bytes", scale=_unit(rows)[0])
     above.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
     below.set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
 
 
 def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
     size = next((m["bucket_tokens"] for row in rows for m in row.trials[0] if m["metric"] == "nll"), 1)
+    unit_bytes, _ = _unit(rows)
     for index, row in enumerate(rows):
         style = line_style(index)
         curve = next(m for m in row.trials[0] if m["metric"] == "kv")
-        scale = curve["block_bytes"] / 1024
+        scale = curve["block_bytes"] / unit_bytes
         if method(row) == "recompute":
             nll = _from_sample(row, rows)
             # Peak of the run over one window; between two tokens, nothing is held.
@@ -139,12 +150,10 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
             # A text that fits one step is a point at its end.
             end = next(m["text_tokens"] for m in row.trials[0] if m["metric"] == "nll")
             held = [b * scale for b in live_blocks(curve)]
-            below.plot(curve["position"] or [end], held, marker="" if curve["position"] else "o", **style)
+            below.plot(curve["position"] or [end], held, marker="" if len(held) > 1 else "o", **style)
         buckets = sorted(nll)
         label = row.name + (" (sampled)" if method(row) == "recompute" else "")
-        above.plot(
-            [(b + 0.5) * size for b in buckets], [math.exp(min(nll[b], 700)) for b in buckets], label=label, **style
-        )
+        above.plot([(b + 0.5) * size for b in buckets], [perplexity(nll[b]) for b in buckets], label=label, **style)
     above.set_ylabel("perplexity")
     below.set_xlabel("position in the text (tokens)")
 
@@ -171,6 +180,6 @@ def _from_sample(row: ResultRow, rows: Sequence[ResultRow]) -> dict[int, float]:
         if not mine.keys() <= sampled.keys() & every.keys():
             continue
         distance = sum((mine[b] - sampled[b]) ** 2 for b in mine)
-        if best is None or distance < best[0]:
+        if best is None or distance < best[0] or math.isnan(best[0]):
             best = distance, {b: every[b] + mine[b] - sampled[b] for b in mine}
     return best[1] if best else mine

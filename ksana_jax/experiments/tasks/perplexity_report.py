@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -39,8 +40,7 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
             kv.append(m)
         elif m["metric"] == "compilations":
             result["num_compilations"] = m["count"]
-    # Clipped, because the perplexity of a dense cache beyond its context can overflow.
-    result.update({key: math.exp(min(total / count, 700)) for key, (total, count) in sums.items()})
+    result.update({key: perplexity(total / count) for key, (total, count) in sums.items()})
     if speed:
         result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
         result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
@@ -52,6 +52,11 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
     if streamed := [m for m in kv if m["method"] == "stream"]:
         result["live_kv_bytes"] = max(max(live_blocks(m)) * m["block_bytes"] for m in streamed)
     return result
+
+
+def perplexity(nll: float) -> float:
+    """Returns the exponential of a mean negative log-likelihood; infinity if it overflows."""
+    return math.exp(nll) if not nll > math.log(sys.float_info.max) else math.inf
 
 
 def sample(key: str, measurements: Sequence[Measurement]) -> Hashable | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError
-from ksana_jax.experiments.figures import COLOURS
+from ksana_jax.experiments.figures import COLOURS, bars
 from ksana_jax.experiments.tasks.base import (
     BaseTask,
     Column,
@@ -140,18 +141,12 @@ class PrefixCache(BaseTask):
         for offset, side, colour in ((0.2, "without", COLOURS[5]), (-0.2, "with", COLOURS[1])):
             means = [r.mean(f"tokens_per_s_{side}") or 0.0 for r in measured]
             spread = [r.sd(f"tokens_per_s_{side}") or 0.0 for r in measured]
-            axes.barh(
-                at + offset,
-                means,
-                0.38,
-                xerr=spread if any(spread) else None,
-                color=colour,
-                label=side,
-                error_kw={"linewidth": 0.6},
-            )
+            style = {"color": colour, "label": side, "error_kw": {"linewidth": 0.6}}
+            bars(axes, (at + offset).tolist(), means, 0.38, spread, **style)
             if side == "with":
                 for y, row, mean, sd in zip(at + offset, measured, means, spread, strict=True):
-                    axes.annotate(f" {row.mean('gain') or 0:.2f}×", (mean + sd, y), va="center", fontsize=6)
+                    if math.isfinite(end := mean + sd):
+                        axes.annotate(f" {row.mean('gain') or 0:.2f}×", (end, y), va="center", fontsize=6)
         axes.set_yticks(at, [r.name for r in measured])
         axes.margins(x=0.15)
         axes.grid(visible=False, axis="y")

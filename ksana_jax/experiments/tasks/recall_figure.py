@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.experiments.figures import line_style
+from ksana_jax.experiments.tasks.base import number
 from ksana_jax.experiments.tasks.results import ResultRow
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _heat_maps(figure: Figure, rows: Sequence[ResultRow], option: str, values: S
         name: np.array([[_mean(by_length.get(n), f"{key}_{value}") for n in lengths] for value in values]) * scale
         for name, by_length in panels.items()
     }
-    low, high = (0.0, 100.0) if key == "accuracy" else (_extreme(drawn, np.nanmin), _extreme(drawn, np.nanmax))
+    low, high = (0.0, 100.0) if key == "accuracy" else _extremes(drawn)
     axes = figure.subplots(-(-len(panels) // 3), min(len(panels), 3), sharex=True, sharey=True, squeeze=False)
     image = None
     for panel, (name, found) in zip(axes.flat, drawn.items(), strict=False):
@@ -82,9 +83,10 @@ def _heat_maps(figure: Figure, rows: Sequence[ResultRow], option: str, values: S
 
 def _write(panel: Axes, found: np.ndarray, middle: float, num_digits: int) -> None:
     for (row, column), value in np.ndenumerate(found):
-        if np.isfinite(value):
+        if not np.isnan(value):
             colour = "white" if value < middle else "black"
-            panel.text(column, row, f"{value:.{num_digits}f}", ha="center", va="center", fontsize=6, color=colour)
+            written = number(num_digits)(float(value))
+            panel.text(column, row, written, ha="center", va="center", fontsize=6, color=colour)
 
 
 def _lines(figure: Figure, rows: Sequence[ResultRow], option: str, values: Sequence[Any]) -> None:
@@ -113,5 +115,8 @@ def _mean(row: ResultRow | None, key: str) -> float:
     return float("nan") if value is None else value
 
 
-def _extreme(drawn: dict[str, np.ndarray], pick: Any) -> float:
-    return float(pick(np.concatenate([found.ravel() for found in drawn.values()])))
+def _extremes(drawn: dict[str, np.ndarray]) -> tuple[float, float]:
+    """Returns the least and the largest finite value; 0 and 1 without any."""
+    found = np.concatenate([values.ravel() for values in drawn.values()])
+    found = found[np.isfinite(found)]
+    return (float(found.min()), float(found.max())) if len(found) else (0.0, 1.0)

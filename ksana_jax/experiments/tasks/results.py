@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +24,33 @@ class Column:
     write: Callable[[float], str]
     best: Literal["min", "max"] | None = None
     exact: bool = False
+
+    def text(self, value: float) -> str:
+        """Formats a value; infinity and NaN are written alike in all columns."""
+        return self.write(value) if math.isfinite(value) else not_finite(value)
+
+
+def not_finite(value: float) -> str:
+    """Formats infinity or NaN."""
+    return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Returns the mean; infinite or NaN if the sum is."""
+    try:
+        return statistics.fmean(values)
+    except (OverflowError, ValueError):  # it refuses sums beyond the largest float, and inf - inf
+        return sum(value / len(values) for value in values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Returns the standard deviation of two or more values; of some that are not finite NaN, or 0 if all are equal."""
+    if all(math.isfinite(value) for value in values):
+        try:
+            return statistics.stdev(values)
+        except OverflowError:
+            return math.inf
+    return 0.0 if all(value == values[0] for value in values) else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +77,9 @@ class ResultRow:
     def mean(self, key: str) -> float | None:
         """Returns the mean over samples; None without measurements."""
         values = self.values.get(key, ())
-        return statistics.fmean(values) if values else None
+        return mean(values) if values else None
 
     def sd(self, key: str) -> float | None:
         """Returns the standard deviation over samples; None for fewer than two."""
         values = self.values.get(key, ())
-        return statistics.stdev(values) if len(values) > 1 else None
+        return deviation(values) if len(values) > 1 else None

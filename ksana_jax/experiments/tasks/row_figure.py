@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ksana_jax.experiments.figures import COLOURS, integer_ticks, line_style
+from ksana_jax.experiments.figures import COLOURS, bars, integer_ticks, line_style
 from ksana_jax.experiments.tasks.results import Column, ResultRow
 
 if TYPE_CHECKING:
@@ -59,14 +59,15 @@ def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1
         means = [(math.nan if (mean := row.mean(key)) is None else mean) / scale for row in members]
         spread = [(row.sd(key) or 0.0) / scale for row in members]
         x = [row.point[last] for row in members]
-        bars = spread if any(spread) else None
-        axes.errorbar(x, means, bars, label=label, marker="o", capsize=2, **line_style(index))
+        axes.errorbar(
+            x, means, spread if any(spread) else None, label=label, marker="o", capsize=2, **line_style(index)
+        )
     integer_ticks(axes, [row.point[last] for row in rows])
 
 
 def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str) -> None:
     at = np.arange(len(rows))[::-1]
     means, spread = [row.mean(key) or 0.0 for row in rows], [row.sd(key) or 0.0 for row in rows]
-    axes.barh(at, means, 0.7, xerr=spread if any(spread) else None, color=colour, error_kw={"linewidth": 0.6})
+    bars(axes, at.tolist(), means, 0.7, spread, color=colour, error_kw={"linewidth": 0.6})
     axes.set_yticks(at, [row.name for row in rows])
     axes.grid(visible=False, axis="y")

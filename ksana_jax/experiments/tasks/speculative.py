@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
 import statistics
 import time
 import weakref
@@ -136,7 +135,7 @@ class Speculative(BaseTask):
         if not _lossless(settings):
             for side, outputs in written.items():
                 yield {"metric": "quality", "side": side, "nll": _nll(plain, asked, outputs)}
-        elif plain.config.numerics == "invariant" and (same := _same(runs)) < 1:
+        elif plain.config.numerics == "invariant" and (same := _same(runs)) is not None and same < 1:
             raise AssertionError(f"{1 - same:.1%} of the texts differ from those without speculation")
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
@@ -155,7 +154,8 @@ class Speculative(BaseTask):
         step_s = statistics.median(m["seconds"] / m["num_steps"] for m in without)
         result["drafting"] = totals["proposer_s"] / totals["num_steps"] / step_s
         result["formula"] = result["per_forward"] / (1 + result["drafting"])
-        result["same"] = _same(measurements)
+        if (same := _same(measurements)) is not None:
+            result["same"] = same
         result |= {f"nll_{m['side']}": m["nll"] for m in measurements if m["metric"] == "quality"}
         result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in (*without, *with_))
         return result
@@ -322,12 +322,12 @@ def _lossless(settings: SpeculativeSettings) -> bool:
     return method.acceptance == "sampled" or (settings.temperature == 0 and method.acceptance in ("rejection", "block"))
 
 
-def _same(measurements: Sequence[Measurement]) -> float:
+def _same(measurements: Sequence[Measurement]) -> float | None:
     sides = (of_side(measurements, "without"), of_side(measurements, "with"))
     found = [
         a == b for one, other in zip(*sides, strict=True) for a, b in zip(one["digests"], other["digests"], strict=True)
     ]
-    return statistics.fmean(found) if found else math.nan
+    return statistics.fmean(found) if found else None
 
 
 def _percent(value: float) -> str:
