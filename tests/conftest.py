@@ -16,6 +16,7 @@ import pytest
 from ksana_jax import processor
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.kv.disk import failpoints
+from tests import mappings
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -90,16 +91,11 @@ def ctrl_c():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Each compiled program has about three mappings of memory; past the 65,530 of vm.max_map_count, Linux refuses more.
-MOST_MAPPINGS = 20_000
-
-
 @pytest.fixture(autouse=True, scope="module")
 def few_mappings():
-    """Frees compiled programs after a module's tests if the process has many: a long run compiles thousands."""
+    """Frees compiled programs after a module's tests if the process has many."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    if mappings.are_many():
         import jax
 
         from tests.engine import small

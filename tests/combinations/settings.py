@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import operator
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,6 +202,12 @@ class Engines:
         if key not in self._served:
             self._served[key] = self._serve(settings, layers)
         return self._served[key]
+
+    def forget_programs(self) -> None:
+        """Frees compiled steps; what was served is kept."""
+        self._programs.clear()
+        jax.clear_caches()
+        gc.collect()
 
     def _serve(self, settings: Sequence[Setting], layers: int) -> Served:
         given: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.refusals import REFUSALS
+from tests import mappings
 from tests.combinations.settings import SETTINGS, Engines, Setting
 from tests.soak import soak_unless
 
@@ -20,6 +21,13 @@ SAMPLE = {("kv_eviction h2o", "preempt auto")} | {(a.name, b.name) for a, b in r
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     return Engines(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(autouse=True)
+def few_mappings_in_this_module(engines):
+    yield
+    if mappings.are_many():
+        engines.forget_programs()
 
 
 def lacks(engines: Engines, setting: Setting) -> str | None:
