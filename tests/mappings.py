@@ -3,7 +3,7 @@ refuses more, and XLA aborts."""
 
 from pathlib import Path
 
-MOST = 20_000
+MOST = 12_000
 
 
 def are_many() -> bool:
