@@ -25,6 +25,9 @@ RENAMED = {
     "prefer": "operators.prefer",
 }
 
+# What reading a config raises that is not a trial's.
+_NO_CONFIG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
 
 def canonical(value: Any) -> str:
     """Returns JSON with sorted keys and no spaces, so equal values give equal text."""
@@ -62,8 +65,16 @@ def recorded_id(start: Mapping[str, Any]) -> str:
     """Returns the current id of a recorded trial of any version; its recorded id if its config has no known task."""
     try:
         return trial_id(start["config"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except _NO_CONFIG:
         return start["trial"]
+
+
+def recorded_config(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `defining` of a recorded trial of any version; empty if its config has no known task."""
+    try:
+        return defining(start["config"])
+    except _NO_CONFIG:
+        return {}
 
 
 def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:

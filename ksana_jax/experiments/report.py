@@ -12,6 +12,7 @@ from typing import Any
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import figures, noise, tables
+from ksana_jax.experiments.identity import recorded_config
 from ksana_jax.experiments.records import Records, read
 from ksana_jax.experiments.tasks import results_named
 from ksana_jax.experiments.tasks.base import Column, ResultRow, Results
@@ -52,7 +53,7 @@ def read_report(folder: Path) -> Report:
     records, plan = read_planned(folder)
     task = results_named(plan["task"])
     rows = result_rows(records, task)
-    notes = [*_progress_note(rows), *_machine_notes(records, rows)]
+    notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
     return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed)
 
 
@@ -118,7 +119,9 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
                 values[key].setdefault(_Own(trial) if sample is None else sample, value)
         given = {key: list(found.values()) for key, found in values.items()}
         samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, _Own) for s in found)}
-        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), list(done.values()), given, samples))
+        config = recorded_config(records.starts[next(iter(done))]) if done else {}
+        planned = len(row["trials"])
+        rows.append(ResultRow(row["label"], row["point"], planned, list(done.values()), given, samples, config))
     return rows
 
 

@@ -33,7 +33,7 @@ class FakeLLM:
         self.tokenizer = ByteTokenizer()
         self.block_bytes = 1024
         self.num_blocks = 64
-        self.kv_token_bytes = self.block_bytes // self.config.block_size
+        self.kv_bytes_per_token = lambda num_tokens: self.block_bytes / self.config.block_size
         self.num_compilations = 0
         self.patterns_set = []
         self._shapes = set()
@@ -60,7 +60,8 @@ class FakeLLM:
         arrival, first = next(self._clock) / 1000, None
         held, position = [], 0
         while len(ids) < num_prompt + params.max_tokens:
-            count = min(self.config.max_num_batched_tokens, len(ids) - position)
+            before = len(ids)
+            count = min(self.config.max_num_batched_tokens, before - position)
             held, peak = self._step(held, position, count)
             position += count
             if position == len(ids):
@@ -76,6 +77,8 @@ class FakeLLM:
                     num_running=1,
                     num_waiting=0,
                     blocks_in_use=live,
+                    live_blocks=len(held),
+                    num_new_tokens=int(len(ids) > before),
                     peak_blocks=peak,
                     num_preemptions=0,
                 )

@@ -26,10 +26,22 @@ def test_speed_and_blocks_stand_in_one_row(measured):
         # Three steps of 8 tokens; the first token comes with the end of the third.
         assert row.mean("ttft_s") == pytest.approx(0.003)
         assert row.mean("tpot_s") > 0
-    # 29 tokens are computed in all; the last step frees them.
-    assert full.mean("live_kv_bytes") == 7 * 1024
-    assert full.mean("peak_kv_bytes") == 8 * 1024
+    # 29 tokens are computed in all.
+    assert full.mean("live_kv_bytes") == full.mean("peak_kv_bytes") == 8 * 1024
     assert sliding.mean("live_kv_bytes") == 3 * 1024
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 40])
+@pytest.mark.parametrize("output_tokens", [1, 6])
+def test_live_kv_of_one_request_does_not_depend_on_the_chunk(model, text, make_llm, tmp_path, chunk, output_tokens):
+    settings = {"texts": [text], "num_prompts": 1, "prompt_tokens": 26, "output_tokens": output_tokens}
+    variants = [{"name": "full"}, {"name": "sliding", "pattern.window": 8}]
+    engine = {"block_size": 4, "max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 8)}
+    given = {"task": "generate", "model": model, "engine": engine, "settings": settings, "variants": variants}
+    full, sliding = reported(plan(given), tmp_path, make_llm=make_llm).rows
+    assert full.mean("live_kv_bytes") == 1024 * (7 if output_tokens == 1 else 8)
+    # The query after 26 tokens sees those from 19 on, that after 27 those from 20 on.
+    assert sliding.mean("live_kv_bytes") == 1024 * 3
 
 
 def test_blocks_over_time_are_in_the_records_and_the_figure(measured):

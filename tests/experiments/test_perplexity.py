@@ -78,9 +78,8 @@ def test_every_row_is_scored_on_the_sample_of_the_recomputed_one(measured):
 def test_kv_bytes_are_those_of_the_blocks_in_use(measured):
     _, made, _ = measured
     full, sliding = row(made, "full"), row(made, "sliding")
-    # 128 tokens in blocks of 4, but between steps at most 112: the last step frees everything.
-    assert full.mean("live_kv_bytes") == 28 * 1024
-    assert full.mean("peak_kv_bytes") == 32 * 1024
+    # 128 tokens in blocks of 4.
+    assert full.mean("live_kv_bytes") == full.mean("peak_kv_bytes") == 32 * 1024
     # The 7 tokens before the next one lie in 2 blocks; within a step, its 16 come in 4 more.
     assert sliding.mean("live_kv_bytes") == 2 * 1024
     assert sliding.mean("peak_kv_bytes") == 6 * 1024
@@ -90,24 +89,55 @@ def test_kv_bytes_are_those_of_the_blocks_in_use(measured):
     assert row(made, "recompute").mean("peak_kv_bytes") == 3 * 1024
 
 
-@pytest.mark.parametrize("given", [{}, {"grid": {"pattern.window": [4, 8], "pattern.num_sinks": [0, 1]}}])
-def test_texts_that_fit_one_step_are_reported_with_what_that_step_held(experiment, make_llm, tmp_path, text, given):
+@pytest.mark.parametrize("chunk", [1, 5, 16, 64, 200])
+@pytest.mark.parametrize("num_tokens", [128, 90])
+def test_live_kv_is_what_a_text_holds_at_its_end_whatever_the_chunk(
+    experiment, make_llm, tmp_path, text, chunk, num_tokens
+):
+    engine = {"block_size": 4, "max_num_batched_tokens": chunk, "max_num_seqs": 1}
+    settings = {"texts": [text], "num_texts": 1, "num_tokens": num_tokens}
+    given = experiment(variants=VARIANTS[:3], engine=engine, settings=settings)
+    made = reported(given, tmp_path / "out", make_llm=make_llm)
+    blocks = {r.label: (r.mean("live_kv_bytes") or 0) / 1024 for r in made.rows}
+    # The query after 90 tokens sees those from 83 on; that after 128, those from 121 on.
+    assert blocks == {
+        "full": -(-num_tokens // 4),
+        "sliding": 3 if num_tokens == 90 else 2,
+        "sinks": blocks["sliding"] + 1,
+    }
+    for r in made.rows:
+        (kv,) = [m for m in r.trials[0] if m["metric"] == "kv"]
+        assert (kv["position"][-1], kv["live_blocks"][-1]) == (num_tokens, kv["held_blocks"])
+
+
+def test_a_text_that_fits_one_step_holds_what_its_pattern_keeps(experiment, make_llm, tmp_path, text):
     from matplotlib.figure import Figure
 
     settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
-    made = reported(experiment(settings=settings, **given), tmp_path / "out", make_llm=make_llm)
-    # 15 tokens in blocks of 4.
-    assert {r.mean("live_kv_bytes") for r in made.rows} == {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
-    assert any("Texts that fit one step are held completely" in note for note in made.notes)
-    if not given:
-        assert (
-            made.conclusion == "At positions 0 to 14 'this configuration' has a perplexity of 3.43, with 4 KiB of KV."
-        )
+    made = reported(experiment(settings=settings), tmp_path / "out", make_llm=make_llm)
+    assert made.conclusion == "At positions 0 to 14 'this configuration' has a perplexity of 3.43, with 4 KiB of KV."
     figure = Figure()
     Perplexity().draw(figure, made.rows)
-    drawn = {float(y) for line in figure.axes[1].lines for y in line.get_ydata()}
-    assert drawn == {4.0}
-    assert (tmp_path / "out/figure.pdf").stat().st_size > 0
+    assert [line.get_xydata().tolist() for line in figure.axes[1].lines] == [[[15, 4]]]  # 15 tokens in blocks of 4
+    grid = {"pattern.window": [4, 8], "pattern.num_sinks": [0, 1]}
+    made = reported(experiment(settings=settings, grid=grid), tmp_path / "grid", make_llm=make_llm)
+    assert [r.mean("live_kv_bytes") for r in made.rows] == [1024, 2048, 2048, 3072]
+    assert {r.mean("peak_kv_bytes") for r in made.rows} == {4096}
+    assert (tmp_path / "grid/figure.pdf").stat().st_size > 0
+
+
+def test_live_kv_of_earlier_records_is_said_to_lack_the_last_chunk(measured):
+    folder, _, _ = measured
+    path = folder / "records.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("metric") == "kv" and line["method"] == "stream":
+            del line["held_blocks"], line["position"][-1], line["live_blocks"][-1]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = report(folder)
+    assert row(made, "full").mean("live_kv_bytes") == 28 * 1024
+    assert any("between steps, without its last chunk, as earlier versions recorded it" in note for note in made.notes)
+    assert (folder / "figure.pdf").stat().st_size > 0
 
 
 def test_texts_scored_side_by_side_have_the_same_perplexity_and_the_kv_of_one(experiment, make_llm, tmp_path, text):
@@ -126,7 +156,7 @@ def test_texts_scored_side_by_side_have_the_same_perplexity_and_the_kv_of_one(ex
         assert two.values[key] == one.values[key], key
     speeds = [m for m in two.trials[0] if m["metric"] == "speed"]
     assert [(m["num_texts"], m["num_scored"]) for m in speeds] == [(2, 198), (1, 99)]
-    assert "tokens/s: 2 texts scored side by side; KV is that of one text alone." in both.notes
+    assert any(note.startswith("Live KV: held of one text after its last token") for note in both.notes)
     with pytest.raises(ConfigError, match=r"settings.texts_at_once is 3, engine.max_num_seqs is 2"):
         experiment(settings={**settings, "texts_at_once": 3}, engine=engine)
 
@@ -182,12 +212,43 @@ def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
 
 def test_the_sentence_says_what_the_numbers_say(measured):
     _, made, _ = measured
-    assert made.conclusion.startswith(
-        "At positions 64 to 127 'full' has the lowest perplexity (2.75, against 3.08 of 'sliding'; "
-        "not resolved: one run each)"
+    assert made.conclusion == (
+        "At positions 64 to 127 'sinks' has the lowest perplexity of the compressed rows, 3.00, against 2.75 of 'full' "
+        "(+9.3%; not resolved: one run each), with 3 KiB of KV, 9.4% of what 'full' holds; on the sampled positions "
+        "'recompute' has 3.08 against its 3.00."
     )
-    assert "with 28 KiB of KV, the most of all rows" in made.conclusion
-    assert "on the sampled positions 'recompute' has 3.08 against its 2.7" in made.conclusion
+
+
+@pytest.mark.parametrize(
+    ("variants", "said"),
+    [
+        (
+            VARIANTS[:2],
+            "'sliding' has a perplexity of 3.08, against 2.75 of 'full' (+12.1%; not resolved: one run each)",
+        ),
+        (VARIANTS[1:3], "'sinks' has the lowest perplexity, 3.00 (not resolved: one run each), with 3 KiB of KV."),
+        (VARIANTS[:1], "'full' has a perplexity of 2.75, with 32 KiB of KV."),
+        # A window that is another model's, or on other texts, says nothing about this one's.
+        (
+            [{"name": "full", "settings.num_tokens": 120}, VARIANTS[1]],
+            "'sliding' has a perplexity of 3.08, with 2 KiB of KV.",
+        ),
+    ],
+)
+def test_the_sentence_compares_the_best_compressed_row_with_the_full_cache_of_the_same_task(
+    experiment, make_llm, tmp_path, variants, said
+):
+    made = reported(experiment(variants=variants), tmp_path / "out", make_llm=make_llm)
+    assert said in made.conclusion
+
+
+def test_speed_is_in_the_records_and_in_no_table_of_a_quality(measured):
+    folder, made, _ = measured
+    assert not made.task.measures_speed and row(made, "full").mean("tokens_per_s") > 0
+    for name in ("table.md", "table.tex"):
+        assert "tokens/s" not in (folder / name).read_text()
+    assert "tokens_per_s" in (folder / "table.csv").read_text()
+    assert "times slower" not in made.conclusion and not any("tokens/s" in note for note in made.notes)
 
 
 def test_the_report_is_made_again_from_the_records_to_the_byte(measured):
@@ -229,7 +290,7 @@ def test_seeds_that_scored_the_same_text_are_one_measurement(experiment, make_ll
     table = (tmp_path / "out/table.md").read_text()
     assert "± 0.00" not in table
     assert "3 seeds scored the same text: counted once." in made.notes
-    assert any(note.startswith("Not resolved, one run each: ppl") for note in made.notes)
+    assert "Not resolved: one run each. Only exact counts are bold." in made.notes
     assert "not resolved: one run each" in made.conclusion
 
 

@@ -64,6 +64,23 @@ def test_a_window_answers_only_what_it_still_sees(tmp_path, model, make_llm):
     assert heads[:5] == ["depth 0, %", "depth 0.5, %", "depth 1, %", "all, %", "chance, %"]
     assert "'full': 100 % of answers are correct; 'window': 33 % of answers are correct" in made.conclusion
     assert "chance is 0.01 %" in made.conclusion
+    held = {row.label: (row.mean("live_kv_bytes") or 0) / 1024 for row in made.rows}
+    assert (
+        f"with {held['window']:g} KiB of KV, {held['window'] / held['full']:.1%} of what 'full' holds"
+        in made.conclusion
+    )
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 4096])
+def test_live_kv_of_a_question_does_not_depend_on_the_chunk(tmp_path, model, make_llm, chunk):
+    engine = {**ENGINE, "max_num_batched_tokens": chunk}
+    variants = [{"name": "full"}, {"name": "window", "pattern.window": 100}]
+    given = {"task": "recall", "model": model, "engine": engine, "settings": {"num_tokens": 600, "num_examples": 1}}
+    full, window = reported(plan({**given, "variants": variants}), tmp_path, make_llm=Reader).rows
+    (answer,) = [m for m in full.trials[0] if m["metric"] == "answer"]
+    held = answer["num_prompt_tokens"] + 3  # four tokens of answer, the last of which is not computed
+    assert full.mean("live_kv_bytes") == 1024 * -(-held // 16)
+    assert window.mean("live_kv_bytes") == 1024 * (-(-held // 16) - (held - 99) // 16)
 
 
 def test_rows_that_were_asked_the_same_are_compared_seed_by_seed(tmp_path, model, make_llm):
@@ -161,6 +178,6 @@ def test_log_probabilities_are_those_of_the_dense_model(tmp_path, one_layer):
         assert answer["logprob"] == pytest.approx(wanted, abs=1e-3)
         assert answer["ranks"] == [1 + int((r > r[t]).sum()) for r, t in zip(rows, example.answer_ids, strict=True)]
         assert answer["correct"] == (answer["ranks"] == [1] * len(rows))
-    # The last step frees everything; before it, all tokens but the last two of the answer were computed.
-    held = answers[0]["num_prompt_tokens"] + len(answers[0]["ranks"]) - 2
+    # The last token of the answer is not computed.
+    held = answers[0]["num_prompt_tokens"] + len(answers[0]["ranks"]) - 1
     assert row.mean("live_kv_bytes") == -(-held // 16) * llm.block_bytes

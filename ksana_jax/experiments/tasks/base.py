@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
@@ -71,7 +71,14 @@ class TrialContext(Protocol):
 
 
 class Results(abc.ABC):
-    """Turns one kind of measurements into a table and a figure. A task measures them too, or a benchmark of `bench`."""
+    """Turns one kind of measurements into a table and a figure. A task measures them too, or a benchmark of `bench`.
+
+    Attributes:
+      measures_speed: whether times and speeds belong in the table. Beside a quality, which is the same on every
+        machine, they would be the noise of one: then only records and CSV have them.
+    """
+
+    measures_speed: ClassVar[bool] = True
 
     @abc.abstractmethod
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:

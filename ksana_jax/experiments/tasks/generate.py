@@ -101,7 +101,8 @@ class Generate(BaseTask):
             "compiled_while_timed": compiled,
             "num_output_tokens": sum(len(o.outputs[0].token_ids) for o in outputs),
         }
-        yield {"metric": "kv", **_blocks_over_time(llm, outputs)}
+        length = settings.prompt_tokens + settings.output_tokens - 1  # the last token is not computed
+        yield {"metric": "kv", "kv_token_bytes": llm.kv_bytes_per_token(length), **_blocks_over_time(llm, outputs)}
         yield {
             "metric": "compilations",
             "count": llm.num_compilations - compiled_before,
@@ -116,7 +117,8 @@ class Generate(BaseTask):
         result = {
             "tokens_per_s": speed["num_output_tokens"] / speed["seconds"],
             "compiled_while_timed": speed["compiled_while_timed"],
-            "live_kv_bytes": kv["max_live_blocks"] * kv["block_bytes"],
+            # Earlier versions recorded the maximum between steps.
+            "live_kv_bytes": (kv["held_blocks"] if "held_blocks" in kv else kv["max_live_blocks"]) * kv["block_bytes"],
             "peak_kv_bytes": kv["max_peak_blocks"] * kv["block_bytes"],
             "num_preemptions": kv["num_preemptions"],
             # Older records do not have them.
@@ -146,10 +148,15 @@ class Generate(BaseTask):
         return next(c for c in self.columns(rows) if c.key == "tokens_per_s")
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        earlier = any("max_live_blocks" in m for r in rows for trial in r.trials for m in trial)
+        live = (
+            "maximum held between steps, as earlier versions recorded it"
+            if earlier
+            else "maximum held after a step that generates tokens, with the requests that it ends"
+        )
         said = [
             "TTFT and TPOT: means over requests that all arrive at once.",
-            "Live KV: maximum held between steps; peak KV: maximum held within a step. Rows at once: most requests "
-            "that ran in a step.",
+            f"Live KV: {live}; peak KV: maximum held within a step. Rows at once: most requests that ran in a step.",
         ]
         if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
             said.append("Times of some rows include compilation.")
@@ -239,9 +246,8 @@ def _blocks_over_time(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, A
     kept = records[:: -(-len(records) // _MAX_POINTS)]
     return {
         "block_bytes": llm.block_bytes,
-        "kv_token_bytes": llm.kv_token_bytes,
         "num_blocks": llm.num_blocks,
-        "max_live_blocks": max(int(r.blocks_in_use) for r in records),
+        "held_blocks": max(int(r.live_blocks) for r in records if r.num_new_tokens),
         "max_peak_blocks": max(int(r.peak_blocks) for r in records),
         "max_running": max(int(r.num_running) for r in records),
         "num_preemptions": sum(o.metrics.num_preemptions for o in outputs),

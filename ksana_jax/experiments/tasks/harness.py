@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness as rows of an experiment: accuracy beside the KV memory and time that it took."""
+"""Tasks of lm-evaluation-harness as rows of an experiment: accuracy beside the KV memory that it took."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Harness(BaseTask):
     """Tasks of lm-evaluation-harness, scored with the trial's cache policy."""
 
     Settings = HarnessSettings
+    measures_speed = False
 
     def inputs(self, settings: HarnessSettings) -> dict[str, str]:
         names = ("task_files", "data", "fewshot_data")
@@ -114,7 +115,7 @@ class Harness(BaseTask):
         }
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        """Computes "TASK NAME" for each score, peak_kv_bytes (of all requests at once) and seconds."""
+        """Computes "TASK NAME" for each score, peak_kv_bytes (of all requests at once) and seconds, with compiling."""
         result = {_key(m): m["value"] for m in measurements if m["metric"] == "score"}
         for m in measurements:
             if m["metric"] == "cost":
@@ -129,13 +130,12 @@ class Harness(BaseTask):
         return [
             *(Column(key, key, number(4), "max" if m["higher_is_better"] else "min") for key, m in scores.items()),
             Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
-            Column("seconds", "seconds", number(1), "min"),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         counts = {m["task"]: len(m["samples"]) for r in rows for t in r.trials for m in t if m["metric"] == "score"}
         documents = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        return [f"Documents per seed: {documents}. Seconds include compilation."] if counts else []
+        return [f"Documents per seed: {documents}."] if counts else []
 
 
 def load_tasks(settings: HarnessSettings) -> dict[str, Any]:

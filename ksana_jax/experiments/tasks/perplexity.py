@@ -73,6 +73,7 @@ class Perplexity(BaseTask):
     """The task `perplexity`. See the module's docstring."""
 
     Settings = PerplexitySettings
+    measures_speed = False
 
     def max_model_len(self, settings: PerplexitySettings) -> int:
         return settings.num_tokens + 1
@@ -282,28 +283,39 @@ def _kv_alone(
     ids, method = group[0].ids, trial.config["settings"]["method"]
     if method == "recompute":
         llm.clear_records()
-        _recompute(llm, ids, trial.config["pattern"]["window"], samples[0][-1:])
-    elif len(group) > 1:
+        window = trial.config["pattern"]["window"]
+        _recompute(llm, ids, window, samples[0][-1:])
+        return {"method": method, **_kv(llm, window)}
+    if len(group) > 1:
         llm.clear_records()
         _stream(llm, [ids])
-    return {"method": method, **_kv(llm, method)}
+    return {"method": method, **_kv(llm, len(ids)), **_blocks_over_text(llm)}
 
 
-def _kv(llm: LLM, method: str) -> dict[str, Any]:
-    """Measures the blocks of the one running sequence, from the engine's records.
+def _kv(llm: LLM, num_tokens: int) -> dict[str, Any]:
+    """Measures the KV of the one running sequence, from the engine's records.
 
     Returns:
-      peak_blocks: maximum held within a step. When streaming, also for each step: position, tokens computed after it;
-      live_blocks, blocks held after it. The last step, which frees everything, is omitted.
+      token_bytes: bytes per token at a length of num_tokens. peak_blocks: maximum held within a step.
     """
-    records = list(llm.records)
-    result: dict[str, Any] = {
+    return {
         "block_bytes": llm.block_bytes,
-        "token_bytes": llm.kv_token_bytes,
-        "peak_blocks": max(int(r.peak_blocks) for r in records),
-        "num_preemptions": sum(int(r.num_preemptions) for r in records),
+        "token_bytes": llm.kv_bytes_per_token(num_tokens),
+        "peak_blocks": max(int(r.peak_blocks) for r in llm.records),
+        "num_preemptions": sum(int(r.num_preemptions) for r in llm.records),
     }
-    if method == "stream":
-        result["position"] = np.cumsum([r.num_tokens for r in records])[:-1].tolist()
-        result["live_blocks"] = [int(r.blocks_in_use) for r in records[:-1]]
-    return result
+
+
+def _blocks_over_text(llm: LLM) -> dict[str, Any]:
+    """Measures what the one streamed text holds.
+
+    Returns:
+      held_blocks: after its last token. For each step: position, tokens computed after it; live_blocks, blocks held
+      after it.
+    """
+    live = [int(r.live_blocks) for r in llm.records]
+    return {
+        "held_blocks": live[-1],
+        "position": np.cumsum([r.num_tokens for r in llm.records]).tolist(),
+        "live_blocks": live,
+    }

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from ksana_jax.experiments import noise
 from ksana_jax.experiments.tasks.base import Column, Measurement, ResultRow, kib, number
+from ksana_jax.experiments.tasks.compression import foresees, full_row, is_compressed, kv_said
 from ksana_jax.experiments.tasks.row_figure import against_numbers
 
 
@@ -22,8 +23,8 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
     """Computes one trial's summary.
 
     ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
-    live_kv_bytes, peak_kv_bytes: maximum between steps, within a step. kv_token_bytes: of one token in all layers.
-    tokens_per_s: tokens scored per second, compilation excluded.
+    live_kv_bytes: held of a text after its last token. peak_kv_bytes: maximum within a step. kv_token_bytes: of one
+    token in all layers. tokens_per_s: tokens scored per second, compilation excluded.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     speed, kv, result = [], [], {}
@@ -50,7 +51,7 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
             result["kv_token_bytes"] = kv[0]["token_bytes"]
     # Recomputation holds nothing between two tokens; its cost is its peak.
     if streamed := [m for m in kv if m["method"] == "stream"]:
-        result["live_kv_bytes"] = max(max(live_blocks(m)) * m["block_bytes"] for m in streamed)
+        result["live_kv_bytes"] = max(held_blocks(m) * m["block_bytes"] for m in streamed)
     return result
 
 
@@ -74,11 +75,16 @@ def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
 
 
 def live_blocks(kv: Measurement) -> list[int]:
-    """Returns the blocks held after each step of a streamed text, except the last step, which releases everything.
+    """Returns the blocks held after each step of a streamed text.
 
-    For a text that fits one step, it returns the blocks held within that step.
+    Records of earlier versions lack the last step; of a text that fits one step, they have what that step held.
     """
     return kv["live_blocks"] or [kv["peak_blocks"]]
+
+
+def held_blocks(kv: Measurement) -> int:
+    """Returns the blocks held of a streamed text after its last token; see `live_blocks`."""
+    return kv["held_blocks"] if "held_blocks" in kv else max(live_blocks(kv))
 
 
 def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
@@ -96,7 +102,7 @@ def columns(rows: Sequence[ResultRow]) -> list[Column]:
     shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
     if len({row.mean("kv_token_bytes") for row in rows} - {None}) > 1:
         shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
-    return [*shown, Column("tokens_per_s", "tokens/s", number(0), "max")]
+    return shown
 
 
 def notes(rows: Sequence[ResultRow]) -> list[str]:
@@ -125,26 +131,34 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
             f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are for one seed."
         )
     said += _repeats(rows)
-    said.append("Live KV: maximum held between steps; peak KV: maximum held within a step, including its chunk.")
-    together = [m.get("num_texts", 1) for r in rows for trial in r.trials for m in trial if m["metric"] == "speed"]
-    if max(together, default=1) > 1:
-        said.append(f"tokens/s: {max(together)} texts scored side by side; KV is that of one text alone.")
+    said += _memory_notes(rows)
     if equal_bytes := front(rows):
         names = ", ".join(repr(row.name) for row in equal_bytes)
         said.append(f"Lowest mean perplexity at the last positions for their live KV or less (Pareto front): {names}.")
-    if any(m["metric"] == "kv" and m.get("live_blocks") == [] for r in rows for trial in r.trials for m in trial):
-        said.append(
-            "Texts that fit one step are held completely: their live KV is their peak KV, regardless of the pattern. A "
-            "smaller engine.max_num_batched_tokens splits them into chunks."
-        )
     for subset in ("all", "sampled"):
         by_seed = zip(
             *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False
         )
         if any(len(set(places)) > 1 for places in by_seed):
             said.append("NOT COMPARABLE: rows were scored on different positions or texts.")
-    if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-        said.append("tokens/s of some rows includes compilation.")
+    return said
+
+
+def _memory_notes(rows: Sequence[ResultRow]) -> list[str]:
+    """Explains the columns of KV."""
+    kv = [m for r in rows for trial in r.trials for m in trial if m["metric"] == "kv"]
+    earlier = any(m["method"] == "stream" and "held_blocks" not in m for m in kv)
+    said = ["Live KV: held of one text after its last token; peak KV: maximum held within a step, including its chunk."]
+    if earlier:
+        said = [
+            "Live KV: maximum held of one text between steps, without its last chunk, as earlier versions recorded it; "
+            "of a text of one step, its peak KV. Peak KV: maximum held within a step, including its chunk."
+        ]
+    if any(c.key == "kv_token_bytes" for c in columns(rows)):
+        exact = "exact tokens included"
+        if earlier:
+            exact = "its codes alone, as earlier versions recorded it"
+        said.append(f"KV bytes/token: at the length of a text; of a block codec, {exact}.")
     return said
 
 
@@ -199,46 +213,71 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def conclusion(rows: Sequence[ResultRow]) -> str:
-    """Names the best and the worst row at the last positions of the texts, and the KV of the best."""
+    """Compares the best compressed row with the full cache, at the last positions of the texts; without one of them, it
+    names the best row."""
     if not (found := spans(rows, "ppl_")):
         return ""
     low, high = found[-1]
     key = f"ppl_{low}_{high}"
-    scored = [(ppl, r) for r in rows if (ppl := r.mean(key)) is not None]
+    scored = [r for r in rows if r.mean(key) is not None]
     if not scored:
         return ""
-    # Rows that are displayed equally count as equal; the first of them is named.
-    (least, best), (most, worst) = (pick(scored, key=lambda s: round(s[0], 2)) for pick in (min, max))
-    said = f"At positions {low:,} to {high - 1:,} {best.name!r} "
-    if worst is best:
-        said += f"has a perplexity of {least:,.2f}"
+    compressed = [r for r in scored if is_compressed(r) and not foresees(r)]
+    best = _best(compressed, key) if compressed else None
+    full = full_row(best, scored) if best is not None else None
+    said = f"At positions {low:,} to {high - 1:,} "
+    if best is None or full is None:
+        best = _best(scored, key)
+        said += _alone(best, scored, key)
     else:
-        equals = [r for _, r in scored if r is not best and not noise.differ(best, r, key)]
-        caveat = noise.caveat(best, worst, key)
-        said += "has the lowest perplexity (" if caveat or equals else "predicts best (perplexity "
-        said += f"{least:,.2f}, against {most:,.2f} of {worst.name!r}"
-        said += f"; {caveat})" if caveat else f"; {noise.others(len(equals))} within the noise)" if equals else ")"
-    held = [(live, r) for _, r in scored if (live := r.mean("live_kv_bytes"))]
-    mine = best.mean("live_kv_bytes")
-    if held and mine:
-        largest, owner = max(held, key=lambda h: h[0])
-        if owner is best:
-            said += (
-                f", with {kib(mine)} KiB of KV, the most of all rows"
-                if len(held) > 1
-                else f", with {kib(mine)} KiB of KV"
-            )
-        else:
-            said += f", with {kib(mine)} KiB of KV, {mine / largest:.1%} of what {owner.name!r} holds"
+        said += _against_full(best, full, compressed, key)
+    said += kv_said(best, full)
     for row in rows:
         theirs, ours = row.mean("sampled_ppl"), best.mean("sampled_ppl")
         if method(row) == "recompute" and theirs and ours:
-            ratio = (best.mean("tokens_per_s") or math.nan) / (row.mean("tokens_per_s") or math.nan)
-            said += f"; on the sampled positions {row.name!r} has {theirs:,.2f} against its {ours:,.2f}"
-            said += f", {ratio:,.0f} times slower" if ratio > 1 else ""
-            said += f" ({caveat})" if (caveat := noise.caveat(best, row, "tokens_per_s")) and ratio > 1 else ""
+            said += f"; on the sampled positions {row.name!r} has {_two(theirs)} against its {_two(ours)}"
             break
     return said + "."
+
+
+_two = number(2)
+
+
+def _best(rows: Sequence[ResultRow], key: str) -> ResultRow:
+    """Returns the row with the lowest perplexity; of those that are displayed equally, the first with the least KV."""
+
+    def rank(row: ResultRow) -> tuple[bool, float, float]:
+        value = row.mean(key) or 0.0
+        return math.isnan(value), round(value, 2), row.mean("live_kv_bytes") or 0.0
+
+    return min(rows, key=rank)
+
+
+def _alone(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
+    value = _two(best.mean(key) or 0.0)
+    if len(rows) == 1:
+        return f"{best.name!r} has a perplexity of {value}"
+    said = _within_noise(best, rows, key)
+    if max(len(r.values[key]) for r in rows) == 1:
+        said = " (not resolved: one run each)"
+    return f"{best.name!r} has the lowest perplexity, {value}{said}"
+
+
+def _against_full(best: ResultRow, full: ResultRow, compressed: Sequence[ResultRow], key: str) -> str:
+    mine, whole = best.mean(key) or 0.0, full.mean(key) or 0.0
+    which = "the lowest perplexity of the compressed rows," if len(compressed) > 1 else "a perplexity of"
+    # Adding 0 leaves no minus before 0.0 %.
+    change = f"{round(mine / whole - 1, 3) + 0.0:+.1%}" if math.isfinite(mine) and math.isfinite(whole) else ""
+    caveats = "; ".join(part for part in (change, noise.caveat(best, full, key)) if part)
+    said = f"{best.name!r} has {which} {_two(mine)}{_within_noise(best, compressed, key)}, against {_two(whole)}"
+    return f"{said} of {full.name!r}" + (f" ({caveats})" if caveats else "")
+
+
+def _within_noise(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
+    """Counts the rows that the best one is not better than, if there is a deviation that says so."""
+    near = [r for r in rows if r is not best and not noise.differ(best, r, key)]
+    resolved = len(best.values[key]) > 1
+    return f" ({noise.others(len(near))} within the noise)" if near and resolved else ""
 
 
 def method(row: ResultRow) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from ksana_jax.experiments.tasks.base import (
     kib,
     number,
 )
+from ksana_jax.experiments.tasks.compression import full_row, is_compressed, kv_said
 from ksana_jax.recall import Example, check_example, make_example
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class Recall(BaseTask):
     """The task `recall`. See the module's docstring."""
 
     Settings = RecallSettings
+    measures_speed = False
 
     def max_model_len(self, settings: RecallSettings) -> int:
         return settings.num_tokens + 1
@@ -122,7 +125,9 @@ class Recall(BaseTask):
         for value in values:
             result |= _means([m for m in answers if m["value"] == value], f"_{value}")
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
-        return result | ({} if kv["live_kv_bytes"] is None else {"live_kv_bytes": kv["live_kv_bytes"]})
+        # Earlier versions recorded the maximum between steps, and None of a request that was one step.
+        held = kv["held_kv_bytes"] if "held_kv_bytes" in kv else kv["live_kv_bytes"]
+        return result | ({} if held is None else {"live_kv_bytes": held})
 
     def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
         """Returns the digest of the examples, so that rows asked the same questions are compared on each seed."""
@@ -147,12 +152,14 @@ class Recall(BaseTask):
         return next(column for column in self.columns(rows) if column.key == "accuracy")
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        earlier = any("live_kv_bytes" in m for row in rows for trial in row.trials for m in trial)
         said = [
             "Correct: greedy decoding gives exactly the answer's tokens. Chance: a guess among the values in the "
             "prompt or, if it has only one, among all values.",
             "Nats and rank: log-probability and rank of each answer token, given the prompt and the answer so far; "
             "greedy decoding takes rank 1.",
-            "Live KV: of one request, maximum held between steps.",
+            "Live KV: of one request, "
+            + ("maximum held between steps, as earlier versions recorded it." if earlier else "held at its end."),
         ]
         option, values = recall_figure.swept(rows)
         if values and len({row.point.get("settings.num_tokens") for row in rows}) == 1:
@@ -163,25 +170,33 @@ class Recall(BaseTask):
         return said
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        if not any((row.mean("accuracy") or 0.0) > 0 for row in rows):
-            said, key, unit = "No row answers anything correctly", "logprob", " nats per answer token"
-        else:
+        """Compares the best compressed row with the full cache; without one of them, it names the best row."""
+        if any((row.mean("accuracy") or 0.0) > 0 for row in rows):
             said, key, unit = "", "accuracy", " % of answers are correct"
-        measured = [(value, row) for row in rows if (value := row.mean(key)) is not None]
+        else:
+            said, key, unit = "No row answers anything correctly; ", "logprob", " nats per answer token"
+        measured = [row for row in rows if row.mean(key) is not None]
         if not measured:
             return ""
-        (most, best), (least, worst) = max(measured, key=lambda m: m[0]), min(measured, key=lambda m: m[0])
 
-        def shown(value: float) -> str:
-            return f"{value:.2f}{unit}" if key == "logprob" else f"{100 * value:.0f}{unit}"
+        def shown(row: ResultRow) -> str:
+            value = row.mean(key) or 0.0
+            return number(2)(value) if key == "logprob" else _percent(value)
 
-        said += f"{'; ' * bool(said)}{best.name!r}: {shown(most)}"
-        if worst is not best:
-            said += f"; {worst.name!r}: {shown(least)}"
-            said += f" ({caveat})" if (caveat := noise.caveat(best, worst, key)) else ""
+        def rank(row: ResultRow) -> tuple[bool, float, float]:
+            """Orders rows from the best; of those that are displayed equally, the one with the least KV is better."""
+            value = row.mean(key) or 0.0
+            return math.isnan(value), -round(value, 2), row.mean("live_kv_bytes") or 0.0
+
+        compressed = min((row for row in measured if is_compressed(row)), key=rank, default=None)
+        full = None if compressed is None else full_row(compressed, measured)
+        best = min(measured, key=rank) if compressed is None or full is None else compressed
+        said += f"{full.name!r}: {shown(full)}{unit}; " if full is not None else ""
+        said += f"{best.name!r}: {shown(best)}{unit}"
+        said += f" ({caveat})" if full is not None and (caveat := noise.caveat(best, full, key)) else ""
         chance = best.mean("chance") or 0.0
-        above = "chance is" if key == "logprob" or most > chance else "no row exceeds chance,"
-        return f"{said}; {above} {_chance(chance)} %."
+        above = "chance is" if key == "logprob" or (best.mean(key) or 0.0) > chance else "it does not exceed chance,"
+        return f"{said}{kv_said(best, full)}; {above} {_chance(chance)} %."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         if not recall_figure.draw(figure, [row for row in rows if row.trials]):
@@ -230,11 +245,10 @@ def _scores(llm: LLM, examples: Sequence[Example]) -> list[list[Any]]:
 
 
 def _kv(llm: LLM, example: Example) -> dict[str, Any]:
-    """Measures the KV of one request; live_kv_bytes is None if the request was one step."""
+    """Measures what one request holds at its end."""
     llm.clear_records()
     _answers(llm, [example])
-    held = [int(record.blocks_in_use) for record in list(llm.records)[:-1]]
-    return {"live_kv_bytes": max(held) * llm.block_bytes if held else None}
+    return {"held_kv_bytes": int(llm.records[-1].live_blocks) * llm.block_bytes}
 
 
 def _means(answers: Sequence[Measurement], suffix: str) -> dict[str, float]:

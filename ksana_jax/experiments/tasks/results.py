@@ -59,6 +59,7 @@ class ResultRow:
 
     values: {summary key: its values}, one per sample; among trials with the same sample, the first counts.
     samples: {summary key: the sample of each value}; see `Results.sample`.
+    config: settings of its trials other than the defaults, see `identity.defining`; empty without a finished trial.
     """
 
     label: str
@@ -67,6 +68,7 @@ class ResultRow:
     trials: Sequence[Sequence[Measurement]]
     values: Mapping[str, Sequence[float]]
     samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:

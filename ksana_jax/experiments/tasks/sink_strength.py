@@ -65,6 +65,7 @@ class SinkStrength(BaseTask):
     """The task `sink_strength`. See the module's docstring."""
 
     Settings = SinkStrengthSettings
+    measures_speed = False
 
     def max_model_len(self, settings: SinkStrengthSettings) -> int:
         return settings.num_tokens
