@@ -48,7 +48,8 @@ class HTTPTarget:
           ConfigError: it cannot be reached, refuses the key, or has no such model.
         """
         aiohttp = _aiohttp()
-        limits = {"limit": 0, "ttl_dns_cache": 3600}
+        # uvicorn closes connections that were idle for 5 s; a request sent on one at that moment would fail.
+        limits = {"limit": 0, "ttl_dns_cache": 3600, "keepalive_timeout": 2.5}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(**limits),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
