@@ -52,18 +52,16 @@ def library() -> Path:
     """
     with _building:
         found = _library()
-    if isinstance(found, CannotBuild):
-        raise found
+    if isinstance(found, str):
+        raise CannotBuild(found)
     return found
 
 
 def why_missing() -> str | None:
     """Returns why the library cannot be had here, or None."""
-    try:
-        library()
-    except CannotBuild as reason:
-        return str(reason)
-    return None
+    with _building:
+        found = _library()
+    return found if isinstance(found, str) else None
 
 
 def begin() -> None:
@@ -77,16 +75,19 @@ def _begin() -> None:
 
 
 @functools.cache
-def _library() -> Path | CannotBuild:
-    """The library, or why there is none; a compiler that fails is asked once."""
+def _library() -> Path | str:
+    """The library, or why there is none; a compiler that fails is asked once.
+
+    The reason is a text: a kept exception that is raised again keeps the frames that it passes, and their engines.
+    """
     try:
         return _built(compiler_command())
-    except CannotBuild as reason:
-        found = reason
+    except CannotBuild as error:
+        reason = str(error)
     except OSError as error:
-        found = CannotBuild(f"the compiled library cannot be kept or loaded: {error}")
-    log.info("attention, products and norms of CPUs stay with XLA: %s", found)
-    return found
+        reason = f"the compiled library cannot be kept or loaded: {error}"
+    log.info("attention, products and norms of CPUs stay with XLA: %s", reason)
+    return reason
 
 
 def compiler_command() -> list[str]:

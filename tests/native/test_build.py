@@ -1,11 +1,13 @@
 """Compiling the native kernels, and machines that cannot: they compute with XLA, and say why."""
 
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,21 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path, asked_again
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.why_missing() == "no C++ compiler: none of c++, g++, clang++ is installed"
+
+
+def test_a_missing_library_keeps_nothing_alive_of_those_that_ask_for_it(monkeypatch, asked_again):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+
+    class Engine:
+        pass
+
+    def engine_that_asks():
+        engine = Engine()
+        with contextlib.suppress(build.CannotBuild):
+            build.library()
+        return weakref.ref(engine)
+
+    assert [engine_that_asks()() for _ in range(2)] == [None, None]
 
 
 @compiled
