@@ -31,8 +31,8 @@ help:
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report)"
-	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES)),"
-	@echo "              and the tests on the least machine      (SHARD=1/3: one part of three of the tests)"
+	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
+	@echo "              SHARD=1/3: one part of three of the tests)"
 	@echo "make bench    run the benchmarks of the README, into runs/bench, within 20 minutes; with other engines"
 	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables, ARGS=--resume goes on)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
@@ -112,16 +112,16 @@ soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-soak: $(READY)
-	@echo "== soak tests, and beside them the tests on the least machine, kernels of several warpgroups and simulated lives,"
-	@echo "   more than an hour; each part prints when it has ended"
-	@$(TOGETHER) soak-tests soak-least soak-warpgroups-lives
+	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about an hour; each part prints"
+	@echo "   when it has ended"
+	@$(TOGETHER) soak-tests soak-warpgroups-lives
 
 soak-tests:
 	@echo "== tests marked as soak"
 	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=30 --shard $(SHARD) tests $(ARGS)
 
 # What KSANA_HIDE hides is not there for XLA and the engine. Kernels of GPUs do not depend on the processor.
-soak-least:
+soak-least: $(READY)
 	@echo "== the tests on a machine without AVX-512, without a C++ compiler and with one core"
 	@KSANA_HIDE=avx512,compiler,cores $(RUN) -m pytest -n $(WORKERS) --dist loadfile --shard $(SHARD) \
 	  --ignore tests/pallas_kernels tests $(ARGS)
