@@ -8,8 +8,9 @@ import pytest
 from ksana_jax import SamplingParams, refusals
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.engine.settings import check_policies
+from ksana_jax.loading.export import export_hf
 from ksana_jax.refusals import REFUSALS
-from tests.engine.drafters import drafters as drafters
+from tests.engine.drafters import draft_model
 from tests.engine.small import make_llm, tokens_of
 
 SOME = {
@@ -47,14 +48,20 @@ OF_REQUESTS = {"beam_width", "stop", "logprobs", "prompt_logprobs", "min_tokens"
 OF_REQUESTS |= {"top_k", "top_p", "min_p"}
 
 
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    export_hf(path := tmp_path_factory.mktemp("drafter"), *draft_model("first"))
+    return str(path)
+
+
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: f"{r.setting} and {r.other}")
-def test_listed_settings_are_refused_together(refusal, drafters):
+def test_listed_settings_are_refused_together(refusal, drafter):
     names = {refusal.setting, refusal.other}
     given = SOME[refusal.setting] | SOME[refusal.other]
     if names == {refusals.BRANCHES, refusals.COMPARES}:
         given["speculative_config"] = SOME[refusals.BRANCHES]["speculative_config"] | {"acceptance": "block"}
     if refusals.DRAFT_MODEL in names:
-        given["speculative_config"] = given["speculative_config"] | {"model": drafters["first"]}
+        given["speculative_config"] = given["speculative_config"] | {"model": drafter}
     with pytest.raises(ValueError, match=re.escape(refusal.reason)) as caught:
         if names <= OF_REQUESTS:
             SamplingParams(**given)

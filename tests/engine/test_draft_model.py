@@ -1,5 +1,7 @@
 """A draft model changes no token, and drafts as the target would as far as it is like it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -116,9 +118,8 @@ class Swapped(Letters):
 def test_a_vocabulary_of_as_many_other_pieces_is_refused_with_both_hashes(drafters, monkeypatch):
     monkeypatch.setattr(draft_model, "find_tokenizer", lambda path: Swapped())
     hashes = f"{draft_model.digest(Swapped())} and {draft_model.digest(Letters())}"
-    with pytest.raises(
-        ConfigError, match=f"first0?: its vocabulary is not that of the target: their hashes are {hashes}"
-    ):
+    said = f"{drafters['first']}: its vocabulary is not that of the target: their hashes are {hashes}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
         drafting(drafters["first"])
     monkeypatch.setattr(draft_model, "find_tokenizer", lambda path: Letters())
     drafting(drafters["first"])
