@@ -3,13 +3,14 @@
 import asyncio
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
 
 from ksana_jax.bench import command, core, serving
 from ksana_jax.bench.serving import AT_ONCE, Serving
-from ksana_jax.bench.serving_load import RequestFailed, send_all
+from ksana_jax.bench.serving_load import Arriving, RequestFailed, send_all
 from ksana_jax.bench.serving_targets import EngineTarget, HTTPTarget, events
 from ksana_jax.errors import ConfigError
 from ksana_jax.workload import read_workload
@@ -188,7 +189,7 @@ def test_answers_of_a_server_are_counted_and_its_errors_named():
     async def run():
         async with FakeServer(["good", 429, "dies", "ends", "empty"]) as server:
             target = HTTPTarget(server.url + "/v1/")
-            about = await target.open(None)
+            await target.open(None)
             try:
                 found = await send_all(made(num_requests=5, rate=None), target, max_concurrency=1)
             finally:
@@ -337,6 +338,24 @@ def test_requests_longer_than_the_model_are_refused_with_their_numbers():
 
 
 SHORT = "{kind: synthetic, prompt: [8, 40], output: [2, 9]}"
+
+
+@pytest.mark.soak
+def test_a_request_is_not_sent_on_a_connection_that_the_server_has_closed():
+    served = pytest.importorskip("tests.server.serving")
+
+    async def send(url):
+        target = HTTPTarget(url)
+        await target.open(None)
+        time.sleep(5.5)  # uvicorn closes idle connections after 5 s, and this loop does not notice
+        (item,) = made(num_requests=1).items
+        arriving = Arriving(lambda: 0.0)
+        await target.send(target.prepare(item), arriving)
+        await target.close()
+        return arriving.num_output
+
+    with served.serving() as server:
+        assert asyncio.run(send(f"http://127.0.0.1:{server.port}")) == 3
 
 
 def test_a_server_of_ours_gives_every_token_that_is_asked_for():
