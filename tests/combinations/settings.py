@@ -15,21 +15,21 @@ import jax
 import numpy as np
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ModelConfig
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.loading.export import export_hf
-from ksana_jax.models.params import init_params
 from ksana_jax.pattern_presets import PatternLike, read_patterns
 from ksana_jax.request import RequestOutput
 from ksana_jax.speculative import PROPOSERS, draft_lengths, draws_trees
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import StepShape
+from tests.engine.drafters import draft_model
+from tests.engine.small import VOCAB, model
 
-VOCAB, NUM_TOKENS, BLOCK_SIZE = 64, 24, 16
+NUM_TOKENS, BLOCK_SIZE = 24, 16
 STEPS = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 8, "query_tile": 1}
 _RNG = np.random.default_rng(5)
 _SHARED = _RNG.integers(2, VOCAB, 32)
@@ -138,20 +138,10 @@ class OneShape(Buckets):
         return super().shape(max(num_decodes, 1), list(counts) or [1], width, shares)
 
 
-@functools.cache
-def model(num_layers: int):
-    """Weights large enough that greedy texts vary."""
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        d_model=32,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        d_ff=48,
-        max_position=64,
-    )
-    return config, init_params(config, seed=3, std=0.5)
+def of_layers(num_layers: int, made):
+    """The first layers of a configuration and its weights."""
+    config, weights = made
+    return config.first_layers(num_layers), weights.replace(layers=weights.layers[:num_layers])
 
 
 class Served(NamedTuple):
@@ -220,7 +210,7 @@ class Engines:
 
     def _make(self, settings: Sequence[Setting], asked: SamplingParams, num_layers: int) -> LLM:
         given = functools.reduce(operator.or_, (s.engine for s in settings), {})
-        model_config, weights = model(num_layers)
+        model_config, weights = of_layers(num_layers, model())
         patterns = read_patterns(next((s.pattern for s in settings if s.pattern), "full"), num_layers)
         config = engine_config(STEPS | self._with_folders(given, num_layers)).for_model(model_config, patterns)
         layout = make_layout(model_config, patterns, config)
@@ -248,10 +238,9 @@ class Engines:
 
     def _drafter(self, num_layers: int) -> str:
         """A model near the target, which accepts most of its drafts."""
-        path, (config, weights) = self._folder / f"drafter {num_layers}", model(num_layers)
+        path = self._folder / f"drafter {num_layers}"
         if not path.exists():
-            other = init_params(config, seed=9, std=0.5)
-            export_hf(path, config, jax.tree.map(lambda x, y: x + 0.08 * y, weights, other))
+            export_hf(path, *of_layers(num_layers, draft_model("near")))
         return str(path)
 
 
