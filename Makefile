@@ -16,6 +16,8 @@ EXTRAS ?= dev,docs
 LIVES ?= 1000
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
+# Part of the tests on the least machine, in whole files.
+LEAST_SHARD ?= $(SHARD)
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -120,11 +122,12 @@ soak-tests:
 	@echo "== tests marked as soak"
 	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=30 --shard $(SHARD) tests $(ARGS)
 
-# What KSANA_HIDE hides is not there for XLA and the engine. Kernels of GPUs do not depend on the processor.
+# Kernels and programs for GPUs do not depend on the processor.
 soak-least: $(READY)
 	@echo "== the tests on a machine without AVX-512, without a C++ compiler and with one core"
-	@KSANA_HIDE=avx512,compiler,cores $(RUN) -m pytest -n $(WORKERS) --dist loadfile --shard $(SHARD) \
-	  --ignore tests/pallas_kernels tests $(ARGS)
+	@KSANA_HIDE=avx512,compiler,cores $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=10 \
+	  --shard-files $(LEAST_SHARD) --ignore tests/pallas_kernels --ignore tests/compile_check \
+	  --ignore tests/planner/test_step_memory.py tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.

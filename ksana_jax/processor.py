@@ -34,8 +34,11 @@ def hidden() -> tuple[str, ...]:
     return tuple(word for word in HIDEABLE if word in words)
 
 
-def hide() -> None:
+def hide(core: int = 0) -> None:
     """Keeps XLA from what is hidden, and this process and its children on one core. Comes before jax starts.
+
+    Args:
+      core: index of the core that is left, modulo their number: processes beside each other take different ones.
 
     Raises:
       ConfigError: jax has already started, this system cannot, or KSANA_HIDE is wrong.
@@ -49,8 +52,7 @@ def hide() -> None:
     if "cores" in names and not hasattr(os, "sched_setaffinity"):
         raise ConfigError("KSANA_HIDE hides cores, which this system cannot")
     if "cores" in names and num_cores() > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        pin(cores[os.getpid() % len(cores)])  # processes beside each other take different ones
+        pin(sorted(os.sched_getaffinity(0))[core % num_cores()])
 
 
 def num_cores() -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from ksana_jax import processor
 from ksana_jax.compilation_cache import keep_compiled_steps
+from ksana_jax.errors import ConfigError
 from ksana_jax.kv.disk import failpoints
 from tests import mappings
 
@@ -30,12 +31,18 @@ DEVICE = "KSANA_TEST_DEVICE"
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
+    parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
     parser.addoption("--device", help='runs the tests on another device: "loopback", or the setting `device` as JSON')
 
 
 def pytest_configure(config):
-    if not config.getoption("numprocesses", None):  # each of xdist's processes takes a core of its own
-        processor.hide()
+    try:
+        if config.getoption("numprocesses", None):  # each of xdist's processes takes another core
+            processor.hidden()
+        else:
+            processor.hide(core=int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from None
     if given := config.getoption("--device"):
         loopback = {"platform": "npu", "plugin": "loopback", "options": {"pinned_host": True}}
         os.environ[DEVICE] = json.dumps(loopback) if given == "loopback" else given
@@ -57,16 +64,21 @@ def _start(setting):
         plugin.programs = {}  # engines of different tests compile the same programs
 
 
+def pytest_ignore_collect(collection_path, config):
+    if (shard := config.getoption("--shard-files")) and collection_path.name.startswith("test_"):
+        return None if _is_of(str(collection_path.relative_to(config.rootpath)), shard) else True
+
+
+def _is_of(name, shard):
+    """Whether a test or a file is in a part: by its name, so that it stays there whatever others there are."""
+    number, of = map(int, shard.split("/"))
+    return zlib.crc32(name.encode()) % of == number - 1
+
+
 def pytest_collection_modifyitems(config, items):
     if shard := config.getoption("--shard"):
-        number, of = map(int, shard.split("/"))
-        # By name, so that a test stays in its part whatever others there are.
-        parts = [[] for _ in range(of)]
-        for item in items:
-            parts[zlib.crc32(item.nodeid.encode()) % of].append(item)
-        items[:] = parts.pop(number - 1)
-        for part in parts:
-            config.hook.pytest_deselected(items=part)
+        config.hook.pytest_deselected(items=[item for item in items if not _is_of(item.nodeid, shard)])
+        items[:] = [item for item in items if _is_of(item.nodeid, shard)]
     if DEVICE in os.environ:
         for item in items:
             if mark := item.get_closest_marker("cpu"):
