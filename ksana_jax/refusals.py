@@ -28,6 +28,7 @@ class Refusal(NamedTuple):
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
+UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 SEVERAL_COMPLETIONS = "several completions of one prompt"
 BRANCHES = "speculative_config with branches"
@@ -47,6 +48,7 @@ REFUSALS = (
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
     Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
+    Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),
     Refusal(INVARIANT, "shared_prefix_attention", "it divides sums by the rows that share blocks", principle=True),
     Refusal(INVARIANT, NOT_NATIVE, "native attention reads f32, bf16, f16 and int8"),

@@ -20,6 +20,7 @@ SOME = {
     "shared_prefix_attention": {"shared_prefix_attention": True},
     refusals.WHOLE_BLOCKS: {"kv_cache_dtype": "kivi4"},
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
+    refusals.UNEVEN: {"kv_cache_dtype": "int8", "pattern": [{"window": 8}, "full"]},
     refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
     refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
     refusals.SEVERAL_COMPLETIONS: {"n": 2},

@@ -199,7 +199,7 @@ class KVLayout:
         counts = [sum(layer in layers for layer in group.layers) for group in self.groups]
         if len(set(counts)) > 1:
             held = ", ".join(f"{count} of {group.layers}" for count, group in zip(counts, self.groups, strict=True))
-            raise ConfigError(f"kv_full_precision_layers must be equally many in each group of layers: they are {held}")
+            refusals.check({"kv_full_precision_layers": True, refusals.UNEVEN: f"{refusals.UNEVEN} ({held})"})
         if (num_coded := len(self.groups[0].layers) - counts[0]) < 1:
             raise ConfigError("kv_full_precision_layers has all layers: leave kv_cache_dtype as it is")
         order = [tuple(sorted(group.layers, key=lambda layer: layer not in layers)) for group in self.groups]
