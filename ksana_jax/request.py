@@ -221,11 +221,13 @@ class RequestInput(NamedTuple):
     """One prompt and the parameters for completing it.
 
     Args:
-      prompt_token_ids: integers [n].
+      prompt_token_ids: integers [n], the question included.
       prompt: its text, if any.
       cache_salt: prefixes are shared only among requests with equal salts.
       request_id: None assigns a number.
       streams: whether its text is needed as it grows; beams have none before the end.
+      num_question: last tokens of the prompt, which ask about it: `kv_eviction` compresses the others before it reads
+        these.
     """
 
     prompt_token_ids: np.ndarray
@@ -234,6 +236,7 @@ class RequestInput(NamedTuple):
     cache_salt: str = ""
     request_id: str | None = None
     streams: bool = False
+    num_question: int = 0
 
 
 class Logprob(NamedTuple):

@@ -35,6 +35,7 @@ class Sequence:
       bad_words: token ids of its request's bad words, see `step.bias`.
       kv: its state in KV memory.
       is_beam: whether its request, not the scheduler, chooses and appends its tokens (beam search).
+      num_question: last tokens of its prompt, see `RequestInput`.
 
     Attributes:
       row: its row while it runs; None while it waits.
@@ -58,6 +59,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     kv: KVState = dataclasses.field(default_factory=KVState)
     is_beam: bool = False
+    num_question: int = 0
     awaits_token: bool = False
     row: int | None = None
     rank: Any = None
@@ -71,6 +73,11 @@ class Sequence:
 
     def __post_init__(self):
         self.num_prompt = len(self.token_ids)
+
+    @property
+    def num_context(self) -> int:
+        """Number of prompt tokens before its question."""
+        return self.num_prompt - self.num_question
 
     @property
     def max_cached_tokens(self) -> int:

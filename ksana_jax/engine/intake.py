@@ -87,7 +87,7 @@ class Intake:
         bad_words = self._check_params(params)
         if params.detokenize and self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: set detokenize=False")
-        self._check_room(count, params)
+        self._check_room(count, asked.num_question, params)
         return bad_words
 
     def _check_params(self, params: SamplingParams) -> BadWords:
@@ -102,8 +102,12 @@ class Intake:
                 raise ValueError("allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them")
         return bad_words
 
-    def _check_room(self, count: int, params: SamplingParams) -> None:
-        """Checks that rows and pool have room for a prompt of `count` tokens."""
+    def _check_room(self, count: int, num_question: int, params: SamplingParams) -> None:
+        """Checks that rows and pool have room for a prompt of `count` tokens, its question included."""
+        if not 0 <= num_question < count:
+            raise ValueError(
+                f"question has {num_question:,} of {count:,} prompt tokens, must leave at least one before it"
+            )
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         several = params.num_sequences > 1 and f"{params.num_sequences} completions of one prompt"
         evicts = scheduler.layout.eviction is not None
@@ -111,13 +115,15 @@ class Intake:
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
-        if (eviction := scheduler.layout.eviction) is not None and not eviction.can_serve(count, max_len):
+        if (eviction := scheduler.layout.eviction) is not None and not eviction.can_serve(
+            count - num_question, max_len
+        ):
             raise ValueError(
                 f"kv_eviction {type(eviction.method).__name__} must know the whole text beforehand: it scores texts in "
                 "perplexity experiments, and cannot generate"
             )
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.layout.blocks_to_finish(max_len, count) * max(params.beam_width, 1)
+        needed = scheduler.layout.blocks_to_finish(max_len, count - num_question) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:
             raise ContextLengthError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
@@ -143,7 +149,7 @@ class Intake:
         given, streams = self.tokenizer if params.detokenize else None, asked.streams and not params.beam_width
         for index in range(params.n):
             seed = 0 if params.greedy else seed_of(params, index, self._seed, number)  # half the time of a request
-            seq = self._new_sequence(request, token_ids, asked.cache_salt, index, seed, bad_words)
+            seq = self._new_sequence(request, token_ids, asked.cache_salt, index, seed, bad_words, asked.num_question)
             request.completions.append(Completion(index, seq, given, streams))
         if params.beam_width:
             leader = self.new_beam(request, token_ids, asked.cache_salt)
@@ -161,6 +167,7 @@ class Intake:
         index: int = 0,
         seed: int = 0,
         bad_words: BadWords = (),
+        num_question: int = 0,
     ) -> Sequence:
         params, count = request.params, len(request.prompt_token_ids)
         return Sequence(
@@ -174,6 +181,7 @@ class Intake:
             request_id=request.request_id,
             index=index,
             bad_words=bad_words,
+            num_question=num_question,
             kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 

@@ -10,7 +10,8 @@ import numpy as np
 from ksana_jax.request import RequestInput, SamplingParams
 from ksana_jax.tokenizers import Tokenizer, render_chat
 
-# A text, its token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text}.
+# A text, its token ids, or {"prompt": text, "prompt_token_ids": ids, "question": text, "question_token_ids": ids,
+# "cache_salt": text}; a question is read after `kv_eviction` has compressed the prompt.
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 _FORMS = "a text, a list of token ids, a dict, or a list of those"
@@ -40,10 +41,8 @@ def read_requests(
     if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts is of type {type(prompts).__name__}, must be {_FORMS}")
     read = [_read_prompt(prompt, tokenizer) for prompt in prompts]
-    return [
-        RequestInput(ids, params, text, salt, streams=streams)
-        for (ids, text, salt), params in zip(read, _read_params(sampling_params, len(read)), strict=True)
-    ]
+    params = _read_params(sampling_params, len(read))
+    return [one._replace(params=given, streams=streams) for one, given in zip(read, params, strict=True)]
 
 
 def _is_ids(prompts: Any) -> bool:
@@ -68,8 +67,11 @@ def _read_params(given: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def _read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[np.ndarray, str | None, str]:
-    """Returns token ids, text and cache salt of one prompt.
+_KEYS = ("prompt", "prompt_token_ids", "question", "question_token_ids", "cache_salt")
+
+
+def _read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> RequestInput:
+    """Returns the request of one prompt, with default parameters.
 
     Raises:
       ValueError: it is not a prompt, or it has neither ids nor a text that can be encoded.
@@ -80,33 +82,44 @@ def _read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[np.ndarray, 
         prompt = {"prompt_token_ids": prompt}
     elif not isinstance(prompt, Mapping):
         raise ValueError(f"a prompt is a text, a list of token ids or a dict, not {type(prompt).__name__}")
-    if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
-        raise ValueError(
-            f"a prompt has unknown keys {', '.join(unknown)}; it takes prompt, prompt_token_ids and cache_salt"
-        )
-    text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+    if unknown := sorted(map(str, set(prompt) - {*_KEYS})):
+        raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
+    salt = prompt.get("cache_salt") or ""
     if not isinstance(salt, str):
         raise ValueError(f"cache_salt is a {type(salt).__name__}, must be a string")
+    ids, text = _read_part("prompt", prompt, tokenizer)
+    if not {"question", "question_token_ids"} & {*prompt}:
+        return RequestInput(ids, SamplingParams(), text, salt)
+    question, asked = _read_part("question", prompt, tokenizer)
+    if not len(question):
+        raise ValueError("question is empty: at least one token is needed")
+    text = None if text is None or asked is None else text + asked
+    return RequestInput(np.concatenate([ids, question]), SamplingParams(), text, salt, num_question=len(question))
+
+
+def _read_part(name: str, prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[np.ndarray, str | None]:
+    """Returns token ids and text of the prompt or the question; BOS comes only before the prompt."""
+    text = prompt.get(name)
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"prompt is a {type(text).__name__}, must be a string")
-    if "prompt_token_ids" in prompt:
-        return _token_ids(prompt["prompt_token_ids"]), text, salt
+        raise ValueError(f"{name} is a {type(text).__name__}, must be a string")
+    if f"{name}_token_ids" in prompt:
+        return _token_ids(f"{name}_token_ids", prompt[f"{name}_token_ids"]), text
     if text is None or tokenizer is None:
-        missing = "text" if tokenizer else "tokenizer: give prompt_token_ids"
-        raise ValueError(f"prompt has no {missing}")
-    return np.array(tokenizer.encode(text), np.int32), text, salt
+        missing = "text" if tokenizer else f"tokenizer: give {name}_token_ids"
+        raise ValueError(f"{name} has no {missing}")
+    return np.array(tokenizer.encode(text, add_special_tokens=name == "prompt"), np.int32), text
 
 
-def _token_ids(given: Any) -> np.ndarray:
+def _token_ids(name: str, given: Any) -> np.ndarray:
     try:
         ids = np.asarray(given)
     except ValueError:  # lists of different lengths
-        raise ValueError("prompt_token_ids must be a list of integers, not lists of different lengths") from None
+        raise ValueError(f"{name} must be a list of integers, not lists of different lengths") from None
     if ids.shape == (0,):
         return np.zeros(0, np.int32)
     truths = isinstance(given, (list, tuple)) and bool in map(type, given)  # NumPy would convert them to 0 and 1
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
-        raise ValueError(f"prompt_token_ids must be a list of integers, not {ids.dtype} of shape {ids.shape}")
+        raise ValueError(f"{name} must be a list of integers, not {ids.dtype} of shape {ids.shape}")
     return ids
 
 

@@ -54,10 +54,10 @@ def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], object] = l
     from ksana_jax import SamplingParams
 
     eviction = llm.engine.scheduler.layout.eviction
-    if eviction is not None and eviction.method.prompts == "whole":
+    if eviction is not None and eviction.method.prompts != "streamed":
         raise ConfigError(
-            "kv_eviction with prompts 'whole' evicts only after a prompt, so it would not act on scored tokens: "
-            "set prompts to 'streamed'"
+            f"kv_eviction with prompts {eviction.method.prompts!r} evicts only after a prompt, so it would not act on "
+            "scored tokens: set prompts to 'streamed'"
         )
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     scores = [Score(0.0, True)] * len(parts)

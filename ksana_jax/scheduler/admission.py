@@ -107,7 +107,7 @@ class Admission:
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork goes on with what its parent holds: it waits for no reserve.
         room = device.num_available - (0 if kv.shared else reserve)
-        if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_prompt) <= room:
+        if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
             return True
         if not alone:
             return False

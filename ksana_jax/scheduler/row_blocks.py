@@ -60,7 +60,7 @@ class RowBlocks:
         if held.num_computed:
             self._put(row, seq, held)
         if self._eviction is not None:
-            prompt = np.array([seq.num_prompt])
+            prompt = np.array([seq.num_context])
             r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
             r.budgets[:, row] = budgets = self._eviction.budgets(prompt)[:, 0]
             r.num_recent[:, row] = self._eviction.num_recent(budgets)

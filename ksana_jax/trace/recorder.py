@@ -192,6 +192,7 @@ def _plain(request: Request, asked: Any) -> dict[str, Any]:
         "params": recording.plain_params(request.params),
         "seeds": [completion.seq.seed for completion in request.completions],
         "cache_salt": asked.cache_salt,
+        "num_question": asked.num_question,
         "streams": asked.streams,
         "arrival_s": request.metrics.arrival_s,
     }

@@ -126,7 +126,8 @@ def _apply(event: Event, engine: Engine, waiting: dict[str, Request]) -> None:
 def _input(given: Mapping[str, Any]) -> RequestInput:
     tokens = np.array(given["prompt_token_ids"], np.int32)
     salt, name, streams = given["cache_salt"], given["request_id"], given["streams"]
-    return RequestInput(tokens, read_params(given["params"]), None, salt, name, streams)
+    num_question = given.get("num_question", 0)  # absent from earlier recordings
+    return RequestInput(tokens, read_params(given["params"]), None, salt, name, streams, num_question)
 
 
 def _patterns(given: Any) -> list[Any]:

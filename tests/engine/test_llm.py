@@ -36,6 +36,20 @@ def test_a_prompt_may_be_a_text_a_dict_ids_or_a_list_of_them(llm):
     assert llm.generate([], GREEDY) == []
 
 
+def test_a_question_follows_its_prompt_without_a_bos_of_its_own(llm):
+    ids = [llm.tokenizer.encode("the hen"), llm.tokenizer.encode(", in", add_special_tokens=False)]
+    asked = [
+        {"prompt": "the hen", "question": ", in"},
+        {"prompt_token_ids": ids[0], "question_token_ids": np.array(ids[1])},
+    ]
+    outputs = llm.generate(asked, GREEDY)
+    assert [o.prompt for o in outputs] == ["the hen, in", None]
+    assert all(o.prompt_token_ids == ids[0] + ids[1] for o in outputs)
+    # Nothing is evicted here, so the question changes nothing.
+    expected = llm.generate({"prompt_token_ids": ids[0] + ids[1]}, GREEDY)[0].outputs[0].token_ids
+    assert [o.outputs[0].token_ids for o in outputs] == [expected] * 2
+
+
 def test_changing_the_ids_afterwards_does_not_change_the_request(llm):
     ids = np.array(llm.tokenizer.encode("the hen"), np.int32)
     expected = complete(llm, "the hen").token_ids

@@ -60,6 +60,19 @@ METHODS = {
         {"method": "tova", "budget": 10, "interval": 1},
         lambda n: Rule("last query", [10, 10], 1, recents=[0] * 2),
     ),
+    "tova, once": (
+        {"method": "tova", "budget": 10, "interval": 1, "prompts": "once"},
+        lambda n: Rule("last query", [10, 10], 1, recents=[0] * 2, once=True),
+    ),
+    "h2o, once, half of a prompt": (
+        {"method": "h2o", "budget": 0.5, "recent": 2, "prompts": "once"},
+        lambda n: Rule("sums", [max(round(n * 0.5), 4)] * 2, 4, recents=[2] * 2, once=True),
+    ),
+    "knorm, once, pyramid": (
+        {"method": "knorm", "budget": 8, "layers": "pyramid", "beta": 2, "prompts": "once"},
+        # Of 8 tokens, 5 are shared out, by 1.5 and 0.5.
+        lambda n: Rule("norm", [10, 6], 4, recents=[0] * 2, once=True),
+    ),
     "snapkv": (
         {"method": "snapkv", "budget": 8, "recent": 3},
         lambda n: Rule("last queries", [8, 8], 4, recents=[3] * 2, once=True, window=3),
@@ -117,15 +130,15 @@ METHODS = {
         lambda n: Rule("age", [8, 8], 1, recents=[6] * 2, sinks=2, whole=False, in_cache=True),
     ),
 }
-EVERY_TIME = ("h2o", "h2o, pyramid", "h2o, positions in the cache", "snapkv")
+EVERY_TIME = ("h2o", "h2o, once, half of a prompt", "h2o, pyramid", "h2o, positions in the cache", "snapkv")
 
 
-def serve(llm, num_outputs: int, preempts: bool):
+def serve(llm, num_outputs: int, preempts: bool, num_question: int):
     """Runs the prompts to their end; returns their outputs, and [(request, tokens computed, the pool's content)]."""
     asked = SamplingParams(
         temperature=0, max_tokens=num_outputs, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
     )
-    requests = [llm.engine.add_request(np.array(prompt), asked) for prompt in PROMPTS]
+    requests = [llm.engine.add_request(np.array(prompt), asked, num_question=num_question) for prompt in PROMPTS]
     scheduler, seen, number = llm.engine.scheduler, [], 0
     while llm.engine.has_work:
         llm.engine.step()
@@ -145,12 +158,13 @@ def serve(llm, num_outputs: int, preempts: bool):
     return [request.output() for request in requests], seen
 
 
-def compare(llm, rule_of, num_outputs: int = 20, preempts: bool = False) -> None:
-    (config, params), (outputs, seen) = model(), serve(llm, num_outputs, preempts)
+def compare(llm, rule_of, num_outputs: int = 20, preempts: bool = False, num_question: int = 0) -> None:
+    (config, params), (outputs, seen) = model(), serve(llm, num_outputs, preempts, num_question)
     places, size, most = llm.runner.layout.places, llm.config.block_size, 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         text = np.array(prompt + output.outputs[0].token_ids)
-        expected, kept, states = run(params, config, text, rule_of(len(prompt)), len(prompt))
+        num_context = len(prompt) - num_question
+        expected, kept, states = run(params, config, text, rule_of(num_context), num_context)
         entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         got = [entry[int(token)].logprob for entry, token in zip(entries, text[1:], strict=True)]
         # float32 against float64 through two layers: about 1e-5; 1e-4 is the contract.
@@ -177,6 +191,29 @@ def test_a_method_keeps_what_its_definition_keeps(name):
     setting, rule_of = METHODS[name]
     llm = make_llm(kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
     compare(llm, rule_of, num_outputs=1 if name == "knorm" else 20)
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    soak_unless(
+        ("h2o, once, half of a prompt", "snapkv").__contains__,
+        [
+            "h2o",
+            "h2o, once, half of a prompt",
+            "h2o, pyramid",
+            "snapkv",
+            "pyramidkv",
+            "tova, once",
+            "knorm, once, pyramid",
+            "vatp",
+        ],
+    ),
+)
+def test_a_question_is_read_after_what_comes_before_it_was_compressed(name, preempts):
+    setting, rule_of = METHODS[name]
+    llm = make_llm(kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
+    compare(llm, rule_of, preempts=preempts, num_question=5)
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])

@@ -25,7 +25,7 @@ def counted(budget: int, interval: int, num_prompt: int, length: int, whole: boo
     return evicted, at
 
 
-@pytest.mark.parametrize("name, prompts", [("h2o", "whole"), ("h2o", "streamed"), ("snapkv", "whole")])
+@pytest.mark.parametrize("name, prompts", [("h2o", "whole"), ("h2o", "streamed"), ("h2o", "once"), ("snapkv", "whole")])
 @pytest.mark.parametrize("interval", [1, 3, 4])
 def test_evictions_are_those_of_counting(name, prompts, interval):
     method = read_eviction({"method": name, "budget": 9, "interval": interval, "prompts": prompts})
@@ -146,7 +146,7 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "h2o", "layers": "pyramid", "beta": 0.5}, "H2O: beta is 0.5, must be a finite number from 1"),
         ({"method": "h2o", "layers": "pyramid", "beta": None}, "H2O: beta is None"),
         ({"method": "h2o", "beta": 4}, "H2O: beta is 4, but layers is uniform: only a pyramid has a beta"),
-        ({"method": "h2o", "prompts": "all"}, "must be one of whole, streamed"),
+        ({"method": "h2o", "prompts": "all"}, "must be one of whole, once, streamed"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
         ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),
         ({"method": "ksana_jax.units:byte_size"}, "which is not a subclass of EvictionMethod"),

@@ -52,7 +52,8 @@ class FakeLLM:
 
     def generate(self, prompts, params):
         prompts = prompts if isinstance(prompts, list) else [prompts]
-        return [self._generate(i, p["prompt_token_ids"], params) for i, p in enumerate(prompts)]
+        whole = [[*p["prompt_token_ids"], *p.get("question_token_ids", ())] for p in prompts]
+        return [self._generate(i, ids, params) for i, ids in enumerate(whole)]
 
     def _generate(self, index, ids, params):
         ids, num_prompt = list(ids), len(ids)

@@ -255,6 +255,22 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
             {"settings": {"texts_at_once": 2}, "engine": {"kv_eviction": {"method": "oracle", "prompts": "streamed"}}},
             "settings.texts_at_once is 2, engine.kv_eviction.method 'oracle' knows one text at a time",
         ),
+        (
+            {"settings": {}, "engine": {"kv_eviction": {"method": "tova", "prompts": "once"}}},
+            "prompts is 'once', which evicts only after a prompt .* or give settings.context_tokens",
+        ),
+        (
+            {"settings": {"context_tokens": 64, "num_tokens": 64}},
+            "context_tokens is 64, must be less than num_tokens 64",
+        ),
+        ({"settings": {"context_tokens": 0}}, "settings.context_tokens is 0, must be an integer from 1"),
+        (
+            {
+                "settings": {"method": "recompute", "sampled_per_bucket": 2, "context_tokens": 8},
+                "pattern": {"window": 8},
+            },
+            "settings.context_tokens is given, but settings.method 'recompute' compresses nothing",
+        ),
         ({"settings": {"num_texts": 0}}, "settings.num_texts is 0, must be an integer from 1"),
         ({"settings": {"method": "guess"}}, "settings.method: Invalid value 'guess'"),
         ({"settings": {"texts": ["missing.txt"]}}, "missing.txt: no such text file"),

@@ -67,6 +67,18 @@ def test_perplexity_is_that_of_the_log_probabilities_of_one_request(measured):
     assert set(rows["recompute"].values) >= {"sampled_ppl", "peak_kv_bytes", "tokens_per_s"}
 
 
+def test_a_context_is_compressed_before_the_rest_is_scored(tmp_path, one_layer):
+    kept = {"method": "window", "budget": 32, "prompts": "once"}
+    settings = {"num_texts": 1, "num_tokens": 256, "bucket_tokens": 128, "context_tokens": 128}
+    given = {"model": one_layer, "load_format": "dummy", "engine": ENGINE, "settings": settings}
+    given |= {"variants": [{"name": "full"}, {"name": "compressed", "engine.kv_eviction": kept}]}
+    rows = {row.label: row for row in reported(plan(given), tmp_path, make_llm=Engines()).rows}
+    blocks = {name: row.mean("live_kv_bytes") / rows["full"].mean("live_kv_bytes") for name, row in rows.items()}
+    assert blocks == {"full": 1, "compressed": (32 + 128) / 256}
+    nll = {name: [m["sum"] for m in row.trials[0] if m["metric"] == "nll"] for name, row in rows.items()}
+    assert nll["full"][0] == pytest.approx(nll["compressed"][0], rel=1e-5) and nll["full"][1] != nll["compressed"][1]
+
+
 def test_generation_reports_time_and_blocks(tmp_path, one_layer):
     settings = {"num_prompts": 3, "prompt_tokens": 40, "output_tokens": 8}
     engine = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 4}

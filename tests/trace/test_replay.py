@@ -206,6 +206,22 @@ def test_a_real_engine_samples_the_same_tokens_again_and_other_weights_are_refus
         check_model(other, again.engine)
 
 
+def test_a_replay_compresses_a_context_before_its_question(tmp_path):
+    eviction = {"method": "window", "budget": 8, "interval": 1, "prompts": "once"}
+    llm = small_llm(kv_eviction=eviction, block_size=4)
+    recorder = Recorder(llm.engine)
+    asked = SamplingParams(max_tokens=6, temperature=0, detokenize=False, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [*range(3, 33)], "question_token_ids": [7, 9, 3]}, asked)
+    recorder.stop()
+    recorder.write(tmp_path / recording.NAME)
+    made = recording.read(tmp_path)
+    assert replay(made, small_llm(kv_eviction=eviction, block_size=4).engine).difference is None
+    for event in made.events:
+        for request in event.get("requests", []):
+            del request["num_question"]
+    assert replay(made, small_llm(kv_eviction=eviction, block_size=4).engine).difference is not None
+
+
 def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
     made, _ = record(tmp_path / "a", lambda engine: None)
 

@@ -55,6 +55,8 @@ class PerplexitySettings:
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: number of positions of each text and bucket, except the first bucket, that every row is scored
       on, including recomputation.
+    context_tokens: first tokens of each excerpt, which `kv_eviction` compresses before it reads the others, as the
+      presses of kvpress do: the perplexity of the others measures what was kept. Needs prompts "whole" or "once".
     save_tokens: write every scored token to TRIAL.tokens.npz next to the records: arrays text_digest, position,
       token_id and logprob, with one entry per token. A text's digest and name are in the trial's nll records.
     """
@@ -66,6 +68,7 @@ class PerplexitySettings:
     num_tokens: int = 4096
     bucket_tokens: int | None = None
     sampled_per_bucket: int = 0
+    context_tokens: int | None = None
     save_tokens: bool = False
 
 
@@ -85,10 +88,10 @@ class Perplexity(BaseTask):
     def check(self, config: Mapping[str, Any]) -> None:
         settings = PerplexitySettings(**config["settings"])
         eviction = read_eviction(config["engine"]["kv_eviction"])
-        if eviction is not None and eviction.prompts == "whole":
+        if eviction is not None and eviction.prompts != "streamed" and settings.context_tokens is None:
             raise ConfigError(
-                "engine.kv_eviction.prompts is 'whole', which evicts only after a prompt and would not act on scored "
-                "tokens: set it to 'streamed'"
+                f"engine.kv_eviction.prompts is {eviction.prompts!r}, which evicts only after a prompt and would not "
+                "act on scored tokens: set it to 'streamed', or give settings.context_tokens"
             )
         check_counts(config, "num_texts", "texts_at_once", "bucket_tokens")
         if eviction is not None and eviction.foresees and settings.texts_at_once > 1:
@@ -99,6 +102,16 @@ class Perplexity(BaseTask):
         if settings.texts_at_once > (most := config["engine"]["max_num_seqs"]):
             raise ConfigError(f"settings.texts_at_once is {settings.texts_at_once}, engine.max_num_seqs is {most}")
         check_counts(config, "num_tokens", least=2)
+        if (context := settings.context_tokens) is not None:
+            check_counts(config, "context_tokens")
+            if context >= settings.num_tokens:
+                raise ConfigError(
+                    f"settings.context_tokens is {context:,}, must be less than num_tokens {settings.num_tokens:,}"
+                )
+            if settings.method == "recompute":
+                raise ConfigError(
+                    "settings.context_tokens is given, but settings.method 'recompute' compresses nothing"
+                )
         check_counts(config, "sampled_per_bucket", least=0)
         if settings.method == "recompute":
             pattern = config["pattern"] or {}
@@ -135,7 +148,7 @@ class Perplexity(BaseTask):
             timed = _Timed(llm)
             if streams:
                 with foreseen(llm, group[0].ids) if foresees else contextlib.nullcontext():
-                    found = timed(_stream, llm, [excerpt.ids for excerpt in group])
+                    found = timed(_stream, llm, [excerpt.ids for excerpt in group], settings.context_tokens)
             else:
                 found = timed(_recompute, llm, group[0].ids, trial.config["pattern"]["window"], samples[0])
             num_scored = 0
@@ -211,13 +224,19 @@ class _Timed:
         return result
 
 
-def _stream(llm: LLM, group: Sequence[list[int]]) -> list[np.ndarray]:
+def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None) -> list[np.ndarray]:
     """Returns for each text the log-probabilities [len(ids) - 1] of ids[1:], given the tokens that the cache still
     holds."""
     from ksana_jax import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in group], params)
+    prompts = [
+        {"prompt_token_ids": ids}
+        if num_context is None
+        else {"prompt_token_ids": ids[:num_context], "question_token_ids": ids[num_context:]}
+        for ids in group
+    ]
+    outputs = llm.generate(prompts, params)
     return [_scores(output.check().prompt_logprobs, ids) for output, ids in zip(outputs, group, strict=True)]
 
 
@@ -288,7 +307,7 @@ def _kv_alone(
         return {"method": method, **_kv(llm, window)}
     if len(group) > 1:
         llm.clear_records()
-        _stream(llm, [ids])
+        _stream(llm, [ids], trial.config["settings"]["context_tokens"])
     return {"method": method, **_kv(llm, len(ids)), **_blocks_over_text(llm)}
 
 

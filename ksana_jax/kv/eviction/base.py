@@ -68,8 +68,10 @@ class EvictionMethod:
       recent: newest tokens, always kept: a float up to 1 is a fraction of the budget, an int a number of tokens.
       interval: tokens that are evicted at a time, so that the cache holds from budget - interval + 1 to budget tokens.
         None takes the block size; 1 evicts after every token, as papers define their methods.
-      prompts: "whole" evicts once a prompt is complete; "streamed" evicts while it is computed, as if it had been
-        generated, so that scoring a long text measures the method.
+      prompts: "whole" computes a prompt with all of its keys and evicts from then on. "once" evicts when a prompt is
+        complete and keeps all that follows, as the presses of kvpress do. "streamed" evicts while a prompt is computed,
+        as if it had been generated, so that scoring a long text measures the method. The prompt of a request with a
+        question is what comes before the question.
       layers: "uniform" gives all layers the same budget. "pyramid" gives earlier layers more, in a straight line, of
         the tokens beyond those that each layer keeps anyway: `sinks`, a number of `recent` tokens, and interval - 1.
         Budgets add up to those of "uniform", up to rounding (PyramidKV, arXiv:2406.02069, section 3.2).
@@ -83,7 +85,7 @@ class EvictionMethod:
     sinks: int = 0
     recent: float | int = 0.5
     interval: int | None = None
-    prompts: Literal["whole", "streamed"] = "whole"
+    prompts: Literal["whole", "once", "streamed"] = "whole"
     layers: Literal["uniform", "pyramid"] = "uniform"
     beta: float = 20
     positions: Literal["absolute", "cache"] = "absolute"
@@ -104,7 +106,7 @@ class EvictionMethod:
             _share(f"{name}: recent", self.recent, least=0),
             checks.integer(f"{name}: sinks", self.sinks, 0),
             checks.integer(f"{name}: interval", self.interval, 1, optional=True),
-            checks.one_of(f"{name}: prompts", self.prompts, ("whole", "streamed")),
+            checks.one_of(f"{name}: prompts", self.prompts, ("whole", "once", "streamed")),
             checks.one_of(f"{name}: layers", self.layers, ("uniform", "pyramid")),
             checks.number(f"{name}: beta", self.beta, 1),
             f"{name}: beta is {self.beta}, but layers is uniform: only a pyramid has a beta"
@@ -125,7 +127,7 @@ class EvictionMethod:
     @property
     def once(self) -> bool:
         """Whether it evicts when a prompt is complete and never again."""
-        return False
+        return self.prompts == "once"
 
     @property
     def needs_text_positions(self) -> bool:

@@ -17,8 +17,9 @@ class SnapKV(EvictionMethod):
     """Keeps the tokens, and their neighbours, to which the last queries of the prompt attend, and these last tokens.
 
     The window is cut off before weights are pooled, so the attention that it pays to itself counts for no token.
-    It evicts once, when a prompt is complete; what is generated is all kept. With prompts "streamed" it evicts
-    whenever the budget is full, by the queries before that. With layers "pyramid" it is PyramidKV (arXiv:2406.02069).
+    It evicts once, when a prompt is complete, also with prompts "whole"; what is generated is all kept. With "streamed"
+    it evicts whenever the budget is full, by the queries before that. With layers "pyramid" it is PyramidKV
+    (arXiv:2406.02069).
 
     Args:
       recent: tokens of the observation window, which observe and are kept.
@@ -45,7 +46,7 @@ class SnapKV(EvictionMethod):
 
     @property
     def once(self) -> bool:
-        return self.prompts == "whole"
+        return self.prompts != "streamed"
 
     def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray:
         return (until_eviction <= self.recent).astype(np.float32)
