@@ -206,7 +206,7 @@ class StoringSimulation(Simulation):
             "recent": rng.choice([1, 2, 8] if name == "snapkv" else [0, 0.3, 0.5, 1.0, 2]),
             "sinks": sinks,
             "interval": interval,
-            "prompts": rng.choice(["whole", "streamed"]),
+            "prompts": rng.choice(["whole", "once", "streamed"]),
             "layers": "pyramid" if pyramid else "uniform",
             "positions": rng.choice(["absolute", "cache"]),
         }
@@ -249,7 +249,7 @@ class StoringSimulation(Simulation):
         before, rng = self.engine.scheduler.layout, self.rng
         setting = dict(self.storage.eviction) | {
             "budget": rng.choice([0.1, 0.3, 0.7]),
-            "prompts": rng.choice(["whole", "streamed"]),
+            "prompts": rng.choice(["whole", "once", "streamed"]),
         }
         other = dict(self.draw_eviction())
         method = read_eviction(setting)

@@ -87,7 +87,7 @@ def test_lives_meet_everything_that_the_memory_does():
 
 
 def test_lives_meet_every_method_and_codec():
-    expected = {f"engines with {name}" for name in (*METHODS, *CODECS, "whole", "streamed", "pyramid")}
+    expected = {f"engines with {name}" for name in (*METHODS, *CODECS, "whole", "once", "streamed", "pyramid")}
     expected |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
     assert expected <= (+seen_in(StoringSimulation, 45)).keys()
 

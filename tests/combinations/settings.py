@@ -97,6 +97,7 @@ OF_PROPOSERS = {
 
 _ALL = [
     *(_evicts(name) for name in EVICTION_METHODS if name != "oracle"),  # it scores texts, and cannot generate
+    _evicts("h2o", "kv_eviction once", prompts="once"),
     _evicts("snapkv", "kv_eviction pyramid", 2, **PYRAMID),
     *map(_stores, CODES),
     Setting("kv_full_precision_layers", "codec", {"kv_cache_dtype": "int8", "kv_full_precision_layers": [0]}, layers=2),
