@@ -37,6 +37,7 @@ def run(
         float | None,
         typer.Option(help="with --on ray: GPUs of one trial", show_default="1 if the cluster has any"),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask before a run of more than an hour goes on")] = False,
 ) -> None:
     """Runs or resumes an experiment; prints its table and writes its figure."""
     from ksana_jax.native import build
@@ -47,7 +48,7 @@ def run(
     from ksana_jax.experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]
-    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere))
+    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere, yes=yes))
 
 
 def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:

@@ -34,23 +34,29 @@ def run_and_report(
     shard: str = "1/1",
     debug: bool = False,
     on_ray: OnRay | None = None,
+    yes: bool = False,
 ) -> int:
     """Runs the remaining trials of an experiment and shows the report of all finished trials.
 
     Args:
       out: output folder; None takes runs/NAME.
       on_ray: the cluster that runs the trials; None is this process.
+      yes: do not ask on a terminal whether to go on with a run of more than an hour.
 
     Returns:
-      Exit code: 0, or 1 if trials failed.
+      Exit code: 0, or 1 if trials failed or the user did not go on.
     """
     part = Shard.parse(shard)
     plan = load(file, overrides)
     folder = out or Path("runs") / plan.name
     errors = Console(stderr=True, highlight=False)
     elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
-    with elsewhere as executor, cache_use() as use, progress.shown(errors) as callbacks:
-        outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
+    try:
+        with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:
+            outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
+    except progress.Declined:
+        errors.print("stopped; the same command goes on from here")
+        return 1
     if use.asked:
         errors.print(f"{use.compiled} of {use.asked} functions were compiled, the others were kept from earlier runs")
     report_and_show([folder])

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from ksana_jax import interrupts
 from ksana_jax.config import ConfigError
@@ -42,6 +42,18 @@ class Ended:
     error: str | None
     num_ended: int
     num_trials: int
+
+
+class Callbacks(TypedDict, total=False):
+    """Callback arguments of `run`.
+
+    on_begin: called once with the trials that will run. on_progress: called with (trials done, trials in total, what
+    runs now, how many trials' worth of it is done). on_end: called after each trial that ran.
+    """
+
+    on_begin: Callable[[Sequence[Trial]], None]
+    on_progress: Callable[[int, int, str, float], None]
+    on_end: Callable[[Ended], None]
 
 
 class Executor(Protocol):
@@ -106,6 +118,7 @@ def run(
     folder: Path,
     shard: Shard = WHOLE,
     make_llm: Callable[..., LLM] | None = None,
+    on_begin: Callable[[Sequence[Trial]], None] = lambda trials: None,
     on_progress: Callable[[int, int, str, float], None] = lambda done, total, label, fraction: None,
     on_end: Callable[[Ended], None] = lambda ended: None,
     debug: bool = False,
@@ -116,8 +129,7 @@ def run(
     Args:
       folder: created if necessary; trials finished in it are skipped, whichever shard ran them.
       make_llm: called like `LLM`; tests pass a fake.
-      on_progress: called with (trials done, trials in total, what runs now, how many trials' worth of it is done).
-      on_end: called after each trial that ran.
+      on_begin, on_progress, on_end: see `Callbacks`.
       debug: re-raise a trial's error; otherwise the error is recorded, and the other trials continue.
       executor: where trials run; None is this process.
 
@@ -136,6 +148,7 @@ def run(
             mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
             todo = [t for t in mine if t.id not in before.done]
             failed, num_ended = {}, len(mine) - len(todo)
+            on_begin(todo)
             running: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
 
             def progress(label: str, fraction: float) -> None:

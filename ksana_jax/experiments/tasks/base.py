@@ -137,6 +137,14 @@ class BaseTask(Results):
         """Returns the tokens of the longest sequence that the settings need; None leaves it to the model."""
         return None
 
+    def num_tokens(self, config: Mapping[str, Any]) -> int | None:
+        """Returns about how many tokens a trial computes, to predict how long a run takes; None if that is not known.
+
+        Args:
+          config: of the trial.
+        """
+        return None
+
     def inputs(self, settings: Any) -> dict[str, str]:
         """Returns digests of the task's inputs, so that changed inputs make another trial."""
         return {}

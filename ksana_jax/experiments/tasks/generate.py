@@ -65,6 +65,10 @@ class Generate(BaseTask):
     def max_model_len(self, settings: GenerateSettings) -> int:
         return settings.prompt_tokens + settings.output_tokens
 
+    def num_tokens(self, config: Mapping[str, Any]) -> int:
+        settings = GenerateSettings(**config["settings"])
+        return settings.num_prompts * (settings.prompt_tokens + settings.output_tokens)
+
     def inputs(self, settings: GenerateSettings) -> dict[str, str]:
         return {"texts": text_files.digest(settings.texts)}
 

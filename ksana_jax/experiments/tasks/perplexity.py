@@ -20,6 +20,7 @@ import numpy as np
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import text_files, texts
+from ksana_jax.experiments.models import training_context
 from ksana_jax.experiments.oracle import foreseen
 from ksana_jax.experiments.tasks import perplexity_figure, perplexity_report
 from ksana_jax.experiments.tasks.base import (
@@ -80,6 +81,14 @@ class Perplexity(BaseTask):
 
     def max_model_len(self, settings: PerplexitySettings) -> int:
         return settings.num_tokens + 1
+
+    def num_tokens(self, config: Mapping[str, Any]) -> int:
+        settings = PerplexitySettings(**config["settings"])
+        if settings.method == "stream":
+            return settings.num_texts * settings.num_tokens
+        bucket_tokens = settings.bucket_tokens or training_context(config["model"])
+        sample = sample_positions(settings.num_tokens, bucket_tokens, settings.sampled_per_bucket, [0])
+        return settings.num_texts * len(sample) * config["pattern"]["window"]
 
     def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
         # The excerpts that a seed draws have changed since the first stage.

@@ -77,6 +77,10 @@ class Recall(BaseTask):
     def max_model_len(self, settings: RecallSettings) -> int:
         return settings.num_tokens + 1
 
+    def num_tokens(self, config: Mapping[str, Any]) -> int:
+        settings = RecallSettings(**config["settings"])
+        return settings.num_examples * len(settings.swept[1]) * settings.num_tokens * 2  # asked, and scored
+
     def check(self, config: Mapping[str, Any]) -> None:
         settings = RecallSettings(**config["settings"])
         check_counts(config, "num_examples", "num_tokens")

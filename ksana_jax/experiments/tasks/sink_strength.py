@@ -70,6 +70,10 @@ class SinkStrength(BaseTask):
     def max_model_len(self, settings: SinkStrengthSettings) -> int:
         return settings.num_tokens
 
+    def num_tokens(self, config: Mapping[str, Any]) -> int:
+        settings = SinkStrengthSettings(**config["settings"])
+        return settings.num_texts * settings.num_tokens
+
     def inputs(self, settings: SinkStrengthSettings) -> dict[str, str]:
         return {"texts": text_files.digest(settings.texts)}
 
